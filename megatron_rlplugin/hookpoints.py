@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rlplugin import cpu
 from orchestrator.api import ConfigError
-from orchestrator.hooks import MEGATRON_CORE, check, find, missing_names, signature_mismatches
+from orchestrator.hooks import MEGATRON_CORE, check_version, find_version, missing_names, signature_mismatches
 from orchestrator.hooks.source_signatures import SourceTree
 
 _CORE = "megatron.core."
@@ -129,7 +129,7 @@ def hook_mismatches() -> tuple[str, ...]:
 
 def require_megatron() -> str:
     """The installed Megatron-Core version. Raises ConfigError when it is not a tested one, or its interfaces moved."""
-    version = check(MEGATRON_CORE).version
+    version = check_version(MEGATRON_CORE).version
     with warnings.catch_warnings():
         if cpu.needed():  # a dozen times that the GPU kernels of Apex and Transformer Engine are not there
             warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
@@ -142,7 +142,7 @@ def require_megatron() -> str:
 
 def engine_status() -> dict[str, Any]:
     """For ``rl-coserve doctor``: version, tested range, hook points."""
-    found = find(MEGATRON_CORE)
+    found = find_version(MEGATRON_CORE)
     return {
         "megatron_core": found[1] if found else "not installed",
         "tested": str(MEGATRON_CORE.tested),

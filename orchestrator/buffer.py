@@ -1,11 +1,11 @@
 """The sample buffer: groups of scored trajectories between rollout and training.
 
-Guarantees: ``get_batch`` hands out complete GRPO groups only, in order of completion (:class:`Balance` may prefer another
+Guarantees: ``get_batch`` hands out complete GRPO groups only, in order of completion (:class:`BatchBalance` may prefer another
 order), each trajectory within the staleness bound at the moment it is taken; stale ones are evicted eagerly when the
 trainer's version moves; a group that lost members is trained smaller (two at least) or dropped, never silently;
 ``get_batch`` can always say what it waits for (:attr:`SampleBuffer.waiting_for`). It decides nothing about starting
 trajectories: its owner does, told by its return values. So its size is bounded by the start gate: alpha times
-the environments, plus what is launched for a batch (:meth:`orchestrator.policies.batching.staleness.StartGate.bound`).
+the environments, plus what is launched for a batch (:meth:`orchestrator.policies.batching.staleness.StartGate.most_under_way`).
 
 A group with redundant members is complete when enough of them are scored; the others are surplus, and ended. What filters
 reject (:mod:`orchestrator.policies.batching.trajectory_filters`) ends as filtered, and is a lost member of its group.
@@ -24,7 +24,7 @@ from typing import Protocol
 
 from orchestrator.api import Prompt, Trajectory
 from orchestrator.policies.batching.staleness import StalenessBound
-from orchestrator.policies.batching.trajectory_filters import Balance, FilterChain
+from orchestrator.policies.batching.trajectory_filters import BatchBalance, FilterChain
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class SampleBuffer:
         *,
         dynamic: bool = True,
         filters: FilterChain | None = None,
-        balance: Balance | None = None,
+        balance: BatchBalance | None = None,
     ) -> None:
         self._bound = bound
         self._max_filtered = max_filtered
@@ -217,8 +217,8 @@ class SampleBuffer:
         while self._ready:
             ready = list(self._ready.values())
             taken = [[item.trajectory for item in members] for members in self._taken.values()]
-            kinds = [self._balance.kind(group.scored) for group in ready]
-            index = self._balance.pick(kinds, [self._balance.kind(group) for group in taken], wanted)
+            kinds = [self._balance.kind_of(group.scored) for group in ready]
+            index = self._balance.pick_group(kinds, [self._balance.kind_of(group) for group in taken], wanted)
             if index is not None:
                 return ready[index]
             if self.owner.may_have_more():
@@ -278,7 +278,7 @@ class SampleBuffer:
             return ""
         text = f"{len(self._taken)} of {self._wanted} groups taken"
         if self._ready and self._balance is not None:
-            kinds = sorted(dict.fromkeys(self._balance.kind(group.scored) for group in self._ready.values()))
+            kinds = sorted(dict.fromkeys(self._balance.kind_of(group.scored) for group in self._ready.values()))
             text += f", {len(self._ready)} held back: {' and '.join(kinds)} have their share of the batch"
         nearest = min(
             (group for group in self._groups.values() if group.live), key=lambda group: len(group.live), default=None

@@ -24,7 +24,7 @@ from orchestrator.components import Components, ForecastParts, Position
 from orchestrator.config import Config
 from orchestrator.config.sections import FiltersSection
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
-from orchestrator.environments.environment_session import Backend
+from orchestrator.environments.environment_session import EnvironmentBackend
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.lockstep import Lockstep
@@ -50,17 +50,17 @@ from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.batching.round_planner import RoundRules
 from orchestrator.policies.batching.stream_trigger import KvLimit, Unit
 from orchestrator.policies.batching.trajectory_filters import (
-    Balance,
-    Completeness,
+    BatchBalance,
+    CompletenessFilter,
     FilterChain,
-    Quality,
-    Repetition,
-    Similarity,
+    QualityFilter,
+    RepetitionFilter,
+    SimilarityFilter,
     TrajectoryFilter,
 )
-from orchestrator.policies.prediction.prompt_lengths import Predictor as LengthPredictor
+from orchestrator.policies.prediction.prompt_lengths import PromptLengthPredictor as LengthPredictor
 from orchestrator.policies.training.lag_weight import LagWeight
-from orchestrator.policies.training.learning_alarms import Bars, Prompts, Watch
+from orchestrator.policies.training.learning_alarms import AlarmBars, LearningWatch, PromptRepeats
 from orchestrator.proxy import router_setup
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import GapMover, kv_moves
@@ -109,7 +109,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         timeout=config.rollout.trajectory_timeout,
     )
     trainer = config.trainer
-    bars = Bars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)
+    bars = AlarmBars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)
     return Pipeline(
         _loop_settings(config),
         parts,
@@ -120,7 +120,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         weights,
         feeder,
         evaluator,
-        Watch(bars, position.entropies),
+        LearningWatch(bars, position.entropies),
         LagWeight(config.rollout.staleness_decay),
         exchange=_exchange(config, parts, rollout.proxy),
         turns=turns,
@@ -154,8 +154,8 @@ def build_rollout(
     """The rollout side, and what cuts its engines anew (None: nobody may). ``keep(trajectory, state, cause)`` stores what ends
     untrained; ``fail(error)`` ends the run."""
     settings, task, events = config.rollout, parts.task, parts.events
-    mode = coordination_modes.mode(config.run.mode, settings.alpha)
-    bound, filters = mode.bound(), make_filters(config.filters)
+    mode = coordination_modes.coordination_mode(config.run.mode, settings.alpha)
+    bound, filters = mode.staleness_bound(), make_filters(config.filters)
     buffer = SampleBuffer(
         bound,
         settings.max_filtered_groups,
@@ -194,7 +194,7 @@ def build_rollout(
         lockstep=lockstep,
         forecasts=forecasts,
         rounds=build_rounds(config, task, events, position.rounds, known) if settings.rounds.enabled else None,
-        prompts=Prompts(task.prompts("train", config.run.seed)),
+        prompts=PromptRepeats(task.prompts("train", config.run.seed)),
         keep=keep,
         fail=fail,
         groups=position.groups,
@@ -207,7 +207,7 @@ def build_proxy(
     config: Config,
     workers: Sequence[ManagedWorker],
     events: EventLog,
-    mode: coordination_modes.Mode,
+    mode: coordination_modes.CoordinationMode,
     fail: Callable[[BaseException], None],
 ) -> tuple[LLMProxy, EngineResizing | None]:
     """The proxy over these workers with the strategies that the config asks for. Raises ConfigError for workers that cannot do
@@ -259,19 +259,19 @@ def make_filters(settings: FiltersSection) -> FilterChain:
     """The filters that the config switches on, the cheap ones first."""
     chain: list[TrajectoryFilter] = []
     if settings.completeness:
-        chain.append(Completeness(settings.truncated == "drop"))
+        chain.append(CompletenessFilter(settings.truncated == "drop"))
     if settings.reward_min is not None or settings.reward_max is not None:
-        chain.append(Quality(settings.reward_min, settings.reward_max))
+        chain.append(QualityFilter(settings.reward_min, settings.reward_max))
     if settings.max_repetition is not None:
-        chain.append(Repetition(settings.ngram, settings.max_repetition))
+        chain.append(RepetitionFilter(settings.ngram, settings.max_repetition))
     if settings.max_similarity is not None:
-        chain.append(Similarity(settings.ngram, settings.max_similarity, settings.similarity_window))
+        chain.append(SimilarityFilter(settings.ngram, settings.max_similarity, settings.similarity_window))
     return FilterChain(chain)
 
 
-def make_balance(settings: FiltersSection) -> Balance | None:
+def make_balance(settings: FiltersSection) -> BatchBalance | None:
     """How a batch is balanced; None: groups in order of completion."""
-    return None if settings.balance == "none" else Balance(settings.balance, settings.balance_share)
+    return None if settings.balance == "none" else BatchBalance(settings.balance, settings.balance_share)
 
 
 def build_rounds(
@@ -349,7 +349,7 @@ def _environment_backend(
     log: Path | None,
     tools: Mapping[str, Any] | None,
     tally: ToolTally | None,
-) -> Backend | None:
+) -> EnvironmentBackend | None:
     chosen = config.environment
     match chosen.backend:
         case "in-process":
@@ -368,7 +368,7 @@ def _environment_backend(
 
 def _pod_backend(
     config: Config, task: Task, owner: str, tools: Mapping[str, Any] | None, tally: ToolTally | None
-) -> Backend:
+) -> EnvironmentBackend:
     from orchestrator.environments.pod_manifests import PodSettings
     from orchestrator.environments.pods import PodBackend
 

@@ -324,7 +324,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     rows = ablation.ablate(arguments.seeds, make=make, said=lambda text: print(text, file=sys.stderr))
     if arguments.svg:
         Path(arguments.svg).write_text(ablation.ablation_svg(rows), encoding="utf-8")
-    print(json.dumps([row.as_dict() for row in rows]) if arguments.json else ablation.table(rows))
+    print(json.dumps([row.as_dict() for row in rows]) if arguments.json else ablation.format_rows(rows))
     return 0
 
 
@@ -356,17 +356,17 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     from orchestrator.hooks import tested_versions
     from orchestrator.ops import profile_command as profile
-    from orchestrator.profiler import Progress
+    from orchestrator.profiler import ProfileProgress
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
-    tested_versions.check(tested_versions.VLLM)
+    tested_versions.check_version(tested_versions.VLLM)
     profile.check(config, wanted)
     start_ray(config)
 
-    def say(now: Progress) -> None:
+    def say(now: ProfileProgress) -> None:
         print(f"{now.done}/{now.total}  about {now.left:.0f} s left  {now.text}", file=sys.stderr, flush=True)
 
     try:

@@ -16,7 +16,7 @@ from orchestrator.observe.occupancy import Gpus
 from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.worker_rates import RatesOf
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
-from orchestrator.policies.parallelism.degree_reallocation import Reallocation
+from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 
 
@@ -79,7 +79,7 @@ class Components:
         default_factory=ForecastParts
     )  # what predicts lengths, and what moves trajectories
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
-    reallocation: Reallocation | None = None  # the same, of rollout.placement.degrees
+    reallocation: DegreeReallocator | None = None  # the same, of rollout.placement.degrees
     market: Market | None = None  # of servers to borrow, exchanged between steps; None: workers stay
 
 

@@ -27,9 +27,9 @@ from orchestrator.api import (
     parts_of,
 )
 from orchestrator.environments.environment_source import EnvironmentSource, FreshEnvironments
-from orchestrator.environments.episode_context import Context, Setup, no_room
+from orchestrator.environments.episode_context import EpisodeContext, Setup, no_room
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.environments.reply_checks import observation_of, step_of, told
+from orchestrator.environments.reply_checks import error_text, observation_of, step_of
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.proxy.gateway import LLMProxy
@@ -145,7 +145,7 @@ class EnvManager:
         first = await self._ask(episode, environment, "reset", episode.prompt)
         observation = observation_of(first, "reset")
         part, (rules, _, _) = self._part(episode), self._rules(episode)
-        context = Context(rules)
+        context = EpisodeContext(rules)
         for _ in range(part.max_turns):
             self._check_tokens(episode, observation)
             if context.must_begin_anew(observation.token_ids):
@@ -199,7 +199,7 @@ class EnvManager:
         episode.truncated = True
 
     async def _generate(
-        self, episode: Episode, context: Context, sampling: Sampling, room: int, attempt: str = ""
+        self, episode: Episode, context: EpisodeContext, sampling: Sampling, room: int, attempt: str = ""
     ) -> Completion:
         """Ask for the next turn, or for a summary, in at most ``room`` tokens."""
         turn = len(episode.turns)
@@ -219,7 +219,7 @@ class EnvManager:
         return completion
 
     async def _once_more_shorter(
-        self, episode: Episode, context: Context, sampling: Sampling, cause: str
+        self, episode: Episode, context: EpisodeContext, sampling: Sampling, cause: str
     ) -> Completion:
         """The engine had no room: leave turns out and ask once more; then the trajectory fails by ``cause``."""
         before, observation = len(context.tokens), context.withdraw()
@@ -234,7 +234,7 @@ class EnvManager:
         return completion
 
     async def _begin_anew(
-        self, episode: Episode, context: Context, observation: tuple[int, ...], sampling: Sampling
+        self, episode: Episode, context: EpisodeContext, observation: tuple[int, ...], sampling: Sampling
     ) -> None:
         """The context is full: leave the oldest turns out, and put a summary in their place where the rules say so. The
         policy's own summary is a turn like the others, and trained like them: it ends the old context."""
@@ -287,12 +287,12 @@ class EnvManager:
                 return await method(argument)
         except TimeoutError as error:
             if not limit.expired():  # the environment raised it itself
-                raise TrajectoryError("environment_error", f"{what}: {told(error)}") from error
+                raise TrajectoryError("environment_error", f"{what}: {error_text(error)}") from error
             raise TrajectoryError("environment_timeout", f"{what} took over {self._step_timeout} s") from error
         except TrajectoryError:
             raise
         except (Exception, SystemExit) as error:  # third-party code: anything it raises is this trajectory's failure
-            raise TrajectoryError("environment_error", f"{what}: {told(error)}") from error
+            raise TrajectoryError("environment_error", f"{what}: {error_text(error)}") from error
 
     def _check_tokens(self, episode: Episode, observation: Observation) -> None:
         episode.environment_in_order = False

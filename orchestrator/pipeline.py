@@ -29,8 +29,8 @@ from orchestrator.evaluation import Evaluator
 from orchestrator.observe.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parallelism.replanner import Replanner
 from orchestrator.policies.training.lag_weight import LagWeight, effective_share
-from orchestrator.policies.training.learning_alarms import WORDS, Alarm, Watch, answers
-from orchestrator.policies.training.overlong_penalty import Overlong
+from orchestrator.policies.training.learning_alarms import WORDS, Alarm, LearningWatch, answer_figures
+from orchestrator.policies.training.overlong_penalty import OverlongPenalty
 from orchestrator.rollout import Rollout
 from orchestrator.train_samples import histogram, to_samples
 from orchestrator.trainer_calls import TrainerCalls
@@ -48,7 +48,7 @@ class LoopSettings:
     evaluate_every: int
     evaluation_prompts: int
     stream: bool  # groups go to the trainer as they are taken
-    overlong: Overlong
+    overlong: OverlongPenalty
 
 
 class RunControl:
@@ -103,7 +103,7 @@ class Pipeline:
         weights: WeightSync,
         feeder: GroupFeeder,
         evaluator: Evaluator,
-        watch: Watch,
+        watch: LearningWatch,
         lag_weight: LagWeight,
         *,
         exchange: Exchange | None = None,
@@ -224,7 +224,7 @@ class Pipeline:
         return tuple(sample for item in taken for sample in to_samples(item.trajectory, self._weight(item), rule))
 
     def _weight(self, item: Taken) -> float:
-        return self.lag_weight.of(item.lag)
+        return self.lag_weight.weight_for(item.lag)
 
     async def _sync_weights(self, step: int, *, leave: bool = False) -> None:
         """Steps 2 to 4: bring the workers to the trainer's version. They stand still only while they load it; those that
@@ -463,8 +463,8 @@ class Pipeline:
         rewards = [float(item.trajectory.reward or 0.0) for item in taken]
         reward = round(sum(rewards) / len(rewards), 6)
         success = round(sum(value > 0.5 for value in rewards) / len(rewards), 6)
-        ledger, said = self.parts.ledger.counts.as_dict(), answers([item.trajectory for item in taken])
-        values = {**metrics.values, **said, **self.rollout.prompts.repeated()}
+        ledger, said = self.parts.ledger.counts.as_dict(), answer_figures([item.trajectory for item in taken])
+        values = {**metrics.values, **said, **self.rollout.prompts.repeated_share()}
         lags = [batch.version - item.trajectory.first_version for item in taken]
         self.parts.events.emit(
             "step",
@@ -492,7 +492,7 @@ class Pipeline:
         if self.parts.rewards is not None:
             self.parts.events.emit("rewards", step=step, **self.parts.rewards())
         self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
-        for alarm in self._watch.step(step, values, success, sum(lags) / len(lags)):
+        for alarm in self._watch.check_step(step, values, success, sum(lags) / len(lags)):
             self._alarm(alarm)
         self.parts.display.update(
             step=step + 1,

@@ -31,9 +31,9 @@ from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.placement.length_tracker import LengthTracker
-from orchestrator.policies.batching.coordination_modes import Mode
+from orchestrator.policies.batching.coordination_modes import CoordinationMode
 from orchestrator.policies.batching.trajectory_filters import FilterChain
-from orchestrator.policies.training.learning_alarms import Prompts
+from orchestrator.policies.training.learning_alarms import PromptRepeats
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.tail_batching import Rounds, longest
 
@@ -64,7 +64,7 @@ class Rollout:
         events: EventLog,
         ledger: Ledger,
         *,
-        mode: Mode,
+        mode: CoordinationMode,
         buffer: SampleBuffer,
         filters: FilterChain,
         proxy: LLMProxy,
@@ -72,7 +72,7 @@ class Rollout:
         lockstep: Lockstep,
         forecasts: LengthTracker | None,
         rounds: Rounds | None,
-        prompts: Prompts,
+        prompts: PromptRepeats,
         keep: Callable[[Trajectory, str, str], None],
         fail: Callable[[BaseException], None],
         groups: int,
@@ -89,7 +89,7 @@ class Rollout:
         self._groups = groups  # ever started: numbers go on after a resume
         self._trajectories = trajectories
         self.mode = mode
-        self.gate = mode.gate(size.trajectories, size.redundancy, settings.environments, settings.buffer_limit)
+        self.gate = mode.start_gate(size.trajectories, size.redundancy, settings.environments, settings.buffer_limit)
         self._lockstep = lockstep
         self.filters = filters
         self.buffer = buffer
@@ -105,7 +105,7 @@ class Rollout:
         self.prompts = prompts
         for _ in range(groups if self.rounds is None else 0):
             self._next_prompt()
-        self.prompts.repeated()  # of those only what comes now is told
+        self.prompts.repeated_share()  # of those only what comes now is told
         self._members: dict[str, asyncio.Task[None]] = {}
         self.episodes: dict[str, Episode] = {}
         self._environment_versions: dict[str, list[str]] = {}  # by task
@@ -192,7 +192,7 @@ class Rollout:
 
     async def _end_round(self, rounds: Rounds, step: int) -> None:
         """Defer what is too late for it; where trajectories cross an update, the next one begins at once."""
-        rounds.planner.close()
+        rounds.planner.close_round()
         late = [self._members[name] for group_id in rounds.losers() for name in self._defer(rounds, group_id)]
         await asyncio.gather(*late, return_exceptions=True)
         await asyncio.sleep(0)  # done callbacks run on the next tick
@@ -259,7 +259,7 @@ class Rollout:
             return "starts are closed"
         if self.rounds is not None and not self.rounds.wanted(self.in_flight):
             return self.rounds.waits()
-        return self.gate.reason(self._size.members, self.in_flight, self.buffer.scored, self._lead)
+        return self.gate.refusal_reason(self._size.members, self.in_flight, self.buffer.scored, self._lead)
 
     def note_uniform(self, step: int) -> None:
         """What dynamic sampling did for this batch, and an alarm when its limit let groups of equal rewards through."""

@@ -19,7 +19,12 @@ from orchestrator.config.user_functions import named_function
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.round_planner import LANES, RoundPlanner, RoundRules, mistake, same_run
-from orchestrator.policies.prediction.prompt_lengths import ForecastLengths, LengthHistory, LongPrompts, Predictor
+from orchestrator.policies.prediction.prompt_lengths import (
+    ForecastLengths,
+    LengthHistory,
+    LongPrompts,
+    PromptLengthPredictor,
+)
 
 HISTORY = "history"
 PROGRESSIVE = "progressive"  # the run's own forecasts: `rollout.prediction`
@@ -76,7 +81,7 @@ class Rounds:
     def begin_round(self) -> None:
         """Begin a round, unless one is under way."""
         if self.planner.round is None:
-            self.planner.begin()
+            self.planner.begin_round()
             self._begun = self._events.time()
 
     def wanted(self, under_way: int) -> int:
@@ -87,13 +92,13 @@ class Rounds:
             if not self._lengths.is_long(number, self._prompt(number), share):
                 break
             self.planner.divert()
-        size = self.planner.wanted()
+        size = self.planner.members_wanted()
         return size if not self._cap or under_way + size <= self._cap else 0
 
     def start_group(self, group_id: str) -> tuple[Prompt, int]:
         """The prompt of a new group, and how many members it starts with."""
-        size = self.planner.wanted()
-        number = self.planner.launch()
+        size = self.planner.members_wanted()
+        number = self.planner.launch_next()
         self._numbers[group_id] = number
         return self._prompt(number), size
 
@@ -107,13 +112,13 @@ class Rounds:
         if number is None:
             return
         if outcome == "complete":
-            self.planner.ready(number)
+            self.planner.mark_ready(number)
             return
         self._forget(group_id)
         if outcome in _DISCARDED:
             self.planner.discard(number)
         else:
-            self.planner.lost(number)
+            self.planner.mark_lost(number)
             if number in self.planner.given_up:
                 detail = f"prompt {number} is given up: {self.planner.rules.tries} groups of it failed"
                 self._events.emit("alarm", what="rounds", detail=detail)
@@ -168,8 +173,8 @@ class Rounds:
         if now is None:
             raise RunError("a round ended that never began")
         seconds = round(self._events.time() - self._begun, 6)
-        planner.end(seconds, [self._numbers[group] for group in taken if group in self._numbers])
-        queue = {lane: planner.queued(lane) for lane in LANES if planner.rules.isolate or lane == LANES[0]}
+        planner.end_round(seconds, [self._numbers[group] for group in taken if group in self._numbers])
+        queue = {lane: planner.queue_length(lane) for lane in LANES if planner.rules.isolate or lane == LANES[0]}
         searched = {str(eta): round(cost, 6) for eta, cost in planner.search.costs.items()} if planner.search else {}
         self._events.emit(
             "round",
@@ -189,7 +194,7 @@ class Rounds:
             discarded=now.discarded,
             discarded_ever=planner.discarded,
             given_up=len(planner.given_up),
-            queue=planner.queued(),
+            queue=planner.queue_length(),
             lanes=queue,
             thrown_away=self._waste.tokens_since_last(stats, delivered),
             seconds=seconds,
@@ -333,7 +338,7 @@ class PromptLengths:
     "progressive" for the run's own forecasts (``given``), or ``module:function`` of a
     predictor; ``given`` instead of it. False as a condition where nothing is predicted. Raises ConfigError."""
 
-    def __init__(self, setting: str, given: Predictor | None = None) -> None:
+    def __init__(self, setting: str, given: PromptLengthPredictor | None = None) -> None:
         self._name = setting or "predictor"
         self._history = LengthHistory() if setting == HISTORY and given is None else None
         self._kept = given if isinstance(given, ForecastLengths) else self._history  # what a checkpoint has of it
@@ -360,7 +365,7 @@ class PromptLengths:
     def seen(self, prompt: Prompt, tokens: int) -> None:
         """It was trained; its longest response had so many tokens."""
         if self._history is not None:
-            self._history.seen(prompt, tokens)
+            self._history.record_length(prompt, tokens)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; JSON. With lengths of its own (history, forecasts) it grows with the data set, a number a prompt."""
@@ -376,5 +381,5 @@ class PromptLengths:
         self._asked = -1
 
 
-def _predictor(setting: str) -> Predictor:
-    return cast(Predictor, named_function(FIELD, setting, ", or history"))
+def _predictor(setting: str) -> PromptLengthPredictor:
+    return cast(PromptLengthPredictor, named_function(FIELD, setting, ", or history"))

@@ -4,18 +4,20 @@ batch."""
 from __future__ import annotations
 
 from orchestrator.api import RunError, TrainSample, Trajectory
-from orchestrator.policies.training.overlong_penalty import Overlong
+from orchestrator.policies.training.overlong_penalty import OverlongPenalty
 
-NO_LIMIT = Overlong()
+NO_LIMIT = OverlongPenalty()
 
 
-def to_samples(trajectory: Trajectory, weight: float = 1.0, overlong: Overlong = NO_LIMIT) -> list[TrainSample]:
+def to_samples(trajectory: Trajectory, weight: float = 1.0, overlong: OverlongPenalty = NO_LIMIT) -> list[TrainSample]:
     """A scored trajectory with its weight in the loss: one sample for each context (one, unless it began anew), all with its
     reward, less what ``overlong`` takes off it. Of the tokens of a context, those are trained that the policy made in it. Raises
     RunError without a reward."""
     if trajectory.reward is None:
         raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
-    reward = trajectory.reward + overlong.of(trajectory.generated_tokens) if overlong.limit else trajectory.reward
+    reward = (
+        trajectory.reward + overlong.penalty_for(trajectory.generated_tokens) if overlong.limit else trajectory.reward
+    )
     return [
         TrainSample(
             trajectory.id,

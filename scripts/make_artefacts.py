@@ -24,10 +24,10 @@ from orchestrator import __version__
 from orchestrator.api import ContextStart, Prompt, ShardKey, Trajectory, Turn
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import load_config, to_json
-from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point
-from orchestrator.policies.placement.device_allocation import Binding, Pool, View, Wish
-from orchestrator.policies.prediction.length_features import Progress
-from orchestrator.policies.prediction.length_predictor import Outcome, Progressive
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineShape, ProfilePoint
+from orchestrator.policies.placement.device_allocation import AllocationView, DeviceBinding, DevicePool, DeviceWish
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import LengthOutcome, ProgressivePredictor
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
 from orchestrator.resources.resource_manager import encode_view
 from orchestrator.run_folder import write_environment
@@ -36,7 +36,7 @@ from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, announcement, version_leases
 from orchestrator.transfer.delta_compression import DeltaCodec
 from orchestrator.transfer.job_head import head_key
-from orchestrator.transfer.retention import Holder
+from orchestrator.transfer.retention import VersionHolder
 
 CONFIG = """\
 [run]
@@ -76,8 +76,10 @@ def main(folder: Path) -> None:
         "trajectories": trajectories(folder / "run" / "trajectories"),
     }
     expected |= {"weights": weights(folder / "weights"), "profile": profile(folder), "predictor": predictor(folder)}
-    wish = Wish("vllm-0", "H800", 2, "run-1")
-    view = View((Pool("H800", (0, 1, 2, 3), 4, (3,)),), {"vllm-0": Binding(wish, "H800", (0, 1), "")})
+    wish = DeviceWish("vllm-0", "H800", 2, "run-1")
+    view = AllocationView(
+        (DevicePool("H800", (0, 1, 2, 3), 4, (3,)),), {"vllm-0": DeviceBinding(wish, "H800", (0, 1), "")}
+    )
     (folder / "resources.msgpack").write_bytes(encode_view(view))
     (folder / "expected.json").write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -137,7 +139,7 @@ def weights(folder: Path) -> dict[str, Any]:
     key = ShardKey("layers.0.weight", -1, 0, 0, (2000,), "bfloat16", "raw", 0)
     first = publisher.publish_shards(0, [(key, old.view(np.uint8), None)])
     second = publisher.publish_shards(1, [(key, new.view(np.uint8), old.view(np.uint8))], base=0)
-    version_leases.say(metadata, JOB.job, "host/1/0", publisher.epoch, Holder(1, -1), 600)
+    version_leases.renew_lease(metadata, JOB.job, "host/1/0", publisher.epoch, VersionHolder(1, -1), 600)
     folder.mkdir()
     for name in relay.keys():  # noqa: SIM118
         size = relay.size(name)
@@ -156,11 +158,11 @@ def weights(folder: Path) -> dict[str, Any]:
 
 def profile(folder: Path) -> dict[str, Any]:
     """Four points of one layout."""
-    layout = Layout(2, 1)
+    layout = EngineLayout(2, 1)
     made = ProfileFile(folder / "profile.json", ProfileKey("m", "e", "d"))
     for batch in (1, 4):
-        made.add(Point("prefill", layout, batch, 128, 0.5 * batch))
-        made.add(Point("decode", layout, batch, 128, 0.01 * batch, 0.1))
+        made.add(ProfilePoint("prefill", layout, batch, 128, 0.5 * batch))
+        made.add(ProfilePoint("decode", layout, batch, 128, 0.01 * batch, 0.1))
     made.shapes[layout] = EngineShape(layout, 1000.0, 5000, 10**9, 12.0)
     made.save()
     return {"decode": 0.02, "prefill": 0.5, "kv_tokens": 5000}
@@ -168,12 +170,12 @@ def profile(folder: Path) -> dict[str, Any]:
 
 def predictor(folder: Path) -> dict[str, Any]:
     """After a few lessons."""
-    policy = Progressive(100.0)
+    policy = ProgressivePredictor(100.0)
     for number in range(40):
-        before = Progress(f"t{number}", "nim", f"k{number % 5}", (2, 3), (3,), (), (), ())
-        policy.learn(Outcome((before,), (10 + number % 5,), True))
+        before = TrajectoryProgress(f"t{number}", "nim", f"k{number % 5}", (2, 3), (3,), (), (), ())
+        policy.learn(LengthOutcome((before,), (10 + number % 5,), True))
     (folder / "predictor.npz.xz").write_bytes(lzma.compress(policy.dump()))
-    forecast = policy.forecast(Progress("t99", "nim", "k1", (2, 3), (3,), (), (), ()))
+    forecast = policy.forecast(TrajectoryProgress("t99", "nim", "k1", (2, 3), (3,), (), (), ()))
     return {"tokens": forecast.tokens, "source": forecast.source}
 
 

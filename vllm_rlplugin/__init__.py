@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, find
+from orchestrator.hooks import VLLM, find_version
 from vllm_rlplugin.engine_activation import activate, is_active, is_cpu_build, register_backend
 from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN
 
@@ -85,7 +85,7 @@ def status() -> dict[str, Any]:
     from vllm_rlplugin.hookpoints import HOOKS, check_loaded, names
     from vllm_rlplugin.patches.register import REGISTER
 
-    found = find(VLLM)
+    found = find_version(VLLM)
     imported = _FACTORY in sys.modules
     checked, mismatches = check_loaded()
     registered = imported and BACKEND in sys.modules[_FACTORY].WeightTransferEngineFactory._registry

@@ -25,7 +25,7 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, Installed, check
+from orchestrator.hooks import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.engine_activation import activate, is_cpu_build
 from vllm_rlplugin.kvpool.engine.single_process import check_workers, single_process_executor
 from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments
@@ -82,7 +82,7 @@ def _apply(args: argparse.Namespace) -> None:
             name, value = next(iter(stray.items()))
             raise ConfigError(_flag(name), value, f"has an effect only with --plugin {PLUGIN}")
         return
-    installed = check(VLLM)
+    installed = check_version(VLLM)
     _check_token(FrontendOptions.from_args(args))
     options = _merged_options(args, given)
     if options.kv_transfer:
@@ -226,7 +226,7 @@ def _refuse_conflicts(args: argparse.Namespace, wanted: Mapping[str, Any]) -> No
             raise ConfigError("VLLM_USE_RUST_FRONTEND", "1", "the Rust front end has no control endpoints; unset it")
 
 
-def _executor(args: argparse.Namespace, installed: Installed) -> Any:
+def _executor(args: argparse.Namespace, installed: InstalledComponent) -> Any:
     """For an engine in a pool."""
     sizes = ("tensor_parallel_size", "pipeline_parallel_size")
     check_workers({f"--{name.replace('_', '-')}": getattr(args, name, None) for name in sizes})

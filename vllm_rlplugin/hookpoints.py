@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, find, missing_names, signature_mismatches
+from orchestrator.hooks import VLLM, find_version, missing_names, signature_mismatches
 from orchestrator.hooks.source_signatures import SourceTree
 
 _ARGS = "vllm.engine.arg_utils"
@@ -359,7 +359,7 @@ def require_loaded() -> None:
     """Raises ConfigError that names every hook of :func:`check_loaded` which differs."""
     _, differing = check_loaded()
     if differing:
-        version = (find(VLLM) or ("", "unknown"))[1]
+        version = (find_version(VLLM) or ("", "unknown"))[1]
         raise ConfigError("vLLM", version, "hooks changed:\n  " + "\n  ".join(differing))
 
 

@@ -19,7 +19,13 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from orchestrator.policies.routing.priority import Arrival, ProgressivePriority, Running, Waited, Waiting
+from orchestrator.policies.routing.priority import (
+    Arrival,
+    ProgressivePriority,
+    QueueWait,
+    RunningRequest,
+    WaitingRequest,
+)
 
 OVERDUE = -(2**63) - 1  # a vLLM priority before any that fits into the 64 bits of a request on the wire
 SCANS_A_WAIT = 32  # how often in a max_wait the queue is searched for overdue requests
@@ -47,7 +53,7 @@ class _Blocks:
     """KV blocks as :meth:`ProgressivePriority.takeovers` asks for them, with blocks shared by prefix counted right."""
 
     def __init__(
-        self, scheduler: Any, candidates: Sequence[Any], running: Sequence[Any], records: Sequence[Running]
+        self, scheduler: Any, candidates: Sequence[Any], running: Sequence[Any], records: Sequence[RunningRequest]
     ) -> None:
         self._scheduler, self._candidates, self._running = scheduler, candidates, running
         manager = scheduler.kv_cache_manager
@@ -250,7 +256,7 @@ class PriorityPreemption:
         stock: Any = self
         running = list(self.running)
         records = [
-            Running(
+            RunningRequest(
                 self._rl_own(request),
                 _arrival(request),
                 # stock's formula for what a running request computes in a step
@@ -284,7 +290,7 @@ class PriorityPreemption:
                 self._rl_outranked += 1
         return [candidates[takeover.waiting] for takeover in decided]
 
-    def _rl_candidates(self, seen: list[Any], best: int) -> Iterator[Waiting]:
+    def _rl_candidates(self, seen: list[Any], best: int) -> Iterator[WaitingRequest]:
         """Those that stock would try to start now, in its order; each is put into ``seen`` as it is read."""
         for queue in (self.kv_holding_waiting, self.waiting):
             for request in queue:
@@ -295,7 +301,7 @@ class PriorityPreemption:
                 own = self._rl_own(request)
                 priority = min(own, best) if queue is self.kv_holding_waiting else own
                 tokens = request.num_tokens - request.num_computed_tokens
-                yield Waiting(priority, _arrival(request), tokens, request in self._rl_overdue)
+                yield WaitingRequest(priority, _arrival(request), tokens, request in self._rl_overdue)
 
     def _rl_ready(self, request: Any) -> bool:
         """Whether stock would try to start it, not skip it (its own conditions)."""
@@ -320,7 +326,7 @@ class PriorityPreemption:
             clock = self._rl_clocks.get(request.request_id)
             if clock is not None and request not in self._rl_overdue:
                 waiting.append(request)
-                records.append(Waited(clock.seconds(now), request.priority, _arrival(request)))
+                records.append(QueueWait(clock.seconds(now), request.priority, _arrival(request)))
         others = {*self.running, *self._rl_overdue}
         found = self._rl_policy.overdue(records, ((self._rl_own(other), _arrival(other)) for other in others))
         for index in found:
@@ -329,7 +335,7 @@ class PriorityPreemption:
 
     def _rl_end_quantum(self, request: Any, clock: _Clock) -> None:
         """Of a request that is in no queue: once it has had its quantum, its own rank and a new wait count."""
-        if self._rl_policy.served(request.num_output_tokens - clock.base):
+        if self._rl_policy.quantum_is_over(request.num_output_tokens - clock.base):
             clock.before = 0.0
             if request in self._rl_overdue:
                 request.priority = self._rl_overdue.pop(request)

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, check
+from orchestrator.hooks import VLLM, check_version
 from orchestrator.policies.routing.priority import ProgressivePriority
 from vllm_rlplugin.kvpool.engine.pool_scheduling import POOL_COMMANDS, PoolScheduler
 from vllm_rlplugin.options import PluginOptions
@@ -35,7 +35,7 @@ class CoserveScheduler(PriorityPreemption):
     connector: Any
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        check(VLLM)  # ConfigError on a version that was not tested
+        check_version(VLLM)  # ConfigError on a version that was not tested
         policy = vllm_config.scheduler_config.policy
         if policy not in self._rl_queue_policies:
             raise ConfigError(

@@ -88,9 +88,9 @@ def _kv_connector() -> None:
 
 
 def _patches() -> None:
-    from orchestrator.hooks import VLLM, check
+    from orchestrator.hooks import VLLM, check_version
 
-    names = [patch.name for patch in REGISTER if patch.name != "cpu_keep_weights" or is_cpu_build(check(VLLM))]
+    names = [patch.name for patch in REGISTER if patch.name != "cpu_keep_weights" or is_cpu_build(check_version(VLLM))]
     REGISTER.apply(*names)
     if dead := [name for name in names if not REGISTER.status()[name]]:
         raise _Broken(f"applied, but not live: {', '.join(dead)}")

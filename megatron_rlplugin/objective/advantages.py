@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.api import RunError
-from orchestrator.policies.training.objective_table import OBJECTIVES, whitens
+from orchestrator.policies.training.objective_table import OBJECTIVES, whitens_advantages
 from orchestrator.settings.trainer_settings import TrainerSettings
 
 Floats = NDArray[np.floating]
@@ -171,7 +171,7 @@ def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettin
         values_T = _required(outcome.values_T, outcome, "values")
         raw.append(generalized_advantages(rewards_T, values_T, settings.gamma, settings.gae_lambda))
         returns.append((raw[-1] + values_T).astype(np.float32))
-    if whitens(settings):
+    if whitens_advantages(settings):
         raw = whitened(raw, [outcome.kept_T for outcome in outcomes])
     return AdvantageEstimate([values_T.astype(np.float32) for values_T in raw], returns if kind == "gae" else None)
 

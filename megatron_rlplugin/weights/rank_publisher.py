@@ -84,7 +84,7 @@ class WeightPublisher:
 
     def publish(self, version: int) -> PublishResult:
         """The present weights as this version; the result is that of all ranks. See ``Publisher.publish_shards``."""
-        plan = self._publisher.plan(self._policy)
+        plan = self._publisher.plan_next(self._policy)
         base = plan.base if plan.base != version else FULL  # the same version again: its relay lost it
         results = []
         if base != FULL:

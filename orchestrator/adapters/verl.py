@@ -292,7 +292,7 @@ def _named(name: str, bases: tuple[Any, ...], methods: dict[str, Any]) -> type:
 def _made(name: str) -> Any:
     """A class of this module. Raises ConfigError for a verl that was not tested."""
     if name not in globals():
-        tested_versions.check(tested_versions.VERL)
+        tested_versions.check_version(tested_versions.VERL)
         globals()[name] = _MAKERS[name]()
     return globals()[name]
 
@@ -305,7 +305,7 @@ def __getattr__(name: str) -> Any:
 
 def register() -> bool:
     """Make the names in verl's config known to it; False: there is no tested verl here, and nothing is done."""
-    found = tested_versions.find(tested_versions.VERL)
+    found = tested_versions.find_version(tested_versions.VERL)
     if found is None or found[1] not in tested_versions.VERL.tested:
         return False
     from verl.checkpoint_engine import CheckpointEngineRegistry

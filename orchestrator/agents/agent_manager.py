@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from orchestrator.agents.agent_program import Program, reward_of
-from orchestrator.agents.agent_session import Bounds, Session
-from orchestrator.agents.chat_template import Chat
+from orchestrator.agents.agent_program import AgentProgram, reward_of
+from orchestrator.agents.agent_session import AgentBounds, AgentSession
+from orchestrator.agents.chat_template import ChatFormat
 from orchestrator.agents.conversation import Conversation
-from orchestrator.agents.openai_endpoint import Gateway
+from orchestrator.agents.openai_endpoint import AgentGateway
 from orchestrator.api import (
     Completion,
     GenerationRequest,
@@ -27,7 +27,7 @@ from orchestrator.api import (
     Turn,
 )
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
-from orchestrator.sandbox import Outcome, Sandbox
+from orchestrator.sandbox import Sandbox, SandboxOutcome
 
 
 @runtime_checkable
@@ -35,11 +35,11 @@ class AgentProgramTask(Protocol):
     """A task whose trajectories an agent program makes (:class:`orchestrator.tasks.agent_task.AgentTask`)."""
 
     version: str
-    chat: Chat
-    program: Program
-    bounds: Bounds
+    chat: ChatFormat
+    program: AgentProgram
+    bounds: AgentBounds
 
-    def gateway(self) -> Gateway:
+    def gateway(self) -> AgentGateway:
         """The run's endpoint."""
 
     def sandbox(self) -> Sandbox:
@@ -56,7 +56,7 @@ class AgentManager(EnvManager):
     async def _play(self, episode: Episode, sampling: Sampling, waiting: Callable[[str], None]) -> None:
         task = self._agents
         episode.env_version = task.version
-        session = Session(
+        session = AgentSession(
             task.chat,
             GenerationRequest("", episode.id, 0, (), sampling, episode.prompt.task, group_id=episode.group_id),
             task.bounds,
@@ -66,7 +66,7 @@ class AgentManager(EnvManager):
         )
         reward, done = 0.0, False
         try:
-            async with asyncio.timeout(self._trajectory_timeout), task.gateway().open(session) as door:
+            async with asyncio.timeout(self._trajectory_timeout), task.gateway().open_session(session) as door:
                 waiting("the agent")
                 outcome = await self._until_end(session, episode, door.key, door.socket)
             reward, done = reward_of(task.program, outcome), True
@@ -85,7 +85,7 @@ class AgentManager(EnvManager):
             episode.truncated = session.truncated
             self._tell_turns(episode, session.conversation)
 
-    async def _until_end(self, session: Session, episode: Episode, key: str, socket: str) -> Outcome:
+    async def _until_end(self, session: AgentSession, episode: Episode, key: str, socket: str) -> SandboxOutcome:
         """Of the program, or of the trajectory: then its error is raised, and the program is killed."""
         task = self._agents
         run = task.program.run(task.sandbox(), episode.prompt, key, socket, self._trajectory_timeout)

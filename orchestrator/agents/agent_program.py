@@ -17,8 +17,8 @@ from importlib.resources import files as package_files
 from pathlib import Path
 
 from orchestrator.api import ConfigError, Prompt, TrajectoryError
-from orchestrator.sandbox import Limits, Outcome, Sandbox
-from orchestrator.sandbox.command import PATH, WORK, Shared
+from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome
+from orchestrator.sandbox.command import PATH, WORK, SharedPaths
 
 PORT = 8000  # inside the sandbox
 _SOCKET, _BRIDGE = "/gateway.sock", ".bridge.py"
@@ -26,19 +26,19 @@ _MOST_BYTES = 16 << 20  # of all files of an agent
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class AgentProgram:
     """``command`` runs in a working folder with ``files`` (name -> content), which it can read. The start state is on its
     standard input, and in the environment variable AGENT_PROMPT. ``reward``: "output" or "exit"."""
 
     command: tuple[str, ...]
     files: Mapping[str, bytes]
     readable: tuple[str, ...]
-    limits: Limits
+    limits: SandboxLimits
     variables: Mapping[str, str]
     reward: str = "output"
     zero_exit: int = 1
 
-    async def run(self, sandbox: Sandbox, prompt: Prompt, key: str, socket: str, seconds: float) -> Outcome:
+    async def run(self, sandbox: Sandbox, prompt: Prompt, key: str, socket: str, seconds: float) -> SandboxOutcome:
         """To its end, ``seconds`` at most. Raises RetryableError when the sandbox did not start."""
         environment = {
             **self.variables,
@@ -54,11 +54,11 @@ class Program:
             stdin=prompt.payload.encode(),
             limits=replace(self.limits, wall_seconds=seconds),
             environment=environment,
-            shared=Shared(((_SOCKET, socket),), self.readable),
+            shared=SharedPaths(((_SOCKET, socket),), self.readable),
         )
 
 
-def reward_of(program: Program, outcome: Outcome) -> float:
+def reward_of(program: AgentProgram, outcome: SandboxOutcome) -> float:
     """``output``: the last line of what it printed is the reward, a number, and it ended with exit code 0. ``exit``: 1 for exit
     code 0, 0 for ``zero_exit``. Raises TrajectoryError for anything else."""
     told = outcome.stderr.decode(errors="replace").strip()[-400:]

@@ -12,16 +12,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator.agents.chat_template import Chat, TemplateRefused
+from orchestrator.agents.chat_template import ChatFormat, TemplateRefused
 from orchestrator.agents.conversation import Answer, Conversation, Opening
-from orchestrator.agents.openai_protocol import Answered, ApiError, Asked, ChatAsked, Choice, PlainAsked, said
+from orchestrator.agents.openai_protocol import Answered, ApiError, Asked, ChatAsked, Choice, PlainAsked, answer_message
 from orchestrator.agents.tool_calls import calls_in
 from orchestrator.api import Completion, GenerationRequest, Sampling, TrajectoryError, Turn, merge_spans
 from orchestrator.environments.episode_context import no_room
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class AgentBounds:
     """Of one trajectory; ``seconds``: of one request. ``own_sampling``: temperature and top_p are the agent's to choose.
     ``tool_calls``: look for calls in what the policy wrote, where the agent named tools."""
 
@@ -35,13 +35,13 @@ class Bounds:
 
 
 @dataclass(slots=True)
-class Session:
+class AgentSession:
     """``generate`` asks the rollout's workers; ``request`` is what all its requests have in common; ``stale(first_version)`` is
     the bound, ``stale_error`` what is raised when it is passed."""
 
-    chat_format: Chat
+    chat_format: ChatFormat
     request: GenerationRequest
-    bounds: Bounds
+    bounds: AgentBounds
     generate: Callable[[GenerationRequest, Sequence[Turn]], Awaitable[Completion]]
     stale: Callable[[int], bool]
     stale_error: type[Exception]
@@ -55,32 +55,32 @@ class Session:
         self.conversation = Conversation(self.chat_format)
         self.broken = asyncio.get_running_loop().create_future()
 
-    async def chat(self, wanted: ChatAsked) -> tuple[Answered, list[Answer]]:
+    async def answer_chat(self, wanted: ChatAsked) -> tuple[Answered, list[Answer]]:
         """Raises ApiError."""
         try:
             if self.chat_format.slow:
-                opening = await asyncio.to_thread(self.conversation.chat, wanted.messages, wanted.tools)
+                opening = await asyncio.to_thread(self.conversation.open_chat, wanted.messages, wanted.tools)
             else:
-                opening = self.conversation.chat(wanted.messages, wanted.tools)
+                opening = self.conversation.open_chat(wanted.messages, wanted.tools)
         except TemplateRefused as error:
             raise ApiError(400, str(error), param="messages") from error
         return await self._answer(wanted.asked, opening, chat=True)
 
-    async def plain(self, wanted: PlainAsked) -> tuple[Answered, list[Answer]]:
+    async def answer_plain(self, wanted: PlainAsked) -> tuple[Answered, list[Answer]]:
         """Raises ApiError."""
         prompt = wanted.prompt
         size = len(self.chat_format.vocabulary)
         if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < size:
             raise ApiError(400, f"prompt: token ids must lie in [0, {size})", param="prompt")
-        opening = self.conversation.plain(prompt)
+        opening = self.conversation.open_plain(prompt)
         return await self._answer(wanted.asked, opening, prompt if isinstance(prompt, str) else "", chat=False)
 
-    def end(self, error: BaseException) -> None:
+    def end_with(self, error: BaseException) -> None:
         """The trajectory cannot go on."""
         if not self.broken.done():
             self.broken.set_exception(error)
 
-    def over(self) -> ApiError | None:
+    def end_error(self) -> ApiError | None:
         """What the agent is told when it is."""
         if not self.broken.done():
             return None
@@ -106,13 +106,13 @@ class Session:
             text = f"no answer within {self.bounds.seconds:g} s"
             raise ApiError(504, text, kind="timeout", code="timeout") from error
         except Exception as error:
-            self.end(error)
-            raise self.over() or error from error
+            self.end_with(error)
+            raise self.end_error() or error from error
         finally:
             self.active -= 1
             for choice_of in work:
                 choice_of.cancel()  # those that are not done, when one failed or the client has gone
-        if (over := self.over()) is not None:
+        if (over := self.end_error()) is not None:
             raise over
         choices, answers = [], []
         for number, completion in zip(numbers, found, strict=True):
@@ -132,12 +132,12 @@ class Session:
         return prompt or self.chat_format.text(opening.token_ids)
 
     def _check(self, asked: Asked, opening: Opening) -> None:
-        if (over := self.over()) is not None:
+        if (over := self.end_error()) is not None:
             raise over
         turns, bounds = self.conversation.turns(), self.bounds
         if turns and self.stale(turns[0].versions[0][0]):
-            self.end(self.stale_error("the weights have moved on"))
-            raise self.over() or AssertionError
+            self.end_with(self.stale_error("the weights have moved on"))
+            raise self.end_error() or AssertionError
         if self.active >= bounds.concurrent:
             text = f"{self.active} requests are open: at most {bounds.concurrent} at once"
             raise ApiError(429, text, kind="rate_limit_exceeded", code="too_many_requests")
@@ -221,4 +221,4 @@ class Session:
             each = zip(completion.token_ids, completion.logprobs, strict=True)
             pieces = [(self.chat_format.text((token,)), value) for token, value in each]
         reason = "tool_calls" if calls else completion.finish_reason
-        return Choice(text, said(content, calls), tuple(pieces), reason)
+        return Choice(text, answer_message(content, calls), tuple(pieces), reason)

@@ -1,8 +1,9 @@
 """From messages to token ids, and back: the chat template of a model, or of a closed vocabulary.
 
-Guarantees: what the policy said is never tokenized again. :meth:`Chat.behind` gives only the ids that stand behind an answer:
-what closes it, the new messages, and the opening of the next answer; the answer's own ids stay as they were generated, also
-where a template would show them otherwise (reasoning of earlier turns that it drops stays in the context).
+Guarantees: what the policy said is never tokenized again. :meth:`Chat.encode_continuation` gives only the ids that
+stand behind an answer: what closes it, the new messages, and the opening of the next answer; the answer's own ids stay
+as they were generated, also where a template would show them otherwise (reasoning of earlier turns that it drops stays
+in the context).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TemplateRefused(Exception):
     """The chat template does not take these messages; the text says why."""
 
 
-class Chat(Protocol):
+class ChatFormat(Protocol):
     """``stop_ids``: any of them ends an answer. ``slow``: long conversations take milliseconds, and are left to a thread."""
 
     slow: bool
@@ -49,10 +50,10 @@ class Chat(Protocol):
     end_id: int
     stop_ids: tuple[int, ...]
 
-    def whole(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+    def encode_conversation(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
         """Ids of a conversation up to the opening of the next answer. ``tools``: JSON, or empty. Raises TemplateRefused."""
 
-    def behind(
+    def encode_continuation(
         self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
     ) -> tuple[int, ...] | None:
         """Ids that follow the ids of ``answer``, which answered ``before``. None: the template cannot say."""
@@ -77,18 +78,18 @@ class VocabularyChat:
         self.stop_ids: tuple[int, ...] = (self.end_id,)
         self._ids = {word: token for token, word in enumerate(self.vocabulary)}
 
-    def whole(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+    def encode_conversation(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
         """See the protocol."""
         head = [Message("system", tools)] if tools else []
         said = [token for message in (*head, *messages) for token in self._message(message)]
         return (*said, self._ids["<assistant>"])
 
-    def behind(
+    def encode_continuation(
         self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
     ) -> tuple[int, ...] | None:
         """See the protocol."""
         closing = () if answer and answer[-1] == self.end_id else (self.end_id,)
-        return (*closing, *self.whole(new, ""))
+        return (*closing, *self.encode_conversation(new, ""))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """See the protocol; a character that is not there becomes ``?``."""
@@ -135,11 +136,11 @@ class ModelChat:
         self.pad_id = int(found.pad_token_id if found.pad_token_id is not None else found.eos_token_id)
         self.stop_ids: tuple[int, ...] = (self.end_id,)
 
-    def whole(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+    def encode_conversation(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
         """See the protocol."""
         return self.encode(self._render(messages, tools))
 
-    def behind(
+    def encode_continuation(
         self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
     ) -> tuple[int, ...] | None:
         """See the protocol. The template shows the whole conversation, so that it knows what it needs to of what came before;

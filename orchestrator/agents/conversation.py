@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.agents.chat_template import Chat, Message
+from orchestrator.agents.chat_template import ChatFormat, Message
 from orchestrator.api import Completion, ContextStart, Turn
 
 
@@ -49,11 +49,11 @@ class Answer:
 class Conversation:
     """Of one trajectory."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self.answers: list[Answer] = []  # in order of their coming
 
-    def chat(self, messages: Sequence[Message], tools: str) -> Opening:
+    def open_chat(self, messages: Sequence[Message], tools: str) -> Opening:
         """Where the answer to these messages stands. Raises TemplateRefused."""
         shown = tuple(messages)
         best: Answer | None = None
@@ -66,12 +66,12 @@ class Conversation:
                 best = answer
         if best is not None:
             before, new = best.opening.shown, shown[len(best.opening.shown) + 1 :]
-            ids = self._chat.behind(before, new, tools, best.completion.token_ids)
+            ids = self._chat.encode_continuation(before, new, tools, best.completion.token_ids)
             if ids is not None:
                 return Opening(best, ids, shown, tools)
-        return Opening(None, self._chat.whole(shown, tools), shown, tools)
+        return Opening(None, self._chat.encode_conversation(shown, tools), shown, tools)
 
-    def plain(self, prompt: str | Sequence[int]) -> Opening:
+    def open_plain(self, prompt: str | Sequence[int]) -> Opening:
         """The same for a plain completion: text that goes on from a prompt and its answer, or ids that do."""
         best: Answer | None = None
         longest = 0

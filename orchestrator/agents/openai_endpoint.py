@@ -29,7 +29,7 @@ from typing import Any
 from aiohttp import web
 
 from orchestrator.agents import openai_protocol
-from orchestrator.agents.agent_session import Session
+from orchestrator.agents.agent_session import AgentSession
 from orchestrator.agents.conversation import Answer
 from orchestrator.agents.openai_protocol import Answered, ApiError, Asked
 from orchestrator.api import bearer
@@ -37,28 +37,30 @@ from orchestrator.api import bearer
 BODY_BYTES = 8 << 20
 MODEL = "policy"  # what /v1/models lists; any other name is taken too
 SOCKET = "gateway.sock"
-_Work = Callable[[Session, Any], Awaitable[tuple[Asked, Answered, list[Answer]]]]
+_Work = Callable[[AgentSession, Any], Awaitable[tuple[Asked, Answered, list[Answer]]]]
 _Form = Callable[[Asked, Answered, int], Any]
 
 
 @dataclass
-class Door:
+class AgentAccess:
     """What the agent of one trajectory is told. ``handlers``: its requests that are open."""
 
-    session: Session
+    session: AgentSession
     key: str
     url: str
     socket: str
     handlers: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class Gateway:
-    """Open while somebody is inside: the first :meth:`open` starts it, the last one's end closes it. ``port`` 0: a free one."""
+class AgentGateway:
+    """Open while somebody is inside: the first :meth:`open_session` starts it, the last one's end closes it. ``port``
+    0: a free one.
+    """
 
     def __init__(self, port: int = 0, body_bytes: int = BODY_BYTES) -> None:
         self._wanted, self._port = port, 0
         self._body_bytes = body_bytes
-        self._doors: dict[str, Door] = {}
+        self._doors: dict[str, AgentAccess] = {}
         self._opened = 0
         self._users = 0
         self._changing = asyncio.Lock()
@@ -66,7 +68,7 @@ class Gateway:
         self._folder = ""
 
     @asynccontextmanager
-    async def open(self, session: Session) -> AsyncIterator[Door]:
+    async def open_session(self, session: AgentSession) -> AsyncIterator[AgentAccess]:
         """A key for this session, good until the end of the block; then its open requests are cancelled. Raises OSError when
         the port is taken."""
         async with self._changing:
@@ -76,7 +78,7 @@ class Gateway:
         self._opened += 1
         name = str(self._opened)
         key = f"rl-{name}-{secrets.token_urlsafe(32)}"
-        door = Door(session, key, f"http://127.0.0.1:{self._port}/v1", f"{self._folder}/{SOCKET}")
+        door = AgentAccess(session, key, f"http://127.0.0.1:{self._port}/v1", f"{self._folder}/{SOCKET}")
         self._doors[name] = door
         try:
             yield door
@@ -120,7 +122,7 @@ class Gateway:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _door(self, request: web.Request) -> Door:
+    def _door(self, request: web.Request) -> AgentAccess:
         """Whose request this is. Raises ApiError."""
         key = request.match_info.get("key") or bearer.token_of(request.headers.get("Authorization"))
         parts = key.split("-", 2)
@@ -135,16 +137,16 @@ class Gateway:
         return door
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def work(session: Session, body: Any) -> tuple[Asked, Answered, list[Answer]]:
+        async def work(session: AgentSession, body: Any) -> tuple[Asked, Answered, list[Answer]]:
             wanted = openai_protocol.chat_asked(body)
-            return wanted.asked, *await session.chat(wanted)
+            return wanted.asked, *await session.answer_chat(wanted)
 
         return await self._serve(request, work, openai_protocol.chat_body, openai_protocol.chat_chunks)
 
     async def _plain(self, request: web.Request) -> web.StreamResponse:
-        async def work(session: Session, body: Any) -> tuple[Asked, Answered, list[Answer]]:
+        async def work(session: AgentSession, body: Any) -> tuple[Asked, Answered, list[Answer]]:
             wanted = openai_protocol.plain_asked(body)
-            return wanted.asked, *await session.plain(wanted)
+            return wanted.asked, *await session.answer_plain(wanted)
 
         return await self._serve(request, work, openai_protocol.plain_body, openai_protocol.plain_chunks)
 

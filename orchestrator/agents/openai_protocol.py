@@ -263,7 +263,7 @@ def _message(found: _Message) -> Message:
     return Message(found.role, text, _canonical(extra) if extra else "")
 
 
-def said(content: str, calls: list[tuple[str, str, str]]) -> Message:
+def answer_message(content: str, calls: list[tuple[str, str, str]]) -> Message:
     """An answer as it will come back in the next request. ``calls``: (id, name, arguments as JSON)."""
     extra = _canonical({"tool_calls": [_call(*call) for call in calls]}) if calls else ""
     return Message("assistant", content, extra)
@@ -297,7 +297,7 @@ def chat_body(asked: Asked, answered: Answered, created: int) -> dict[str, Any]:
             }
             for index, choice in enumerate(answered.choices)
         ],
-        "usage": usage(answered),
+        "usage": token_usage(answered),
     }
 
 
@@ -323,7 +323,7 @@ def chat_chunks(asked: Asked, answered: Answered, created: int) -> list[dict[str
 def plain_body(asked: Asked, answered: Answered, created: int) -> dict[str, Any]:
     """A whole completion."""
     choices = [_plain_choice(asked, index, choice, choice.reason) for index, choice in enumerate(answered.choices)]
-    return {**_head(asked, answered, "text_completion", created), "choices": choices, "usage": usage(answered)}
+    return {**_head(asked, answered, "text_completion", created), "choices": choices, "usage": token_usage(answered)}
 
 
 def plain_chunks(asked: Asked, answered: Answered, created: int) -> list[dict[str, Any]]:
@@ -336,7 +336,7 @@ def plain_chunks(asked: Asked, answered: Answered, created: int) -> list[dict[st
     return [*found, *_usage_chunk(asked, answered, head)]
 
 
-def usage(answered: Answered) -> dict[str, int]:
+def token_usage(answered: Answered) -> dict[str, int]:
     """Tokens that were read and generated."""
     read, made = answered.prompt_tokens, answered.completion_tokens
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
@@ -347,7 +347,7 @@ def _head(asked: Asked, answered: Answered, kind: str, created: int) -> dict[str
 
 
 def _usage_chunk(asked: Asked, answered: Answered, head: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**head, "choices": [], "usage": usage(answered)}] if asked.usage else []
+    return [{**head, "choices": [], "usage": token_usage(answered)}] if asked.usage else []
 
 
 def _content(choice: Choice) -> dict[str, Any]:

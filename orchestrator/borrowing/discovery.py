@@ -22,7 +22,7 @@ from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.borrowing.server_exchange import Offer, offer_of, rules_of
 from orchestrator.config import Config
 from orchestrator.events import EventLog
-from orchestrator.policies.serving.server_borrowing import Borrowing
+from orchestrator.policies.serving.server_borrowing import ServerBroker
 from orchestrator.transfer import RelayEndpoint
 
 _FILE = "rollout.borrowed.file"
@@ -82,27 +82,27 @@ class Market:
             return [self.worker(url) for url in self._config.rollout.served]
         self.first = await self.list_offers()
         now, most = asyncio.get_running_loop().time(), self._config.rollout.borrowed.most or len(self.first)
-        policy, why = Borrowing(rules_of(self._config.rollout.borrowed)), list[str]()
+        policy, why = ServerBroker(rules_of(self._config.rollout.borrowed)), list[str]()
         for offer in self.first:
             if offer.why or offer.taken:
                 why.append(f"{offer.url}: {offer.why or f'job {offer.taken} has it'}")
             else:
-                policy.saw(offer.url, now, offer.share, lends=offer.lends, before=offer.before)
+                policy.observe_gpu(offer.url, now, offer.share, lends=offer.lends, before=offer.before)
         while True:
             refused = False
-            for url in policy.ask(self.job, most, now).taken:
+            for url in policy.choose_gpus(self.job, most, now).taken:
                 worker = self.worker(url)
                 try:
                     await worker.hold()
                 except (CommandError, RetryableError, ConfigError) as error:
                     why.append(f"{url}: {error}")
-                    policy.left(url)
+                    policy.remove_gpu(url)
                     refused = True
                     await worker.disconnect()
                     del self._made[url]
             if not refused:
                 break
-        chosen = policy.of(self.job)
+        chosen = policy.gpus_of(self.job)
         if not chosen and not self._config.rollout.workers:
             raise RunError(f"no server of rollout.served can be borrowed: {'; '.join(why)}")
         return [self._made[url] for url in chosen]

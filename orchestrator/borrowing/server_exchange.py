@@ -2,8 +2,8 @@
 
 Guarantees:
 
-* What is decided is :class:`orchestrator.policies.serving.server_borrowing.Borrowing`, and how many are needed
-  :class:`~orchestrator.policies.serving.server_borrowing.Demand`. Here is only what carries it out.
+* What is decided is :class:`orchestrator.policies.serving.server_borrowing.ServerBroker`, and how many are needed
+  :class:`~orchestrator.policies.serving.server_borrowing.BorrowDemand`. Here is only what carries it out.
 * A server is exchanged for a less used one when an RL step has begun (the version moved), at the next look. One that is crowded,
   reclaimed, gone, another job's, no candidate any more, or not needed is given back at any look.
 * What is given back has none of our requests (they go on elsewhere, with their tokens), is deactivated where it is a rollout
@@ -28,7 +28,7 @@ from orchestrator.config.sections import BorrowedSection, RoutingSection
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.seats import LEAST_UTILIZED
 from orchestrator.policies.routing.turn_routing import ANY, Seat
-from orchestrator.policies.serving.server_borrowing import GONE, Borrowing, BorrowRules, Demand
+from orchestrator.policies.serving.server_borrowing import GONE, BorrowDemand, BorrowRules, ServerBroker
 from orchestrator.proxy.membership import Membership
 
 OTHERS, DROPPED = "another job has it", "no candidate any more"
@@ -94,8 +94,8 @@ class Exchange:
     ) -> None:
         self._market, self._members, self._proxy, self._events = market, members, members.proxy, events
         self._settings, self._routing = settings, routing
-        self._policy = Borrowing(rules_of(settings))
-        self._demand = Demand(settings.idle)
+        self._policy = ServerBroker(rules_of(settings))
+        self._demand = BorrowDemand(settings.idle)
         self._changing: dict[str, asyncio.Task[None]] = {}  # servers that are being taken or given back
         self._leaving: set[asyncio.Task[None]] = set()  # clients that are being closed, whoever was cancelled meanwhile
         self._since: dict[str, float] = {}  # server -> when it was taken
@@ -109,7 +109,7 @@ class Exchange:
         loop = asyncio.get_running_loop()
         for state in self._proxy.states:
             if state.borrowed:
-                self._policy.has(state.worker.name, self._market.job, loop.time())
+                self._policy.record_owner(state.worker.name, self._market.job, loop.time())
                 self._borrowed(state.worker.name, "the run starts")
         try:
             while True:
@@ -129,7 +129,7 @@ class Exchange:
         self._drop(offers)
         self._give_up(now)
         self._in_time(now)
-        self._demand.saw(now, proxy.peak_turns())
+        self._demand.observe_turns(now, proxy.peak_turns())
         if proxy.suspended:
             return  # at the next look
         own = any(not state.borrowed and not state.removed for state in proxy.states)
@@ -138,16 +138,16 @@ class Exchange:
         turns, cap = self._members.dedicated_turns(), self._routing.served_cap
         if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
             turns, cap = sum(not state.borrowed and not state.removed for state in proxy.states), 1
-        needed = self._demand.wanted(now, turns, cap, most)
+        needed = self._demand.gpus_wanted(now, turns, cap, most)
         begins, self._version = proxy.version != self._version, proxy.version
-        change = self._policy.ask(self._market.job, max(least, needed), now, exchange=begins, least=least)
+        change = self._policy.choose_gpus(self._market.job, max(least, needed), now, exchange=begins, least=least)
         for name, why in zip(change.given_back, change.reasons, strict=True):
             self._begin_return(name, why)
             if why == DROPPED:
-                self._policy.left(name)
+                self._policy.remove_gpu(name)
         for name in change.taken:
             if name in self._changing:
-                self._policy.refused(name, now)  # at the next look
+                self._policy.record_refusal(name, now)  # at the next look
             else:
                 self._begin(name, self._take(name))
 
@@ -163,7 +163,7 @@ class Exchange:
         if self._changing.get(name) is task:
             del self._changing[name]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._policy.refused(
+            self._policy.record_refusal(
                 name, asyncio.get_running_loop().time()
             )  # else it would pass for ours, and rest for ever
             self._proxy.note_fault(f"borrowing {name}", f"{error!r}")
@@ -178,22 +178,22 @@ class Exchange:
                 continue  # silent, and gone if that lasts
             state = self._members.find_server(offer.url)
             full = state is not None and not state.parked and state.full
-            self._policy.saw(offer.url, now, offer.share, lends=offer.lends and not full, before=offer.before)
-            if offer.taken and offer.url not in self._policy.of(self._market.job):
-                self._policy.refused(offer.url, now)
+            self._policy.observe_gpu(offer.url, now, offer.share, lends=offer.lends and not full, before=offer.before)
+            if offer.taken and offer.url not in self._policy.gpus_of(self._market.job):
+                self._policy.record_refusal(offer.url, now)
 
     def _drop(self, offers: Sequence[Offer]) -> None:
         """Those that the config does not name any more, and those whose lease another job has got."""
         named = {offer.url: offer.taken for offer in offers}
-        ours = self._policy.of(self._market.job)
+        ours = self._policy.gpus_of(self._market.job)
         for name in self._policy.known:
             if name not in named and name in ours:
-                self._policy.unwanted(name, DROPPED)  # given back when the policy is asked, but for a last one
+                self._policy.bar_gpu(name, DROPPED)  # given back when the policy is asked, but for a last one
             elif name not in named:
-                self._policy.left(name)
+                self._policy.remove_gpu(name)
             elif name in ours and named[name]:
                 self._begin_return(name, OTHERS)
-                self._policy.left(name)
+                self._policy.remove_gpu(name)
 
     def _in_time(self, now: float) -> None:
         """A run that has nothing left to generate with waits for a server, but not for ever. Raises RunError."""
@@ -207,12 +207,12 @@ class Exchange:
 
     def _give_up(self, now: float) -> None:
         """Those that the proxy has given up, however well they say they are: else they would be ours, and of no use, for good."""
-        ours = self._policy.of(self._market.job)
+        ours = self._policy.gpus_of(self._market.job)
         for state in self._proxy.states:
             name = state.worker.name
             if state.borrowed and state.removed and name in ours and name not in self._changing:
                 self._begin_return(name, GONE)
-                self._policy.refused(name, now)
+                self._policy.record_refusal(name, now)
 
     async def _take(self, name: str) -> None:
         loop = asyncio.get_running_loop()
@@ -223,7 +223,7 @@ class Exchange:
         try:
             await self._members.take_server(worker, Seat(hardware, self._routing.served_cap, True))
         except _LOST as error:
-            self._policy.refused(name, loop.time())
+            self._policy.record_refusal(name, loop.time())
             if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault
                 self._proxy.note_fault(f"borrowing {name}", f"could not be taken: {error!r}")
             await self._leave(worker)
@@ -250,7 +250,7 @@ class Exchange:
         finally:
             await self._leave(worker)
         held = loop.time() - self._since.pop(name, loop.time())
-        use = self._policy.use(name, loop.time())
+        use = self._policy.recent_use(name, loop.time())
         self._events.emit(
             "returned", worker=name, reason=why, use=round(use, 6), requests=moved, seconds=round(held, 3)
         )
@@ -265,7 +265,7 @@ class Exchange:
     def _borrowed(self, name: str, why: str) -> None:
         now = asyncio.get_running_loop().time()
         self._since[name] = now
-        self._events.emit("borrowed", worker=name, reason=why, use=round(self._policy.use(name, now), 6))
+        self._events.emit("borrowed", worker=name, reason=why, use=round(self._policy.recent_use(name, now), 6))
 
 
 def offer_of(url: str, status: Mapping[str, object], mine: tuple[str, str], why: str = "") -> Offer:

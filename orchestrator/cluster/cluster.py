@@ -33,7 +33,7 @@ from orchestrator.cluster.decorators import (
 )
 from orchestrator.cluster.dispatch import aggregate, scatter
 from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, EnvironmentCls, Identity, RewardCls, Worker
-from orchestrator.policies.placement.device_allocation import View
+from orchestrator.policies.placement.device_allocation import AllocationView
 from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager
 
 START_SECONDS = 300.0  # for all workers to be made
@@ -144,7 +144,9 @@ class Cluster:
                 raise ConfigError(f"{worker_cls.__name__}.{key}", str(signature), fix)
             setattr(self, key, Bound(self, key))
 
-    def _plan(self, view: View, workers: int | Mapping[str, int] | None, hardware: str, per_worker: int) -> list[str]:
+    def _plan(
+        self, view: AllocationView, workers: int | Mapping[str, int] | None, hardware: str, per_worker: int
+    ) -> list[str]:
         """The class of each worker, by rank."""
         if isinstance(workers, Mapping):
             return [name for name, count in workers.items() for _ in range(count)]

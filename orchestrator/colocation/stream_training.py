@@ -34,7 +34,7 @@ from orchestrator.api import (
 from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.config.sections import ColocationSection
 from orchestrator.events import EventLog
-from orchestrator.policies.batching.stream_trigger import KvLimit, Lengths, StreamTrigger, Unit
+from orchestrator.policies.batching.stream_trigger import KvLimit, LengthDistribution, StreamTrigger, Unit
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import Pending
 
@@ -137,7 +137,7 @@ class StreamTraining:
     def begin_rollout(self) -> None:
         """A step's rollout begins: nothing of it is finished."""
         settings = self._settings
-        lengths = Lengths(tuple(self._history), self._longest)
+        lengths = LengthDistribution(tuple(self._history), self._longest)
         marks = {"low": settings.low, "high": settings.high, "every": settings.every}
         self._trigger = StreamTrigger(self._requests, self._rollout, self._training, self._limit, lengths, **marks)
         self._finished = 0

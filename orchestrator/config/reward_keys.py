@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from orchestrator.policies.episodes import adaptive_timeouts
-from orchestrator.policies.training.overlong_penalty import Overlong
+from orchestrator.policies.training.overlong_penalty import OverlongPenalty
 from orchestrator.settings.section import Positive, PositiveSeconds, Section
 
 BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine
@@ -115,9 +115,9 @@ class OverlongSection(Section):
         return self
 
     @property
-    def rule(self) -> Overlong:
+    def rule(self) -> OverlongPenalty:
         """As the policy has it."""
-        return Overlong(self.limit, self.buffer, self.penalty)
+        return OverlongPenalty(self.limit, self.buffer, self.penalty)
 
 
 class RewardSection(Section):

@@ -88,7 +88,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across(self) -> Config:
-        if fix := coordination_modes.conflict(self.run.mode, self.rollout.alpha):
+        if fix := coordination_modes.alpha_conflict(self.run.mode, self.rollout.alpha):
             found = InitErrorDetails(
                 type=PydanticCustomError("conflict", "{fix}", {"fix": fix}),
                 loc=("rollout", "alpha"),

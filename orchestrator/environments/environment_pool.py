@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, RunError, StepResult, TrajectoryError
-from orchestrator.environments.environment_session import Backend, Session
+from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSession
 from orchestrator.environments.environment_source import Waiting
-from orchestrator.environments.reply_checks import THIRD_PARTY, told
+from orchestrator.environments.reply_checks import THIRD_PARTY, error_text
 from orchestrator.events import EventLog
 
 State = Literal["starting", "ready", "checking", "busy", "recycling", "ending"]
@@ -66,7 +66,7 @@ class _Member:
     name: str
     state: State
     born: float
-    session: Session | None = None
+    session: EnvironmentSession | None = None
     seen: float = 0.0  # when it answered last
     used: float = 0.0  # when it was last given back
     episodes: int = 0
@@ -94,7 +94,7 @@ class _Totals:
 class PooledEnvironment:
     """A session on loan; implements :class:`orchestrator.api.Environment`. Of no use once it was given back."""
 
-    def __init__(self, member: _Member, session: Session) -> None:
+    def __init__(self, member: _Member, session: EnvironmentSession) -> None:
         self.version = session.version
         self.name = member.name
         self.member: _Member | None = member
@@ -111,7 +111,7 @@ class PooledEnvironment:
     async def close(self) -> None:
         """Nothing: the pool decides, see :meth:`EnvPool.release`."""
 
-    def _mine(self) -> Session:
+    def _mine(self) -> EnvironmentSession:
         if self.member is None:
             raise TrajectoryError("environment_protocol", f"{self.name} was used after it was given back")
         return self._session
@@ -121,7 +121,7 @@ class EnvPool:
     """Implements :class:`~orchestrator.environments.environment_source.EnvironmentSource`. ``open`` before use,
     ``close`` at the end."""
 
-    def __init__(self, backend: Backend, settings: PoolSettings, events: EventLog) -> None:
+    def __init__(self, backend: EnvironmentBackend, settings: PoolSettings, events: EventLog) -> None:
         self._backend = backend
         self._settings = settings
         self._events = events
@@ -200,13 +200,13 @@ class EnvPool:
         member.episodes += 1
         member.used = now
         if not trusted:
-            self._end(member, "misbehaved")
+            self._end_member(member, "misbehaved")
         elif now - member.born >= settings.max_age:
-            self._end(member, "age")
+            self._end_member(member, "age")
         elif settings.max_episodes and member.episodes >= settings.max_episodes:
-            self._end(member, "episodes")
+            self._end_member(member, "episodes")
         else:
-            self._move(member, "recycling")
+            self._set_state(member, "recycling")
             self._spawn(f"recycle {member.name}", self._recycle(member))
         self._pump()
 
@@ -264,19 +264,19 @@ class EnvPool:
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.member.done():  # else it was cancelled and has not noticed yet
-                self._move(member, "busy")
+                self._set_state(member, "busy")
                 waiter.member.set_result(member)
                 return
-        self._move(member, "ready")
+        self._set_state(member, "ready")
         self._ready.append(member)
 
     def _check(self, member: _Member) -> None:
-        self._move(member, "checking")
+        self._set_state(member, "checking")
         self._spawn(f"check {member.name}", self._ping(member))
 
-    def _end(self, member: _Member, cause: str) -> None:
+    def _end_member(self, member: _Member, cause: str) -> None:
         """Kill it; its place is free when it is gone."""
-        self._move(member, "ending")
+        self._set_state(member, "ending")
         self._totals.replaced[cause] += 1
         self._spawn(f"end {member.name}", self._kill(member))
 
@@ -290,7 +290,7 @@ class EnvPool:
             return "an environment to be renewed"
         return "a free environment, all in use"
 
-    def _move(self, member: _Member, state: State) -> None:
+    def _set_state(self, member: _Member, state: State) -> None:
         self._count[member.state] -= 1
         self._count[state] += 1
         member.state = state
@@ -317,7 +317,7 @@ class EnvPool:
             self._forget(member)
             if _was_cancelled(error):
                 raise
-            detail = told(error)
+            detail = error_text(error)
             if isinstance(error, TimeoutError) and limit.expired():
                 so_far = f"; {error.__cause__}" if str(error.__cause__ or "") else ""  # what a backend said of it
                 detail = f"took over {self._settings.start_timeout:g} s{so_far}"
@@ -337,7 +337,7 @@ class EnvPool:
     def _start_failed(self, name: str, what: str) -> None:
         settings = self._settings
         self._totals.start_failures += 1
-        self._note("environment_start", f"{name}: {what}")
+        self._record_replacement("environment_start", f"{name}: {what}")
         if self._paused:  # it was begun together with one that failed before it: one failure, not two
             return
         self._failures += 1
@@ -355,12 +355,12 @@ class EnvPool:
         self._pump()
 
     async def _recycle(self, member: _Member) -> None:
-        await self._ask(member, "recycle", self._settings.call_timeout)
+        await self._call_member(member, "recycle", self._settings.call_timeout)
 
     async def _ping(self, member: _Member) -> None:
-        await self._ask(member, "ping", self._settings.ping_timeout)
+        await self._call_member(member, "ping", self._settings.ping_timeout)
 
-    async def _ask(self, member: _Member, what: Literal["recycle", "ping"], limit: float) -> None:
+    async def _call_member(self, member: _Member, what: Literal["recycle", "ping"], limit: float) -> None:
         """The session is free again when it answers, and replaced when it does not."""
         session = member.session
         assert session is not None
@@ -370,9 +370,9 @@ class EnvPool:
         except THIRD_PARTY as error:  # whatever is wrong with it
             if _was_cancelled(error):
                 raise
-            detail = f"no answer within {limit:g} s" if slow.expired() else told(error)
-            self._note(f"environment_{what}", f"{member.name}: {detail}")
-            self._end(member, what)
+            detail = f"no answer within {limit:g} s" if slow.expired() else error_text(error)
+            self._record_replacement(f"environment_{what}", f"{member.name}: {detail}")
+            self._end_member(member, what)
         else:
             member.seen = asyncio.get_running_loop().time()
             self._offer(member)
@@ -385,11 +385,11 @@ class EnvPool:
                     await member.session.kill()
             except TimeoutError:
                 self._totals.abandoned += 1
-                self._note("environment_close", f"{member.name}: hung; abandoned")
+                self._record_replacement("environment_close", f"{member.name}: hung; abandoned")
             except THIRD_PARTY as error:
                 if _was_cancelled(error):
                     raise
-                self._note("environment_close", f"{member.name}: {told(error)}")
+                self._record_replacement("environment_close", f"{member.name}: {error_text(error)}")
         self._forget(member)
         self._pump()
 
@@ -403,10 +403,10 @@ class EnvPool:
             for member in list(self._ready):  # those used longest ago first
                 if now - member.born >= settings.max_age:
                     self._ready.remove(member)
-                    self._end(member, "age")
+                    self._end_member(member, "age")
                 elif spare > 0 and now - member.used >= settings.idle:
                     self._ready.remove(member)
-                    self._end(member, "idle")
+                    self._end_member(member, "idle")
                     spare -= 1
                 elif now - member.seen >= settings.ping_every:
                     self._ready.remove(member)
@@ -415,7 +415,7 @@ class EnvPool:
 
     # -- when something goes wrong -----------------------------------------------------------------------------------
 
-    def _note(self, cause: str, detail: str) -> None:
+    def _record_replacement(self, cause: str, detail: str) -> None:
         self._events.emit("fault", what=cause.replace("_", " "), cause=cause, detail=detail[:DETAIL])
 
     def _break(self, error: Exception) -> None:

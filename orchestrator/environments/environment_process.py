@@ -31,7 +31,7 @@ from orchestrator.environments.process_watcher import fork_under_watch
 CONNECT_LIMIT = 5.0  # seconds for a new connection to show its token
 
 
-class Service:
+class EnvironmentService:
     """One environment and the calls into it."""
 
     def __init__(self, orphan_seconds: float = 0.0) -> None:
@@ -43,20 +43,20 @@ class Service:
         self._call_seconds = 0.0
         self._cpu_seconds = 0
 
-    async def answer(self, line: bytes) -> bytes:
+    async def answer_line(self, line: bytes) -> bytes:
         """The reply to one request, carried out once however often it is sent."""
         from orchestrator.api import TrajectoryError
         from orchestrator.environments import environment_wire
 
         try:
-            message = environment_wire.decode(line)
+            message = environment_wire.decode_line(line)
         except TrajectoryError as error:
-            return environment_wire.encode(environment_wire.failure(None, error))
+            return environment_wire.encode_line(environment_wire.failure_reply(None, error))
         number = message.get("id")
         if self._task is None or number != self._number:
             if self._task is not None and not self._task.done():
                 busy = TrajectoryError("environment_protocol", f"request {self._number} is still at work")
-                return environment_wire.encode(environment_wire.failure(number, busy))
+                return environment_wire.encode_line(environment_wire.failure_reply(number, busy))
             self._number, self._task = number, asyncio.ensure_future(self._reply(message))
         return await asyncio.shield(self._task)
 
@@ -69,13 +69,13 @@ class Service:
         self._arm()
         try:
             result = await self._call(message)
-            line = environment_wire.encode({"id": number, "result": result, **self._tool_calls()})
+            line = environment_wire.encode_line({"id": number, "result": result, **self._tool_calls()})
             if len(line) > environment_wire.MAX_LINE:
                 raise TrajectoryError(
                     "environment_output", f"an answer of {len(line)} B, more than {environment_wire.MAX_LINE}"
                 )
         except THIRD_PARTY as error:
-            line = environment_wire.encode({**environment_wire.failure(number, error), **self._tool_calls()})
+            line = environment_wire.encode_line({**environment_wire.failure_reply(number, error), **self._tool_calls()})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return line
@@ -108,7 +108,7 @@ class Service:
     def _start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         import orchestrator
         from orchestrator.environments import environment_wire
-        from orchestrator.environments.environment_session import Renewable
+        from orchestrator.environments.environment_session import RenewableEnvironment
 
         limits = message.get("limits") or {}
         memory = int(limits.get("memory_mb", 0)) << 20
@@ -121,7 +121,9 @@ class Service:
             from orchestrator.environments.tool_functions import ToolClient, ToolSettings
 
             self._tools = ToolClient(ToolSettings(**message["tools"]))
-        self._inner = Renewable(maker_of(str(message["target"]), dict(message.get("arguments") or {}), self._tools))
+        self._inner = RenewableEnvironment(
+            maker_of(str(message["target"]), dict(message.get("arguments") or {}), self._tools)
+        )
         return {
             "protocol": environment_wire.PROTOCOL,
             "distribution": orchestrator.__version__,
@@ -183,9 +185,9 @@ async def serve_pipes(requests_fd: int, replies_fd: int) -> None:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(requests_fd, "rb"))
     replies = os.fdopen(replies_fd, "wb")
-    service = Service()
+    service = EnvironmentService()
     while line := await reader.readline():
-        replies.write(await service.answer(line))
+        replies.write(await service.answer_line(line))
         replies.flush()
 
 
@@ -194,7 +196,7 @@ async def serve_tcp(host: str, port: int, token: str, orphan_seconds: float) -> 
     from orchestrator.api import bearer
     from orchestrator.environments import environment_wire
 
-    service, digest = Service(orphan_seconds), bearer.digest_of(token)
+    service, digest = EnvironmentService(orphan_seconds), bearer.digest_of(token)
     current: asyncio.StreamWriter | None = None
     left = asyncio.Event()
 
@@ -211,7 +213,7 @@ async def serve_tcp(host: str, port: int, token: str, orphan_seconds: float) -> 
             current = writer
             writer.write(b"{}\n")
             while line := await reader.readline():
-                writer.write(await service.answer(line))
+                writer.write(await service.answer_line(line))
                 await writer.drain()
         except (OSError, ValueError, TimeoutError):
             return  # of this connection; the caller may come back

@@ -9,7 +9,7 @@ from typing import Protocol
 from orchestrator.api import Environment, Observation, Prompt, StepResult
 
 
-class Session(Protocol):
+class EnvironmentSession(Protocol):
     """One environment instance. One call at a time; a call that was cancelled, or raised what is not a TrajectoryError of the
     environment itself, leaves it in no defined state: its owner kills it."""
 
@@ -33,7 +33,7 @@ class Session(Protocol):
         """End it, a call in progress included, and free all it holds. Idempotent; never refuses."""
 
 
-class Backend(Protocol):
+class EnvironmentBackend(Protocol):
     """Starts sessions."""
 
     name: str
@@ -41,7 +41,7 @@ class Backend(Protocol):
     async def open(self) -> None:
         """Before the first session: remove what an earlier life of this run left. Raises ConfigError."""
 
-    async def start(self, name: str) -> Session:
+    async def start(self, name: str) -> EnvironmentSession:
         """A session that is ready for ``reset``. ``name`` is unique in the run. When it raises, or is cancelled, nothing of
         it is left. Raises ConfigError for what no retry cures."""
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
         """After the last session was killed: nothing of this run is left. Idempotent."""
 
 
-class Renewable:
+class RenewableEnvironment:
     """One environment of a task, and how it is renewed, asked and ended. ``recycle`` and ``ping`` are optional methods of the
     environment; one that has no ``recycle`` is closed and made anew, one that has no ``ping`` counts as well."""
 

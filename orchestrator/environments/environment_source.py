@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchestrator.api import Environment, Task, TrajectoryError
-from orchestrator.environments.environment_session import Renewable
+from orchestrator.environments.environment_session import RenewableEnvironment
 from orchestrator.environments.inprocess import InProcessSession
-from orchestrator.environments.reply_checks import told
+from orchestrator.environments.reply_checks import error_text
 
 Waiting = Callable[[str], None]  # told what an acquire waits for
 
@@ -44,9 +44,9 @@ class FreshEnvironments:
     async def acquire(self, waiting: Waiting) -> Environment:
         """See the protocol."""
         try:
-            return InProcessSession(Renewable(self._task))
+            return InProcessSession(RenewableEnvironment(self._task))
         except (Exception, SystemExit) as error:
-            raise TrajectoryError("environment_start", told(error)) from error
+            raise TrajectoryError("environment_start", error_text(error)) from error
 
     async def release(self, environment: Environment, trusted: bool) -> None:
         """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
@@ -73,4 +73,4 @@ class FreshEnvironments:
         except TimeoutError:
             self._note_fault("environment_close", "hung; abandoned")
         except (Exception, SystemExit) as error:  # noqa: BLE001  third-party code: see acquire
-            self._note_fault("environment_close", told(error))
+            self._note_fault("environment_close", error_text(error))

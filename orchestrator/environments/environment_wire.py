@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
-from orchestrator.environments.reply_checks import observation_of, step_of, told
+from orchestrator.environments.reply_checks import error_text, observation_of, step_of
 
 PROTOCOL = 1
 MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
@@ -26,12 +26,12 @@ _DETAIL = 2000  # characters
 _CAUSE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
+def encode_line(message: Mapping[str, Any]) -> bytes:
     """One line. Raises ValueError for what JSON cannot say."""
     return json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any]:
+def decode_line(line: bytes) -> dict[str, Any]:
     """The object in a line. Raises TrajectoryError."""
     try:
         message = json.loads(line, parse_constant=_refuse)
@@ -44,7 +44,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = None) -> dict[str, Any]:
     """The result in a reply; ``note`` is told what it says of tools. Raises the TrajectoryError that it holds, or that it is."""
-    message = decode(line)
+    message = decode_line(line)
     if message.get("id") != number:
         raise TrajectoryError("environment_protocol", f"a reply to {message.get('id')!r:.40}, not to {number}")
     if note is not None and "tools" in message:
@@ -60,12 +60,12 @@ def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = N
     return result
 
 
-def failure(number: object, error: BaseException) -> dict[str, Any]:
+def failure_reply(number: object, error: BaseException) -> dict[str, Any]:
     """The reply that says what an environment raised."""
     if isinstance(error, TrajectoryError):
         cause, detail = error.cause, error.detail
     else:
-        cause, detail = "environment_error", told(error)
+        cause, detail = "environment_error", error_text(error)
     return {"id": number, "error": {"cause": cause, "detail": detail[:_DETAIL]}}
 
 

@@ -29,7 +29,7 @@ _NO_MEMORY = ("out of memory", "kv cache is full", "cuda oom")
 
 
 @dataclass(slots=True)
-class Context:
+class EpisodeContext:
     """``head``: the first observation. ``pieces``: the turns shown after it (observation and action of each)."""
 
     rules: ContextRules

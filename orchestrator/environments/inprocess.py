@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
-from orchestrator.environments.environment_session import EnvironmentMaker, Renewable
-from orchestrator.environments.reply_checks import THIRD_PARTY, told
+from orchestrator.environments.environment_session import EnvironmentMaker, RenewableEnvironment
+from orchestrator.environments.reply_checks import THIRD_PARTY, error_text
 
 T = TypeVar("T")
 
 
 class InProcessBackend:
-    """Implements :class:`~orchestrator.environments.environment_session.Backend`."""
+    """Implements :class:`~orchestrator.environments.environment_session.EnvironmentBackend`."""
 
     name = "in-process-pool"
 
@@ -31,16 +31,16 @@ class InProcessBackend:
 
     async def start(self, name: str) -> InProcessSession:
         """See the protocol."""
-        return InProcessSession(Renewable(self._task))
+        return InProcessSession(RenewableEnvironment(self._task))
 
     async def close(self) -> None:
         """Nothing is left."""
 
 
 class InProcessSession:
-    """Implements :class:`~orchestrator.environments.environment_session.Session`."""
+    """Implements :class:`~orchestrator.environments.environment_session.EnvironmentSession`."""
 
-    def __init__(self, inner: Renewable) -> None:
+    def __init__(self, inner: RenewableEnvironment) -> None:
         self.version = ""
         self._inner = inner
         self._wrong = self._take_version()
@@ -85,7 +85,7 @@ class InProcessSession:
         try:
             self.version = self._inner.version
         except THIRD_PARTY as error:
-            return f"version: {told(error)}"
+            return f"version: {error_text(error)}"
         return ""
 
     async def _close(self) -> None:
@@ -122,7 +122,7 @@ async def _no_exit(call: Callable[[], Awaitable[T]]) -> T:
     try:
         return await call()
     except SystemExit as error:
-        raise TrajectoryError("environment_error", f"it called exit: {told(error)}") from error
+        raise TrajectoryError("environment_error", f"it called exit: {error_text(error)}") from error
 
 
 def _retrieve(task: asyncio.Task[T]) -> None:

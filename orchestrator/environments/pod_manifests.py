@@ -45,7 +45,7 @@ def name_of(*parts: str) -> str:
     return text[-_NAME:].strip("-") or "run"
 
 
-def selector(settings: PodSettings) -> str:
+def label_selector(settings: PodSettings) -> str:
     """What is this run's."""
     return f"{OWNER}={name_of(settings.owner)}"
 
@@ -59,7 +59,7 @@ def mirrored(image: str, mirror: str) -> str:
     return f"{mirror.rstrip('/')}/{rest if has_registry else image}"
 
 
-def pod(settings: PodSettings, name: str, image: str) -> dict[str, Any]:
+def pod_manifest(settings: PodSettings, name: str, image: str) -> dict[str, Any]:
     """One environment."""
     command = ["python", "-m", "orchestrator.environments.environment_process", "--listen", f"0.0.0.0:{settings.port}"]
     command += ["--token-env", TOKEN_VARIABLE, "--orphan-seconds", f"{settings.orphan_seconds:g}", "--owner", name]
@@ -79,7 +79,7 @@ def pod(settings: PodSettings, name: str, image: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": _metadata(settings, name), "spec": spec}
 
 
-def secret(settings: PodSettings, token: str) -> dict[str, Any]:
+def secret_manifest(settings: PodSettings, token: str) -> dict[str, Any]:
     """The run's token: pods name it, so that who may read pods does not see it."""
     metadata = _metadata(settings, secret_name(settings))
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {_TOKEN_KEY: token}}
@@ -90,7 +90,7 @@ def secret_name(settings: PodSettings) -> str:
     return name_of(settings.owner, "token")
 
 
-def pre_pull(settings: PodSettings, image: str) -> dict[str, Any]:
+def pre_pull_manifest(settings: PodSettings, image: str) -> dict[str, Any]:
     """Has every node that may run environments pull the image (RollArt 8: initialisation that fails or waits for images)."""
     name = name_of(settings.owner, "images")
     labels = {**_metadata(settings, name)["labels"], "rl-coserve/role": "pre-pull"}

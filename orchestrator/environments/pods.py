@@ -32,7 +32,7 @@ NEVER_STARTS = ("InvalidImageName", "CreateContainerConfigError", "CreateContain
 
 
 class PodBackend:
-    """Implements :class:`~orchestrator.environments.environment_session.Backend`. ``limits`` are those of the worker;
+    """Implements :class:`~orchestrator.environments.environment_session.EnvironmentBackend`. ``limits`` are those of the worker;
     ``context`` names one of the kubeconfig."""
 
     name = "kubernetes"
@@ -66,14 +66,14 @@ class PodBackend:
 
     async def open(self) -> None:
         """See the protocol."""
-        aio = library()
-        configuration = await access(aio, self._context)
+        aio = load_library()
+        configuration = await connect_cluster(aio, self._context)
         self._api = aio.client.ApiClient(configuration)
         self._pods, self._daemons = aio.client.CoreV1Api(self._api), aio.client.AppsV1Api(self._api)
         where = f"namespace {self._settings.namespace} at {configuration.host}"
         try:
             await self._remove_all()
-            token = aio.client.V1Secret.from_dict(pod_manifests.secret(self._settings, self._token))
+            token = aio.client.V1Secret.from_dict(pod_manifests.secret_manifest(self._settings, self._token))
             await self._ask(self._pods.create_namespaced_secret, self._settings.namespace, token)
             if self._wanted_pre_pull:
                 await self._pull_everywhere(aio)
@@ -85,7 +85,9 @@ class PodBackend:
             raise ConfigError("environment.kubernetes", where, f"the API server does not answer: {error!r}") from error
 
     async def _pull_everywhere(self, aio: Any) -> None:
-        manifest = pod_manifests.pre_pull(self._settings, pod_manifests.mirrored(self._settings.image, self._mirror))
+        manifest = pod_manifests.pre_pull_manifest(
+            self._settings, pod_manifests.mirrored(self._settings.image, self._mirror)
+        )
         body = aio.client.V1DaemonSet.from_dict(manifest)
         await self._ask(self._daemons.create_namespaced_daemon_set, self._settings.namespace, body)
         hold = self._hold_until_pulled(aio, manifest["metadata"]["name"])
@@ -93,19 +95,19 @@ class PodBackend:
 
     async def start(self, name: str) -> RemoteSession:
         """See the protocol."""
-        aio = library()
+        aio = load_library()
         settings, images = self._settings, [self._settings.image]
         if self._mirror:
             images.insert(0, pod_manifests.mirrored(settings.image, self._mirror))
         for number, image in enumerate(images):
             pod = pod_manifests.name_of(name, self._life, *(("r",) if number else ()))
-            body = aio.client.V1Pod.from_dict(pod_manifests.pod(settings, pod, image))
+            body = aio.client.V1Pod.from_dict(pod_manifests.pod_manifest(settings, pod, image))
             try:
                 await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
                 address = await self._ready(pod)
                 channel = TcpChannel(address, settings.port, self._token, functools.partial(self._delete, pod), pod)
                 session = RemoteSession(channel, pod, self._tally)
-                await session.begin(self._target, self._arguments, self._limits, self._tools)
+                await session.build_environment(self._target, self._arguments, self._limits, self._tools)
                 return session
             except _NoImage:
                 await self._delete(pod)
@@ -157,7 +159,7 @@ class PodBackend:
     async def _delete(self, pod: str) -> None:
         try:
             await self._ask(self._pods.delete_namespaced_pod, pod, self._settings.namespace, grace_period_seconds=0)
-        except library().client.ApiException as error:
+        except load_library().client.ApiException as error:
             if error.status != 404:
                 raise
 
@@ -171,7 +173,7 @@ class PodBackend:
 
     async def _remove_all(self) -> None:
         """Everything that carries our label."""
-        options = {"label_selector": pod_manifests.selector(self._settings), "grace_period_seconds": 0}
+        options = {"label_selector": pod_manifests.label_selector(self._settings), "grace_period_seconds": 0}
         await self._ask(self._pods.delete_collection_namespaced_pod, self._settings.namespace, **options)
         await self._ask(self._pods.delete_collection_namespaced_secret, self._settings.namespace, **options)
         if self._wanted_pre_pull:
@@ -206,7 +208,7 @@ class _NoImage(RetryableError):
     """The image cannot be pulled from there."""
 
 
-async def access(aio: Any, context: str) -> Any:
+async def connect_cluster(aio: Any, context: str) -> Any:
     """Where the cluster is, and who we are. ``context``: of the kubeconfig; empty: the pod's own account, or the current one."""
     configuration = aio.client.Configuration()
     try:
@@ -221,7 +223,7 @@ async def access(aio: Any, context: str) -> Any:
     return configuration
 
 
-def library() -> Any:
+def load_library() -> Any:
     """The client's asyncio part. Raises ConfigError when it is not installed."""
     try:
         from kubernetes import aio

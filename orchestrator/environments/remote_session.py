@@ -26,7 +26,9 @@ class Channel(Protocol):
 
 
 class RemoteSession:
-    """Implements :class:`~orchestrator.environments.environment_session.Session`; of use after :meth:`begin`."""
+    """Implements :class:`~orchestrator.environments.environment_session.EnvironmentSession`; of use after
+    :meth:`build_environment`.
+    """
 
     def __init__(self, channel: Channel, name: str, tally: ToolTally | None = None) -> None:
         """``tally`` adds up what the other side says of its calls of tools."""
@@ -37,7 +39,7 @@ class RemoteSession:
         self._number = 0
         self._lost = ""  # why no call may follow
 
-    async def begin(
+    async def build_environment(
         self,
         target: str,
         arguments: Mapping[str, Any],
@@ -80,7 +82,9 @@ class RemoteSession:
             raise TrajectoryError("environment_protocol", f"{call} of {self.name}: {self._lost}")
         self._number += 1
         self._lost = f"its {call} was not answered"
-        answer = await self._channel.exchange(environment_wire.encode({"id": self._number, "call": call, **fields}))
+        answer = await self._channel.exchange(
+            environment_wire.encode_line({"id": self._number, "call": call, **fields})
+        )
         try:
             result = environment_wire.reply_of(answer, self._number, self._note)
         except TrajectoryError as error:

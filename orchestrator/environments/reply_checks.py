@@ -19,7 +19,7 @@ THIRD_PARTY = (
 )  # what code of others may raise; not what ends this process
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What an exception says, even when saying it fails."""
     try:
         return repr(error)

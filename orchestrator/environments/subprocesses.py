@@ -28,9 +28,9 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # t
 
 
 class SubprocessBackend:
-    """Implements :class:`~orchestrator.environments.environment_session.Backend`. ``target`` and ``arguments``: what makes the
-    environment there, see :func:`orchestrator.environments.environment_process.maker_of`. ``log`` gets what environments print;
-    ``tools`` are the fields of the ToolSettings."""
+    """Implements :class:`~orchestrator.environments.environment_session.EnvironmentBackend`. ``target`` and
+    ``arguments``: what makes the environment there, see :func:`orchestrator.environments.environment_process.maker_of`.
+    ``log`` gets what environments print; ``tools`` are the fields of the ToolSettings."""
 
     name = "subprocess"
 
@@ -78,7 +78,7 @@ class SubprocessBackend:
             )
         session = RemoteSession(PipeChannel(process), name, self._tally)
         try:
-            await session.begin(self._target, self._arguments, self._limits, self._tools)
+            await session.build_environment(self._target, self._arguments, self._limits, self._tools)
         except BaseException:
             await _finish(session.kill())
             raise

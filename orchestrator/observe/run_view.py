@@ -59,7 +59,7 @@ class ViewProcess(ServingChild):
         """It has little to do; what it computes must not take cores from the engines."""
         return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-    def refused(self) -> ConfigError:
+    def refusal_error(self) -> ConfigError:
         """See the base."""
         return ConfigError("view.port", self._port_wanted, f"the view did not start; see {self._log}")
 

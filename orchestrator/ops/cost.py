@@ -24,7 +24,7 @@ _SKIPPED = 2  # the first steps fill the pipeline
 
 
 @dataclass(frozen=True)
-class Item:
+class CostItem:
     """One line of the bill. ``amount`` in ``unit``, ``price`` for one of it; ``assumed``: the price is the default."""
 
     name: str
@@ -40,7 +40,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """``hours``: wall time of all steps. ``analysis``: of the simulated run."""
 
     steps: int
@@ -48,7 +48,7 @@ class Estimate:
     seconds_per_step: float
     hours: float
     currency: str
-    items: tuple[Item, ...]
+    items: tuple[CostItem, ...]
     analysis: Analysis | None
 
     @property
@@ -100,7 +100,7 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate(config: Config) -> Estimate:
+def estimate(config: Config) -> CostEstimate:
     """Simulate a few steps of ``config`` and count. Raises ConfigError, and SimulationFailed for a config that cannot run."""
     count = min(config.run.steps, SIMULATED_STEPS)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-cost-") as folder:
@@ -111,7 +111,7 @@ def estimate(config: Config) -> Estimate:
     steady = periods[_SKIPPED:] or periods
     seconds = sum(steady) / len(steady)
     hours = seconds * config.run.steps / 3600
-    return Estimate(
+    return CostEstimate(
         steps=config.run.steps,
         simulated_steps=count,
         seconds_per_step=seconds,
@@ -122,7 +122,7 @@ def estimate(config: Config) -> Estimate:
     )
 
 
-def _items(config: Config, run: RunLog, hours: float, rewards: float) -> Sequence[Item]:
+def _items(config: Config, run: RunLog, hours: float, rewards: float) -> Sequence[CostItem]:
     cost, trainer, rollout = config.cost, config.trainer, config.rollout
     given = cost.model_fields_set
     gpus = cost.trainer_gpus or trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
@@ -132,20 +132,20 @@ def _items(config: Config, run: RunLog, hours: float, rewards: float) -> Sequenc
     busy = sum(found["in_flight"] for found in run.occupancy) * run.sample_seconds  # environment-seconds
     environments = busy / elapsed if samples and elapsed else 0.0
     items = [
-        Item("trainer", gpus * hours, "GPU-hours", cost.trainer_gpu_hour, "trainer_gpu_hour" not in given),
-        Item(
+        CostItem("trainer", gpus * hours, "GPU-hours", cost.trainer_gpu_hour, "trainer_gpu_hour" not in given),
+        CostItem(
             "rollout", rollout.workers * each * hours, "GPU-hours", cost.rollout_gpu_hour, "rollout_gpu_hour" not in given
         ),
     ]  # fmt: skip
     if rollout.served:
         amount = len(rollout.served) * each * hours
-        items.append(Item("served", amount, "GPU-hours", cost.served_gpu_hour, "served_gpu_hour" not in given))
+        items.append(CostItem("served", amount, "GPU-hours", cost.served_gpu_hour, "served_gpu_hour" not in given))
     return [
         *items,
-        Item("environments", environments * hours, "environment-hours", cost.environment_hour,
+        CostItem("environments", environments * hours, "environment-hours", cost.environment_hour,
              "environment_hour" not in given),
-        Item("reward calls", rewards, "calls", cost.reward_call, "reward_call" not in given),
-        Item("reward time", rewards * config.sim.reward_seconds, "function-seconds", cost.reward_second,
+        CostItem("reward calls", rewards, "calls", cost.reward_call, "reward_call" not in given),
+        CostItem("reward time", rewards * config.sim.reward_seconds, "function-seconds", cost.reward_second,
              "reward_second" not in given),
     ]  # fmt: skip
 

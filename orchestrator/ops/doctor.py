@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component, check, find
+from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, TestedComponent, check_version, find_version
 from orchestrator.ops import doctor_machine as machine
 from orchestrator.ops import nvidia_driver
 from orchestrator.ops.check import Check, Finding, Status
-from orchestrator.sandbox.diagnosis import diagnosed
+from orchestrator.sandbox.diagnosis import diagnose_sandbox
 
 PLUGIN = "rl-coserve"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each
@@ -170,13 +170,13 @@ def _short(text: str) -> str:
 # ------------------------------------------------------------------------------------------------- versions and packages
 
 
-def _tested(component: Component) -> Finding:
+def _tested(component: TestedComponent) -> Finding:
     """The installed version against the tested range; an engine may well live in another environment."""
-    found = find(component)
+    found = find_version(component)
     if found is None:
         fix = f"`make venv`, or install {component.name} {component.tested} ({component.how})"
         return Finding("warn", "not installed in this environment", fix)
-    installed = check(component)
+    installed = check_version(component)
     return Finding("ok", f"{installed.version} ({installed.distribution}; tested: {component.tested}, {component.how})")
 
 
@@ -193,7 +193,7 @@ def _megatron_core() -> Finding:
 
 
 def _python() -> Finding:
-    return Finding("ok", f"{check(PYTHON).version} at {sys.executable} (tested: {PYTHON.tested}, {PYTHON.how})")
+    return Finding("ok", f"{check_version(PYTHON).version} at {sys.executable} (tested: {PYTHON.tested}, {PYTHON.how})")
 
 
 def _vllm() -> Finding:
@@ -278,9 +278,9 @@ def _entry_point() -> Finding:
 
 def _vllm_plugin() -> Finding:
     """Load plugins as vLLM does, then ask ours whether every seam it uses is live."""
-    if find(VLLM) is None:
+    if find_version(VLLM) is None:
         return Finding("skip", "vLLM is not installed in this environment")
-    check(VLLM)
+    check_version(VLLM)
     looked: dict[str, str] = importlib.import_module("vllm_rlplugin.selfcheck").check_seams()
     wrong = [f"{name}: {problem}" for name, problem in looked.items() if problem]
     if wrong:
@@ -293,7 +293,7 @@ def _vllm_plugin() -> Finding:
 
 def _megatron_plugin() -> Finding:
     """Activate the plugin in a process with Megatron-Core, as the trainer does."""
-    if find(MEGATRON_CORE) is None:
+    if find_version(MEGATRON_CORE) is None:
         return Finding("skip", "Megatron-Core is not installed in this environment")
     importlib.import_module("megatron.core")
     shims = importlib.import_module("megatron_rlplugin.cpu")
@@ -306,7 +306,7 @@ def _megatron_plugin() -> Finding:
     return _hooks(place, status["hook_mismatches"], patches, MEGATRON_CORE)
 
 
-def _hooks(detail: str, mismatches: Sequence[str], patches: dict[str, bool], component: Component) -> Finding:
+def _hooks(detail: str, mismatches: Sequence[str], patches: dict[str, bool], component: TestedComponent) -> Finding:
     if mismatches:
         fix = f"install {component.name} {component.tested} ({component.how})"
         return Finding("fail", _short(f"{len(mismatches)} hooks changed: {'; '.join(mismatches)}"), fix)
@@ -319,7 +319,7 @@ def _hooks(detail: str, mismatches: Sequence[str], patches: dict[str, bool], com
 
 def _mooncake() -> Finding:
     """A real master on a free port, 1 KB in and out."""
-    if find(MOONCAKE) is None:
+    if find_version(MOONCAKE) is None:
         return Finding("skip", "Mooncake is not installed in this environment")
     from orchestrator.runtime.mooncake_master import MooncakeMaster
     from orchestrator.transfer import MooncakeRelay
@@ -346,7 +346,7 @@ def _mooncake() -> Finding:
 
 def _ray() -> Finding:
     """A local Ray, one remote call."""
-    if find(RAY) is None:
+    if find_version(RAY) is None:
         return Finding("skip", "Ray is not installed in this environment")
     ray: Any = importlib.import_module("ray")
 
@@ -417,7 +417,7 @@ CHECKS: tuple[Check, ...] = (
     Check("sqlite", _sqlite),
     Check("weight codec", _weight_codec),
     Check("system libraries", machine.libraries),
-    Check("sandbox", lambda: Finding(*diagnosed()), limit=30),
+    Check("sandbox", lambda: Finding(*diagnose_sandbox()), limit=30),
     Check("devices", machine.devices, limit=30),
     Check("disk", machine.disk),
     Check("temporary disk", machine.temporary),

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config.sections import KubernetesSection
-from orchestrator.environments.pods import API_LIMIT, access, library
+from orchestrator.environments.pods import API_LIMIT, connect_cluster, load_library
 from orchestrator.ops.check import Finding
 
 VERBS = ("create", "get", "list", "delete", "deletecollection")
@@ -25,8 +25,8 @@ def cluster(settings: KubernetesSection) -> Finding:
 
 
 async def _asked(settings: KubernetesSection) -> Finding:
-    aio = library()
-    configuration = await access(aio, settings.context)
+    aio = load_library()
+    configuration = await connect_cluster(aio, settings.context)
     where = f"namespace {settings.namespace} at {configuration.host}"
     resources = _ALWAYS + (_PRE_PULL if settings.pre_pull else ())
     async with aio.client.ApiClient(configuration) as api:

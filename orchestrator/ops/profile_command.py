@@ -16,12 +16,12 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.profiler import (
     Prober,
     ProfileFile,
     ProfileKey,
-    Progress,
+    ProfileProgress,
     grid,
     load,
     measure,
@@ -55,7 +55,7 @@ class Wanted:
                 raise ConfigError(name, ",".join(map(str, values)), "give sizes of at least 1, as in 1,2,4")
 
 
-async def profile(config: Config, wanted: Wanted, note: Callable[[Progress], object]) -> ProfileFile:
+async def profile(config: Config, wanted: Wanted, note: Callable[[ProfileProgress], object]) -> ProfileFile:
     """Bring the file to all points. Ray is up. Raises ConfigError, and RunError when an engine dies."""
     engine = config.rollout.engine
     check(config, wanted)
@@ -68,12 +68,12 @@ async def profile(config: Config, wanted: Wanted, note: Callable[[Progress], obj
         path = wanted.out or Path("profiles") / key.file_name()
         file = load(path, "--out", key) if path.exists() else ProfileFile(path, key)
         file.about = describe_machine()
-        layouts = [Layout(tp) for tp in wanted.tp or (1,)]
+        layouts = [EngineLayout(tp) for tp in wanted.tp or (1,)]
         batches = wanted.batches or powers(1, engine.max_num_seqs)
         room = engine.max_model_len - 32  # for what a point generates
         lengths = wanted.lengths or powers(min(_SHORTEST, room), room, 4)
 
-        def start(layout: Layout) -> AbstractAsyncContextManager[Prober]:
+        def start(layout: EngineLayout) -> AbstractAsyncContextManager[Prober]:
             return _engine(config, model, layout)
 
         await measure(file, grid(layouts, batches, lengths), start, note)
@@ -135,7 +135,7 @@ async def _actor(config: Config, name: str) -> AsyncIterator[RolloutEngines]:
 
 
 @asynccontextmanager
-async def _engine(config: Config, model: str, layout: Layout) -> AsyncIterator[Prober]:
+async def _engine(config: Config, model: str, layout: EngineLayout) -> AsyncIterator[Prober]:
     sizes = config.rollout.engine.model_dump()
     async with _actor(config, f"profile-tp{layout.tp}") as actor:
         options = {"model": model, "dtype": config.model.dtype, "seed": config.run.seed, **sizes}

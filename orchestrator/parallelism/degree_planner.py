@@ -13,8 +13,13 @@ from typing import Any
 from orchestrator.api import Trajectory
 from orchestrator.events import EventLog
 from orchestrator.parallelism.replanner import Cut
-from orchestrator.policies.parallelism.degree_reallocation import Ended, Reallocation, expected_loads, written
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.degree_reallocation import (
+    DegreeReallocator,
+    EndedTrajectory,
+    expected_loads,
+    format_degrees,
+)
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.resize import EngineResizing, Reshaped
 
 
@@ -24,7 +29,7 @@ class DegreePlanner:
 
     def __init__(
         self,
-        policy: Reallocation,
+        policy: DegreeReallocator,
         resizing: EngineResizing,
         events: EventLog,
         in_flight: Callable[[], Sequence[float]] = tuple,
@@ -42,7 +47,7 @@ class DegreePlanner:
         """See the protocol."""
         loads = expected_loads([_ended(item) for item in trained], self._in_flight(), len(trained), self._longest)
         before = self._policy.degrees
-        found = self._policy.after(loads, seconds, steps_left)
+        found = self._policy.plan_next_step(loads, seconds, steps_left)
         self._events.emit(
             "degrees",
             step=step,
@@ -56,25 +61,25 @@ class DegreePlanner:
             reason=found.reason,
         )
 
-        return Cut(found.degrees, f"engines of {written(found.degrees)} devices") if found.changes else None
+        return Cut(found.degrees, f"engines of {format_degrees(found.degrees)} devices") if found.changes else None
 
     def note_change(self, cut: Cut, done: Reshaped) -> dict[str, Any]:
         """See the protocol."""
-        assert not isinstance(cut.engines, Layout)
+        assert not isinstance(cut.engines, EngineLayout)
         degrees = tuple(cut.engines)
         if done.error:
-            self._policy.failed(degrees, done.seconds, done.error)
+            self._policy.reject_change(degrees, done.seconds, done.error)
         else:
-            self._policy.changed(degrees, done.seconds)
+            self._policy.confirm_change(degrees, done.seconds)
         return {"degrees": list(degrees)}
 
 
-def _ended(trajectory: Trajectory) -> Ended:
+def _ended(trajectory: Trajectory) -> EndedTrajectory:
     turns = trajectory.turns
     prompt = len(turns[0].observation_ids) if turns else 0
     heard = sum(len(turn.observation_ids) for turn in turns) - prompt
     gap = sum(turn.environment_seconds for turn in turns)
-    return Ended(sum(len(turn.action_ids) for turn in turns), prompt, heard, gap)
+    return EndedTrajectory(sum(len(turn.action_ids) for turn in turns), prompt, heard, gap)
 
 
 def _number(value: float) -> float | None:

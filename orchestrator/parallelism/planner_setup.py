@@ -10,10 +10,10 @@ from typing import Any
 from orchestrator.api import ConfigError, Task
 from orchestrator.config.sections import RolloutSection
 from orchestrator.placement.worker_rates import RatesOf
-from orchestrator.policies.parallelism.degree_reallocation import RatesOfDegree, Reallocation, prior_loads
-from orchestrator.policies.parallelism.engine_profile import Layout, Profile
+from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, RatesOfDegree, prior_loads
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
-from orchestrator.policies.placement.worker_load import Rates, rates_of
+from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
 from orchestrator.profiler import load as load_profile
 from orchestrator.proxy.resize import ranks_of
 from orchestrator.proxy.worker_state import WorkerState
@@ -23,7 +23,7 @@ _FIELD = "rollout.placement.degrees"
 
 
 def make_planner(
-    rollout: RolloutSection, task: Task, heads: int = 0, profile: Profile | None = None
+    rollout: RolloutSection, task: Task, heads: int = 0, profile: EngineProfile | None = None
 ) -> ParallelismPlanner:
     """The planner of a run, at the layout that it begins with. ``profile``: where the config names none. Raises ConfigError for
     one that cannot be read."""
@@ -39,11 +39,11 @@ def make_planner(
         divergence=settings.divergence,
     )
     expected = settings.expected_tokens or task.max_response_tokens
-    planner.first([expected] * rollout.environments, task.max_context_tokens // 2)
+    planner.choose_first([expected] * rollout.environments, task.max_context_tokens // 2)
     return planner
 
 
-def read_planner_profile(rollout: RolloutSection) -> Profile | None:
+def read_planner_profile(rollout: RolloutSection) -> EngineProfile | None:
     """What ``rollout.planner.profile`` names; None: nothing. Raises ConfigError."""
     name = rollout.planner.profile
     return load_profile(Path(name), "rollout.planner.profile").profile if name else None
@@ -55,7 +55,7 @@ def make_reallocation(
     rates: RatesOfDegree | None = None,
     kept: Mapping[str, Any] | None = None,
     start_seconds: float = 0.0,
-) -> Reallocation:
+) -> DegreeReallocator:
     """The resource manager of a run, at the degrees that it begins with: those it had when it goes on (``kept``, of its
     checkpoint), else those that the config names, else those for the lengths that it expects. ``heads``: that degrees must
     divide, 0: not known; ``rates``, ``start_seconds``: what else is known of the degrees and of an engine's start than the config
@@ -71,7 +71,7 @@ def make_reallocation(
         field = f"{_FIELD}.speeds" if profile is None else "rollout.placement.profile"
         raise ConfigError(field, dict(settings.speeds) or rollout.placement.profile, fix)
     try:
-        made = Reallocation(
+        made = DegreeReallocator(
             devices,
             possible,
             rates or rates_of_degree(rollout),
@@ -87,17 +87,17 @@ def make_reallocation(
         raise ConfigError(f"{_FIELD}.start", list(settings.start), fix) from error
     if not (kept is not None and made.restore(kept)) and settings.expected_tokens:
         longest, count = rollout.engine.max_model_len, rollout.groups_per_step * rollout.group_size
-        made.begin(prior_loads(settings.expected_tokens, settings.expected_sigma, count, longest))
+        made.choose_first(prior_loads(settings.expected_tokens, settings.expected_sigma, count, longest))
     return made
 
 
-def read_placement_profile(rollout: RolloutSection) -> Profile | None:
+def read_placement_profile(rollout: RolloutSection) -> EngineProfile | None:
     """What ``rollout.placement.profile`` names; None: nothing. Raises ConfigError."""
     name = rollout.placement.profile
     return load_profile(Path(name), "rollout.placement.profile").profile if name else None
 
 
-def _start_seconds(rollout: RolloutSection, profile: Profile | None, known: float) -> float:
+def _start_seconds(rollout: RolloutSection, profile: EngineProfile | None, known: float) -> float:
     """Of a change, before one was measured."""
     given = rollout.placement.degrees.start_seconds
     if given is not None or profile is None:
@@ -108,14 +108,14 @@ def _start_seconds(rollout: RolloutSection, profile: Profile | None, known: floa
 def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
     """By the profile; without one by ``speeds``, with the interference that placement counts with."""
     settings, slots, profile = rollout.placement, rollout.engine.max_num_seqs, read_placement_profile(rollout)
-    made: dict[int, Rates] = {}
+    made: dict[int, WorkerRates] = {}
 
-    def rates(degree: int) -> Rates:
+    def rates(degree: int) -> WorkerRates:
         if degree not in made:
             alone = settings.token_seconds / settings.degrees.speeds.get(degree, 1.0)
             steps = (alone, alone * (1.0 + settings.interference))
-            line = Rates(steps, prefill=settings.prefill_seconds, slots=slots)
-            made[degree] = line if profile is None else rates_of(profile, Layout(degree), slots)
+            line = WorkerRates(steps, prefill=settings.prefill_seconds, slots=slots)
+            made[degree] = line if profile is None else rates_of(profile, EngineLayout(degree), slots)
         return made[degree]
 
     return rates

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from orchestrator.api import Trajectory
 from orchestrator.events import EventLog
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.resize import EngineResizing, Reshaped
 
 
@@ -21,7 +21,7 @@ from orchestrator.proxy.resize import EngineResizing, Reshaped
 class Cut:
     """What the run's engines are to be: of one layout, or of these degrees. ``words``: the same for people."""
 
-    engines: Layout | Sequence[int]
+    engines: EngineLayout | Sequence[int]
     words: str
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.api import Trajectory, Turn
 from orchestrator.events import EventLog
 from orchestrator.parallelism.replanner import Cut
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, StepLoad
 from orchestrator.proxy.resize import EngineResizing, Reshaped
 
@@ -33,7 +33,7 @@ class StepPlanner:
     async def decide_cut(self, step: int, seconds: float, trained: Sequence[Trajectory], steps_left: int) -> Cut | None:
         """See the protocol."""
         load = self._load(*await self._counted(), seconds, trained)
-        before, plan = self._planner.layout, self._planner.after(load, steps_left)
+        before, plan = self._planner.layout, self._planner.plan_next_step(load, steps_left)
         self._events.emit(
             "plan",
             step=step,
@@ -67,11 +67,11 @@ class StepPlanner:
 
     def note_change(self, cut: Cut, done: Reshaped) -> dict[str, Any]:
         """See the protocol."""
-        assert isinstance(cut.engines, Layout)
+        assert isinstance(cut.engines, EngineLayout)
         if done.error:
-            self._planner.failed(cut.engines, done.seconds, done.error)
+            self._planner.reject_change(cut.engines, done.seconds, done.error)
         else:
-            self._planner.changed(cut.engines, done.seconds)
+            self._planner.confirm_change(cut.engines, done.seconds)
         return {"ep": done.ep}
 
     def state(self) -> None:

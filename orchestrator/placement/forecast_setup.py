@@ -7,13 +7,13 @@ from pathlib import Path
 from orchestrator.api import ConfigError
 from orchestrator.config.sections import PredictionSection
 from orchestrator.policies.prediction.history_encoder import Encoder
-from orchestrator.policies.prediction.length_features import Progress
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import (
-    Forecast,
-    History,
+    HistoryPredictor,
+    LengthForecast,
+    LengthOutcome,
     LengthPredictor,
-    Outcome,
-    Progressive,
+    ProgressivePredictor,
     prompt_only,
 )
 
@@ -25,11 +25,11 @@ def make_predictor(settings: PredictionSection, prior: float, seed: int) -> Leng
         fix = "nobody knows the lengths of trajectories that are yet to be made: it is for simulated runs"
         raise ConfigError("rollout.prediction.predictor", "oracle", fix)
     if settings.predictor == "history":
-        return History(prior)
+        return HistoryPredictor(prior)
     if settings.predictor == "prompt-only":
         made = prompt_only(prior, coverage=settings.coverage, seed=seed)
     else:
-        made = Progressive(prior, coverage=settings.coverage, seed=seed, encoder=_encoder_of(settings, seed))
+        made = ProgressivePredictor(prior, coverage=settings.coverage, seed=seed, encoder=_encoder_of(settings, seed))
     if settings.start:
         try:
             made.load(Path(settings.start).read_bytes())
@@ -56,10 +56,10 @@ class InProcessPredictor:
     def __init__(self, policy: LengthPredictor) -> None:
         self._policy = policy
 
-    async def forecast(self, progress: Progress) -> Forecast:
+    async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """See the protocol."""
         return self._policy.forecast(progress)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """See the protocol."""
         self._policy.learn(outcome)

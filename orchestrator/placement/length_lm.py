@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from orchestrator.api import ConfigError
 from orchestrator.policies.prediction.history_encoder import CLIP, OUTPUTS, Array, Scaling
-from orchestrator.policies.prediction.length_features import DENSE, PROMPT_TOKENS, TAIL_TOKENS, Progress
+from orchestrator.policies.prediction.length_features import DENSE, PROMPT_TOKENS, TAIL_TOKENS, TrajectoryProgress
 
 FIELD = "rollout.prediction.encoder"
 _WIDTH = PROMPT_TOKENS + TAIL_TOKENS
@@ -73,7 +73,7 @@ class LanguageModelEncoder:
         self._rows: Array = np.zeros((kept, DENSE + OUTPUTS + 1))  # numbers, targets, weight
         self.steps = 0  # that were made
 
-    def predict(self, rows: Sequence[Progress], numbers: Array) -> Array:
+    def predict(self, rows: Sequence[TrajectoryProgress], numbers: Array) -> Array:
         """See the protocol."""
         ids = np.stack([_ids(row) for row in rows])
         with self._torch.no_grad():
@@ -81,7 +81,7 @@ class LanguageModelEncoder:
         made = np.clip(np.nan_to_num(made), -CLIP, CLIP)
         return np.asarray(made * self._targets.spread + self._targets.mean)
 
-    def learn(self, rows: Sequence[Progress], numbers: Array, targets: Array, weight: float) -> None:
+    def learn(self, rows: Sequence[TrajectoryProgress], numbers: Array, targets: Array, weight: float) -> None:
         """See the protocol."""
         for row, shown, wanted in zip(rows, numbers, targets, strict=True):
             place = self._numbers.rows % len(self._rows)
@@ -171,7 +171,7 @@ class LanguageModelEncoder:
         self.steps += 1
 
 
-def _ids(row: Progress) -> NDArray[np.int64]:
+def _ids(row: TrajectoryProgress) -> NDArray[np.int64]:
     """The prompt's end, then the context's (before the first turn they are one), padded with -1."""
     tokens = (*row.prompt_ids, *(row.tail_ids if row.said else ()))[:_WIDTH]
     found = np.full(_WIDTH, -1, np.int64)

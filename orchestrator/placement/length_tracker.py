@@ -21,8 +21,13 @@ from typing import Any, Protocol
 from orchestrator.api import CommandError, GenerationRequest, Prompt, RetryableError, Trajectory, Turn
 from orchestrator.config.sections import PredictionSection
 from orchestrator.events import EventLog
-from orchestrator.policies.prediction.length_features import Progress, boundaries, progress_of
-from orchestrator.policies.prediction.length_predictor import Forecast, Memory, Outcome, sound
+from orchestrator.policies.prediction.length_features import TrajectoryProgress, progress_of, turn_boundaries
+from orchestrator.policies.prediction.length_predictor import (
+    FinishedStatistics,
+    LengthForecast,
+    LengthOutcome,
+    is_usable,
+)
 from orchestrator.policies.prediction.prompt_lengths import ForecastLengths
 from orchestrator.proxy.gateway import LLMProxy
 
@@ -32,11 +37,11 @@ SAME = 64  # forecasts of the model in a row that are all equal: then it is said
 class PredictorPort(Protocol):
     """A length predictor somewhere else (:mod:`orchestrator.placement.predictor_client`), or here."""
 
-    async def forecast(self, progress: Progress) -> Forecast:
+    async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """Raises RetryableError when it cannot be asked."""
         ...
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """Never waits, never fails; what cannot be told is lost."""
         ...
 
@@ -48,7 +53,7 @@ class Placer(Protocol):
 
     def turn_over(self, trajectory: str, said: int, heard: int) -> None: ...
 
-    def update(self, trajectory: str, forecast: Forecast) -> None: ...
+    def update(self, trajectory: str, forecast: LengthForecast) -> None: ...
 
     async def before(self, trajectory: str) -> None: ...
 
@@ -60,7 +65,7 @@ class _Known:
     """``number``: of its start; ``asked``: the turn of the newest question; ``forecast``: made after ``made`` tokens."""
 
     number: int
-    forecast: Forecast
+    forecast: LengthForecast
     task: str
     said: int = 0
     made: int = 0
@@ -85,7 +90,7 @@ class LengthTracker:
         self._events = events
         self._prioritize = prioritize
         self._placer = placer
-        self._memory = Memory(settings.prior_tokens or prior)  # what stands in, whatever the predictor is
+        self._memory = FinishedStatistics(settings.prior_tokens or prior)  # what stands in, whatever the predictor is
         self._known: dict[str, _Known] = {}
         self._started = 0
         self._away = ""  # why it is not asked in vain any more
@@ -102,7 +107,7 @@ class LengthTracker:
 
     def begin(self, trajectory: str, prompt: Prompt) -> None:
         """It starts; its prompt is not known yet."""
-        progress = Progress(trajectory, prompt.task, prompt.key, (), (), (), (), ())
+        progress = TrajectoryProgress(trajectory, prompt.task, prompt.key, (), (), (), (), ())
         self._known[trajectory] = _Known(self._started, self._stand_in(progress), prompt.task)
         self._started += 1
         if self._placer is not None:
@@ -152,7 +157,7 @@ class LengthTracker:
         rest = 0.0 if complete else self.of(trajectory.id).tokens
         del self._known[trajectory.id]
         if not heldout and (complete or known.forecast.source in ("model", "oracle")):
-            self.prompts.seen(trajectory.prompt, known.said + rest)
+            self.prompts.record_length(trajectory.prompt, known.said + rest)
         if known.question is not None:
             known.question.cancel()
         self._changed.pop(trajectory.id, None)
@@ -160,13 +165,13 @@ class LengthTracker:
             self._placer.end(trajectory.id)
         if trajectory.turns:
             said = tuple(len(turn.action_ids) for turn in trajectory.turns)
-            self._predictor.learn(Outcome(tuple(boundaries(trajectory)), said, complete))
+            self._predictor.learn(LengthOutcome(tuple(turn_boundaries(trajectory)), said, complete))
             if complete:
                 left = [sum(said[turn:]) for turn in range(len(said))]
                 rows = [(math.log1p(tokens), math.log1p(len(said) - turn)) for turn, tokens in enumerate(left)]
-                self._memory.add(trajectory.task, trajectory.prompt.key, said, rows)
+                self._memory.add_trajectory(trajectory.task, trajectory.prompt.key, said, rows)
 
-    def of(self, trajectory: str) -> Forecast:
+    def of(self, trajectory: str) -> LengthForecast:
         """The newest, less what was said since."""
         known = self._known[trajectory]
         since = known.said - known.made
@@ -190,18 +195,18 @@ class LengthTracker:
 
     # -- the predictor -----------------------------------------------------------------------------------------------
 
-    def _ask(self, known: _Known, progress: Progress) -> None:
+    def _ask(self, known: _Known, progress: TrajectoryProgress) -> None:
         if known.question is not None:
             known.question.cancel()
         known.question = asyncio.create_task(self._answer(known, progress), name=f"forecast {progress.trajectory}")
 
-    async def _answer(self, known: _Known, progress: Progress) -> None:
+    async def _answer(self, known: _Known, progress: TrajectoryProgress) -> None:
         self.asked += 1
         why = ""
         try:
             async with asyncio.timeout(self._settings.patience):
                 forecast = await self._predictor.forecast(progress)
-            if not sound(forecast):
+            if not is_usable(forecast):
                 why = f"no forecast: {forecast}"
         except RetryableError as error:
             why = str(error)
@@ -245,12 +250,12 @@ class LengthTracker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _stand_in(self, progress: Progress) -> Forecast:
-        past = self._memory.past(progress)
+    def _stand_in(self, progress: TrajectoryProgress) -> LengthForecast:
+        past = self._memory.features_of(progress)
         tokens = max(1.0, math.expm1(min(past.prompt, 20.0)))
-        return Forecast(tokens, tokens / 8.0, tokens * 8.0, math.expm1(min(past.turns, 20.0)), past.source)
+        return LengthForecast(tokens, tokens / 8.0, tokens * 8.0, math.expm1(min(past.turns, 20.0)), past.source)
 
-    def _priority(self, known: _Known, forecast: Forecast) -> int:
+    def _priority(self, known: _Known, forecast: LengthForecast) -> int:
         order, levels = self._settings.order, self._settings.levels
         if order == "longest-first":
             return -round(levels * math.log2(1.0 + forecast.tokens))
@@ -271,7 +276,7 @@ class LengthTracker:
             self._away = ""
             self._events.emit("recovered", what="predictor", detail="it answers")
 
-    def _note_same(self, forecast: Forecast) -> None:
+    def _note_same(self, forecast: LengthForecast) -> None:
         if forecast.source != "model":
             return
         self._same = self._same + 1 if forecast.tokens == self._last else 1

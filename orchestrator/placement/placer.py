@@ -39,9 +39,20 @@ from orchestrator.events import EventLog
 from orchestrator.placement.relief_rule import Relief
 from orchestrator.placement.worker_rates import RatesOf
 from orchestrator.policies.placement.kv_peak import projected_peak
-from orchestrator.policies.placement.migration import Move, Partition, Transmissions, decide
-from orchestrator.policies.placement.worker_load import SCORE, Loads, Pace, place_loads, sorted_loads
-from orchestrator.policies.prediction.length_predictor import Forecast
+from orchestrator.policies.placement.migration import (
+    TrajectoryMove,
+    TransmissionScheduler,
+    WorkerPartition,
+    choose_transfer,
+)
+from orchestrator.policies.placement.worker_load import (
+    SCORE,
+    TrajectoryLoads,
+    TurnStatistics,
+    place_loads,
+    sorted_loads,
+)
+from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import TurnRouter
 
 _LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
@@ -76,7 +87,7 @@ class PlacedTrajectory:
     waits: asyncio.Future[None] | None = None  # until its worker has room for it
     sending: asyncio.Task[None] | None = None
     fleet: int = 0  # how often workers had come or left when it was decided where it is
-    forecast: Forecast | None = None  # the last one
+    forecast: LengthForecast | None = None  # the last one
 
 
 @dataclass(slots=True)
@@ -85,7 +96,7 @@ class WorkerGroup:
 
     task: str
     ranks: list[tuple[float, str]] = field(default_factory=list)  # (-tokens, trajectory)
-    partition: Partition | None = None
+    partition: WorkerPartition | None = None
     members: frozenset[int] = frozenset()  # workers of the last placement
     changed: int = 0  # since it was solved
     solved: float = 0.0
@@ -97,7 +108,7 @@ def between(value: float, bound: float, share: float) -> float:
     return float(value * (bound / value) ** share)
 
 
-def spread_of(forecast: Forecast) -> float:
+def spread_of(forecast: LengthForecast) -> float:
     """Standard deviation of the logarithm, so that one in ten is above ``high`` and the mean is as forecast; 1.28 at most, as no
     log-normal distribution has more above its mean."""
     above = max(0.0, math.log((1.0 + forecast.high) / (1.0 + forecast.tokens)))
@@ -120,7 +131,7 @@ class TrajectoryPlacer:
         self._router = router
         self._events = events
         self._rates_of = rates_of
-        self._pace = Pace()
+        self._pace = TurnStatistics()
         self._longest = longest
         self._mover = mover
         self._placed: dict[str, PlacedTrajectory] = {}
@@ -132,8 +143,8 @@ class TrajectoryPlacer:
         self._waiting: dict[
             int, list[tuple[float, str]]
         ] = {}  # worker -> heap of those that have not begun, longest first
-        self._transmissions = Transmissions()
-        self._moves: dict[str, Move] = {}
+        self._transmissions = TransmissionScheduler()
+        self._moves: dict[str, TrajectoryMove] = {}
         self._relief: Relief[PlacedTrajectory] = Relief(self._accounts, self._drain)
         self.moved = 0
         self.sent = 0  # of them with their KV
@@ -152,11 +163,11 @@ class TrajectoryPlacer:
         """The policy has said so many tokens after so many new ones; its environment works."""
         placed = self._placed.get(trajectory)
         if placed is not None:
-            self._pace.turn(placed.task, said, heard, not placed.context)
+            self._pace.record_turn(placed.task, said, heard, not placed.context)
             placed.context += said + heard
             placed.since = asyncio.get_running_loop().time()
 
-    def update(self, trajectory: str, forecast: Forecast) -> None:
+    def update(self, trajectory: str, forecast: LengthForecast) -> None:
         """A new forecast; where it is in a gap, it may be moved."""
         placed = self._placed.get(trajectory)
         if placed is None:
@@ -177,7 +188,7 @@ class TrajectoryPlacer:
         if placed is None:
             return
         if placed.since >= 0:
-            self._pace.gap(placed.task, asyncio.get_running_loop().time() - placed.since)
+            self._pace.record_gap(placed.task, asyncio.get_running_loop().time() - placed.since)
             placed.since = -1.0
         if placed.worker >= 0 and placed.fleet != self._fleet and placed.forecast is not None:
             placed.fleet = self._fleet  # since then no forecast has come
@@ -189,7 +200,7 @@ class TrajectoryPlacer:
             if (worker := self._worker_of(trajectory, placed, group)) >= 0:
                 self._put(trajectory, placed, worker)
                 await self._room(trajectory, placed)
-        elif self._transmissions.running(trajectory) and placed.sending is not None:
+        elif self._transmissions.is_moving(trajectory) and placed.sending is not None:
             await asyncio.wait([placed.sending])
         else:
             self._drop(trajectory)  # it did not begin in time
@@ -267,11 +278,13 @@ class TrajectoryPlacer:
     def _group(self, task: str) -> WorkerGroup:
         if self._classes != self._router.fleet:
             self._classes = self._router.fleet
-            if any(self._groups.get(self._router.classes(name)) is not one for name, one in self._group_of.items()):
+            if any(
+                self._groups.get(self._router.worker_classes(name)) is not one for name, one in self._group_of.items()
+            ):
                 self._regroup()
         group = self._group_of.get(task)
         if group is None:
-            group = self._group_of[task] = self._groups.setdefault(self._router.classes(task), WorkerGroup(task))
+            group = self._group_of[task] = self._groups.setdefault(self._router.worker_classes(task), WorkerGroup(task))
         return group
 
     def _regroup(self) -> None:
@@ -286,7 +299,7 @@ class TrajectoryPlacer:
         """Place anew, where enough has changed since the last time."""
         now = asyncio.get_running_loop().time()
         active = len(group.ranks)
-        workers = self._router.eligible(task)
+        workers = self._router.eligible_workers(task)
         same = set(workers) == group.members
         if same and (
             group.changed < self._settings.renew_share * active or now - group.solved < self._settings.renew_seconds
@@ -301,10 +314,10 @@ class TrajectoryPlacer:
         loads, order = self._loads(placed)
         starts, makespan = place_loads(loads, [rates[worker] for worker in workers])
         sizes = tuple(end - start for start, end in itertools.pairwise(starts))
-        group.partition, group.changed, group.solved = Partition(tuple(workers), sizes), 0, now
+        group.partition, group.changed, group.solved = WorkerPartition(tuple(workers), sizes), 0, now
         if len(workers) > 1 and len({one.key for one in rates.values()}) == 1:
             share = self._loads([placed[number] for number in order[:: len(workers)]])[0]
-            if makespan > _PAYS * share.seconds(rates[workers[0]], 0, share.count):
+            if makespan > _PAYS * share.group_seconds(rates[workers[0]], 0, share.count):
                 group.partition = None  # they tell too little apart
         group.members = frozenset(workers)
         self.solved += 1
@@ -316,7 +329,7 @@ class TrajectoryPlacer:
         rank = bisect_left(group.ranks, (-placed.tokens, trajectory))
         return group.partition.worker_of(rank, len(group.ranks))
 
-    def _loads(self, placed: Sequence[PlacedTrajectory]) -> tuple[Loads, NDArray[np.int64]]:
+    def _loads(self, placed: Sequence[PlacedTrajectory]) -> tuple[TrajectoryLoads, NDArray[np.int64]]:
         contexts = [self._known(one) for one in placed]
         return sorted_loads(
             [one.tokens for one in placed],
@@ -324,7 +337,7 @@ class TrajectoryPlacer:
             [0.0 if one.worker >= 0 else context for one, context in zip(placed, contexts, strict=True)],
             [one.turns * self._pace.gap_seconds(one.task) for one in placed],
             [one.spread for one in placed],
-            self._pace.grows({one.task for one in placed}),
+            self._pace.context_growth({one.task for one in placed}),
             self._longest,
         )
 
@@ -332,9 +345,11 @@ class TrajectoryPlacer:
         """How many are there or wait for room, for an order of workers."""
         return len(self._accounts.get(worker, ())) + len(self._waiting.get(worker, ())), worker
 
-    def _reconsider(self, trajectory: str, placed: PlacedTrajectory, group: WorkerGroup, forecast: Forecast) -> None:
+    def _reconsider(
+        self, trajectory: str, placed: PlacedTrajectory, group: WorkerGroup, forecast: LengthForecast
+    ) -> None:
         self._solve(group, placed.task)
-        if not group.members or self._transmissions.running(trajectory):
+        if not group.members or self._transmissions.is_moving(trajectory):
             return
         certainty, active = self._settings.certainty, len(group.ranks)
         ranks = [
@@ -347,7 +362,7 @@ class TrajectoryPlacer:
         ]
         target = placed.worker if placed.worker in group.members else min(group.members, key=self._number)
         if group.partition is not None:
-            target = group.partition.target(placed.worker, ranks[0], ranks[1], ranks[2], active)
+            target = group.partition.target_worker(placed.worker, ranks[0], ranks[1], ranks[2], active)
         relief = math.inf
         if target == placed.worker:
             found = self._relief.find(trajectory, placed, placed.worker, group.members)
@@ -361,7 +376,7 @@ class TrajectoryPlacer:
         if placed.worker not in group.members:
             gain = float("inf")  # its worker is gone
         transfer = self._mover.seconds(placed.worker, target, placed.context) if self._mover is not None else None
-        how = decide(gain, transfer, placed.context * self._settings.prefill_seconds)
+        how = choose_transfer(gain, transfer, placed.context * self._settings.prefill_seconds)
         if how == "stay":
             self._drop(trajectory)
         elif how == "recompute":
@@ -372,15 +387,15 @@ class TrajectoryPlacer:
             self._admit(source)
             self.moved += 1
         else:
-            self._moves[trajectory] = move = Move(trajectory, placed.worker, target, forecast.tokens)
-            self._transmissions.ask(move)
+            self._moves[trajectory] = move = TrajectoryMove(trajectory, placed.worker, target, forecast.tokens)
+            self._transmissions.request_move(move)
             self._relief.goes(trajectory, placed, move.source, target)
             self._begin_sending()
 
     def _drain(self, worker: int, there: Sequence[PlacedTrajectory]) -> float:
         """Seconds until a worker has ended these."""
         loads, _ = self._loads(there)
-        return loads.seconds(self._rates_of(worker), 0, len(there))
+        return loads.group_seconds(self._rates_of(worker), 0, len(there))
 
     def _step(self, worker: int, more: PlacedTrajectory | None = None) -> float:
         """Seconds a token there with the trajectories that began there, and one more; infinite where its KV does not fit."""
@@ -390,12 +405,12 @@ class TrajectoryPlacer:
             number, context = number + 1, context + more.context
             if context > rates.room:
                 return math.inf
-        return rates.step(number) + rates.context * context
+        return rates.step_seconds(number) + rates.context * context
 
     def _put(self, trajectory: str, placed: PlacedTrajectory, worker: int) -> None:
         placed.worker, placed.fleet = worker, self._fleet
         self._account(trajectory, placed)
-        self._router.place(trajectory, worker)
+        self._router.pin_trajectory(trajectory, worker)
 
     # -- room for KV -------------------------------------------------------------------------------------------------
 
@@ -410,7 +425,7 @@ class TrajectoryPlacer:
             placed.counted = began
 
     def _known(self, placed: PlacedTrajectory) -> float:
-        return placed.context or self._pace.opening(placed.task)
+        return placed.context or self._pace.prompt_tokens(placed.task)
 
     def _fits(self, worker: int, placed: PlacedTrajectory) -> bool:
         """Whether the KV of all that are there has room to the end with one more."""
@@ -423,7 +438,7 @@ class TrajectoryPlacer:
             [self._known(one) for one in all_of],
             [one.tokens for one in all_of],
             [one.spread for one in all_of],
-            self._pace.grows({one.task for one in all_of}),
+            self._pace.context_growth({one.task for one in all_of}),
             self._longest,
         )
         return peak <= room
@@ -437,7 +452,7 @@ class TrajectoryPlacer:
         self._admit(placed.worker)
         while placed.waits is not None:
             await asyncio.wait([placed.waits], timeout=_LOOK_AGAIN)
-            if placed.waits is not None and placed.worker not in self._router.eligible(placed.task):
+            if placed.waits is not None and placed.worker not in self._router.eligible_workers(placed.task):
                 placed.waits = None  # its worker is gone: the router's own rule serves it
         self._account(trajectory, placed)
 
@@ -470,11 +485,11 @@ class TrajectoryPlacer:
     # -- KV on its way -----------------------------------------------------------------------------------------------
 
     def _begin_sending(self) -> None:
-        for move in self._transmissions.start():
+        for move in self._transmissions.start_moves():
             placed = self._placed[move.trajectory]
             placed.sending = asyncio.create_task(self._send(move, placed), name=f"send KV of {move.trajectory}")
 
-    async def _send(self, move: Move, placed: PlacedTrajectory) -> None:
+    async def _send(self, move: TrajectoryMove, placed: PlacedTrajectory) -> None:
         assert self._mover is not None
         try:
             arrived = await self._mover.send(move.trajectory, move.source, move.target, placed.context)
@@ -483,7 +498,7 @@ class TrajectoryPlacer:
             self._events.emit("fault", what="kv transfer", cause="kv transfer", detail=str(error)[:300])
         finally:
             if self._moves.get(move.trajectory) is move:  # else it was given up, and perhaps another one began
-                self._transmissions.end(move.trajectory)
+                self._transmissions.end_move(move.trajectory)
                 del self._moves[move.trajectory]
         self.moved += 1
         self.sent += arrived
@@ -496,5 +511,5 @@ class TrajectoryPlacer:
         """It is not to be moved any more."""
         self._relief.settled(trajectory)
         if self._moves.pop(trajectory, None) is not None:
-            self._transmissions.end(trajectory)
+            self._transmissions.end_move(trajectory)
             self._begin_sending()

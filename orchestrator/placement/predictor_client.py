@@ -19,8 +19,8 @@ from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.child_process import ChildProcess
 from orchestrator.config.sections import PredictionSection
-from orchestrator.policies.prediction.length_features import Progress
-from orchestrator.policies.prediction.length_predictor import Forecast, Outcome
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome
 
 START_LIMIT = 60.0  # seconds
 BACKLOG = 4 << 20
@@ -45,7 +45,7 @@ class PredictorProcess(ChildProcess):
                 "state": str(state.resolve()) if state is not None else "",
             }
         )
-        self._answers: dict[int, asyncio.Future[Forecast]] = {}
+        self._answers: dict[int, asyncio.Future[LengthForecast]] = {}
         self._questions = 0
         self._pump: asyncio.Task[None] | None = None
         self._ready = False
@@ -72,18 +72,18 @@ class PredictorProcess(ChildProcess):
             except TimeoutError:
                 await super().stop()
 
-    async def forecast(self, progress: Progress) -> Forecast:
+    async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """See :class:`orchestrator.placement.length_tracker.PredictorPort`."""
         number = self._questions = self._questions + 1
         self._write({"id": number, "forecast": asdict(progress)})
-        answer: asyncio.Future[Forecast] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[LengthForecast] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
             return await answer
         finally:
             self._answers.pop(number, None)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """See :class:`orchestrator.placement.length_tracker.PredictorPort`."""
         try:
             self._write({"learn": asdict(outcome)})
@@ -175,18 +175,18 @@ class PredictorProcess(ChildProcess):
         return f"; see {self._log}" if self._log is not None else ""
 
 
-def read_forecast(line: bytes) -> tuple[int, Forecast]:
+def read_forecast(line: bytes) -> tuple[int, LengthForecast]:
     """The number of the question and its answer. Raises ValueError for anything else, infinite numbers included."""
     data = parse_object(line, finite=True)
     number, source = data.pop("id", None), data.get("source")
     if (
         type(number) is not int
         or not isinstance(source, str)
-        or data.keys() != {item.name for item in fields(Forecast)}
+        or data.keys() != {item.name for item in fields(LengthForecast)}
     ):
         raise ValueError(f"no forecast: {line!r:.100}")
     if any(
         type(value) not in (int, float) or not abs(value) < 1e18 for name, value in data.items() if name != "source"
     ):
         raise ValueError(f"no finite numbers: {line!r:.100}")
-    return number, Forecast(**data)
+    return number, LengthForecast(**data)

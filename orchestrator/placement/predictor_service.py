@@ -23,17 +23,17 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config.sections import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
-from orchestrator.policies.prediction.length_features import Progress
-from orchestrator.policies.prediction.length_predictor import LengthPredictor, Outcome, Progressive
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import LengthOutcome, LengthPredictor, ProgressivePredictor
 
 SAVE_EVERY = 256  # trajectories
 LINE_LIMIT = 16 << 20  # bytes: an outcome of very many turns
 
 
-def progress_of(data: dict[str, Any]) -> Progress:
+def progress_of(data: dict[str, Any]) -> TrajectoryProgress:
     """Of a JSON object. Raises KeyError or TypeError."""
     lists = ("prompt_ids", "tail_ids", "heard", "said", "tool_seconds")
-    return Progress(data["trajectory"], data["task"], data["prompt"], *(tuple(data[name]) for name in lists))
+    return TrajectoryProgress(data["trajectory"], data["task"], data["prompt"], *(tuple(data[name]) for name in lists))
 
 
 class Service:
@@ -69,7 +69,7 @@ class Service:
         """The oldest lesson."""
         lesson = self._lessons.popleft()
         before = tuple(progress_of(one) for one in lesson["before"])
-        self.policy.learn(Outcome(before, tuple(lesson["said"]), lesson["complete"]))
+        self.policy.learn(LengthOutcome(before, tuple(lesson["said"]), lesson["complete"]))
         self._unsaved += 1
         if self._unsaved >= SAVE_EVERY:
             self.save()
@@ -77,7 +77,7 @@ class Service:
     def save(self) -> None:
         """Where there is a file, and something to save."""
         self._unsaved = 0
-        if self._state is not None and isinstance(self.policy, Progressive):
+        if self._state is not None and isinstance(self.policy, ProgressivePredictor):
             aside = self._state.with_suffix(".part")
             aside.write_bytes(self.policy.dump())
             aside.replace(self._state)

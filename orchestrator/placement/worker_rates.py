@@ -6,33 +6,33 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.api import ConfigError, ResizableWorker
 from orchestrator.config.sections import PlacementSection
-from orchestrator.policies.parallelism.engine_profile import Layout, Profile
-from orchestrator.policies.placement.worker_load import Rates, rates_of
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
+from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
 from orchestrator.proxy.worker_state import WorkerState
 
-RatesOf = Callable[[int], Rates]  # of a worker, by its place in the fleet
+RatesOf = Callable[[int], WorkerRates]  # of a worker, by its place in the fleet
 
 
 def line_rates(settings: PlacementSection, states: Sequence[WorkerState], slots: int) -> RatesOf:
     """Of the run's settings, where there is no profile: a line in the number of sequences beside each other."""
-    made: dict[str, Rates] = {}
+    made: dict[str, WorkerRates] = {}
 
-    def rates(worker: int) -> Rates:
+    def rates(worker: int) -> WorkerRates:
         name = states[worker].worker.name
         if name not in made:
             alone = settings.token_seconds / settings.speeds.get(name, 1.0)
             steps = (alone, alone * (1.0 + settings.interference))
-            made[name] = Rates(steps, prefill=settings.prefill_seconds, slots=slots)
+            made[name] = WorkerRates(steps, prefill=settings.prefill_seconds, slots=slots)
         return made[name]
 
     return rates
 
 
-def profile_rates(profile: Profile, states: Sequence[WorkerState], slots: int) -> RatesOf:
+def profile_rates(profile: EngineProfile, states: Sequence[WorkerState], slots: int) -> RatesOf:
     """Of a profile, for each worker in the layout that it has now. Raises ConfigError for one that was not profiled."""
-    made: dict[int, Rates] = {}
+    made: dict[int, WorkerRates] = {}
 
-    def rates(worker: int) -> Rates:
+    def rates(worker: int) -> WorkerRates:
         engine = states[worker].worker
         ranks = max(1, engine.ranks) if isinstance(engine, ResizableWorker) else 1
         if ranks not in made:
@@ -42,10 +42,10 @@ def profile_rates(profile: Profile, states: Sequence[WorkerState], slots: int) -
     return rates
 
 
-def rates_alone(profile: Profile, name: str, slots: int, ranks: int = 1) -> Rates:
+def rates_alone(profile: EngineProfile, name: str, slots: int, ranks: int = 1) -> WorkerRates:
     """Of one worker. Raises ConfigError."""
     try:
-        return rates_of(profile, Layout(ranks), slots)
+        return rates_of(profile, EngineLayout(ranks), slots)
     except KeyError as error:
         fix = f"{error.args[0]}: measure it with `rl-coserve profile`"
         raise ConfigError("rollout.placement.profile", f"TP {ranks} of {name}", fix) from error

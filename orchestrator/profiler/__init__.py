@@ -1,19 +1,19 @@
 """The offline profiler: which points to measure, measuring them, and the file that keeps them (RollPacker 4.1).
 
-What the file says is read through :class:`orchestrator.policies.parallelism.engine_profile.Profile`; the engine is
+What the file says is read through :class:`orchestrator.policies.parallelism.engine_profile.EngineProfile`; the engine is
 measured in the plugin, in a process that :mod:`orchestrator.ops.profile_command` starts.
 """
 
-from orchestrator.profiler.measure_grid import Place, grid, powers
-from orchestrator.profiler.measurement import Prober, Progress, measure
+from orchestrator.profiler.measure_grid import GridPlace, grid, powers
+from orchestrator.profiler.measurement import Prober, ProfileProgress, measure
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load, model_name
 
 __all__ = [
-    "Place",
+    "GridPlace",
     "Prober",
     "ProfileFile",
     "ProfileKey",
-    "Progress",
+    "ProfileProgress",
     "grid",
     "load",
     "measure",

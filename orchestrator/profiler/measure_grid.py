@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from orchestrator.policies.parallelism.engine_profile import PHASES, Layout, Phase
+from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, Phase
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one point is to be measured; see :class:`orchestrator.policies.parallelism.engine_profile.Point`."""
+class GridPlace:
+    """Where one point is to be measured; see :class:`orchestrator.policies.parallelism.engine_profile.ProfilePoint`."""
 
     phase: Phase
-    layout: Layout
+    layout: EngineLayout
     batch: int
     tokens: int
 
     @property
-    def key(self) -> tuple[Phase, Layout, int, int]:
+    def key(self) -> tuple[Phase, EngineLayout, int, int]:
         """As a file has it."""
         return self.phase, self.layout, self.batch, self.tokens
 
@@ -32,7 +32,7 @@ def powers(low: int, high: int, factor: int = 2) -> tuple[int, ...]:
     return (*found, high)
 
 
-def grid(layouts: Sequence[Layout], batches: Sequence[int], lengths: Sequence[int]) -> list[Place]:
+def grid(layouts: Sequence[EngineLayout], batches: Sequence[int], lengths: Sequence[int]) -> list[GridPlace]:
     """All places, layout by layout (an engine start each), within one in the order of :func:`_coarse_first`."""
     found = []
     for layout in layouts:
@@ -41,7 +41,7 @@ def grid(layouts: Sequence[Layout], batches: Sequence[int], lengths: Sequence[in
             for left, batch in _coarse_first(sorted(batches))
             for right, tokens in _coarse_first(sorted(lengths))
         ]
-        found += [Place(phase, layout, batch, tokens) for _, batch, tokens in sorted(pairs) for phase in PHASES]
+        found += [GridPlace(phase, layout, batch, tokens) for _, batch, tokens in sorted(pairs) for phase in PHASES]
     return found
 
 

@@ -15,8 +15,8 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from orchestrator.api import RetryableError, RunError
-from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, shape_from_dict
-from orchestrator.profiler.measure_grid import Place
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineShape, ProfilePoint, shape_from_dict
+from orchestrator.profiler.measure_grid import GridPlace
 from orchestrator.profiler.profile_file import ProfileFile
 
 
@@ -27,11 +27,11 @@ class Prober(Protocol):
         """``kv_bytes_per_token``, ``kv_tokens``, ``weight_bytes`` of :class:`EngineShape`."""
 
     async def measure(self, phase: str, batch: int, tokens: int) -> Mapping[str, Any]:
-        """``seconds`` and ``spread`` of :class:`Point`; or ``why``: that it cannot be, in words."""
+        """``seconds`` and ``spread`` of :class:`ProfilePoint`; or ``why``: that it cannot be, in words."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ProfileProgress:
     """After each place. ``done`` and ``total`` count places, those of earlier calls included; ``left``: seconds,
     estimated, starts of engines not counted."""
 
@@ -43,9 +43,9 @@ class Progress:
 
 async def measure(
     file: ProfileFile,
-    places: Sequence[Place],
-    start: Callable[[Layout], AbstractAsyncContextManager[Prober]],
-    note: Callable[[Progress], object],
+    places: Sequence[GridPlace],
+    start: Callable[[EngineLayout], AbstractAsyncContextManager[Prober]],
+    note: Callable[[ProfileProgress], object],
 ) -> None:
     """Bring the file to all of ``places``. ``start`` starts an engine in a layout. Raises RunError when one dies."""
     clock = asyncio.get_running_loop().time
@@ -65,7 +65,7 @@ async def measure(
                     file.save()
                     busy += clock() - asked
                     left = busy / measured * (len(missing) - measured)
-                    note(Progress(len(places) - len(missing) + measured, len(places), left, text))
+                    note(ProfileProgress(len(places) - len(missing) + measured, len(places), left, text))
         except RetryableError as error:
             raise RunError(
                 f"the engine with {layout} failed: {error}\n  {len(file.points)} points are kept in {file.path}; "
@@ -77,12 +77,12 @@ def _shape(found: Mapping[str, Any], seconds: float) -> EngineShape:
     return shape_from_dict({**found, "start_seconds": round(seconds, 3)})
 
 
-async def _one(file: ProfileFile, place: Place, prober: Prober) -> str:
+async def _one(file: ProfileFile, place: GridPlace, prober: Prober) -> str:
     label = f"{place.layout} {place.phase} {place.batch} x {place.tokens}"
     found = await prober.measure(place.phase, place.batch, place.tokens)
     if why := found.get("why"):
         file.skipped[place.key] = str(why)
         return f"{label}: left out, {why}"
     seconds, spread = float(found["seconds"]), float(found["spread"])
-    file.add(Point(place.phase, place.layout, place.batch, place.tokens, seconds, spread))
+    file.add(ProfilePoint(place.phase, place.layout, place.batch, place.tokens, seconds, spread))
     return f"{label}: {1e3 * seconds:.3g} ms"

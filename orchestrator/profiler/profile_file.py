@@ -18,11 +18,11 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse
 from orchestrator.policies.parallelism.engine_profile import (
+    EngineLayout,
+    EngineProfile,
     EngineShape,
-    Layout,
     Phase,
-    Point,
-    Profile,
+    ProfilePoint,
     point_from_dict,
     point_to_dict,
     shape_from_dict,
@@ -59,19 +59,21 @@ class ProfileFile:
 
     path: Path
     key: ProfileKey
-    points: dict[tuple[Phase, Layout, int, int], Point] = field(default_factory=dict)
-    shapes: dict[Layout, EngineShape] = field(default_factory=dict)
-    skipped: dict[tuple[Phase, Layout, int, int], str] = field(default_factory=dict)
-    uneven: dict[tuple[Phase, Layout, int, int, float], Point] = field(default_factory=dict)  # at imbalances above 1
+    points: dict[tuple[Phase, EngineLayout, int, int], ProfilePoint] = field(default_factory=dict)
+    shapes: dict[EngineLayout, EngineShape] = field(default_factory=dict)
+    skipped: dict[tuple[Phase, EngineLayout, int, int], str] = field(default_factory=dict)
+    uneven: dict[tuple[Phase, EngineLayout, int, int, float], ProfilePoint] = field(
+        default_factory=dict
+    )  # at imbalances above 1
     seconds: float = 0.0  # spent measuring, engine starts included, over all calls
     about: Mapping[str, Any] = field(default_factory=dict)  # machine and versions, for people
 
     @property
-    def profile(self) -> Profile:
+    def profile(self) -> EngineProfile:
         """What the planner, the simulator and admission read."""
-        return Profile([*self.points.values(), *self.uneven.values()], self.shapes.values())
+        return EngineProfile([*self.points.values(), *self.uneven.values()], self.shapes.values())
 
-    def add(self, point: Point) -> None:
+    def add(self, point: ProfilePoint) -> None:
         """Keep one point; of two of one place the later."""
         place = point.phase, point.layout, point.batch, point.tokens
         if point.imbalance == 1.0:
@@ -123,7 +125,7 @@ def load(path: Path, name: str = "profile", key: ProfileKey | None = None) -> Pr
             file.add(point_from_dict(item))
         file.shapes = {shape.layout: shape for shape in map(shape_from_dict, data["shapes"])}
         for item in data["skipped"]:
-            layout = Layout(int(item["tp"]), int(item["ep"]))
+            layout = EngineLayout(int(item["tp"]), int(item["ep"]))
             place = (_text(item["phase"]), layout, int(item["batch"]), int(item["tokens"]))
             file.skipped[place] = str(item["why"])  # type: ignore[index]  # another phase is never asked for
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -30,7 +30,7 @@ class BorrowedCaps:
         patience: float,
     ) -> None:
         self._most = {
-            state.index: router.cap(state.index) for state in states if state.borrowed and router.cap(state.index)
+            state.index: router.cap_of(state.index) for state in states if state.borrowed and router.cap_of(state.index)
         }
         self.states = [state for state in states if state.index in self._most]
         self._router, self._seat, self._dispatch = router, seat, dispatch
@@ -39,7 +39,7 @@ class BorrowedCaps:
 
     def join(self, state: WorkerState) -> None:
         """One more, whose cap the router knows already."""
-        if cap := self._router.cap(state.index):
+        if cap := self._router.cap_of(state.index):
             self._most[state.index] = cap
             self.states.append(state)
 
@@ -63,7 +63,7 @@ class BorrowedCaps:
         turns = turns_within(stats.kv_capacity, self._contexts.get(state.index, 0.0), self._most[state.index])
         full = turns == 0
         if not full:
-            self._router.recap(state.index, turns)
+            self._router.set_cap(state.index, turns)
         if full != state.full:
             state.full = full
             self._seat(state)

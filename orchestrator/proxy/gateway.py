@@ -162,7 +162,7 @@ class LLMProxy:
     async def serve(self, request: GenerationRequest) -> Completion:
         """One request, as :meth:`generate`."""
         self._most_turns = max(self._most_turns, len(self._pending) + 1)
-        self.router.ask(request.request_id, request.trajectory_id, request.task)
+        self.router.queue_turn(request.request_id, request.trajectory_id, request.task)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         pending = self._pending[request.request_id] = Pending(request, answer)
         self.dispatch()
@@ -175,7 +175,7 @@ class LLMProxy:
                 state.aborts.append(pending.sent_as)
                 state.wake.set()
                 state.unanswered = asyncio.get_running_loop().time() - state.last_progress
-            self.router.leave(request.request_id)
+            self.router.end_turn(request.request_id)
             self.dispatch()  # its slot is free
 
     def peak_turns(self) -> int:
@@ -185,17 +185,17 @@ class LLMProxy:
 
     def forget(self, trajectory_id: str) -> None:
         """The trajectory ended: its prefix location is of no use any more."""
-        self.router.forget(trajectory_id)
+        self.router.forget_trajectory(trajectory_id)
 
     def dispatch(self) -> None:
         """Send what waits and can go; the rest goes when a worker is there, or has room."""
-        while not self.suspended and (granted := self.router.grant()) is not None:
+        while not self.suspended and (granted := self.router.grant_turn()) is not None:
             self._send_to(self.states[granted[1]], self._pending[granted[0]])
 
     def _send_to(self, state: WorkerState, pending: Pending) -> None:
         request = rest(pending.request, pending.parts, pending.moves)
         if request is None or pending.answer.done():  # nothing is left to generate, or it was cancelled in this tick
-            self.router.leave(pending.request.request_id)
+            self.router.end_turn(pending.request.request_id)
             if not pending.answer.done():
                 pending.answer.set_result(joined(pending.request, pending.parts, None))
             return
@@ -210,7 +210,7 @@ class LLMProxy:
         """It waits again, in its old place."""
         pending.worker = None
         if not pending.answer.done():
-            self.router.take_back(pending.request.request_id)
+            self.router.requeue_turn(pending.request.request_id)
 
     # -- the six-step protocol's commands ----------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class LLMProxy:
                     if completion.finish_reason == "abort":  # we abort what nobody waits for: the worker gave it back
                         self._move(pending, completion)
                         continue
-                    self.router.leave(pending.request.request_id)
+                    self.router.end_turn(pending.request.request_id)
                     if pending.moves:
                         completion = joined(pending.request, pending.parts, completion)
                     pending.answer.set_result(completion)
@@ -457,10 +457,10 @@ class LLMProxy:
         """A worker is dead or stuck: take its requests back, bring it up again in the background."""
         if not state.alive:
             return
-        self.router.close(state.index)
+        self.router.close_worker(state.index)
         self.tell_left(state)
         state.alive, state.failed = False, why
-        self.router.close(state.index, cache_lost=True)
+        self.router.close_worker(state.index, cache_lost=True)
         self.note_fault(f"worker {state.worker.name}", why)
         for pending in state.give_up():
             self.requeue(pending)
@@ -496,7 +496,7 @@ class LLMProxy:
                 continue
             state.restarts += 1
             if isinstance(state.worker, PlacedWorker) and state.worker.hardware:  # it may have moved to another pool
-                self._tell_stranded(self.router.reseat(state.index, state.worker.hardware))
+                self._tell_stranded(self.router.reseat_worker(state.index, state.worker.hardware))
             self.open_worker(state)
             state.wake.set()
             how, since = ("taken back", began) if state.borrowed else (f"restart {state.restarts}", begun)
@@ -509,13 +509,13 @@ class LLMProxy:
             last = f"the last time: {state.failed[:300]}"
             self.on_fatal(RunError(f"no rollout worker left: {state.worker.name}: {why}, {last}"))
         else:
-            self._tell_stranded(self.router.retire(state.index))
+            self._tell_stranded(self.router.retire_worker(state.index))
 
     def _tell_stranded(self, requests: Sequence[str]) -> None:
         """Nobody is left who may serve them."""
         left = requests if self.split is None else self.split.take_stranded(requests)
         if left:
-            self.on_fatal(self.router.nobody(self._pending[left[0]].request.task))
+            self.on_fatal(self.router.no_worker_error(self._pending[left[0]].request.task))
         if self.split is not None:
             self.dispatch()
 
@@ -545,11 +545,11 @@ class LLMProxy:
     def seat(self, state: WorkerState) -> None:
         """Tell the router whether it may be given requests."""
         if state.takes and state.version == self.version:
-            self.router.open(state.index)
+            self.router.open_worker(state.index)
         elif state.takes and not self._current_only:  # else no tokens of new weights go on with old ones
-            self.router.keep(state.index)
+            self.router.keep_worker(state.index)
         else:
-            self.router.close(state.index)
+            self.router.close_worker(state.index)
 
     def loads(self) -> list[int]:
         """Requests without an answer at each worker that can be given any."""

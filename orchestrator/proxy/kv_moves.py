@@ -74,7 +74,7 @@ class KvMoves:
             source = states[holder]
             tokens = len(request.token_ids)
             moves = self._can(state) and self._can(source) and source.usable
-            moves = moves and (needed is not None or self._policy.pays(tokens))
+            moves = moves and (needed is not None or self._policy.move_pays(tokens))
             self._elsewhere[request.request_id] = _Elsewhere(tokens, moves)
             if len(self._elsewhere) > REMEMBERED:  # of those that never ended: their worker died
                 del self._elsewhere[next(iter(self._elsewhere))]
@@ -98,7 +98,7 @@ class KvMoves:
         if seen is None or self._policy is None or not completion.token_ids or not completion.timing.first_token:
             return
         waited = max(0.0, completion.timing.first_token - completion.timing.queued)
-        self._policy.saw(seen.moved, seen.tokens, seen.seconds + waited)
+        self._policy.record_turn(seen.moved, seen.tokens, seen.seconds + waited)
 
     # -- between two turns -------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class KvMoves:
         if request is None or self._policy is None:
             return False
         moved, why, seconds = await self._attempt(state, request, source)
-        self._policy.saw(True, len(request.token_ids), seconds)
+        self._policy.record_turn(True, len(request.token_ids), seconds)
         return moved is not None and not why
 
     def _can(self, state: WorkerState) -> bool:
@@ -229,6 +229,6 @@ class GapMover:
         life = self._states[target].lives
         arrived = await self._kv.bring(trajectory, self._states[source], self._states[target])
         if arrived and self._states[target].lives == life:
-            self._router.brought(trajectory, target)
+            self._router.record_prefix_copy(trajectory, target)
             return True
         return False

@@ -24,7 +24,7 @@ class Membership:
     def dedicated_turns(self) -> int | None:
         """That the run's own workers may have at once; None: any number."""
         proxy = self.proxy
-        caps = [proxy.router.cap(state.index) for state in proxy.states if not state.borrowed and not state.removed]
+        caps = [proxy.router.cap_of(state.index) for state in proxy.states if not state.borrowed and not state.removed]
         return sum(caps) if all(caps) else None
 
     @property
@@ -41,13 +41,13 @@ class Membership:
         commands of a weight update raise, and TimeoutError; then it is as if it had not been taken."""
         proxy, state = self.proxy, self.find_server(worker.name)
         if state is None:
-            state = WorkerState(worker, proxy.router.join(seat), alive=False, parked=True)
+            state = WorkerState(worker, proxy.router.add_worker(seat), alive=False, parked=True)
             proxy.states.append(state)
             proxy.caps.join(state)
         assert state.parked
         if state.removed:  # it was given up, and is there after all
             state.removed = False
-            proxy.router.regain(state.index)
+            proxy.router.readmit_worker(state.index)
         state.worker, state.restarts, state.full = worker, 0, False
         state.lives += 1
         try:
@@ -80,7 +80,7 @@ class Membership:
             state.moving = state.lent = state.alive = False
             state.parked, state.version = True, -1
             state.lives += 1
-            proxy.router.close(state.index, cache_lost=True)
+            proxy.router.close_worker(state.index, cache_lost=True)
             for pending in state.give_up():
                 proxy.requeue(pending)
             proxy.dispatch()

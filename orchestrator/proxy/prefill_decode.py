@@ -50,9 +50,11 @@ class PrefillDecode:
         """One of the two, with the KV that the worker of the other phase has."""
         self._tasks[request.request_id] = request.task
         proxy = self._proxy
-        proxy.kv.sources[request.request_id] = proxy.router.holder(request.trajectory_id, other)
+        proxy.kv.sources[request.request_id] = proxy.router.prefix_holder(request.trajectory_id, other)
         try:
-            part = replace(request, task=phase) if proxy.router.serves(phase) else request  # its class is gone for good
+            part = (
+                replace(request, task=phase) if proxy.router.can_serve(phase) else request
+            )  # its class is gone for good
             return await proxy.serve(part)
         finally:
             del self._tasks[request.request_id]
@@ -65,8 +67,8 @@ class PrefillDecode:
             (not settings.tasks or request.task in settings.tasks)
             and len(request.token_ids) >= settings.min_tokens
             and request.sampling.max_tokens > 1
-            and router.has(PREFILL)
-            and router.has(DECODE)
+            and router.has_phase(PREFILL)
+            and router.has_phase(DECODE)
         )
         self.whole += not applies
         return applies
@@ -80,5 +82,5 @@ class PrefillDecode:
                 left.append(name)
                 continue
             pending.request = replace(pending.request, task=task)
-            self._proxy.router.ask(name, pending.request.trajectory_id, task)
+            self._proxy.router.queue_turn(name, pending.request.trajectory_id, task)
         return left

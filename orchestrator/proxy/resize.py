@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.gateway import LOST, LLMProxy
 from orchestrator.proxy.worker_state import WorkerState, spawn
 
@@ -55,10 +55,10 @@ class EngineResizing:
         return max((ranks_of(state) for state in self._own), default=1)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> EngineLayout:
         """How the largest engine is cut, now."""
         cuts = [_cut_of(state) for state in self._own if ranks_of(state)]
-        return Layout(*max(cuts, default=(1, 1)))
+        return EngineLayout(*max(cuts, default=(1, 1)))
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -75,10 +75,10 @@ class EngineResizing:
         """Of the run's own workers."""
         return len(self._own)
 
-    async def reshape(self, cut: int | Sequence[int] | Layout) -> Reshaped:
+    async def reshape(self, cut: int | Sequence[int] | EngineLayout) -> Reshaped:
         """Let the run's own engines have ``cut`` devices each, or one after the other so many, or each this layout. Raises
         ValueError for what does not make up the devices, and for whole experts where workers have slices only."""
-        ranks = [(rank, cut.ep if isinstance(cut, Layout) and rank else 1) for rank in seats(cut, len(self._own))]
+        ranks = [(rank, cut.ep if isinstance(cut, EngineLayout) and rank else 1) for rank in seats(cut, len(self._own))]
         if max(ep for _, ep in ranks) > 1 and not all(isinstance(state.worker, ExpertWorker) for state in self._own):
             raise ValueError(f"{cut}: these engines cannot have whole experts on a device")
         loop = asyncio.get_running_loop()
@@ -133,7 +133,7 @@ class EngineResizing:
         for pending in state.give_up():
             self.proxy.requeue(pending)
         state.alive = False
-        self.proxy.router.close(state.index, cache_lost=True)
+        self.proxy.router.close_worker(state.index, cache_lost=True)
 
     async def _start_all(self, states: Sequence[WorkerState], *, give_up: bool) -> str:
         """Start those that are to run; returns why one did not come up. ``give_up``: then the caller goes another way, else
@@ -141,7 +141,7 @@ class EngineResizing:
 
         async def one(state: WorkerState) -> str:
             state.removed, state.lives = False, state.lives + 1
-            self.proxy.router.regain(state.index)
+            self.proxy.router.readmit_worker(state.index)
             try:
                 await self.proxy.bring_up(state)
             except (*LOST, TimeoutError) as error:
@@ -167,10 +167,10 @@ class EngineResizing:
         return next((failure for failure in why if failure), "")
 
 
-def seats(cut: int | Sequence[int] | Layout, devices: int) -> list[int]:
+def seats(cut: int | Sequence[int] | EngineLayout, devices: int) -> list[int]:
     """The ranks of each worker: engines of ``cut`` devices each, or of these degrees one after the other; 0: parked. Raises
     ValueError."""
-    width = cut.tp if isinstance(cut, Layout) else cut
+    width = cut.tp if isinstance(cut, EngineLayout) else cut
     degrees = ([width] * (devices // width) if width > 0 else []) if isinstance(width, int) else list(width)
     if not devices or sum(degrees) != devices or min(degrees) < 1:
         raise ValueError(f"{devices} devices cannot be cut into engines of {cut}")

@@ -198,7 +198,7 @@ def rest_from(
         dispatch()
 
     if any(other.usable for other in states if other is not state):
-        router.close(state.index)
+        router.close_worker(state.index)
         asyncio.get_running_loop().call_later(REST, reopen)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.api import RetryableError
-from orchestrator.policies.placement.device_allocation import Binding
+from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.resources.resource_manager import ResourceManager
 
 RESERVE_SECONDS = 60.0  # for Ray to reserve a place; a free one takes milliseconds. Ray counts whole seconds
@@ -43,7 +43,7 @@ class Placement:
         *,
         cpus: float = 1.0,
         reserve_seconds: float = RESERVE_SECONDS,
-        note: Callable[[Binding], None] | None = None,
+        note: Callable[[DeviceBinding], None] | None = None,
     ) -> None:
         self._manager = manager
         self._worker = worker
@@ -53,9 +53,9 @@ class Placement:
         self._limit = reserve_seconds
         self._note = note
         self._group: Any = None
-        self.binding: Binding | None = None
+        self.binding: DeviceBinding | None = None
 
-    def bind(self) -> Binding:
+    def bind(self) -> DeviceBinding:
         """Devices, without a place in Ray yet. Idempotent."""
         if self.binding is None:
             self._keep(self._manager.bind(self._worker, self._hardware, self._devices))
@@ -78,7 +78,7 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, 0),
         }
 
-    def move(self) -> Binding:
+    def move(self) -> DeviceBinding:
         """The place did not work: other devices, the old ones marked as failed, and all that are free of a class of which Ray
         has not enough any more (a node died). Blocks."""
         import ray
@@ -104,7 +104,7 @@ class Placement:
             self._manager.release(self._worker)
             self.binding = None
 
-    def _reserve(self, binding: Binding) -> None:
+    def _reserve(self, binding: DeviceBinding) -> None:
         from ray.util import placement_group
 
         wanted = bundle(binding.hardware, self._devices, self._cpus)
@@ -114,7 +114,7 @@ class Placement:
             why = f"Ray gives it no place within {self._limit:g} s ({_shortage(wanted)})"
             raise RetryableError(f"{self._worker}: {why}")
 
-    def _keep(self, binding: Binding) -> None:
+    def _keep(self, binding: DeviceBinding) -> None:
         self.binding = binding
         if self._note is not None:
             self._note(binding)

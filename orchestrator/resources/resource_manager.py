@@ -18,7 +18,13 @@ import msgpack
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError, RunError
 from orchestrator.policies.placement import device_allocation
-from orchestrator.policies.placement.device_allocation import SERVER_DEVICES, Binding, Pool, View, Wish
+from orchestrator.policies.placement.device_allocation import (
+    SERVER_DEVICES,
+    AllocationView,
+    DeviceBinding,
+    DevicePool,
+    DeviceWish,
+)
 from orchestrator.transfer import MemoryMetadata
 
 FORMAT = 1
@@ -48,41 +54,41 @@ class ResourceManager:
         compatible: Mapping[str, Sequence[str]] | None = None,
         per_server: int = SERVER_DEVICES,
     ) -> None:
-        made = tuple(Pool(hardware, _devices(hardware, given), per_server) for hardware, given in pools.items())
+        made = tuple(DevicePool(hardware, _devices(hardware, given), per_server) for hardware, given in pools.items())
         if not made:
             raise ConfigError("resources.pools", {}, "name at least one pool: class -> devices")
         stand_ins = {hardware: tuple(names) for hardware, names in (compatible or {}).items()}
         self.owner = owner
         self._metadata = metadata if metadata is not None else MemoryMetadata()
         self._key = f"rlc/resources/{name}"
-        self._fresh = View(made, compatible=stand_ins)
+        self._fresh = AllocationView(made, compatible=stand_ins)
         self._change(self._join)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def bind(self, worker: str, hardware: str, devices: int = 1) -> Binding:
+    def bind(self, worker: str, hardware: str, devices: int = 1) -> DeviceBinding:
         """Devices for a worker, of this class or a compatible one. ConfigError: an id that is taken, a class that no pool
         serves, more devices than there are. RetryableError: none are left now."""
-        wish = Wish(worker, hardware, devices, self.owner)
-        return self._change(lambda view: device_allocation.bind(view, wish))
+        wish = DeviceWish(worker, hardware, devices, self.owner)
+        return self._change(lambda view: device_allocation.bind_worker(view, wish))
 
-    def rebind(self, worker: str, *, failed: bool = False, gone: bool = False) -> Binding:
+    def rebind(self, worker: str, *, failed: bool = False, gone: bool = False) -> DeviceBinding:
         """Other devices for a bound worker, by the same rules. ``failed``: its old ones are broken, nobody gets them until
         :meth:`repair`; ``gone``: nor the free ones of their class. When there are none it keeps what it has
         (RetryableError), and what is broken stays marked."""
         if failed or gone:
             old = self.binding(worker)
 
-            def mark(view: View) -> tuple[View, None]:
+            def mark(view: AllocationView) -> tuple[AllocationView, None]:
                 broken = [*old.devices, *(view.free(old.hardware) if gone else ())]
-                return device_allocation.fail(view, old.hardware, broken), None
+                return device_allocation.fail_devices(view, old.hardware, broken), None
 
             self._change(mark)
-        return self._change(lambda view: device_allocation.rebind(view, worker))
+        return self._change(lambda view: device_allocation.rebind_worker(view, worker))
 
     def release(self, *workers: str) -> None:
         """They need their devices no more. Unknown ones are ignored."""
-        self._change(lambda view: (device_allocation.release(view, workers), None))
+        self._change(lambda view: (device_allocation.release_workers(view, workers), None))
 
     def release_owner(self, owner: str) -> None:
         """Everything that a job has."""
@@ -90,18 +96,18 @@ class ResourceManager:
 
     def repair(self, hardware: str, devices: Sequence[int]) -> None:
         """These devices work again."""
-        self._change(lambda view: (device_allocation.repair(view, hardware, devices), None))
+        self._change(lambda view: (device_allocation.repair_devices(view, hardware, devices), None))
 
     # -- the view ----------------------------------------------------------------------------------------------------
 
-    def view(self) -> View:
+    def view(self) -> AllocationView:
         """As it is now."""
         present = self._metadata.get(self._key)
         if present is None:
             raise RunError(f"the metadata store has lost {self._key}")
         return replace(decode_view(present[0]), compatible=self._fresh.compatible)
 
-    def binding(self, worker: str) -> Binding:
+    def binding(self, worker: str) -> DeviceBinding:
         """What a worker has. Raises ConfigError for an unknown one."""
         found = self.view().bindings.get(worker)
         if found is None:
@@ -126,7 +132,7 @@ class ResourceManager:
         """Give back all that this job has. Idempotent; the store stays open."""
         self.release_owner(self.owner)
 
-    def _join(self, view: View) -> tuple[View, None]:
+    def _join(self, view: AllocationView) -> tuple[AllocationView, None]:
         """The pools are those that are there; what an earlier life of this job left bound is free."""
         if [(p.hardware, p.devices) for p in view.pools] != [(p.hardware, p.devices) for p in self._fresh.pools]:
             have = ", ".join(f"{pool.hardware}: {len(pool.devices)}" for pool in view.pools)
@@ -134,7 +140,7 @@ class ResourceManager:
             raise ConfigError("resources.pools", [pool.hardware for pool in self._fresh.pools], fix)
         return _without(view, self.owner), None
 
-    def _change(self, decide: Callable[[View], tuple[View, Made]]) -> Made:
+    def _change(self, decide: Callable[[AllocationView], tuple[AllocationView, Made]]) -> Made:
         for _ in range(CAS_TRIES):
             present = self._metadata.get(self._key)
             before = self._fresh if present is None else decode_view(present[0])
@@ -157,11 +163,13 @@ def _devices(hardware: str, given: Iterable[int] | int) -> tuple[int, ...]:
     return devices
 
 
-def _without(view: View, owner: str) -> View:
-    return device_allocation.release(view, [name for name, item in view.bindings.items() if item.wish.owner == owner])
+def _without(view: AllocationView, owner: str) -> AllocationView:
+    return device_allocation.release_workers(
+        view, [name for name, item in view.bindings.items() if item.wish.owner == owner]
+    )
 
 
-def encode_view(view: View) -> bytes:
+def encode_view(view: AllocationView) -> bytes:
     """The value that is stored; the rules of compatibility are each manager's own."""
     packed: bytes = msgpack.packb(
         {
@@ -181,21 +189,26 @@ def encode_view(view: View) -> bytes:
     return packed
 
 
-def decode_view(value: bytes) -> View:
+def decode_view(value: bytes) -> AllocationView:
     """Strict: anything unexpected is a RunError."""
     try:
         data = msgpack.unpackb(value)
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']!r}, this version reads {FORMAT}")
         pools = tuple(
-            Pool(str(name), _numbers(ids), _numbers([per_server])[0], _numbers(failed))
+            DevicePool(str(name), _numbers(ids), _numbers([per_server])[0], _numbers(failed))
             for name, ids, per_server, failed in data["pools"]
         )
         bindings = [
-            Binding(Wish(str(worker), str(wished), _numbers([count])[0], str(owner)), str(got), _numbers(ids), str(why))
+            DeviceBinding(
+                DeviceWish(str(worker), str(wished), _numbers([count])[0], str(owner)),
+                str(got),
+                _numbers(ids),
+                str(why),
+            )
             for worker, wished, count, owner, got, ids, why in data["bindings"]
         ]
-        return View(pools, {item.wish.worker: item for item in bindings})
+        return AllocationView(pools, {item.wish.worker: item for item in bindings})
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise RunError(f"the record of resources in the metadata store cannot be read: {error!r}") from error
 

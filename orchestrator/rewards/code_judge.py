@@ -23,9 +23,9 @@ from typing import Any
 
 from orchestrator.api import RetryableError
 from orchestrator.policies.episodes.adaptive_timeouts import CaseTime
-from orchestrator.sandbox import Limits, Sandbox
+from orchestrator.sandbox import Sandbox, SandboxLimits
 
-LIMITS = Limits(wall_seconds=8.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
+LIMITS = SandboxLimits(wall_seconds=8.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
 
 EQUAL = (
     "def check(arguments, expected, answer):\n    import json\n    return json.dumps(answer) == json.dumps(expected)\n"
@@ -67,7 +67,7 @@ print(json.dumps({"word": given["word"], "passed": passed}))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class JudgedCase:
     """One test: the arguments of the call, and what the checker is told to expect. JSON values."""
 
     arguments: Sequence[Any]
@@ -79,9 +79,9 @@ class HiddenTests:
     """What a solution is judged by. ``checker`` defines ``check(arguments, expected, answer) -> bool``."""
 
     entry: str  # the function that is called
-    cases: Sequence[Case]
+    cases: Sequence[JudgedCase]
     checker: str = EQUAL
-    limits: Limits = field(default=LIMITS)
+    limits: SandboxLimits = field(default=LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class CaseLimits:
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
                 raise ValueError(f"a limit must be seconds above 0, is {seconds!r:.40}")
 
-    def of(self, case: int) -> float:
+    def limit_of(self, case: int) -> float:
         """That of one case."""
         return self.cases[case] if case < len(self.cases) else self.other
 
@@ -115,7 +115,7 @@ class Verdict:
         return bool(self.passed) and all(self.passed)
 
 
-async def judge(sandbox: Sandbox, solution: str, tests: HiddenTests) -> Verdict:
+async def judge_solution(sandbox: Sandbox, solution: str, tests: HiddenTests) -> Verdict:
     """Run ``solution`` (Python source) on the cases and have its answers checked. Raises RetryableError."""
     given = json.dumps({"entry": tests.entry, "inputs": [list(case.arguments) for case in tests.cases]})
     ran = await sandbox.python(
@@ -139,13 +139,13 @@ async def judge(sandbox: Sandbox, solution: str, tests: HiddenTests) -> Verdict:
 async def judge_cases(
     sandbox: Sandbox, solution: str, tests: HiddenTests, limits: CaseLimits
 ) -> tuple[Verdict, list[CaseTime]]:
-    """As :func:`judge`, but under the wall-clock limit of each case. Also says how the cases went that ran, in their order; run
-    times hold the start of an interpreter. Raises RetryableError."""
+    """As :func:`judge_solution`, but under the wall-clock limit of each case. Also says how the cases went that ran, in
+    their order; run times hold the start of an interpreter. Raises RetryableError."""
     answers: list[str] = []
     times: list[CaseTime] = []
     left = limits.whole
     for number, case in enumerate(tests.cases):
-        limit = limits.of(number)
+        limit = limits.limit_of(number)
         allowed = replace(tests.limits, wall_seconds=min(limit, left), cpu_seconds=math.ceil(limit) + 1)
         given = json.dumps({"entry": tests.entry, "inputs": [list(case.arguments)]})
         ran = await sandbox.python(

@@ -28,16 +28,16 @@ from aiohttp import web
 
 from orchestrator.api import ConfigError, bearer, tls
 from orchestrator.rewards.function_protocol import MAX_BODY_BYTES
-from orchestrator.rewards.function_service import Service, too_large
+from orchestrator.rewards.function_service import FunctionService, too_large
 from orchestrator.rewards.process_pool import FunctionPool
 
 
 def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.Application:
     """The HTTP side."""
-    service = Service(functions, bearer.digest_of(token))
+    service = FunctionService(functions, bearer.digest_of(token))
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        reply = service.refused(request.headers.get("Authorization", ""))
+        reply = service.refuse_caller(request.headers.get("Authorization", ""))
         if reply is None:
             try:
                 reply = await service.answer(request.method, request.path, await request.read())
@@ -50,7 +50,7 @@ def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.A
     return application
 
 
-async def serve(options: argparse.Namespace, token: str) -> None:
+async def serve_functions(options: argparse.Namespace, token: str) -> None:
     """Until SIGTERM, SIGINT or the end of standard input. Raises ConfigError for an address that needs TLS, or files of it."""
     context = tls.check_listener(options.host, tls.of_arguments(options), "--host", options.allow_plain_http)
     functions = {
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.token_env} is empty: it must hold the bearer token", file=sys.stderr)
         return 2
     try:
-        asyncio.run(serve(options, token))
+        asyncio.run(serve_functions(options, token))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the function host is gone")
 
 
-def load(target: str) -> Callable[[Any], Any]:
+def load_function(target: str) -> Callable[[Any], Any]:
     """The function, as one of a single argument. AWS handlers (event, context) get None as context."""
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
@@ -47,7 +47,7 @@ def load(target: str) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def answer(function: Callable[[Any], Any], request: dict[str, Any]) -> bytes:
+def answer_request(function: Callable[[Any], Any], request: dict[str, Any]) -> bytes:
     """One reply line."""
     reply: dict[str, Any]
     try:
@@ -69,13 +69,13 @@ def main(target: str, parent: int) -> None:
     die_with_parent(parent)
     requests, replies = _take_pipes()
     try:
-        function = load(target)
+        function = load_function(target)
     except Exception as error:  # noqa: BLE001  whatever user code raises is its answer
         replies.write(json.dumps(_error(-1, IMPORT_FAILED, f"{target}: {error!r}")).encode() + b"\n")
         return
     replies.write(b'{"ready":true}\n')
     for line in requests:
-        replies.write(answer(function, json.loads(line)))
+        replies.write(answer_request(function, json.loads(line)))
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -28,7 +28,7 @@ _ERROR_TYPE = "x-amzn-ErrorType"
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class FunctionReply:
     """``value`` is JSON."""
 
     status: int
@@ -36,70 +36,74 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Service:
+class FunctionService:
     """Answers requests to ``functions``, by name. ``token_digest``: of :func:`orchestrator.api.bearer.digest_of`."""
 
     def __init__(self, functions: Mapping[str, FunctionPool], token_digest: str) -> None:
         self._functions = functions
         self._digest = token_digest
 
-    def refused(self, authorization: str) -> Reply | None:
+    def refuse_caller(self, authorization: str) -> FunctionReply | None:
         """What a caller with this Authorization header is told; None: it may go on."""
         if bearer.admits(authorization, self._digest):
             return None
-        return refusal(401, "UnrecognizedClientException", "send the bearer token")
+        return refusal_reply(401, "UnrecognizedClientException", "send the bearer token")
 
-    async def answer(self, method: str, path: str, body: bytes) -> Reply:
+    async def answer(self, method: str, path: str, body: bytes) -> FunctionReply:
         """The reply to a request of somebody who may call."""
         if (method, path) == ("GET", STATS_PATH):
-            return Reply(200, {"functions": {name: pool.stats() for name, pool in self._functions.items()}})
+            return FunctionReply(200, {"functions": {name: pool.stats() for name, pool in self._functions.items()}})
         for wanted, pattern in (("POST", INVOKE_PATH), ("PUT", PROVISION_PATH)):
             head, _, tail = pattern.partition("{name}")
             if method == wanted and path.startswith(head) and path.endswith(tail):
                 break
         else:
-            return refusal(404, "ResourceNotFoundException", "no such request")
+            return refusal_reply(404, "ResourceNotFoundException", "no such request")
         pool = self._functions.get(path.removeprefix(head).removesuffix(tail))
         if pool is None:
-            return refusal(404, "ResourceNotFoundException", f"no function; there are: {', '.join(self._functions)}")
+            return refusal_reply(
+                404, "ResourceNotFoundException", f"no function; there are: {', '.join(self._functions)}"
+            )
         if len(body) > MAX_BODY_BYTES:
             return too_large()
         return await _invoke(pool, body) if method == "POST" else _provision(pool, body)
 
 
-async def _invoke(pool: FunctionPool, body: bytes) -> Reply:
+async def _invoke(pool: FunctionPool, body: bytes) -> FunctionReply:
     try:
         event = json.loads(body or b"{}", parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
-        return refusal(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
+        return refusal_reply(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
     note = Invocation()
     try:
-        return Reply(200, await pool.invoke(event, note), _cold(note))
+        return FunctionReply(200, await pool.invoke(event, note), _cold(note))
     except FunctionError as error:
         failed = {"errorType": error.kind, "errorMessage": error.message}
-        return Reply(200, failed, {ERROR_HEADER: "Unhandled", **_cold(note)})
+        return FunctionReply(200, failed, {ERROR_HEADER: "Unhandled", **_cold(note)})
     except Throttled:
-        return refusal(429, "TooManyRequestsException", "too many calls wait already")
+        return refusal_reply(429, "TooManyRequestsException", "too many calls wait already")
 
 
-def _provision(pool: FunctionPool, body: bytes) -> Reply:
+def _provision(pool: FunctionPool, body: bytes) -> FunctionReply:
     try:
         count = json.loads(body)["ProvisionedConcurrentExecutions"]
     except (ValueError, TypeError, KeyError, RecursionError):
         count = None
     if type(count) is not int or count < 0:
-        return refusal(400, "InvalidParameterValueException", "ProvisionedConcurrentExecutions must be 0 or more")
-    return Reply(202, {"RequestedProvisionedConcurrentExecutions": pool.provision(count), "Status": "IN_PROGRESS"})
+        return refusal_reply(400, "InvalidParameterValueException", "ProvisionedConcurrentExecutions must be 0 or more")
+    return FunctionReply(
+        202, {"RequestedProvisionedConcurrentExecutions": pool.provision(count), "Status": "IN_PROGRESS"}
+    )
 
 
-def too_large() -> Reply:
+def too_large() -> FunctionReply:
     """What a caller with a body over the limit is told."""
-    return refusal(413, "RequestTooLargeException", f"the body has more than {MAX_BODY_BYTES} B")
+    return refusal_reply(413, "RequestTooLargeException", f"the body has more than {MAX_BODY_BYTES} B")
 
 
-def refusal(status: int, kind: str, message: str) -> Reply:
+def refusal_reply(status: int, kind: str, message: str) -> FunctionReply:
     """A request that is not carried out."""
-    return Reply(status, {"Type": "User", "Message": message}, {_ERROR_TYPE: kind})
+    return FunctionReply(status, {"Type": "User", "Message": message}, {_ERROR_TYPE: kind})
 
 
 def _cold(note: Invocation) -> dict[str, str]:

@@ -47,7 +47,7 @@ class ServingChild(ChildProcess):
         """What its environment has beside ours and the token."""
         return {}
 
-    def refused(self) -> ConfigError:
+    def refusal_error(self) -> ConfigError:
         """What its exit code 2 means."""
         raise NotImplementedError
 
@@ -93,7 +93,7 @@ class ServingChild(ChildProcess):
                 if not line:
                     code = await self._process.wait()
                     if code == 2:
-                        raise self.refused()
+                        raise self.refusal_error()
                     raise RunError(f"the {self.name} ended with code {code} before it was ready{self._hint()}")
             self._port = int(json.loads(line)["port"])
         except TimeoutError:
@@ -156,7 +156,7 @@ class FunctionHost(ServingChild):
         targets = [part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")]
         return [*command, *self._options, *targets]
 
-    def refused(self) -> ConfigError:
+    def refusal_error(self) -> ConfigError:
         """See the base."""
         return ConfigError(self._field, dict(self._functions), f"the function host refused to start{self._hint()}")
 

@@ -57,6 +57,6 @@ class JudgeHost(ServingChild):
         """See the base."""
         return self._environment
 
-    def refused(self) -> ConfigError:
+    def refusal_error(self) -> ConfigError:
         """See the base."""
         return ConfigError("reward.judge.path", self._path, f"the judge refused to start{self._hint()}")

@@ -20,7 +20,7 @@ from typing import Any
 from orchestrator.api import ConfigError, Task, Trajectory, TrajectoryError
 from orchestrator.api.tls import SYSTEM, Tls
 from orchestrator.rewards.function_client import FunctionClient
-from orchestrator.rewards.reward_client import scored
+from orchestrator.rewards.reward_client import call_reward
 
 TEMPLATE = """You grade the work of an agent. The criterion: {criterion}
 
@@ -99,7 +99,7 @@ class LLMJudge:
         said = ""
         for attempt in range(self._retries + 1):
             self.asked += 1  # and the randomness is another, in another vote on the same trajectory too
-            answer = await scored(self._endpoint, self._body(text, attempt))
+            answer = await call_reward(self._endpoint, self._body(text, attempt))
             said = _content(answer)
             self._residency = _residency(answer)
             found = self._read(said)

@@ -52,7 +52,7 @@ class Invocation:
 
 
 @dataclass
-class Counters:
+class PoolCounters:
     """Since the host started. ``cold_starts``: processes that a call had to wait for; ``warm_starts``: others."""
 
     invocations: int = 0
@@ -121,7 +121,7 @@ class FunctionPool:
 
     def __init__(self, target: str, *, concurrency: int, timeout: float, idle_seconds: float, hidden: str = "") -> None:
         self.target = target
-        self.counters = Counters()
+        self.counters = PoolCounters()
         self._timeout = timeout
         self._idle_seconds = idle_seconds
         self._hidden = hidden  # an environment variable that the function must not see

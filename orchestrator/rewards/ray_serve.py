@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError, RunError, bearer
 from orchestrator.rewards.function_protocol import INVOKE_PATH
-from orchestrator.rewards.function_service import Service
+from orchestrator.rewards.function_service import FunctionService
 from orchestrator.rewards.process_pool import FunctionPool
 
 START_LIMIT = 120.0  # seconds for Serve and its first replicas; it takes 10 on an idle machine
@@ -44,13 +44,13 @@ class Replica:
 
     def __init__(self, name: str, target: str, digest: str, prefix: str, options: dict[str, Any]) -> None:
         self._prefix = prefix
-        self._service = Service({name: FunctionPool(target, **options)}, digest)
+        self._service = FunctionService({name: FunctionPool(target, **options)}, digest)
 
     async def __call__(self, request: Any) -> Any:
         """``request`` is Starlette's, and so is what is returned."""
         from starlette.responses import JSONResponse
 
-        reply = self._service.refused(request.headers.get("Authorization", ""))
+        reply = self._service.refuse_caller(request.headers.get("Authorization", ""))
         if reply is None:
             path = request.scope["path"].removeprefix(self._prefix)
             reply = await self._service.answer(request.method, path, await request.body())

@@ -60,10 +60,10 @@ class HttpReward(FunctionClient):
         timeouts, prompt = self._timeouts, f"{trajectory.task}/{trajectory.prompt.key}"
         if timeouts is not None:
             event["timeouts"] = {"cases": timeouts.limits(prompt), "other": timeouts.most, "whole": self._whole}
-        answer = await scored(self, event)
+        answer = await call_reward(self, event)
         reward = _reward(answer)
         if timeouts is not None and "cases" in answer:
-            timeouts.note(prompt, _times(answer["cases"]), correct=answer.get("correct") is True)
+            timeouts.record_times(prompt, _times(answer["cases"]), correct=answer.get("correct") is True)
         return reward
 
     def stats(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class HttpReward(FunctionClient):
         return {**super().stats(), **timeouts}
 
 
-async def scored(client: FunctionClient, event: Any) -> Any:
+async def call_reward(client: FunctionClient, event: Any) -> Any:
     """A call whose failures are a reward's. Raises RetryableError, RunError or TrajectoryError; see the module."""
     try:
         return await client.call(event)

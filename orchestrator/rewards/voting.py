@@ -17,7 +17,7 @@ from typing import Literal
 from orchestrator.api import ConfigError, RetryableError, RewardFunction, Trajectory, TrajectoryError
 
 
-class Voting:
+class MajorityVote:
     """Implements ``RewardFunction``. ``votes`` is odd; ``by`` says how numbers become one: "majority" for verdicts, "median"
     for scores, which differ a little each time."""
 

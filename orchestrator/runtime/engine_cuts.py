@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
 from orchestrator.parallelism.planner_setup import make_planner, make_reallocation, read_planner_profile
-from orchestrator.policies.parallelism.degree_reallocation import Reallocation
+from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.profiler import ProfileKey, model_name
 from orchestrator.profiler import load as load_profile
@@ -32,7 +32,7 @@ class EngineCuts:
     its pool says that; empty: each at its own number."""
 
     planner: ParallelismPlanner | None = None
-    reallocation: Reallocation | None = None
+    reallocation: DegreeReallocator | None = None
     ranks: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
 

@@ -25,7 +25,7 @@ from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.rewards.host_launch import PATIENCE, FunctionHost, RewardHost
 from orchestrator.rewards.llm_judge import LLMJudge
 from orchestrator.rewards.reward_client import HttpReward
-from orchestrator.rewards.voting import Voting
+from orchestrator.rewards.voting import MajorityVote
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import judge_setup as judges
 from orchestrator.runtime import reward_setup as scoring
@@ -64,7 +64,7 @@ async def start_reward(
         reward = await _function(config, task, timeouts, keeper, stack, folder)
     stack.push_async_callback(reward.close)
     return Rewards(
-        reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by),
+        reward if settings.votes == 1 else MajorityVote(reward, settings.votes, settings.vote_by),
         reward.stats,
         timeouts,
         beside,

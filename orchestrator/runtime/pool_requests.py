@@ -11,7 +11,7 @@ from functools import partial
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
 from orchestrator.config import Config
-from orchestrator.policies.placement.device_allocation import Binding
+from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.proxy import router_setup
 from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager
 from orchestrator.runtime.engine_actors import trainer_names
@@ -38,7 +38,7 @@ def wishes(config: Config) -> list[tuple[str, str, int]]:
 
 
 def place(
-    config: Config, metadata: MetadataStore | None, job: str, note: Callable[[Binding], None] | None = None
+    config: Config, metadata: MetadataStore | None, job: str, note: Callable[[DeviceBinding], None] | None = None
 ) -> tuple[ResourceManager, dict[str, Placement]]:
     """Bind all processes of a job. Raises ConfigError, and RetryableError when other jobs have what is needed."""
     settings = config.resources

@@ -46,7 +46,7 @@ def make_task(config: Config) -> Task:
 def check(config: Config, task: Task) -> None:
     """Run all checks. Nothing is started or written."""
     for component in requirements.components(config):
-        tested_versions.check(component)
+        tested_versions.check_version(component)
     requirements.require_packages(config)
     _model(config, task)
     _function(config, task)

@@ -44,7 +44,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
-from orchestrator.policies.placement.device_allocation import Binding
+from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
@@ -381,7 +381,7 @@ class _Assembly:
         self.stack.callback(give_back)
         return places
 
-    def _note_binding(self, binding: Binding) -> None:
+    def _note_binding(self, binding: DeviceBinding) -> None:
         wish, devices = binding.wish, list(binding.devices)
         self.events.emit(
             "bound", worker=wish.worker, hardware=binding.hardware, devices=devices, instead=binding.fallback

@@ -22,7 +22,7 @@ from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.policies.batching.trajectory_filters import FilterChain
 from orchestrator.policies.training.lag_weight import effective_share
-from orchestrator.policies.training.overlong_penalty import Overlong
+from orchestrator.policies.training.overlong_penalty import OverlongPenalty
 from orchestrator.store import read_parts, to_trajectory, trained_parts
 from orchestrator.train_samples import NO_LIMIT, histogram, to_samples
 
@@ -74,7 +74,7 @@ async def replay(
     ledger: Ledger,
     filters: FilterChain,
     steps: int,
-    overlong: Overlong = NO_LIMIT,
+    overlong: OverlongPenalty = NO_LIMIT,
 ) -> int:
     """Train on at most ``steps`` recorded batches; returns how many there were. A batch of which nothing is left after
     filtering takes no step. Raises RunError when the ledger does not close."""

@@ -3,7 +3,7 @@
 A machine without bubblewrap gets one clear error; there is no way to run outside.
 """
 
-from orchestrator.sandbox.limits import Limits, Outcome
+from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.run import Sandbox
 
-__all__ = ["Limits", "Outcome", "Sandbox"]
+__all__ = ["Sandbox", "SandboxLimits", "SandboxOutcome"]

@@ -1,8 +1,9 @@
 """A cgroup for each run, where this process may make one: memory, processes and processor time of all of it together.
 
-Guarantees: nothing is asked of the user; where no hierarchy can be written (most containers) :func:`find` returns nothing
-and the limits of each process stand alone, with the memory of all of them watched from outside (``watch.py``). Both
-versions of the interface are known; of version 2, the controllers must be delegated to this process's own group.
+Guarantees: nothing is asked of the user; where no hierarchy can be written (most containers) :func:`find_hierarchies`
+returns nothing and the limits of each process stand alone, with the memory of all of them watched from outside
+(``watch.py``). Both versions of the interface are known; of version 2, the controllers must be delegated to this
+process's own group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.sandbox.limits import Limits
+from orchestrator.sandbox.limits import SandboxLimits
 
 CONTROLLERS = ("memory", "pids", "cpu")
 _PERIOD = 100_000  # microseconds; one processor's worth of each
@@ -23,7 +24,7 @@ _EXTRA_PROCESSES = 8  # bubblewrap's own
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchy:
+class CgroupHierarchy:
     """A folder in which groups can be made, and the controllers that act there."""
 
     folder: str
@@ -31,11 +32,11 @@ class Hierarchy:
     unified: bool
 
 
-class Group:
+class RunCgroups:
     """The groups of one run, one a hierarchy."""
 
-    def __init__(self, hierarchies: Sequence[Hierarchy], limits: Limits) -> None:
-        self._made: list[tuple[Hierarchy, Path]] = []
+    def __init__(self, hierarchies: Sequence[CgroupHierarchy], limits: SandboxLimits) -> None:
+        self._made: list[tuple[CgroupHierarchy, Path]] = []
         name = f"rl-coserve-{os.getpid()}-{secrets.token_hex(6)}"
         try:
             for hierarchy in hierarchies:
@@ -83,7 +84,7 @@ class Group:
         return not self._made
 
 
-def _settings(controller: str, limits: Limits, unified: bool) -> list[tuple[str, str]]:
+def _settings(controller: str, limits: SandboxLimits, unified: bool) -> list[tuple[str, str]]:
     if controller == "memory":
         files = ("memory.max",) if unified else ("memory.limit_in_bytes",)
         return [(file, str(limits.memory_bytes)) for file in files]
@@ -94,7 +95,7 @@ def _settings(controller: str, limits: Limits, unified: bool) -> list[tuple[str,
     return [("cpu.cfs_period_us", str(_PERIOD)), ("cpu.cfs_quota_us", str(_PERIOD))]
 
 
-def find(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[Hierarchy, ...]:
+def find_hierarchies(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[CgroupHierarchy, ...]:
     """The hierarchies in which this process may make groups; empty where there are none."""
     found = []
     try:
@@ -112,7 +113,7 @@ def find(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[
             folder = Path(root) / names / path.lstrip("/")
             controllers = tuple(name for name in CONTROLLERS if name in names.split(","))
         if controllers and _usable(folder):
-            found.append(Hierarchy(str(folder), controllers, unified))
+            found.append(CgroupHierarchy(str(folder), controllers, unified))
     return tuple(found)
 
 

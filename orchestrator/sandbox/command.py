@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.api import ConfigError
-from orchestrator.sandbox.limits import Limits
+from orchestrator.sandbox.limits import SandboxLimits
 
 WORK = "/box"
 PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -38,7 +38,7 @@ _JOIN = 'while [ "$1" != -- ]; do echo $$ >"$1" || exit 125; shift; done; shift;
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class SandboxTools:
     """Absolute paths of what the command line is made of. ``python`` and ``binds`` are seen inside."""
 
     bwrap: str
@@ -50,7 +50,7 @@ class Tools:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class SandboxFile:
     """A file for the sandbox: its content is read from descriptor ``fd``, from its start."""
 
     path: str  # absolute, inside
@@ -59,7 +59,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPaths:
     """What of the host a sandbox sees beside ``/usr``. ``sockets``: (path inside, path on the host) of Unix sockets that it may
     connect to, its only ways out; ``readable``: files and folders, at the same path inside."""
 
@@ -67,10 +67,10 @@ class Shared:
     readable: tuple[str, ...] = ()
 
 
-NOTHING_SHARED = Shared()
+NOTHING_SHARED = SharedPaths()
 
 
-def find_tools() -> Tools:
+def find_tools() -> SandboxTools:
     """Where everything is. Raises ConfigError when something is missing: there is no running outside a sandbox."""
     found: dict[str, str] = {}
     for name, package in {
@@ -85,7 +85,7 @@ def find_tools() -> Tools:
             raise ConfigError("sandbox", name, fix)
         found[name] = path
     python, binds = _interpreter()
-    return Tools(found["bwrap"], found["prlimit"], found["setpriv"], found["sh"], python, binds)
+    return SandboxTools(found["bwrap"], found["prlimit"], found["setpriv"], found["sh"], python, binds)
 
 
 def _interpreter() -> tuple[str, tuple[str, ...]]:
@@ -101,17 +101,17 @@ def _interpreter() -> tuple[str, tuple[str, ...]]:
 
 
 def command_line(
-    tools: Tools,
-    limits: Limits,
+    tools: SandboxTools,
+    limits: SandboxLimits,
     program: Sequence[str],
     *,
     user: int | None,
-    files: Sequence[Placed] = (),
+    files: Sequence[SandboxFile] = (),
     environment: Mapping[str, str] | None = None,
     cgroups: Sequence[str] = (),
     seccomp: int | None = None,
     status: int | None = None,
-    shared: Shared = NOTHING_SHARED,
+    shared: SharedPaths = NOTHING_SHARED,
 ) -> list[str]:
     """The command that runs ``program`` in a sandbox.
 
@@ -150,7 +150,7 @@ def command_line(
     return [*command, "--", "/bin/sh", "-c", _FIRST, "sh", tools.prlimit, *_rlimits(limits), "--", *program]
 
 
-def _rlimits(limits: Limits) -> list[str]:
+def _rlimits(limits: SandboxLimits) -> list[str]:
     return [
         f"--cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}",  # a signal that can be caught, then one that cannot
         f"--as={limits.memory_bytes}",

@@ -10,7 +10,7 @@ from orchestrator.sandbox.run import Sandbox
 from orchestrator.sandbox.seccomp import program
 
 
-def diagnosed() -> tuple[Literal["ok", "warn"], str, str]:
+def diagnose_sandbox() -> tuple[Literal["ok", "warn"], str, str]:
     """(status, what was found, what to do). A machine without a sandbox is a warning: most tasks do without."""
     try:
         sandbox = Sandbox(slots=1)

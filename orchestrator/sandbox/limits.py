@@ -10,7 +10,7 @@ MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """Of one run. Raises ConfigError for a limit that is not positive: there is no unlimited sandbox."""
 
     wall_seconds: float = 10.0  # from start to end, sleeping included
@@ -30,7 +30,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SandboxOutcome:
     """How one run ended; ``stdout`` and ``stderr`` are what was written until then, at most ``output_bytes``.
 
     ``limit`` names the limit that ended it (``wall``, ``cpu``, ``memory``, ``output``), or is empty when it ended by

@@ -19,20 +19,20 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.sandbox.cgroups import Group
-from orchestrator.sandbox.cgroups import find as find_hierarchies
+from orchestrator.sandbox.cgroups import RunCgroups
+from orchestrator.sandbox.cgroups import find_hierarchies as find_hierarchies
 from orchestrator.sandbox.command import (
     FIRST_ID,
     ID_RANGE,
     NOTHING_SHARED,
     WORK,
-    Placed,
-    Shared,
-    Tools,
+    SandboxFile,
+    SandboxTools,
+    SharedPaths,
     command_line,
     find_tools,
 )
-from orchestrator.sandbox.limits import Limits, Outcome
+from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.seccomp import program as system_call_filter
 from orchestrator.sandbox.spawner import Spawned, spawn
 from orchestrator.sandbox.watch import resident_bytes
@@ -54,9 +54,9 @@ class Sandbox:
     Raises ConfigError when this machine has no bubblewrap; :meth:`check` says whether it works.
     """
 
-    def __init__(self, limits: Limits | None = None, *, slots: int = 4) -> None:
-        self.limits = limits or Limits()
-        self._tools: Tools = find_tools()
+    def __init__(self, limits: SandboxLimits | None = None, *, slots: int = 4) -> None:
+        self.limits = limits or SandboxLimits()
+        self._tools: SandboxTools = find_tools()
         self._hierarchies = find_hierarchies()
         self._slots = asyncio.Semaphore(slots)
         self._free = list(range(slots))
@@ -88,8 +88,8 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
         read_only: Mapping[str, bytes] | None = None,
         stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> Outcome:
+        limits: SandboxLimits | None = None,
+    ) -> SandboxOutcome:
         """Run ``source`` as ``main.py`` (standard library only)."""
         return await self.run(
             [self.interpreter, "-I", "-S", "-B", f"{WORK}/main.py"],
@@ -106,10 +106,10 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
         read_only: Mapping[str, bytes] | None = None,
         stdin: bytes = b"",
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         environment: Mapping[str, str] | None = None,
-        shared: Shared = NOTHING_SHARED,
-    ) -> Outcome:
+        shared: SharedPaths = NOTHING_SHARED,
+    ) -> SandboxOutcome:
         """Run a program (its path and arguments, seen from inside) in a fresh sandbox.
 
         ``files`` can be changed by it, ``read_only`` cannot; their names are paths inside the working folder. ``shared``: what
@@ -133,15 +133,15 @@ class Sandbox:
         program: Sequence[str],
         contents: Sequence[tuple[str, bytes, bool]],
         stdin: bytes,
-        limits: Limits,
+        limits: SandboxLimits,
         environment: Mapping[str, str],
         slot: int,
-        shared: Shared,
-    ) -> Outcome:
-        group = Group(self._hierarchies, limits) if self._hierarchies else None
+        shared: SharedPaths,
+    ) -> SandboxOutcome:
+        group = RunCgroups(self._hierarchies, limits) if self._hierarchies else None
         try:
             with contextlib.ExitStack() as held:
-                placed = [Placed(path, held.enter_context(_memory(data)), free) for path, data, free in contents]
+                placed = [SandboxFile(path, held.enter_context(_memory(data)), free) for path, data, free in contents]
                 rules = system_call_filter()
                 filter_fd = held.enter_context(_memory(rules)) if rules is not None else None
                 status = held.enter_context(_Status())
@@ -184,18 +184,18 @@ class Sandbox:
 class _Run:
     """One program from its start to its end."""
 
-    def __init__(self, process: Spawned, status: _Status, limits: Limits, watched: bool) -> None:
+    def __init__(self, process: Spawned, status: _Status, limits: SandboxLimits, watched: bool) -> None:
         self._process = process
         self._status = status
         self._limits = limits
         self._watched = watched
         self._output, self._errors = bytearray(), bytearray()
 
-    async def finish(self, output: _Output, errors: _Output, group: Group | None) -> Outcome:
+    async def finish(self, output: _Output, errors: _Output, group: RunCgroups | None) -> SandboxOutcome:
         """Wait for the end, or bring it about."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._status.begin(loop)
+        self._status.start_reading(loop)
         readers: list[asyncio.StreamReader] = []
         limit = ""
         try:
@@ -213,7 +213,7 @@ class _Run:
             raise RetryableError(f"the sandbox did not start: {self._errors.decode(errors='replace').strip()[-500:]}")
         if exit_code == CPU_EXIT_CODE:
             limit = limit or "cpu"
-        return Outcome(
+        return SandboxOutcome(
             exit_code=-1 if exit_code is None or limit in ("wall", "output") else exit_code,
             limit=limit,
             stdout=bytes(self._output),
@@ -271,7 +271,7 @@ class _Run:
         await asyncio.gather(*(self._drop(reader) for reader in readers))
         try:
             async with asyncio.timeout(END_LIMIT):
-                await self._status.gone()
+                await self._status.wait_gone()
         except TimeoutError:
             raise RetryableError(f"a killed sandbox is still there after {END_LIMIT:g} s") from None
 
@@ -348,7 +348,7 @@ class _Status:
             if fd >= 0:
                 os.close(fd)
 
-    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+    def start_reading(self, loop: asyncio.AbstractEventLoop) -> None:
         """The other process has the write end now."""
         os.close(self.write_end)
         self.write_end = -1
@@ -364,7 +364,7 @@ class _Status:
             signal.pidfd_send_signal(self._first, signal.SIGKILL)
         return True
 
-    async def gone(self) -> None:
+    async def wait_gone(self) -> None:
         """Wait until the first process has ended, which the kernel lets it do as the last one."""
         self._receive()
         if self._first < 0:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from orchestrator.api import RunError
-from orchestrator.sandbox.limits import Limits, Outcome
+from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.run import CPU_EXIT_CODE, Sandbox, check_name
 
 MAX_FILES = 64
@@ -88,7 +88,9 @@ class Workspace:
             names = sorted({name for name, _ in changed}) or sorted(self._protected)
             raise RunError(f"a fresh episode does not begin with the task's files: {', '.join(names)}")
 
-    async def run(self, program: Sequence[str], *, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
+    async def run(
+        self, program: Sequence[str], *, stdin: bytes = b"", limits: SandboxLimits | None = None
+    ) -> SandboxOutcome:
         """Run a program in the folder and keep what it changed there. A turn that reaches a limit, or leaves more than may be
         kept, changes nothing. Raises RetryableError when the sandbox does not start."""
         word = f"files-{self._digest[:16]}-{self._turns}:"
@@ -109,7 +111,7 @@ class Workspace:
             self.tampered += sorted(n for n, data in self._protected.items() if files.pop(n, None) != data)
             self._files = {name: data for name, data in files.items() if not self._in_the_way(name)}
         limit = "cpu" if code == CPU_EXIT_CODE else ""
-        return Outcome(code, limit, output, outcome.stderr, outcome.seconds)
+        return SandboxOutcome(code, limit, output, outcome.stderr, outcome.seconds)
 
     def _in_the_way(self, name: str) -> bool:
         """Whether a file of this name would keep the protected ones from being placed, or cannot be placed itself."""

@@ -22,7 +22,7 @@ from orchestrator.policies.training.objective_table import (
     ObjectiveName,
     RatioTo,
     TisMode,
-    conflicts,
+    setting_conflicts,
 )
 from orchestrator.settings.section import Positive, Section, config_error, violation
 
@@ -132,7 +132,7 @@ class TrainerSettings(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        found = [violation(name, getattr(self, name), fix) for name, fix in conflicts(self)]
+        found = [violation(name, getattr(self, name), fix) for name, fix in setting_conflicts(self)]
         final = self.final_learning_rate
         if final is not None and final > self.learning_rate:
             fix = f"must lie between 0 and trainer.learning_rate = {self.learning_rate!r}"

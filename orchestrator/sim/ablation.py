@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.observe.report.plots import Drawing, Margins
-from orchestrator.sim.paper_setups import measure, rollpacker, scenario
+from orchestrator.sim.paper_setups import load_scenario, measure, rollpacker
 
 SCENARIO = "rollart"
 SCALE = 16  # a 16th of its cluster and batch
@@ -27,7 +27,7 @@ BALANCED = "sim.trainer_gpus=96"  # with the 32 of the scenario training binds, 
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class AblationFeature:
     """``on`` and ``off``: overrides of the config with it and without it."""
 
     name: str
@@ -36,25 +36,27 @@ class Feature:
 
 
 FEATURES = (
-    Feature("async, alpha 1", (), ("run.mode=sync_plus", "rollout.alpha=0")),
-    Feature("hardware affinity", (), ("rollout.routing.affinity={}",)),
-    Feature("cache-affine routing", (), ("rollout.routing.policy=least-loaded",)),
-    Feature("redundant groups", ("rollout.redundant_groups=2.0",), ("rollout.redundant_groups=1.0",)),
-    Feature("streamed training", ("trainer.stream=true",), ("trainer.stream=false",)),
-    Feature("serverless rewards", ("sim.reward_slots=0",), ("sim.reward_slots=4",)),
+    AblationFeature("async, alpha 1", (), ("run.mode=sync_plus", "rollout.alpha=0")),
+    AblationFeature("hardware affinity", (), ("rollout.routing.affinity={}",)),
+    AblationFeature("cache-affine routing", (), ("rollout.routing.policy=least-loaded",)),
+    AblationFeature("redundant groups", ("rollout.redundant_groups=2.0",), ("rollout.redundant_groups=1.0",)),
+    AblationFeature("streamed training", ("trainer.stream=true",), ("trainer.stream=false",)),
+    AblationFeature("serverless rewards", ("sim.reward_slots=0",), ("sim.reward_slots=4",)),
 )
 
 SYNCHRONOUS = (  # all on: the rung "+ stream trainer" of RollPacker's 7B/8k
-    Feature("tail batching", (), ("rollout.rounds.enabled=false",)),
-    Feature("speculation in prompts", (), ("rollout.rounds.eta_prompts=1.0",)),
-    Feature("speculation in responses", (), ("rollout.rounds.eta_responses=1.0",)),
-    Feature("rewards beside the rollout", (), ("run.mode=sync",)),
-    Feature("training streamed on freed devices", (), ("rollout.colocation.enabled=false", "trainer.stream=false")),
-    Feature("adaptive reward timeout", (), ("reward.timeout=40",)),  # of a call; the scorer's own limit is 30 s
+    AblationFeature("tail batching", (), ("rollout.rounds.enabled=false",)),
+    AblationFeature("speculation in prompts", (), ("rollout.rounds.eta_prompts=1.0",)),
+    AblationFeature("speculation in responses", (), ("rollout.rounds.eta_responses=1.0",)),
+    AblationFeature("rewards beside the rollout", (), ("run.mode=sync",)),
+    AblationFeature(
+        "training streamed on freed devices", (), ("rollout.colocation.enabled=false", "trainer.stream=false")
+    ),
+    AblationFeature("adaptive reward timeout", (), ("reward.timeout=40",)),  # of a call; the scorer's own limit is 30 s
 )
 
 PLANNED = (  # 32B/32k, rewards beside the rollout; without it RollPacker's TP 2 throughout
-    Feature(
+    AblationFeature(
         "parallelism planner",
         (),
         ("rollout.planner.enabled=false", "sim.tensor_parallel=2", "rollout.workers=32"),
@@ -71,7 +73,7 @@ _PLANNER = (  # a worker a GPU; 780 tokens are expected of a response, in grains
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AblationRow:
     """Without one feature ("": with all): seconds a step for each seed, and over those of the base."""
 
     name: str
@@ -100,17 +102,17 @@ class Row:
 
 def ablate(
     seeds: int,
-    features: Sequence[Feature] | None = None,
+    features: Sequence[AblationFeature] | None = None,
     make: Callable[[Sequence[str]], Config] | None = None,
     said: Callable[[str], object] = lambda text: None,
-) -> list[Row]:
+) -> list[AblationRow]:
     """All rows, the base first. ``features``: default: :data:`FEATURES`. ``make``: a config from overrides, default: the scenario
     of this module. Without both, the rows of :data:`SYNCHRONOUS` and :data:`PLANNED` follow. ``said`` hears of each run. Raises
     ConfigError, SimulationFailed."""
     if seeds < 1:
         raise ConfigError("--seeds", seeds, "at least one")
     if make is None and features is None:
-        parts = ((FEATURES, _default), (SYNCHRONOUS, synchronous), (PLANNED, planned))
+        parts = ((FEATURES, _default), (SYNCHRONOUS, synchronous_setup), (PLANNED, planner_setup))
         return [row for part, base in parts for row in ablate(seeds, part, base, said)]
     make, features = make or _default, FEATURES if features is None else features
     on = [override for feature in features for override in feature.on]
@@ -123,28 +125,28 @@ def ablate(
         return tuple(found)
 
     base = seconds("all on", ())
-    rows = [Row("", base, (1.0,) * seeds)]
+    rows = [AblationRow("", base, (1.0,) * seeds)]
     for feature in features:
         times = seconds(f"without {feature.name}", feature.off)
-        rows.append(Row(feature.name, times, tuple(a / b for a, b in zip(times, base, strict=True))))
+        rows.append(AblationRow(feature.name, times, tuple(a / b for a, b in zip(times, base, strict=True))))
     return rows
 
 
 def _default(overrides: Sequence[str]) -> Config:
-    return scenario(SCENARIO, [f"run.steps={STEPS}", BALANCED, *overrides], SCALE)
+    return load_scenario(SCENARIO, [f"run.steps={STEPS}", BALANCED, *overrides], SCALE)
 
 
-def synchronous(overrides: Sequence[str]) -> Config:
+def synchronous_setup(overrides: Sequence[str]) -> Config:
     """Seven steps: those that are measured are four short rounds and a long one."""
     return rollpacker("7B/8k", "+ stream trainer", 4, steps=7, extra=overrides)
 
 
-def planned(overrides: Sequence[str]) -> Config:
+def planner_setup(overrides: Sequence[str]) -> Config:
     """The same of 32B/32k, with the planner instead of the stream trainer."""
     return rollpacker("32B/32k", "+ reward scheduler", 4, steps=7, extra=[*_PLANNER, *overrides])
 
 
-def table(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[AblationRow]) -> str:
     """For people."""
     lines = [f"{'simulated, without':24} {'s a step':>10} {'over all on':>12} {'+-':>7}"]
     for row in rows:
@@ -153,7 +155,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def ablation_svg(rows: Sequence[Row]) -> str:
+def ablation_svg(rows: Sequence[AblationRow]) -> str:
     """A file: a point a feature, the step time without it over that with all, and its deviation over seeds."""
     shown = [row for row in rows if row.name]
     about = "; ".join(f"{row.name}: {row.ratio:.3f} +- {row.deviation:.3f}" for row in shown)

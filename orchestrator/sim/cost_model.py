@@ -1,12 +1,13 @@
 """What things cost in the simulator: seconds of engine steps, of training, of weights on their way. Pure; no clock, no draws.
 
-Two implementations of one protocol: :class:`LinearCosts`, the figures of ``[sim]``, and :class:`Roofline`, a device and a model
-of :mod:`orchestrator.sim.hardware`. A decode step costs ``fixed + growing x tokens in all contexts`` for a given number of
-sequences, so that any number of steps has a closed sum (:func:`seconds_of`) and its inverse (:func:`steps_in`): the worker
-leaps over steps in which nothing changes, and ends where it would have ended step by step.
+Two implementations of one protocol: :class:`LinearCosts`, the figures of ``[sim]``, and :class:`RooflineCosts`, a
+device and a model of :mod:`orchestrator.sim.hardware`. A decode step costs ``fixed + growing x tokens in all contexts``
+for a given number of sequences, so that any number of steps has a closed sum (:func:`seconds_of`) and its inverse
+(:func:`steps_in`): the worker leaps over steps in which nothing changes, and ends where it would have ended step by
+step.
 
 Monotone, and tested: more sequences, tokens or context never cost less; a larger tensor-parallel size never holds less KV.
-``Grained`` makes one simulated token stand for several real ones, so that long contexts cost the simulator little.
+``GrainedCosts`` makes one simulated token stand for several real ones, so that long contexts cost the simulator little.
 
 Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, pipeline bubbles and imbalance of training one by
 one (they are in its time a token), contention of transfers.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.api import ConfigError
-from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS, Device, Model
+from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS, DeviceSpec, ModelSpec
 
 FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of the linear model
 KV_SHARE = 0.1  # of prefilling a token is moving its KV; likewise
@@ -161,7 +162,7 @@ class LinearTraining:
         return sum(lengths) * self.token / share
 
 
-def check_shares(model: Model, devices: int, expert_parallel: int) -> None:
+def check_shares(model: ModelSpec, devices: int, expert_parallel: int) -> None:
     """Raises ConfigError where so many of an engine's devices cannot share out whole experts evenly."""
     if devices % expert_parallel:
         fix = f"must divide the {devices} devices of the engine"
@@ -172,7 +173,7 @@ def check_shares(model: Model, devices: int, expert_parallel: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
+class RooflineCosts:
     """One engine on ``tensor_parallel`` devices of one server. Weights and activations of a step cost the larger of their
     arithmetic and of the bytes that are read; attention of decode reads the KV of every context; prefilled tokens share the
     step's reading of the weights. ``pull_gb_s``: at which the worker's devices together fetch from the relay. ``kv_limit``:
@@ -184,8 +185,8 @@ class Roofline:
     and go back by an all-to-all each, in place of the all-reduce behind the experts. ``expert_tile``: columns of a kernel's tile,
     to whole ones of which a device's slice of an expert is filled up, computed and read (0: as wide as it is)."""
 
-    device: Device
-    model: Model
+    device: DeviceSpec
+    model: ModelSpec
     tensor_parallel: int = 1
     pull_gb_s: float = 0.0  # 0: the devices' network ports
     memory_share: float = MEMORY_SHARE
@@ -305,8 +306,8 @@ class RooflineTraining:
     of the policy as it was, and those of a reference; and ``serial`` seconds that more devices do not shorten. ``push_gb_s``:
     at which versions go to the relay, all ranks together."""
 
-    device: Device
-    model: Model
+    device: DeviceSpec
+    model: ModelSpec
     gpus: int
     forwards: int = 1
     push_gb_s: float = 0.0  # 0: the devices' network ports
@@ -332,7 +333,7 @@ class RooflineTraining:
 
 
 @dataclass(frozen=True, slots=True)
-class Grained:
+class GrainedCosts:
     """One token here stands for ``grain`` of the engine's: a step here is ``grain`` steps there."""
 
     inner: EngineCosts

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from orchestrator.api import Trajectory
 from orchestrator.checkpoint import Checkpoints, CheckpointState
-from orchestrator.sim.run_audit import Audit
+from orchestrator.sim.run_audit import RunAudit
 
 
-class Remains:
+class CrashRemains:
     """The run folder, in memory, except for checkpoints: those are real files."""
 
-    def __init__(self, audit: Audit) -> None:
+    def __init__(self, audit: RunAudit) -> None:
         self.events: list[str] = []
         self.journal: list[str] = []
         self.rows: list[tuple[str, int, str]] = []  # id, step, outcome: flushed
@@ -30,7 +30,7 @@ class Remains:
         self._rng = random.Random(0)
         self._on_kill: Callable[[], object] | None = None
 
-    def live(self, kill_after: int, rng: random.Random, on_kill: Callable[[], object]) -> None:
+    def begin_life(self, kill_after: int, rng: random.Random, on_kill: Callable[[], object]) -> None:
         """A process begins; it will be killed at its ``kill_after``-th durable operation (-1: never)."""
         self.dead = False
         self._kill_at = self.operations + kill_after if kill_after >= 0 else -1
@@ -48,7 +48,7 @@ class Remains:
             if self._on_kill is not None:
                 self._on_kill()
 
-    def strikes(self) -> bool:
+    def kill_strikes(self) -> bool:
         """Count one durable operation; whether the kill strikes at it."""
         self.operations += 1
         return self.operations - 1 == self._kill_at
@@ -61,10 +61,10 @@ class Remains:
         """Append a line, unless the process is dead; or half of it, when it dies of it."""
         if self.dead:
             return
-        if self.strikes():
+        if self.kill_strikes():
             line = line[: self._rng.randint(0, len(line))]
         if line.endswith(("}", "\n")):
-            self._audit.journal(line)
+            self._audit.check_journal_line(line)
         if line:
             self.journal.append(line)
         if self.operations - 1 == self._kill_at:
@@ -74,7 +74,7 @@ class Remains:
 class JournalSink:
     """The ledger's sink."""
 
-    def __init__(self, remains: Remains) -> None:
+    def __init__(self, remains: CrashRemains) -> None:
         self._remains = remains
 
     def write(self, line: str, /) -> None:
@@ -85,7 +85,7 @@ class JournalSink:
 class EventSink:
     """The event log's sink. ``also`` sees every line that survives."""
 
-    def __init__(self, remains: Remains, also: Callable[[str], object] | None) -> None:
+    def __init__(self, remains: CrashRemains, also: Callable[[str], object] | None) -> None:
         self._remains = remains
         self._also = also
 
@@ -100,7 +100,7 @@ class EventSink:
 class SimStore:
     """The trajectory store's twin: rows are durable after ``flush``."""
 
-    def __init__(self, remains: Remains) -> None:
+    def __init__(self, remains: CrashRemains) -> None:
         self._remains = remains
         self._pending: list[tuple[str, int, str]] = []
 
@@ -114,7 +114,7 @@ class SimStore:
         """See the pipeline's Store."""
         if self._remains.dead:
             return
-        if self._remains.strikes():
+        if self._remains.kill_strikes():
             self._remains.kill()
             return
         self._remains.rows += self._pending
@@ -132,7 +132,7 @@ class SimStore:
 class SimCheckpoints(Checkpoints):
     """The real checkpoints, which a kill can strike before or after their commit."""
 
-    def __init__(self, folder: Path, keep: int, remains: Remains) -> None:
+    def __init__(self, folder: Path, keep: int, remains: CrashRemains) -> None:
         super().__init__(folder, keep)
         self._remains = remains
 
@@ -140,10 +140,10 @@ class SimCheckpoints(Checkpoints):
         """See Checkpoints."""
         if self._remains.dead:
             return partial
-        if self._remains.strikes():
+        if self._remains.kill_strikes():
             self._remains.kill()
             return partial
         final = super().commit(partial, state)
-        if self._remains.strikes():
+        if self._remains.kill_strikes():
             self._remains.kill()
         return final

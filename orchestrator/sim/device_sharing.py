@@ -20,14 +20,14 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.config import Config
-from orchestrator.sim.movable_worker import MovingWorker
-from orchestrator.sim.run_audit import Audit
+from orchestrator.sim.movable_worker import MovableSimWorker
+from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_cluster import engine_costs
 from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
 from orchestrator.sim.twins import SimTrainer
 
 
-class LendingWorker(MovingWorker):
+class LendingSimWorker(MovableSimWorker):
     """A :class:`~orchestrator.api.ReleasingWorker`."""
 
     released = ""  # the level
@@ -41,7 +41,7 @@ class LendingWorker(MovingWorker):
         seconds = 0.0
         if not self.released:
             self.released, seconds = level, self._costs.load_seconds if level == "weights" else 0.0
-            self._batch.change(self._batch.version)  # the KV is gone
+            self._batch.change_weights(self._batch.version)  # the KV is gone
             await asyncio.sleep(seconds)
             self._check(incarnation)
         return ReleaseResult(level, MODEL_BYTES, len(self._batch.running), seconds, "simulated")
@@ -73,7 +73,7 @@ class LendingWorker(MovingWorker):
 class ResidentSimTrainer(SimTrainer):
     """A :class:`~orchestrator.api.ResidentTrainer`. It begins with its devices empty."""
 
-    def __init__(self, config: Config, weights: SimWeights, audit: Audit) -> None:
+    def __init__(self, config: Config, weights: SimWeights, audit: RunAudit) -> None:
         super().__init__(config, weights, audit)
         self._replicas = config.trainer.data_parallel
         self._seconds = engine_costs(config).load_seconds

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.api import GenerationRequest
-from orchestrator.policies.routing.priority import ProgressivePriority, Running, Waiting
+from orchestrator.policies.routing.priority import ProgressivePriority, RunningRequest, WaitingRequest
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class EngineSequence:
     """A request in the engine. ``tokens``: all that it will say; ``made``: how many of them are booked to a version, the
     last ones at engine step ``booked``; ``ends``: the step after which it is complete, -1 while it does not run."""
 
@@ -48,13 +48,13 @@ class Sequence:
         return self.request.priority, self.number
 
 
-class Batch:
+class EngineBatch:
     """``slots``: sequences that run at most; ``room``: tokens of KV, None: any number; ``reuse``: of a task, what share of its
     context a trajectory's next turn begins with (1 where it is not named). :meth:`fill`, then at most :meth:`horizon` steps by
     :meth:`advance`, then :meth:`complete`, and again."""
 
     def __init__(self, slots: int, room: int | None, reuse: Mapping[str, float] | None = None) -> None:
-        self.running: dict[str, Sequence] = {}
+        self.running: dict[str, EngineSequence] = {}
         self.steps = 0  # taken so far
         self.context = 0  # tokens in the contexts of those that run
         self.preemptions = 0
@@ -66,8 +66,8 @@ class Batch:
         self._slots = slots
         self._room = room
         self._reuse = reuse or {}
-        self._waiting: list[tuple[int, int, Sequence]] = []
-        self._ends: list[tuple[int, int, Sequence]] = []
+        self._waiting: list[tuple[int, int, EngineSequence]] = []
+        self._ends: list[tuple[int, int, EngineSequence]] = []
         self._prefix: dict[
             str, int
         ] = {}  # trajectory -> tokens whose KV is held and in no sequence's use; oldest first
@@ -79,7 +79,7 @@ class Batch:
 
     # -- what comes and goes -----------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         """It waits."""
         self._mixed = self._mixed or sequence.request.priority != 0
         heapq.heappush(self._waiting, (*sequence.rank, sequence))
@@ -91,17 +91,17 @@ class Batch:
         self._waiting = [(*sequence.rank, sequence) for sequence in waiting]
         heapq.heapify(self._waiting)
 
-    def waiting(self) -> list[Sequence]:
+    def waiting(self) -> list[EngineSequence]:
         """Those that wait, in no order."""
         return [entry[2] for entry in self._waiting if not entry[2].done]
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: EngineSequence) -> None:
         """It ends, wherever it is; its KV stays as a prefix, as far as the next turn can use it."""
         sequence.done = True
         if self.running.pop(sequence.request.request_id, None) is not None:
             self._stop(sequence, self._reuse.get(sequence.request.task, 1.0))
 
-    def book(self, sequences: Iterable[Sequence] | None = None) -> None:
+    def book_tokens(self, sequences: Iterable[EngineSequence] | None = None) -> None:
         """Count the tokens that running sequences (None: all) have made since they were last looked at."""
         for sequence in self.running.values() if sequences is None else sequences:
             tokens = self.steps - sequence.booked
@@ -111,9 +111,9 @@ class Batch:
                 sequence.spans.append((self.version, tokens))
                 self.generated += tokens
 
-    def change(self, version: int) -> None:
+    def change_weights(self, version: int) -> None:
         """New weights: all KV is of old ones, and is computed anew before the next step."""
-        self.book()
+        self.book_tokens()
         self.version = version
         self._prefix.clear()
         self._idle = 0
@@ -126,7 +126,7 @@ class Batch:
         self._waiting.clear()
         self._ends.clear()
 
-    def prefix(self, trajectory: str) -> int:
+    def prefix_tokens(self, trajectory: str) -> int:
         """Tokens of its context whose KV is held here, in nobody's use."""
         return self._prefix.get(trajectory, 0)
 
@@ -181,7 +181,7 @@ class Batch:
         self.context += steps * len(self.running)
         self._trim()
 
-    def complete(self) -> Iterator[Sequence]:
+    def complete(self) -> Iterator[EngineSequence]:
         """Those that have said all; each still runs, and is to be removed."""
         while self._ends and self._ends[0][0] <= self.steps:
             entry = heapq.heappop(self._ends)
@@ -190,35 +190,35 @@ class Batch:
 
     # -- room --------------------------------------------------------------------------------------------------------
 
-    def _is_current(self, entry: tuple[int, int, Sequence]) -> bool:
+    def _is_current(self, entry: tuple[int, int, EngineSequence]) -> bool:
         return not entry[2].done and entry[2].ends == entry[0]
 
-    def _head(self) -> Sequence | None:
+    def _head(self) -> EngineSequence | None:
         while self._waiting and self._waiting[0][2].done:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
 
-    def _need(self, sequence: Sequence) -> int:
+    def _need(self, sequence: EngineSequence) -> int:
         """Tokens of room that it must find: its context, and a further token of each that runs then."""
         return sequence.context + len(self.running) + 1
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: EngineSequence) -> bool:
         if len(self.running) >= self._slots:
             return False
         return self._room is None or self._need(sequence) <= self._room - self.context
 
-    def _outranks(self, head: Sequence) -> bool:
+    def _outranks(self, head: EngineSequence) -> bool:
         """Whether room was made for one that outranks."""
         if not self._mixed or not self.running:
             return False
         priorities = (sequence.request.priority for sequence in self.running.values())
         if not self._priority.may_decide(head.request.priority, priorities):
             return False
-        self.book()
+        self.book_tokens()
         rows = list(self.running.values())
         found = self._priority.takeovers(
-            [Waiting(head.request.priority, (head.number, ""))],
-            [Running(row.request.priority, (row.number, "")) for row in rows],
+            [WaitingRequest(head.request.priority, (head.number, ""))],
+            [RunningRequest(row.request.priority, (row.number, "")) for row in rows],
             slots=self._slots - len(rows),
             tokens=self._slots,
             blocks=0 if self._room is None else self._room - self.context,
@@ -232,14 +232,14 @@ class Batch:
             self.outranked += 1
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: EngineSequence) -> None:
         del self.running[sequence.request.request_id]
         self._stop(sequence)
         self.preemptions += 1
         heapq.heappush(self._waiting, (*sequence.rank, sequence))
 
-    def _stop(self, sequence: Sequence, share: float = 1.0) -> None:
-        self.book((sequence,))
+    def _stop(self, sequence: EngineSequence, share: float = 1.0) -> None:
+        self.book_tokens((sequence,))
         sequence.ends = -1
         self.context -= sequence.context
         trajectory, kept = sequence.request.trajectory_id, int(sequence.context * share)
@@ -247,7 +247,7 @@ class Batch:
         self._prefix[trajectory] = kept
         self._trim()
 
-    def _start(self, sequence: Sequence, now: float) -> None:
+    def _start(self, sequence: EngineSequence, now: float) -> None:
         context, prompt = sequence.context, len(sequence.request.token_ids)
         cached = self._prefix.pop(sequence.request.trajectory_id, 0)
         self._idle -= cached

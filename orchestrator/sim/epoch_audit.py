@@ -2,7 +2,7 @@
 
 With ``rollout.rounds`` each start in the journal carries the number of its prompt in the training stream
 (:meth:`orchestrator.ledger.Ledger.start`). From these lines alone, and the list of what the run says is still to be trained,
-:func:`account` finds every prompt that was trained twice, is missing, or was overtaken by a later epoch. It shares no code
+:func:`account_epochs` finds every prompt that was trained twice, is missing, or was overtaken by a later epoch. It shares no code
 with the planner (:mod:`orchestrator.policies.batching.round_planner`) or the ledger's totals.
 """
 
@@ -35,7 +35,7 @@ class EpochAccount:
         return count
 
 
-def account(
+def account_epochs(
     lines: Iterable[str],
     epoch: int,
     left: Collection[int] = (),

@@ -12,36 +12,36 @@ from dataclasses import replace
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.sim import hardware
-from orchestrator.sim.cost_model import EngineCosts, Grained, Roofline, check_shares
+from orchestrator.sim.cost_model import EngineCosts, GrainedCosts, RooflineCosts, check_shares
 
 
-class Routing:
+class ExpertRouting:
     """A worker's: ``imbalance`` is that of the weights that it has now; before the first ones, that of version 0."""
 
     def __init__(self, config: Config) -> None:
         self._from = sorted(config.sim.expert_imbalance.items())
-        self.imbalance = self.at(0)
+        self.imbalance = self.imbalance_at(0)
 
-    def at(self, version: int) -> float:
+    def imbalance_at(self, version: int) -> float:
         """Of a weight version: the tokens of the fullest device's experts over the mean; before the first that is named, 1."""
         place = bisect_right(self._from, version, key=lambda named: named[0])
         return self._from[place - 1][1] if place else 1.0
 
-    def moves(self, version: int) -> bool:
+    def load_version(self, version: int) -> bool:
         """Weights of this version were loaded; whether that changes the imbalance."""
-        before, self.imbalance = self.imbalance, self.at(version)
+        before, self.imbalance = self.imbalance, self.imbalance_at(version)
         return self.imbalance != before
 
     def costs(self, even: EngineCosts) -> EngineCosts:
         """Of an engine, at the imbalance of now."""
-        return routed(even, self.imbalance)
+        return costs_at_imbalance(even, self.imbalance)
 
 
-def routed(costs: EngineCosts, imbalance: float) -> EngineCosts:
+def costs_at_imbalance(costs: EngineCosts, imbalance: float) -> EngineCosts:
     """What an engine costs at an imbalance of its experts' load."""
-    if isinstance(costs, Grained):
-        return replace(costs, inner=routed(costs.inner, imbalance))
-    if isinstance(costs, Roofline) and costs.expert_parallel > 1:
+    if isinstance(costs, GrainedCosts):
+        return replace(costs, inner=costs_at_imbalance(costs.inner, imbalance))
+    if isinstance(costs, RooflineCosts) and costs.expert_parallel > 1:
         return replace(costs, imbalance=imbalance)
     return costs
 

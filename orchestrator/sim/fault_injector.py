@@ -49,9 +49,9 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.events import EventLog
-from orchestrator.sim.seeded_draws import stream
+from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.twins import SimTrainer, Tools
+from orchestrator.sim.twins import SimTrainer, ToolHost
 
 T = TypeVar("T")
 
@@ -77,11 +77,11 @@ class FaultInjector:
         self._kinds = config.sim.faults
         self._events = events
         self._limit = config.rollout.environment_step_timeout
-        self.rng = stream(config.run.seed, "faults", life)
+        self.rng = random_stream(config.run.seed, "faults", life)
         self.counts = counts
         self.on = True
 
-    def draw(self, where: str, possible: Sequence[str]) -> str:
+    def draw_fault(self, where: str, possible: Sequence[str]) -> str:
         """The fault for this call, "" for none."""
         if not self.on or self._rate <= 0 or self.rng.random() >= self._rate:
             return ""
@@ -89,24 +89,24 @@ class FaultInjector:
         if not kinds:
             return ""
         kind = self.rng.choice(kinds)
-        self.record(kind, where)
+        self.record_fault(kind, where)
         return kind
 
-    def record(self, kind: str, where: str) -> None:
+    def record_fault(self, kind: str, where: str) -> None:
         """Log and count an injected fault."""
         name = f"{kind} {where}"
         self.counts[name] = self.counts.get(name, 0) + 1
         self._events.emit("injected", what=kind, where=where)
 
-    def seconds(self) -> float:
+    def delay_seconds(self) -> float:
         """How long a delay is: mostly short, sometimes past the time limit of an environment's step."""
         return float(min(self.rng.expovariate(2.0 / self._limit), 4 * self._limit))
 
-    async def late(self) -> None:
+    async def delay_call(self) -> None:
         """A delay."""
-        await asyncio.sleep(self.seconds())
+        await asyncio.sleep(self.delay_seconds())
 
-    async def never(self) -> Any:
+    async def lose_answer(self) -> Any:
         """A call whose answer is lost."""
         await asyncio.get_running_loop().create_future()
 
@@ -117,7 +117,7 @@ class FaultInjector:
             delay = self.rng.choice((0.0, self.rng.expovariate(1.0)))
             asyncio.get_running_loop().call_later(delay, task.cancel)
 
-    async def call(
+    async def call_port(
         self,
         where: str,
         possible: Sequence[str],
@@ -127,9 +127,9 @@ class FaultInjector:
     ) -> T:
         """One call of a port that may fail. A crash or a drop strikes before or after the callee has acted. ``life`` is
         the callee's incarnation: what was on its way to one that has died meanwhile never reaches the next."""
-        return await self.strike(self.draw(where, possible), where, act, crash, life)
+        return await self.inject_fault(self.draw_fault(where, possible), where, act, crash, life)
 
-    async def strike(
+    async def inject_fault(
         self,
         kind: str,
         where: str,
@@ -137,7 +137,7 @@ class FaultInjector:
         crash: Callable[[], None],
         life: Callable[[], int],
     ) -> T:
-        """:meth:`call` with the fault drawn already."""
+        """:meth:`call_port` with the fault drawn already."""
         first = bool(kind) and self.rng.random() < 0.5
         if kind == "crash":
             if first:
@@ -147,16 +147,16 @@ class FaultInjector:
         if kind == "drop":
             if first:
                 await act()
-            await self.never()
+            await self.lose_answer()
         addressee = life()
         if kind == "delay" and first:
-            await self.late()
+            await self.delay_call()
             _same(addressee, life(), where)
         answer = await act()
         if kind == "duplicate":
             answer = await act()
         if kind == "delay" and not first:
-            await self.late()
+            await self.delay_call()
             _same(addressee, life(), where)
         return answer
 
@@ -193,7 +193,9 @@ class FaultyWorker:
         crash: Callable[[], None] | None = None,
     ) -> T:
         inner = self._inner
-        return await self._faults.call(f"worker.{name}", possible, act, crash or inner.die, lambda: inner.incarnation)
+        return await self._faults.call_port(
+            f"worker.{name}", possible, act, crash or inner.die, lambda: inner.incarnation
+        )
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See the protocol."""
@@ -212,15 +214,15 @@ class FaultyWorker:
 
     async def completions(self) -> list[Completion]:
         """See the protocol. A duplicate delivers an earlier completion again, beside the new ones."""
-        kind = self._faults.draw("worker.completions", CALL)
+        kind = self._faults.draw_fault("worker.completions", CALL)
         if kind == "crash":
-            asyncio.get_running_loop().call_later(self._faults.seconds(), self._inner.die)
+            asyncio.get_running_loop().call_later(self._faults.delay_seconds(), self._inner.die)
         addressee = self._inner.incarnation
         answer = await self._inner.completions()
         if kind == "drop":
-            await self._faults.never()
+            await self._faults.lose_answer()
         if kind == "delay":
-            await self._faults.late()
+            await self._faults.delay_call()
             _same(addressee, self._inner.incarnation, "worker.completions")
         if kind == "duplicate":
             again = self._faults.rng.choice([*self._delivered, *answer])
@@ -255,7 +257,7 @@ class FaultyWorker:
             if self._faults.rng.random() < 0.5:
                 self._inner.die()
             else:
-                self._inner.spoil()
+                self._inner.spoil_weights()
 
         return await self._call("update", lambda: self._inner.update(version), crash=crash)
 
@@ -271,7 +273,7 @@ class FaultyWorker:
         """See the protocol."""
         self._delivered = []
         faults, inner = self._faults, self._inner
-        await faults.call(
+        await faults.call_port(
             "worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0
         )  # a restart is no call of a life
 
@@ -288,7 +290,7 @@ class FaultyTrainer:
         self._faults = faults
 
     async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = TRAINER) -> T:
-        return await self._faults.call(f"trainer.{name}", possible, act, self._inner.die, lambda: 0)
+        return await self._faults.call_port(f"trainer.{name}", possible, act, self._inner.die, lambda: 0)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """See the protocol."""
@@ -296,14 +298,14 @@ class FaultyTrainer:
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
         """See the protocol. A dropped feed is answered and lost: it was a hint."""
-        kind = self._faults.draw("trainer.feed", FEED)
+        kind = self._faults.draw_fault("trainer.feed", FEED)
         if kind == "drop":
             return
 
         async def act() -> None:
             await self._inner.feed(samples, version)
 
-        await self._faults.strike(kind, "trainer.feed", act, self._inner.die, lambda: 0)
+        await self._faults.inject_fault(kind, "trainer.feed", act, self._inner.die, lambda: 0)
 
     async def publish(self) -> PublishResult:
         """See the protocol."""
@@ -346,7 +348,7 @@ class FaultyTask:
 
     def environment(self) -> Environment:
         """See the protocol."""
-        if self._faults.draw("environment.create", ("crash",)):
+        if self._faults.draw_fault("environment.create", ("crash",)):
             raise InjectedError("injected: the environment did not start")
         return FaultyEnvironment(self._inner.environment(), self._faults, self.max_context_tokens)
 
@@ -383,17 +385,17 @@ class FaultyEnvironment:
 
     async def close(self) -> None:
         """See the protocol. An injected fault comes after the real end: only the caller can leave one open."""
-        kind = self._faults.draw("environment.close", NO_TWICE)
+        kind = self._faults.draw_fault("environment.close", NO_TWICE)
         await self._inner.close()
         if kind == "delay":
-            await self._faults.late()
+            await self._faults.delay_call()
         if kind == "crash":
             raise InjectedError("injected: close failed")
         if kind == "drop":
-            await self._faults.never()
+            await self._faults.lose_answer()
 
     async def _before(self, where: str, possible: Sequence[str]) -> str:
-        kind = self._faults.draw(where, possible)
+        kind = self._faults.draw_fault(where, possible)
         if kind == "crash":
             errors: list[Exception] = [
                 InjectedError(f"injected in {where}"),
@@ -402,9 +404,9 @@ class FaultyEnvironment:
             ]
             raise self._faults.rng.choice(errors)
         if kind == "drop":
-            await self._faults.never()
+            await self._faults.lose_answer()
         if kind == "delay":
-            await self._faults.late()
+            await self._faults.delay_call()
         if kind == "cancel":
             self._faults.cancel_later()
         return kind
@@ -422,19 +424,19 @@ class FaultyEnvironment:
 class FaultyTools:
     """The tools' host around another one: it is gone (crash), slow (delay), never answers (drop), or runs a call twice."""
 
-    def __init__(self, inner: Tools, faults: FaultInjector) -> None:
+    def __init__(self, inner: ToolHost, faults: FaultInjector) -> None:
         self._inner = inner
         self._faults = faults
 
     async def call(self) -> None:
         """See the protocol."""
-        kind = self._faults.draw("tool.call", CALL)
+        kind = self._faults.draw_fault("tool.call", CALL)
         if kind == "crash":
             raise TrajectoryError("tool_unavailable", "injected")
         if kind == "drop":
-            await self._faults.never()
+            await self._faults.lose_answer()
         if kind == "delay":
-            await self._faults.late()
+            await self._faults.delay_call()
         await self._inner.call()
         if kind == "duplicate":
             await self._inner.call()
@@ -449,14 +451,14 @@ class FaultyReward:
 
     async def score(self, trajectory: Trajectory) -> float:
         """See the protocol."""
-        kind = self._faults.draw("reward.score", EPISODE)
+        kind = self._faults.draw_fault("reward.score", EPISODE)
         if kind == "crash":
             errors: list[Exception] = [RetryableError("injected"), TrajectoryError("injected_reward", "")]
             raise self._faults.rng.choice(errors)
         if kind == "drop":
-            await self._faults.never()
+            await self._faults.lose_answer()
         if kind == "delay":
-            await self._faults.late()
+            await self._faults.delay_call()
         if kind == "cancel":
             self._faults.cancel_later()
         score = await self._inner.score(trajectory)

@@ -28,7 +28,7 @@ _BYTES = 2  # of a bf16 value
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One GPU. TFLOP/s of dense bf16, TB/s and GB of HBM, GB/s of NVLink in one direction, GB/s of its network port and of
     PCIe; ``hour`` is the price relative to an H20's (RollArt, table 2)."""
 
@@ -65,17 +65,17 @@ DEVICES = {
     device.name: device
     for device in (
         # RollArt, table 2: TFLOP/s, HBM, NVLink (both directions there), cost
-        Device("H800", 989.5, 3.35, 80.0, 200.0, 2.85),
-        Device("H20", 148.0, 4.0, 96.0, 450.0, 1.0, _H20, _TRAINING),
+        DeviceSpec("H800", 989.5, 3.35, 80.0, 200.0, 2.85),
+        DeviceSpec("H20", 148.0, 4.0, 96.0, 450.0, 1.0, _H20, _TRAINING),
         # NVIDIA's H100 and H200 SXM data sheets; prices as H800's, for want of a source: no comparison uses them
-        Device("H100", 989.5, 3.35, 80.0, 450.0, 2.85),
-        Device("H200", 989.5, 4.8, 141.0, 450.0, 2.85),
+        DeviceSpec("H100", 989.5, 3.35, 80.0, 450.0, 2.85),
+        DeviceSpec("H200", 989.5, 4.8, 141.0, 450.0, 2.85),
     )
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSpec:
     """A transformer with grouped-query attention and a gated feed-forward. ``experts`` 0: dense; else ``feed_forward`` is that of
     one expert, of which ``active`` see a token."""
 
@@ -134,26 +134,26 @@ class Model:
 MODELS = {
     model.name: model
     for model in (  # config.json of each on the Hugging Face Hub
-        Model("Qwen2.5-7B", 28, 3584, 18944, 28, 4, 152064),
-        Model("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 152064),
-        Model("Qwen2.5-32B", 64, 5120, 27648, 40, 8, 152064),
-        Model("Qwen2.5-72B", 80, 8192, 29568, 64, 8, 152064),
-        Model("Qwen3-8B", 36, 4096, 12288, 32, 8, 151936),
-        Model("Qwen3-14B", 40, 5120, 17408, 40, 8, 151936),
-        Model("Qwen3-32B", 64, 5120, 25600, 64, 8, 151936),
-        Model("Qwen3-30B-A3B", 48, 2048, 768, 32, 4, 151936, experts=128, active=8),
+        ModelSpec("Qwen2.5-7B", 28, 3584, 18944, 28, 4, 152064),
+        ModelSpec("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 152064),
+        ModelSpec("Qwen2.5-32B", 64, 5120, 27648, 40, 8, 152064),
+        ModelSpec("Qwen2.5-72B", 80, 8192, 29568, 64, 8, 152064),
+        ModelSpec("Qwen3-8B", 36, 4096, 12288, 32, 8, 151936),
+        ModelSpec("Qwen3-14B", 40, 5120, 17408, 40, 8, 151936),
+        ModelSpec("Qwen3-32B", 64, 5120, 25600, 64, 8, 151936),
+        ModelSpec("Qwen3-30B-A3B", 48, 2048, 768, 32, 4, 151936, experts=128, active=8),
     )
 }
 
 
-def device(name: str, field: str = "sim.device") -> Device:
+def device(name: str, field: str = "sim.device") -> DeviceSpec:
     """A device by name. Raises ConfigError."""
     if name not in DEVICES:
         raise ConfigError(field, name, f"no such device class; known: {', '.join(DEVICES)}")
     return DEVICES[name]
 
 
-def model(name: str, field: str = "sim.model") -> Model:
+def model(name: str, field: str = "sim.model") -> ModelSpec:
     """A model by name. Raises ConfigError."""
     if name not in MODELS:
         raise ConfigError(field, name, f"no such model; known: {', '.join(MODELS)}")

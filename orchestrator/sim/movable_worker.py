@@ -11,7 +11,7 @@ from orchestrator.api import GenerationRequest, VersionSpans, merge_spans
 from orchestrator.config import Config
 from orchestrator.sim import engine_batch
 from orchestrator.sim.cost_model import EngineCosts
-from orchestrator.sim.recorded_traces import Traces
+from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_speech import Speech
 from orchestrator.sim.simulated_worker import SimWorker
@@ -21,7 +21,7 @@ Spans = tuple[tuple[int, int], ...]
 Said = Callable[[str, int, VersionSpans], None]
 
 
-class Moves:
+class TurnMoves:
     """What all workers of a life know of the turns that moved between them: where each began, and who has said what of it. A
     part that was lost on its way, and said again by another version, is there twice."""
 
@@ -29,7 +29,7 @@ class Moves:
         self.opened: dict[str, int] = {}  # turn -> length of the context before the response
         self._parts: dict[str, dict[tuple[int, Spans], None]] = {}  # turn -> (tokens before it, versions) of each part
 
-    def note(self, turn: str, before: int, versions: VersionSpans) -> None:
+    def record_part(self, turn: str, before: int, versions: VersionSpans) -> None:
         """A part of a turn was said by a worker that does not go on with it."""
         self._parts.setdefault(turn, {})[before, versions] = None
 
@@ -43,7 +43,7 @@ class Moves:
         return list(found.get(tokens, {}))
 
 
-class MovingWorker(SimWorker):
+class MovableSimWorker(SimWorker):
     """A SimWorker; all of a life that requests move between have the same ``moves``."""
 
     def __init__(
@@ -52,13 +52,13 @@ class MovingWorker(SimWorker):
         config: Config,
         weights: SimWeights,
         said: Said | None = None,
-        traces: Traces | None = None,
+        traces: EpisodeTraces | None = None,
         hardware: str = "",
         speech: Speech | None = None,
-        moves: Moves | None = None,
+        moves: TurnMoves | None = None,
         costs: EngineCosts | None = None,
     ) -> None:
-        self._moves = moves or Moves()
+        self._moves = moves or TurnMoves()
         super().__init__(name, config, weights, said, traces, hardware, speech, costs)
 
     def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
@@ -68,16 +68,16 @@ class MovingWorker(SimWorker):
         most = min(limit + said, self._speech.most)
         return self._speech.response(context, request.trajectory_id, request.turn, most)[said:]
 
-    def _tell(self, sequence: engine_batch.Sequence, versions: VersionSpans) -> None:
+    def _tell(self, sequence: engine_batch.EngineSequence, versions: VersionSpans) -> None:
         """Of the whole turn."""
         for history in self._moves.histories(_turn(sequence.request), self._before(sequence.request)):
             super()._tell(sequence, merge_spans((*history, *versions)))
 
-    def _finish(self, sequence: engine_batch.Sequence, reason: str, error: str = "") -> None:
+    def _finish(self, sequence: engine_batch.EngineSequence, reason: str, error: str = "") -> None:
         super()._finish(sequence, reason, error)
         request = sequence.request
         if sequence.made and (reason == "abort" or request.request_id.endswith(FIRST)):
-            self._moves.note(_turn(request), self._before(request), self._finished[-1].versions)
+            self._moves.record_part(_turn(request), self._before(request), self._finished[-1].versions)
 
     def _before(self, request: GenerationRequest) -> int:
         """Tokens of the turn that others have said."""

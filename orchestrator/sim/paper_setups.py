@@ -23,7 +23,7 @@ from orchestrator.sim.simulated_run import SimResult, simulate
 SKIPPED = 2  # first steps, which fill the pipeline
 
 
-def scenario(name: str, overrides: Sequence[str] = (), scale: int = 1) -> Config:
+def load_scenario(name: str, overrides: Sequence[str] = (), scale: int = 1) -> Config:
     """A setup by the name of its file. Raises ConfigError."""
     file = files("orchestrator.sim") / "scenarios" / f"{name}.toml"
     if not file.is_file():
@@ -101,11 +101,11 @@ def rollpacker(
     """A rung of RollPacker's ablation (table 2), or its strengthened RLHFuse (6.1), on one of its three setups. ``scale``: so
     that two training replicas are left, at most 4, 2, 2."""
     given = [f"run.steps={steps}", f"run.seed={seed}", *rollpacker_setup(size, scale), *RUNGS[rung], *extra]
-    return scenario("rollpacker", given, scale)
+    return load_scenario("rollpacker", given, scale)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunFigures:
     """Of a run's steps after the first ``SKIPPED``: seconds a step; tokens a step (prompts, observations, responses) and
     tokens a second of the engine's; shares of the period in which the trainer worked and the slowest reward was waited for."""
 
@@ -117,7 +117,7 @@ class Measured:
     result: SimResult
 
 
-def measure(config: Config) -> Measured:
+def measure(config: Config) -> RunFigures:
     """Simulate and measure. Raises SimulationFailed."""
     result = simulate(config)
     events = [json.loads(line) for line in result.events.splitlines()]
@@ -129,4 +129,4 @@ def measure(config: Config) -> Measured:
     tokens = sum(event["metrics"]["tokens"] for event in counted) / len(counted) * config.sim.grain
     train = sum(event["seconds"] for event in counted) / len(counted)
     evicted = result.ledger["evicted_stale"] / len(steps)
-    return Measured(seconds, tokens, tokens / seconds, train, evicted, result)
+    return RunFigures(seconds, tokens, tokens / seconds, train, evicted, result)

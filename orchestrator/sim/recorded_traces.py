@@ -45,7 +45,7 @@ class TracedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class EpisodeTrace:
     """One recorded episode; ``reward`` is None when it was never scored."""
 
     turns: tuple[TracedTurn, ...]
@@ -54,13 +54,13 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Traces:
+class EpisodeTraces:
     """Episodes by number, and which numbers belong to each recorded group."""
 
-    episodes: tuple[Trace, ...]
+    episodes: tuple[EpisodeTrace, ...]
     groups: tuple[tuple[int, ...], ...]
 
-    def told(self, context: Sequence[int]) -> Trace:
+    def episode_of(self, context: Sequence[int]) -> EpisodeTrace:
         """The episode whose number a context begins with."""
         number = 0
         for token in context[:PREFIX]:
@@ -78,7 +78,7 @@ class Traces:
     def response(self, context: Sequence[int], turn: int, limit: int) -> tuple[int, ...]:
         """What the policy says in a turn: words, then END if it ends before ``limit`` tokens. Past the recorded turns it
         says what it said last."""
-        turns = self.told(context).turns
+        turns = self.episode_of(context).turns
         length = max(1, turns[min(turn, len(turns) - 1)].response)
         words = tuple(2 + (turn + place) % _BASE for place in range(min(length, limit)))
         return (*words[:-1], END) if length <= limit else words
@@ -94,14 +94,14 @@ class Traces:
         return max(turn.response for trace in self.episodes for turn in trace.turns)
 
 
-def load_traces(folder: str | Path, rows: int) -> Traces:
+def load_traces(folder: str | Path, rows: int) -> EpisodeTraces:
     """The first ``rows`` episodes with at least one turn, of a run folder or its ``trajectories``. Raises ConfigError."""
     import pyarrow as pa  # here: a simulation without traces needs no pyarrow
     import pyarrow.parquet as pq
 
     if not 0 < rows <= MOST:
         raise ConfigError("sim.trace_rows", rows, f"must be above 0 and at most {MOST}")
-    episodes: list[Trace] = []
+    episodes: list[EpisodeTrace] = []
     groups: dict[str, list[int]] = {}
     for file in _files(Path(folder)):
         try:
@@ -125,7 +125,7 @@ def load_traces(folder: str | Path, rows: int) -> Traces:
         raise ConfigError(
             "sim.trace", str(folder), "holds no trajectory with a turn; give the folder of a run that has"
         )
-    return Traces(tuple(episodes), tuple(tuple(members) for members in groups.values()))
+    return EpisodeTraces(tuple(episodes), tuple(tuple(members) for members in groups.values()))
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -139,7 +139,7 @@ def _files(folder: Path) -> Iterator[Path]:
     )
 
 
-def _trace(row: dict[str, Any]) -> Trace:
+def _trace(row: dict[str, Any]) -> EpisodeTrace:
     turns = tuple(
         TracedTurn(
             len(turn["observation_ids"]), sum(span["count"] for span in turn["versions"]), turn["environment_seconds"]
@@ -150,4 +150,4 @@ def _trace(row: dict[str, Any]) -> Trace:
     times = (row["wall_time"], busy, *(turn.environment_seconds for turn in turns))
     if not all(0 <= value < _ETERNITY for value in times) or any(turn.response < 0 for turn in turns):
         raise ValueError("lengths or times below 0, or beyond all bounds")
-    return Trace(turns, max(0.0, row["wall_time"] - busy), row["total_reward"])
+    return EpisodeTrace(turns, max(0.0, row["wall_time"] - busy), row["total_reward"])

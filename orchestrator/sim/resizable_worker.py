@@ -15,16 +15,16 @@ import asyncio
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
 from orchestrator.parallelism.planner_setup import make_planner
-from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import EngineCosts
-from orchestrator.sim.expert_imbalance import routed
-from orchestrator.sim.movable_worker import MovingWorker
+from orchestrator.sim.expert_imbalance import costs_at_imbalance
+from orchestrator.sim.movable_worker import MovableSimWorker
 from orchestrator.sim.simulated_cluster import engine_costs, fleet
 
 
-class ResizableSimWorker(MovingWorker):
+class ResizableSimWorker(MovableSimWorker):
     """An :class:`~orchestrator.api.ExpertWorker`; made with ``costs`` of the layout that it begins in."""
 
     expert_ranks = 1
@@ -36,15 +36,15 @@ class ResizableSimWorker(MovingWorker):
 
     async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
         """See the protocol."""
-        self.cut(ranks, expert_ranks)
+        self.change_devices(ranks, expert_ranks)
         await asyncio.sleep(0)
 
-    def cut(self, ranks: int, expert_ranks: int = 1) -> None:
+    def change_devices(self, ranks: int, expert_ranks: int = 1) -> None:
         """End the process; the next one has ``ranks`` devices (0: there is none), so many of them with whole experts."""
         self.die()
         self._cut(ranks, expert_ranks)
 
-    def begin(self, ranks: int, expert_ranks: int = 1) -> None:
+    def set_devices(self, ranks: int, expert_ranks: int = 1) -> None:
         """It has so many devices from its first life on; with none there is no process."""
         self._cut(ranks, expert_ranks)
         if not ranks or self._misfit:
@@ -100,12 +100,12 @@ def check_planner(config: Config) -> None:
         raise ConfigError("sim.degrees", list(config.sim.degrees), fix)
 
 
-def roofline_profile(config: Config) -> Profile:
+def roofline_profile(config: Config) -> EngineProfile:
     """What ``rl-coserve profile`` would measure of the simulated engines, in simulated tokens, of every power of two of devices
     that the model runs on; with ``rollout.planner.experts`` also with whole experts on each, at imbalances of 1, 2, 4, ...
     Raises ConfigError where it runs on none."""
     engine, name = config.rollout.engine, fleet(config)[0]
-    points: list[Point] = []
+    points: list[ProfilePoint] = []
     shapes = []
     widths = _powers(config.rollout.planner.max_tp or config.rollout.workers)
     for layout in layouts_of(widths[-1], widths[-1], experts=config.rollout.planner.experts):
@@ -115,30 +115,32 @@ def roofline_profile(config: Config) -> Profile:
             continue  # it does not fit, or cannot be split so
         if (costs.kv_tokens or 0) >= engine.max_model_len:
             for imbalance in _powers(layout.ep):
-                points += measured(config, routed(costs, imbalance), layout, imbalance)
+                points += measured_points(config, costs_at_imbalance(costs, imbalance), layout, imbalance)
             shapes.append(shape_of(config, costs, layout))
     if not shapes:
         fix = "the model runs on no number of these devices: take another device or a shorter rollout.engine.max_model_len"
         raise ConfigError("sim.device", name or config.sim.device, fix)
-    return Profile(points, shapes)
+    return EngineProfile(points, shapes)
 
 
-def measured(config: Config, costs: EngineCosts, layout: Layout, imbalance: float = 1.0) -> list[Point]:
+def measured_points(
+    config: Config, costs: EngineCosts, layout: EngineLayout, imbalance: float = 1.0
+) -> list[ProfilePoint]:
     """What ``rl-coserve profile`` would measure of one simulated engine: every power of two of sequences, four lengths. ``costs``
     are those at this ``imbalance``."""
-    engine, points = config.rollout.engine, list[Point]()
+    engine, points = config.rollout.engine, list[ProfilePoint]()
     for batch in _powers(engine.max_num_seqs):
         fixed, growing = costs.decode(batch)
         for share in (1, 2, 4, 8):
             tokens = max(1, engine.max_model_len * share // 8)
             step = fixed + growing * batch * tokens
-            points.append(Point("decode", layout, batch, tokens, step, imbalance=imbalance))
+            points.append(ProfilePoint("decode", layout, batch, tokens, step, imbalance=imbalance))
             seconds = costs.prefill(batch * tokens, batch * tokens * tokens / 2, 1)
-            points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9), imbalance=imbalance))
+            points.append(ProfilePoint("prefill", layout, batch, tokens, max(seconds, 1e-9), imbalance=imbalance))
     return points
 
 
-def shape_of(config: Config, costs: EngineCosts, layout: Layout) -> EngineShape:
+def shape_of(config: Config, costs: EngineCosts, layout: EngineLayout) -> EngineShape:
     """Its memory and start. Only where the cost model has a limit of KV."""
     start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
     model = hardware.model(config.sim.model)

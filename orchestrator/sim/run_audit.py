@@ -12,9 +12,9 @@ versions that were published. From these it checks, as things happen:
 * with short and long rounds, no batch holds a prompt of an epoch before all of the epoch before it are trained or in that
   batch; at the end each prompt was trained once, or is accounted for (:mod:`orchestrator.sim.epoch_audit`);
 * what is fed to the trainer is taken, whole, at the version it will be trained at, never beside a training step, and a
-  prefix of the batch that is trained (:class:`Stream`).
+  prefix of the batch that is trained (:class:`TrainerCallAudit`).
 
-A violation is noted, not raised: the system under test must not be able to swallow it. :meth:`final` adds what can only
+A violation is noted, not raised: the system under test must not be able to swallow it. :meth:`check_end` adds what can only
 be said at the end, when the journal, the totals, the trainer's history and the store must agree.
 """
 
@@ -29,8 +29,8 @@ from typing import Any
 from orchestrator.api import TrainBatch, TrainSample, VersionSpans, merge_spans
 from orchestrator.config import Config
 from orchestrator.policies.batching.round_planner import RoundPlanner
-from orchestrator.sim.epoch_audit import account
-from orchestrator.sim.seeded_draws import logprobs
+from orchestrator.sim.epoch_audit import account_epochs
+from orchestrator.sim.seeded_draws import synthetic_logprobs
 from orchestrator.sim.simulated_speech import Speech
 
 _NEXT = {
@@ -50,8 +50,8 @@ _decode = json.JSONDecoder().raw_decode
 _KEEP_VIOLATIONS = 50  # one cause repeats itself; the first few say it
 
 
-class Audit:
-    """Feed it with :meth:`journal`, :meth:`batch`, :meth:`trained` and :meth:`published`."""
+class RunAudit:
+    """Feed it with :meth:`check_journal_line`, :meth:`check_batch`, :meth:`record_training` and :meth:`record_version`."""
 
     def __init__(self, config: Config, speech: Speech | None = None) -> None:
         self._config = config
@@ -75,7 +75,7 @@ class Audit:
         self._dead = False
         self._starts: list[tuple[int, str]] = []  # (number of a prompt, group), where rounds number them
 
-    def note(self, violation: str) -> None:
+    def add_violation(self, violation: str) -> None:
         """Record a violation."""
         if self._dead:
             return
@@ -86,38 +86,40 @@ class Audit:
     # What it sees.
 
     def kill(self) -> None:
-        """The process was killed: whatever its remains still do has not happened. Until :meth:`resume`."""
+        """The process was killed: whatever its remains still do has not happened. Until :meth:`begin_life`."""
         self._dead = True
 
-    def resume(self) -> None:
-        """A new life begins: until :meth:`running`, states may go back to the checkpoint's."""
+    def begin_life(self) -> None:
+        """A new life begins: until :meth:`end_replay`, states may go back to the checkpoint's."""
         self._dead, self._resuming = False, True
 
-    def running(self) -> None:
+    def end_replay(self) -> None:
         """The new life has replayed its journal: one by one it said what is back in the buffer, and what is not."""
         self._resuming = False
         self._check_room("after a resume the last one")
 
     def _check_room(self, name: str) -> None:
         if self._buffered > self._capacity:
-            self.note(f"journal: {name} is trajectory {self._buffered} in the buffer, which holds {self._capacity}")
+            self.add_violation(
+                f"journal: {name} is trajectory {self._buffered} in the buffer, which holds {self._capacity}"
+            )
             self._capacity *= 2  # a leak repeats itself, and would hide what else is wrong
 
-    def journal(self, line: str) -> None:
+    def check_journal_line(self, line: str) -> None:
         """A complete line of the journal."""
         if self._dead:
             return
         record, _ = _decode(line)
         name, state, sequence = record["id"], record["state"], record["seq"]
         if sequence != self._sequence + 1:
-            self.note(f"journal: number {sequence} after {self._sequence}")
+            self.add_violation(f"journal: number {sequence} after {self._sequence}")
         self._sequence = sequence
         before = self.states.get(name, "")
         allowed = _NEXT.get(before, ())
         if self._resuming and before in _OPEN:
             allowed = ("buffered", "failed")
         if state not in allowed:
-            self.note(f"journal: {name} went from {before or 'nothing'} to {state}")
+            self.add_violation(f"journal: {name} went from {before or 'nothing'} to {state}")
         self.states[name] = state
         self._busy += (state in _BUSY) - (before in _BUSY)
         self._buffered += (state == "buffered") - (before == "buffered")
@@ -128,48 +130,48 @@ class Audit:
             if "prompt" in record:
                 self._starts.append((record["prompt"], record["group"]))
             if self._busy > self._config.rollout.environments:
-                self.note(f"journal: {name} is trajectory {self._busy} under way at once, with "
+                self.add_violation(f"journal: {name} is trajectory {self._busy} under way at once, with "
                           f"{self._config.rollout.environments} environments")  # fmt: skip
         elif state == "taken":
             self.taken_at[name] = self.version
         elif state == "failed" and not record.get("cause"):
-            self.note(f"journal: {name} failed without a cause")
+            self.add_violation(f"journal: {name} failed without a cause")
 
-    def said(self, trajectory_id: str, turn: int, versions: VersionSpans) -> None:
+    def record_response(self, trajectory_id: str, turn: int, versions: VersionSpans) -> None:
         """An engine finished a response. A request that was sent again has several; only one reaches the trajectory."""
         self.spans.setdefault((trajectory_id, turn), []).append(versions)
 
-    def published(self, version: int) -> None:
+    def record_version(self, version: int) -> None:
         """The trainer's ``publish`` has answered: from now on its version is this one."""
         if not self._dead:
             self.version = version
 
-    def batch(self, batch: TrainBatch, version: int) -> None:
+    def check_batch(self, batch: TrainBatch, version: int) -> None:
         """A batch has reached the trainer, which holds ``version``."""
         if self._dead:
             return
         if batch.version != version:
-            self.note(f"batch {batch.step}: made for version {batch.version}, the trainer holds {version}")
+            self.add_violation(f"batch {batch.step}: made for version {batch.version}, the trainer holds {version}")
         if batch.step != version:
-            self.note(f"batch {batch.step}: step number at version {version}")
+            self.add_violation(f"batch {batch.step}: step number at version {version}")
         members: dict[str, int] = {}
         seen: dict[str, None] = {}
         for sample in batch.samples:
             key = f"{sample.trajectory_id}/{sample.first_turn}"
             if key in seen:
-                self.note(f"batch {batch.step}: {sample.trajectory_id} is in it twice")
+                self.add_violation(f"batch {batch.step}: {sample.trajectory_id} is in it twice")
             seen[key] = None
             if not sample.first_turn:
                 members[sample.group_id] = members.get(sample.group_id, 0) + 1
             self._sample(sample, batch, version)
         rollout = self._config.rollout
         if len(members) != rollout.groups_per_step:
-            self.note(f"batch {batch.step}: {len(members)} groups instead of {rollout.groups_per_step}")
+            self.add_violation(f"batch {batch.step}: {len(members)} groups instead of {rollout.groups_per_step}")
         for group, size in members.items():
             if not 2 <= size <= rollout.group_size:
-                self.note(f"batch {batch.step}: group {group} has {size} members")
+                self.add_violation(f"batch {batch.step}: group {group} has {size} members")
 
-    def trained(self, batch: TrainBatch) -> None:
+    def record_training(self, batch: TrainBatch) -> None:
         """The trainer has finished a step."""
         if self._dead:
             return
@@ -185,29 +187,29 @@ class Audit:
     def _sample(self, sample: TrainSample, batch: TrainBatch, version: int) -> None:
         name = sample.trajectory_id
         if name in self.trained_ids:
-            self.note(f"{name} is trained in step {batch.step} and was in step {self.trained_ids[name]}")
+            self.add_violation(f"{name} is trained in step {batch.step} and was in step {self.trained_ids[name]}")
         if self.states.get(name) != "taken":
-            self.note(f"{name} is trained while the journal says {self.states.get(name, 'nothing')}")
+            self.add_violation(f"{name} is trained while the journal says {self.states.get(name, 'nothing')}")
         if self.groups.get(name) != sample.group_id:
-            self.note(f"{name} is trained in group {sample.group_id}, started in {self.groups.get(name)}")
+            self.add_violation(f"{name} is trained in group {sample.group_id}, started in {self.groups.get(name)}")
         if sample.first_turn:  # a later context: its first tokens may be younger than the trajectory
             problem = self._tokens(sample, version)
             if problem:
-                self.note(f"{name}, context from turn {sample.first_turn}: {problem}")
+                self.add_violation(f"{name}, context from turn {sample.first_turn}: {problem}")
             return
         lag = self.taken_at.get(name, version) - (sample.versions[0][0] if sample.versions else -1)
         self.lags[lag] = self.lags.get(lag, 0) + 1
         mode, alpha = self._config.run.mode, self._config.rollout.alpha
         if lag < 0 or (lag > alpha and mode != "areal"):  # which looks at the start only
-            self.note(f"{name} was taken with lag {lag}, alpha is {alpha}")
+            self.add_violation(f"{name} was taken with lag {lag}, alpha is {alpha}")
         if mode in _ONE_VERSION and sample.versions:
             numbers = dict.fromkeys(number for number, _ in sample.versions)
             oldest = version - min(numbers)
             if len(numbers) > 1 or oldest > _ONE_VERSION[mode]:
-                self.note(f"{name} has versions {list(numbers)} and is trained at {version}, in mode {mode}")
+                self.add_violation(f"{name} has versions {list(numbers)} and is trained at {version}, in mode {mode}")
         problem = self._tokens(sample, version)
         if problem:
-            self.note(f"{name}: {problem}")
+            self.add_violation(f"{name}: {problem}")
 
     def _tokens(self, sample: TrainSample, version: int) -> str:
         generated = sum(sample.loss_mask)
@@ -230,7 +232,7 @@ class Audit:
             end = position + count
             if not count or not all(sample.loss_mask[position:end]):
                 return f"the tokens of turn {turn} are not those that the policy said"
-            if tuple(sample.logprobs[position:end]) != logprobs(sample.token_ids[position:end]):
+            if tuple(sample.logprobs[position:end]) != synthetic_logprobs(sample.token_ids[position:end]):
                 return f"the log-probs of turn {turn} are not those of its tokens"
             if made_by[0] == made_by[count - 1]:  # they are in order
                 said: VersionSpans = ((made_by[0], count),)
@@ -262,7 +264,7 @@ class Audit:
             counts[state if state in _ENDS else "in_flight"] += 1
         return counts
 
-    def final(
+    def check_end(
         self,
         ledger: Mapping[str, Any],
         recounted: Mapping[str, Any],
@@ -276,20 +278,22 @@ class Audit:
         mine = self.totals()
         for name, value in mine.items():
             if ledger.get(name) != value:
-                self.note(f"totals: the ledger says {name} = {ledger.get(name)}, its journal's lines say {value}")
+                self.add_violation(
+                    f"totals: the ledger says {name} = {ledger.get(name)}, its journal's lines say {value}"
+                )
             if recounted.get(name) != value:
-                self.note(f"totals: ledger.recount says {name} = {recounted.get(name)}, here {value}")
+                self.add_violation(f"totals: ledger.recount says {name} = {recounted.get(name)}, here {value}")
         still_open = {name: state for name, state in self.states.items() if state in _OPEN}
         self.unaccounted.update(still_open)
         if completed and still_open:
             names = [f"{name} ({state})" for name, state in still_open.items()]
-            self.note(f"the run has completed with {len(names)} in flight: {', '.join(names[:5])}")
+            self.add_violation(f"the run has completed with {len(names)} in flight: {', '.join(names[:5])}")
         trained = [name for name, state in self.states.items() if state == "trained"]
         self._compare("the trainer's history", sorted(trained), sorted(self.trained_ids))
         outcomes: dict[str, str] = {}
         for name, outcome in stored:
             if name in outcomes:
-                self.note(f"store: {name} is in it as {outcomes[name]!r} and as {outcome!r}")
+                self.add_violation(f"store: {name} is in it as {outcomes[name]!r} and as {outcome!r}")
             outcomes[name] = outcome.partition(":")[0]
         self._compare(
             "the store", sorted(trained), sorted(n for n, outcome in outcomes.items() if outcome == "trained")
@@ -298,20 +302,20 @@ class Audit:
             for name, state in self.states.items():
                 if state in _ENDS and outcomes.get(name) != state:
                     self.unaccounted[name] = "the store and the journal differ"
-                    self.note(f"store: {name} is {outcomes.get(name, 'not there')}, the journal says {state}")
+                    self.add_violation(f"store: {name} is {outcomes.get(name, 'not there')}, the journal says {state}")
 
-    def epochs(self, lines: Iterable[str], planner: RoundPlanner) -> None:
+    def check_epochs(self, lines: Iterable[str], planner: RoundPlanner) -> None:
         """The run has ended, with short and long rounds: each prompt that was drawn was trained once, or is accounted for."""
         tries: dict[int, dict[str, None]] = {}
         rules, given_up = planner.rules, planner.given_up
-        found = account(lines, rules.epoch, planner.outstanding, given_up, planner.drawn)
+        found = account_epochs(lines, rules.epoch, planner.outstanding, given_up, planner.drawn)
         for violation in found.violations:
-            self.note(f"rounds: {violation}")
+            self.add_violation(f"rounds: {violation}")
         for line in self._starts:
             tries.setdefault(line[0], {})[line[1]] = None
         for number in given_up:
             if len(tries.get(number, ())) < rules.tries:
-                self.note(f"rounds: prompt {number} is given up after {len(tries.get(number, ()))} groups")
+                self.add_violation(f"rounds: prompt {number} is given up after {len(tries.get(number, ()))} groups")
 
     def _compare(self, what: str, journal: list[str], other: list[str]) -> None:
         if journal != other:
@@ -319,15 +323,15 @@ class Audit:
             only = [name for name in journal if name not in present], [name for name in other if name not in known]
             for name in (*only[0], *only[1]):
                 self.unaccounted[name] = f"{what} and the journal differ"
-            self.note(
+            self.add_violation(
                 f"{what} and the journal differ in what was trained: journal only {only[0][:5]}, {what} only {only[1][:5]}"
             )
 
 
-class Stream:
+class TrainerCallAudit:
     """What the pipeline asks of the trainer during one life, before any fault is injected."""
 
-    def __init__(self, audit: Audit) -> None:
+    def __init__(self, audit: RunAudit) -> None:
         self._audit = audit
         self._fed: list[TrainSample] = []
         self._version = -1  # of what was fed since the last training step
@@ -336,7 +340,7 @@ class Stream:
     @contextmanager
     def feeding(self, samples: Sequence[TrainSample], version: int) -> Iterator[None]:
         """A feed has begun."""
-        note, states = self._audit.note, self._audit.states
+        note, states = self._audit.add_violation, self._audit.states
         if not samples:
             note("an empty feed")
         for name in (sample.trajectory_id for sample in samples):
@@ -356,18 +360,20 @@ class Stream:
         """A training step has begun."""
         fed, self._fed = self._fed, []
         if fed and self._version != batch.version:
-            self._audit.note(f"batch {batch.step}: trained at version {batch.version}, fed at {self._version}")
+            self._audit.add_violation(f"batch {batch.step}: trained at version {batch.version}, fed at {self._version}")
         if list(batch.samples[: len(fed)]) != fed:
-            self._audit.note(f"batch {batch.step}: the {len(fed)} samples that were fed are not its first ones")
+            self._audit.add_violation(
+                f"batch {batch.step}: the {len(fed)} samples that were fed are not its first ones"
+            )
         elif fed and len(fed) < len(batch.samples) and batch.samples[len(fed)].group_id == fed[-1].group_id:
-            self._audit.note(f"batch {batch.step}: group {fed[-1].group_id} was fed in part")
+            self._audit.add_violation(f"batch {batch.step}: group {fed[-1].group_id} was fed in part")
         with self._alone("train_step"):
             yield
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
         if self._busy:
-            self._audit.note(f"{call} was asked for during {self._busy}")
+            self._audit.add_violation(f"{call} was asked for during {self._busy}")
         self._busy = call
         try:
             yield

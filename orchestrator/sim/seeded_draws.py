@@ -19,7 +19,7 @@ _SPOKEN = bytes(2 + byte % _WORDS for byte in range(256))  # what a random byte 
 RESPONSE_SIGMA = 0.8  # of log(length); long-tailed, as RollPacker fig. 2 and Heddle fig. 3 show responses to be
 
 
-def stream(*parts: object) -> random.Random:
+def random_stream(*parts: object) -> random.Random:
     """A random stream that belongs to ``parts``. Strings are hashed with SHA-512 by ``random``, never with ``hash``."""
     return random.Random("/".join(map(str, parts)))
 
@@ -31,20 +31,20 @@ def lognormal(rng: random.Random, mean: float, sigma: float) -> float:
     return rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
 
 
-def words(rng: random.Random, number: int) -> tuple[int, ...]:
+def draw_words(rng: random.Random, number: int) -> tuple[int, ...]:
     """So many tokens, none of which ends a response."""
     return tuple(rng.randbytes(number).translate(_SPOKEN))
 
 
 @lru_cache(maxsize=4096)
-def response(seed: int, trajectory_id: str, turn: int, mean: float, limit: int) -> tuple[int, ...]:
+def draw_response(seed: int, trajectory_id: str, turn: int, mean: float, limit: int) -> tuple[int, ...]:
     """What the simulated policy says: words, then END if it ends before ``limit`` tokens."""
-    rng = stream(seed, "response", trajectory_id, turn)
+    rng = random_stream(seed, "response", trajectory_id, turn)
     length = max(1, round(lognormal(rng, mean, RESPONSE_SIGMA)))
-    tokens = words(rng, min(length, limit))
+    tokens = draw_words(rng, min(length, limit))
     return (*tokens[:-1], END) if length <= limit else tokens
 
 
-def logprobs(tokens: tuple[int, ...]) -> tuple[float, ...]:
+def synthetic_logprobs(tokens: tuple[int, ...]) -> tuple[float, ...]:
     """Synthetic log-probs: finite, negative, a function of the token, exact in binary so that JSON keeps them."""
     return tuple(map(_LOGPROBS.__getitem__, tokens))

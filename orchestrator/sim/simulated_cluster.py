@@ -7,11 +7,11 @@ from orchestrator.config import Config
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import (
     EngineCosts,
-    Grained,
+    GrainedCosts,
     GrainedTraining,
     LinearCosts,
     LinearTraining,
-    Roofline,
+    RooflineCosts,
     RooflineTraining,
     TrainerCosts,
 )
@@ -73,7 +73,7 @@ def engine_costs(
         device = hardware.device(hardware_class or sim.device, field)
         model = hardware.model(sim.model)
         limit = None if sim.kv_tokens is None else sim.kv_tokens * ranks
-        costs = Roofline(
+        costs = RooflineCosts(
             device,
             model,
             (degree or sim.tensor_parallel) * ranks,
@@ -83,7 +83,7 @@ def engine_costs(
             expert_parallel=expert_ranks or sim.expert_parallel,
             expert_tile=sim.expert_tile,
         )
-    return costs if sim.grain == 1 else Grained(costs, sim.grain)
+    return costs if sim.grain == 1 else GrainedCosts(costs, sim.grain)
 
 
 def trainer_costs(config: Config) -> TrainerCosts:

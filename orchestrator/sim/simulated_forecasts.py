@@ -15,15 +15,15 @@ from functools import partial
 from orchestrator.components import Components
 from orchestrator.config import Config
 from orchestrator.placement.forecast_setup import make_predictor
-from orchestrator.policies.parallelism.engine_profile import Layout, Profile
-from orchestrator.policies.placement.worker_load import Rates, rates_of
-from orchestrator.policies.prediction.length_features import Progress
-from orchestrator.policies.prediction.length_predictor import Forecast, LengthPredictor, Outcome
-from orchestrator.sim.resizable_worker import measured, shape_of
-from orchestrator.sim.seeded_draws import stream
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
+from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome, LengthPredictor
+from orchestrator.sim.resizable_worker import measured_points, shape_of
+from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_cluster import engine_costs, kv_bytes
 from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.task_mix import Workload
+from orchestrator.sim.task_mix import TaskMix
 
 
 def equip(parts: Components, config: Config, workers: Sequence[SimWorker]) -> None:
@@ -48,26 +48,26 @@ class SimRates:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._made: dict[tuple[str, int], Rates] = {}
+        self._made: dict[tuple[str, int], WorkerRates] = {}
 
-    def of_worker(self, workers: Sequence[SimWorker], worker: int) -> Rates:
+    def of_worker(self, workers: Sequence[SimWorker], worker: int) -> WorkerRates:
         """See :class:`orchestrator.placement.placer.TrajectoryPlacer`."""
         one = workers[worker]
-        return self.of(one.hardware, one.degree * max(1, one.ranks))
+        return self.rates_at(one.hardware, one.degree * max(1, one.ranks))
 
     def loading(self, hardware_class: str, degree: int) -> float:
         """Seconds until an engine of so many devices that has started has the weights."""
         costs = engine_costs(self._config, hardware_class, degree=degree)
         return costs.fetch_seconds + costs.load_seconds
 
-    def of(self, hardware_class: str, degree: int) -> Rates:
+    def rates_at(self, hardware_class: str, degree: int) -> WorkerRates:
         """Of a worker on so many devices. Raises ConfigError where the model does not fit."""
         found = self._made.get((hardware_class, degree))
         if found is None:
-            config, layout = self._config, Layout(degree)
+            config, layout = self._config, EngineLayout(degree)
             costs = engine_costs(config, hardware_class, degree=degree)
             shapes = [shape_of(config, costs, layout)] if costs.kv_tokens is not None else []
-            profile = Profile(measured(config, costs, layout), shapes)
+            profile = EngineProfile(measured_points(config, costs, layout), shapes)
             found = self._made[hardware_class, degree] = rates_of(profile, layout, config.rollout.engine.max_num_seqs)
         return found
 
@@ -79,12 +79,12 @@ class LatePredictor:
         self._policy = policy
         self._seconds = seconds
 
-    async def forecast(self, progress: Progress) -> Forecast:
+    async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """See the protocol."""
         await asyncio.sleep(self._seconds)
         return self._policy.forecast(progress)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """See the protocol."""
         self._policy.learn(outcome)
 
@@ -93,31 +93,31 @@ class SimOracle:
     """Knows what ``sim.tasks`` will draw, but for contexts that run out of room."""
 
     def __init__(self, config: Config) -> None:
-        self._workload = Workload(config)
+        self._workload = TaskMix(config)
         self._said: dict[str, tuple[int, ...]] = {}
 
-    def forecast(self, progress: Progress) -> Forecast:
+    def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """See the protocol."""
         said = self._said.get(progress.trajectory)
         if said is None:
             said = self._said[progress.trajectory] = self._play(progress)
         left = said[progress.turns :]
         tokens = float(sum(left))
-        return Forecast(tokens, tokens, tokens, float(len(left)), "oracle")
+        return LengthForecast(tokens, tokens, tokens, float(len(left)), "oracle")
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """It forgets."""
         self._said.pop(outcome.before[0].trajectory, None)
 
-    def _play(self, progress: Progress) -> tuple[int, ...]:
+    def _play(self, progress: TrajectoryProgress) -> tuple[int, ...]:
         workload, seed = self._workload, zlib.crc32(progress.prompt.encode())
-        task, said, history, turn = workload.of(progress.task), [], seed, 0
+        task, said, history, turn = workload.task_named(progress.task), [], seed, 0
         while True:
             spoken = workload.response(progress.prompt_ids, progress.trajectory, turn, workload.response_max)
             said.append(len(spoken))
             history, turn = zlib.crc32(array("i", spoken).tobytes(), history), turn + 1
-            rng = stream(seed, "step", turn, history)
+            rng = random_stream(seed, "step", turn, history)
             if task.step_seconds:
-                workload.seconds(task, rng, task.step_seconds, task.step_sigma)
+                workload.draw_seconds(task, rng, task.step_seconds, task.step_sigma)
             if turn >= task.turns_max or (turn >= task.turns_min and rng.random() * (task.turns_max - turn + 1) < 1.0):
                 return tuple(said)

@@ -10,18 +10,18 @@ from orchestrator.api import Task
 from orchestrator.components import Components
 from orchestrator.config import Config
 from orchestrator.parallelism.planner_setup import make_reallocation
-from orchestrator.policies.parallelism.degree_reallocation import Reallocation
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.resize import seats
 from orchestrator.sim import hardware
-from orchestrator.sim.movable_worker import Moves
+from orchestrator.sim.movable_worker import TurnMoves
 from orchestrator.sim.resizable_worker import ResizableSimWorker, planner_of
 from orchestrator.sim.simulated_cluster import engine_costs, fleet
 from orchestrator.sim.simulated_forecasts import SimRates
 from orchestrator.sim.simulated_worker import SimWorker, Watch
 
-Cutter = ParallelismPlanner | Reallocation
+Cutter = ParallelismPlanner | DegreeReallocator
 
 
 def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None) -> Cutter | None:
@@ -35,18 +35,18 @@ def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None)
     heads = hardware.model(config.sim.model).heads
     start = config.sim.start_seconds + rates.loading(name, per)
     return make_reallocation(
-        config.rollout, max(1, heads // per), lambda degree: rates.of(name, per * degree), kept, start
+        config.rollout, max(1, heads // per), lambda degree: rates.rates_at(name, per * degree), kept, start
     )
 
 
 def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
     """Makes the workers of a run with this one, all of one life. Arguments as :class:`ResizableSimWorker`."""
-    layout = cutter.layout if isinstance(cutter, ParallelismPlanner) else Layout(cutter.degrees[0])
+    layout = cutter.layout if isinstance(cutter, ParallelismPlanner) else EngineLayout(cutter.degrees[0])
     costs = engine_costs(config, fleet(config)[0], layout.tp, expert_ranks=layout.ep)
-    return partial(ResizableSimWorker, moves=Moves(), costs=costs)
+    return partial(ResizableSimWorker, moves=TurnMoves(), costs=costs)
 
 
-def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
+def seat_workers(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
     """Before they start: who watches them; where they are cut, each over its devices, the others parked."""
     for worker in workers:
         worker.watch = watch
@@ -58,7 +58,7 @@ def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | Non
         ranks, experts = seats(cutter.degrees, len(workers)), 1
     for worker, count in zip(workers, ranks, strict=True):
         assert isinstance(worker, ResizableSimWorker)
-        worker.begin(count, experts if count else 1)
+        worker.set_devices(count, experts if count else 1)
 
 
 def hand_over(parts: Components, cutter: Cutter | None) -> None:
@@ -66,7 +66,7 @@ def hand_over(parts: Components, cutter: Cutter | None) -> None:
     if cutter is None:
         return
     parts.kv_bytes = 0.0
-    if isinstance(cutter, Reallocation):
+    if isinstance(cutter, DegreeReallocator):
         parts.reallocation = cutter
     else:
         parts.planner = cutter

@@ -44,19 +44,19 @@ from orchestrator.ledger import Ledger, recount
 from orchestrator.pipeline import Pipeline
 from orchestrator.runtime.resume import rewind
 from orchestrator.sim.coserving.borrowed_fleet import BorrowedFleet, borrowed_of, bounded
-from orchestrator.sim.crash_remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
-from orchestrator.sim.device_sharing import LendingWorker, ResidentSimTrainer
+from orchestrator.sim.crash_remains import CrashRemains, EventSink, JournalSink, SimCheckpoints, SimStore
+from orchestrator.sim.device_sharing import LendingSimWorker, ResidentSimTrainer
 from orchestrator.sim.fault_injector import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer
 from orchestrator.sim.faulty_workers import faulty_workers
-from orchestrator.sim.movable_worker import Moves
-from orchestrator.sim.recorded_traces import Traces, load_traces
+from orchestrator.sim.movable_worker import TurnMoves
+from orchestrator.sim.recorded_traces import EpisodeTraces, load_traces
 from orchestrator.sim.resizable_worker import check_planner
-from orchestrator.sim.run_audit import Audit, Stream
-from orchestrator.sim.seeded_draws import stream
+from orchestrator.sim.run_audit import RunAudit, TrainerCallAudit
+from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_cluster import check_cluster, fleet
 from orchestrator.sim.simulated_forecasts import equip
 from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_replanning import cutter_of, hand_over, resizable, seat
+from orchestrator.sim.simulated_replanning import cutter_of, hand_over, resizable, seat_workers
 from orchestrator.sim.simulated_worker import SimWorker, Watch
 from orchestrator.sim.split_worker import check_disaggregation, disaggregated, speech_of
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
@@ -103,10 +103,10 @@ class _AuditedTrainer:
     """The outermost layer around the trainer: the audit sees what the pipeline asks for, and learns of a new version when
     the pipeline does."""
 
-    def __init__(self, inner: Trainer, audit: Audit) -> None:
+    def __init__(self, inner: Trainer, audit: RunAudit) -> None:
         self._audit = audit
         self._inner = inner
-        self._asks = Stream(audit)
+        self._asks = TrainerCallAudit(audit)
         self._version = -1  # of the last step, -1: none yet
         if isinstance(inner, ResidentTrainer):
             self.residency = inner.residency
@@ -129,7 +129,7 @@ class _AuditedTrainer:
     async def publish(self) -> PublishResult:
         """See the protocol."""
         result = await self._inner.publish()
-        self._audit.published(result.version)
+        self._audit.record_version(result.version)
         return result
 
     async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
@@ -137,7 +137,7 @@ class _AuditedTrainer:
         inner: Any = self._inner
         meetings: tuple[Meeting, ...] = await inner.send(receivers, limit, anew)
         if self._version >= 0:
-            self._audit.published(self._version)
+            self._audit.record_version(self._version)
         return meetings
 
 
@@ -149,7 +149,7 @@ class _Simulation:
         config: Config,
         folder: Path,
         sink: Callable[[str], object] | None,
-        traces: Traces | None,
+        traces: EpisodeTraces | None,
         watch: Watch | None,
     ) -> None:
         self._watch_requests = watch
@@ -157,8 +157,8 @@ class _Simulation:
         self.folder = folder
         self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else traces
         self._speech = speech_of(config, self.traces)
-        self.audit = Audit(config, self._speech)
-        self.remains = Remains(self.audit)
+        self.audit = RunAudit(config, self._speech)
+        self.remains = CrashRemains(self.audit)
         self.injected: dict[str, int] = {}
         self.deadlocks = 0
         self.life = 0
@@ -184,7 +184,7 @@ class _Simulation:
         assert self._ledger is not None
         lines = self.remains.lines()
         ledger = self._ledger.counts.as_dict()
-        self.audit.final(
+        self.audit.check_end(
             ledger,
             recount(lines),
             ((name, outcome) for name, _, outcome in self.remains.rows),
@@ -192,7 +192,7 @@ class _Simulation:
             resumed=self.life > 1,
         )
         if self._rounds is not None:
-            self.audit.epochs(lines, self._rounds.planner)
+            self.audit.check_epochs(lines, self._rounds.planner)
         violations = list(self.audit.violations)
         if self.audit.count > len(violations):
             violations.append(f"... and {self.audit.count - len(violations)} more")
@@ -231,9 +231,11 @@ class _Simulation:
                 self.callbacks += report.callbacks
                 if not self.remains.dead:
                     for what in (*report.leaked, *report.unhandled):
-                        self.audit.note(f"life {self.life} left behind: {what}")
+                        self.audit.add_violation(f"life {self.life} left behind: {what}")
                     if self._task.open_environments:
-                        self.audit.note(f"life {self.life} left {self._task.open_environments} environments open")
+                        self.audit.add_violation(
+                            f"life {self.life} left {self._task.open_environments} environments open"
+                        )
         return again
 
     def _conclude(self, main: asyncio.Task[str]) -> bool:
@@ -242,7 +244,7 @@ class _Simulation:
                 main.exception()  # whatever a dead process raised, nobody saw it
             return True
         if main.cancelled():
-            self.audit.note(f"life {self.life} was cancelled by nobody")
+            self.audit.add_violation(f"life {self.life} was cancelled by nobody")
             return False
         error = main.exception()
         if error is None:
@@ -253,13 +255,13 @@ class _Simulation:
             return False
         if isinstance(error, RunError) and str(error).startswith(EXPECTED_ERRORS) and self.life < 2 * FAULTY_LIVES:
             return self._faulty
-        self.audit.note(f"life {self.life} ended with {type(error).__name__}: {error}")
+        self.audit.add_violation(f"life {self.life} ended with {type(error).__name__}: {error}")
         self.reason = str(error)
         return False
 
     def _fatal(self, error: SimulationError) -> None:
         self.deadlocks += 1
-        self.audit.note(f"life {self.life}: {type(error).__name__}: {error}")
+        self.audit.add_violation(f"life {self.life}: {type(error).__name__}: {error}")
         self.reason = type(error).__name__
 
     async def _main(self, loop: VirtualTimeLoop) -> str:
@@ -267,11 +269,11 @@ class _Simulation:
         config = self.config
         task = asyncio.current_task()
         assert task is not None
-        rng = stream(config.run.seed, "kill", self.life)
+        rng = random_stream(config.run.seed, "kill", self.life)
         style = self._draw_end(rng)
         after = rng.randrange(1, 12 * config.batch_trajectories) if style == "kill" else -1
-        self.audit.resume()
-        self.remains.live(after, rng, task.cancel)
+        self.audit.begin_life()
+        self.remains.begin_life(after, rng, task.cancel)
         last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
         events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
         ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
@@ -281,7 +283,7 @@ class _Simulation:
             if self._pool is not None:
                 await self._pool.close()
             raise
-        self.audit.running()
+        self.audit.end_replay()
         pipeline = build_pipeline(config, parts, position)
         self._rounds = pipeline.rollout.rounds
         if style == "stop":
@@ -347,10 +349,10 @@ class _Simulation:
         self._task = SimTask(config, self.traces)
         cutter = cutter_of(config, self._task, position.degrees)
         make: Callable[..., SimWorker] = SimWorker if cutter is None else resizable(config, cutter)
-        make = partial(LendingWorker, moves=Moves()) if lends else disaggregated(config) or make
+        make = partial(LendingSimWorker, moves=TurnMoves()) if lends else disaggregated(config) or make
         if borrowed := borrowed_of(config):
             make = borrowed.dedicated()
-        rest = (self.audit.said, self.traces)
+        rest = (self.audit.record_response, self.traces)
         self._workers = [
             make(f"sim-{index}", config, weights, *rest, name, self._speech) for index, name in enumerate(fleet(config))
         ]
@@ -358,7 +360,7 @@ class _Simulation:
             self._workers += borrowed.workers(len(self._workers), weights, *rest, self._speech)
             borrowed.start()
         self._borrowed = borrowed
-        seat(self._workers, cutter, self._watch_requests)
+        seat_workers(self._workers, cutter, self._watch_requests)
         task: Task = self._task
         reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
@@ -389,7 +391,7 @@ class _Simulation:
     def _damage(self, checkpoints: SimCheckpoints, events: EventLog) -> None:
         """Now and then the newest checkpoint is found damaged, and the one before it has to do."""
         folders = checkpoints.all()
-        rng = stream(self.config.run.seed, "damage", self.life)
+        rng = random_stream(self.config.run.seed, "damage", self.life)
         if len(folders) < 2 or "crash" not in self.config.sim.faults or rng.random() >= DAMAGE_CHANCE:
             return
         file = folders[-1] / rng.choice(("state.json", "files.json", "trainer/trainer.json"))
@@ -459,7 +461,7 @@ def simulate(
     events_sink: Callable[[str], object] | None = None,
     *,
     strict: bool = True,
-    traces: Traces | None = None,
+    traces: EpisodeTraces | None = None,
     watch: Watch | None = None,
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run

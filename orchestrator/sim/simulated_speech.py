@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.config import Config
-from orchestrator.sim.recorded_traces import Traces
-from orchestrator.sim.seeded_draws import response
-from orchestrator.sim.task_mix import Workload
+from orchestrator.sim.recorded_traces import EpisodeTraces
+from orchestrator.sim.seeded_draws import draw_response
+from orchestrator.sim.task_mix import TaskMix
 
 
 class Speech:
     """``most``: tokens that a response can have at most, whatever is asked for."""
 
-    def __init__(self, config: Config, traces: Traces | None) -> None:
+    def __init__(self, config: Config, traces: EpisodeTraces | None) -> None:
         self._seed = config.run.seed
         self._mean = config.sim.response_tokens_mean
         self._traces = traces
-        self._workload = Workload(config) if config.sim.tasks and traces is None else None
+        self._workload = TaskMix(config) if config.sim.tasks and traces is None else None
         self.most = config.sim.response_tokens_max if traces is None else traces.response_max
         if self._workload is not None:
             self.most = self._workload.response_max
@@ -28,4 +28,4 @@ class Speech:
             return self._traces.response(context, turn, limit)
         if self._workload is not None:
             return self._workload.response(context, trajectory_id, turn, limit)
-        return response(self._seed, trajectory_id, turn, self._mean, limit)
+        return draw_response(self._seed, trajectory_id, turn, self._mean, limit)

@@ -39,9 +39,9 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.sim import engine_batch
 from orchestrator.sim.cost_model import EngineCosts, seconds_of, steps_in
-from orchestrator.sim.expert_imbalance import Routing
-from orchestrator.sim.recorded_traces import Traces
-from orchestrator.sim.seeded_draws import END, logprobs
+from orchestrator.sim.expert_imbalance import ExpertRouting
+from orchestrator.sim.recorded_traces import EpisodeTraces
+from orchestrator.sim.seeded_draws import END, synthetic_logprobs
 from orchestrator.sim.simulated_cluster import degree_of, engine_costs
 from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
 from orchestrator.sim.simulated_speech import Speech
@@ -65,7 +65,7 @@ class SimWorker:
         config: Config,
         weights: SimWeights,
         said: Callable[[str, int, VersionSpans], None] | None = None,
-        traces: Traces | None = None,
+        traces: EpisodeTraces | None = None,
         hardware: str = "",
         speech: Speech | None = None,
         costs: EngineCosts | None = None,
@@ -79,7 +79,7 @@ class SimWorker:
         self._engine = config.rollout.engine
         self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
         self._start_seconds, self._stall_seconds = config.sim.start_seconds, config.sim.stall_seconds
-        self._routing = Routing(config)
+        self._routing = ExpertRouting(config)
         self._use(costs or engine_costs(config, hardware, degree=self.degree))
         self._weights = weights
         weights.holders[name] = self
@@ -87,7 +87,7 @@ class SimWorker:
         self._dead = self._closed = False
         self.busy_seconds = 0.0  # in which it computed
         self._generated = 0  # in former lives
-        self._batch = engine_batch.Batch(0, None)
+        self._batch = engine_batch.EngineBatch(0, None)
         self._reset()
 
     @property
@@ -111,13 +111,13 @@ class SimWorker:
 
     def _reset(self) -> None:
         self._generated += self._batch.generated
-        self._batch = engine_batch.Batch(self._engine.max_num_seqs, self._costs.kv_tokens, self._reuse)
+        self._batch = engine_batch.EngineBatch(self._engine.max_num_seqs, self._costs.kv_tokens, self._reuse)
         self._prepared = -1  # the version that was fetched and not loaded yet
         self._updating = False
         self._unusable = ""  # why the weights are
-        self._known: dict[str, engine_batch.Sequence | None] = {}  # requests of this life; None when it has ended
+        self._known: dict[str, engine_batch.EngineSequence | None] = {}  # requests of this life; None when it has ended
         self._ended, self._numbers = deque[str](), 0  # in order, the last REMEMBERED of them; requests ever
-        self._aborting: list[engine_batch.Sequence] = []  # running ones that end with the step in progress
+        self._aborting: list[engine_batch.EngineSequence] = []  # running ones that end with the step in progress
         self._finished: list[Completion] = []
         self._news = asyncio.Event()
         self._suspended = False
@@ -227,8 +227,8 @@ class SimWorker:
             if incarnation == self.incarnation:
                 self._updating = False
         self._prepared, self._unusable = -1, ""
-        self._batch.change(version)
-        if self._routing.moves(version):
+        self._batch.change_weights(version)
+        if self._routing.load_version(version):
             self._use(self._costs)
         return UpdateResult(version, MODEL_BYTES, asyncio.get_running_loop().time() - begun, len(self._batch.running))
 
@@ -253,7 +253,7 @@ class SimWorker:
         self._check()
         incarnation, loop = self.incarnation, asyncio.get_running_loop()
         begun, source = loop.time(), self._weights.holders.get(move.source)
-        held = self._batch.prefix(move.trajectory_id)
+        held = self._batch.prefix_tokens(move.trajectory_id)
         version = self._batch.version
         theirs = None if source is None else source.prefix_under(version, move.trajectory_id)
         if source is None or theirs is None:
@@ -271,7 +271,7 @@ class SimWorker:
 
     def prefix_under(self, version: int, trajectory_id: str) -> int | None:
         """See :class:`orchestrator.sim.simulated_relay.KvHolder`."""
-        return None if self._dead or self._batch.version != version else self._batch.prefix(trajectory_id)
+        return None if self._dead or self._batch.version != version else self._batch.prefix_tokens(trajectory_id)
 
     async def stats(self) -> WorkerStats:
         """See the protocol."""
@@ -279,7 +279,7 @@ class SimWorker:
         await self._answer()
         block = self._engine.block_size
         held, now = self._batch, asyncio.get_running_loop().time()
-        held.book()
+        held.book_tokens()
         waiting, running = held.waiting(), held.running.values()
         capacity = self._costs.kv_tokens
         longest = self._engine.max_num_seqs * math.ceil(self._engine.max_model_len / block)
@@ -332,7 +332,7 @@ class SimWorker:
         self._news.set()
         self._end_step()
 
-    def spoil(self) -> None:
+    def spoil_weights(self) -> None:
         """An update fails while it is applied: the weights are unusable from now on."""
         if self._dead:
             return
@@ -349,12 +349,12 @@ class SimWorker:
         if version != self._prepared and not self._weights.has(version):
             raise RetryableError(f"{self.name}: version {version} is not on the relay")
 
-    def _unfinished(self) -> Iterator[engine_batch.Sequence]:
+    def _unfinished(self) -> Iterator[engine_batch.EngineSequence]:
         return (sequence for sequence in self._known.values() if sequence is not None)
 
     def _meant(
         self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]
-    ) -> list[engine_batch.Sequence]:
+    ) -> list[engine_batch.EngineSequence]:
         """The unfinished requests that an ABORT names."""
         named = [self._known.get(request_id) for request_id in request_ids]
         found = [sequence for sequence in named if sequence is not None]
@@ -386,7 +386,7 @@ class SimWorker:
         room = self._engine.max_model_len - len(request.token_ids)
         limit = min(request.sampling.max_tokens, self._speech.most, room)
         tokens = self._says(request, limit) if limit >= 1 else ()
-        sequence = engine_batch.Sequence(request, tokens, now, self._numbers)
+        sequence = engine_batch.EngineSequence(request, tokens, now, self._numbers)
         self._numbers += 1
         self._known[request.request_id] = sequence
         if tokens:
@@ -398,11 +398,11 @@ class SimWorker:
     def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
         return self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
 
-    def _tell(self, sequence: engine_batch.Sequence, versions: VersionSpans) -> None:
+    def _tell(self, sequence: engine_batch.EngineSequence, versions: VersionSpans) -> None:
         if self._said is not None:
             self._said(sequence.request.trajectory_id, sequence.request.turn, versions)
 
-    def _finish(self, sequence: engine_batch.Sequence, reason: str, error: str = "") -> None:
+    def _finish(self, sequence: engine_batch.EngineSequence, reason: str, error: str = "") -> None:
         self._batch.remove(sequence)
         self._known[sequence.request.request_id] = None
         self._ended.append(sequence.request.request_id)
@@ -417,7 +417,7 @@ class SimWorker:
             Completion(
                 sequence.request.request_id,
                 tokens,
-                logprobs(tokens),
+                synthetic_logprobs(tokens),
                 merge_spans(sequence.spans),
                 reason,
                 CompletionTiming(

@@ -15,14 +15,14 @@ from functools import partial
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.proxy.router_setup import plan
-from orchestrator.sim.movable_worker import Moves, MovingWorker
-from orchestrator.sim.recorded_traces import Traces
+from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
+from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.simulated_cluster import fleet
 from orchestrator.sim.simulated_speech import Speech
 from orchestrator.sim.simulated_worker import SimWorker
 
 
-class PartedSpeech(Speech):
+class SplitSpeech(Speech):
     """What a policy says whose first token another engine draws."""
 
     def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
@@ -32,9 +32,9 @@ class PartedSpeech(Speech):
         return (first, *whole[1:])
 
 
-def speech_of(config: Config, traces: Traces | None) -> Speech:
+def speech_of(config: Config, traces: EpisodeTraces | None) -> Speech:
     """What the policy of a run says."""
-    return (PartedSpeech if config.rollout.disaggregation.enabled else Speech)(config, traces)
+    return (SplitSpeech if config.rollout.disaggregation.enabled else Speech)(config, traces)
 
 
 def check_disaggregation(config: Config) -> None:
@@ -53,4 +53,4 @@ def check_disaggregation(config: Config) -> None:
 
 def disaggregated(config: Config) -> Callable[..., SimWorker] | None:
     """Makes the workers of a life whose turns are served in two parts; None: they are not."""
-    return partial(MovingWorker, moves=Moves()) if config.rollout.disaggregation.enabled else None
+    return partial(MovableSimWorker, moves=TurnMoves()) if config.rollout.disaggregation.enabled else None

@@ -18,13 +18,13 @@ from statistics import NormalDist
 from orchestrator.api import Prompt
 from orchestrator.config import Config
 from orchestrator.config.sim_keys import SimTaskSection
-from orchestrator.sim.seeded_draws import END, VOCABULARY, lognormal, stream, words
+from orchestrator.sim.seeded_draws import END, VOCABULARY, draw_words, lognormal, random_stream
 
 _WORDS = len(VOCABULARY) - 2
 _QUANTILES = [NormalDist().inv_cdf((place + 0.5) / _WORDS) for place in range(_WORDS)]
 
 
-class Workload:
+class TaskMix:
     """The tasks of a config, in order."""
 
     def __init__(self, config: Config) -> None:
@@ -47,36 +47,36 @@ class Workload:
         """Of all tasks, in simulated tokens."""
         return max(-(-task.response_max // self.grain) for task in self.tasks)
 
-    def assign(self, key: str) -> str:
+    def assign_task(self, key: str) -> str:
         """The task of a prompt."""
-        return str(stream("task", key).choices(self.names, self._weights)[0])
+        return str(random_stream("task", key).choices(self.names, self._weights)[0])
 
-    def of(self, name: str) -> SimTaskSection:
+    def task_named(self, name: str) -> SimTaskSection:
         """A task by name."""
         return self.tasks[self.names.index(name)]
 
-    def size(self, rng: random.Random, tokens: float) -> int:
+    def simulated_tokens(self, rng: random.Random, tokens: float) -> int:
         """So many tokens of the engine in simulated ones."""
         return max(1, int(tokens / self.grain + rng.random()))
 
-    def stage(self, prompt: Prompt) -> int:
+    def batch_stage(self, prompt: Prompt) -> int:
         """The batch that a training prompt is of, as far as a token can say it; 0 where responses do not grow."""
-        if not (self.of(prompt.task).response_growth and prompt.key.startswith("train-")):
+        if not (self.task_named(prompt.task).response_growth and prompt.key.startswith("train-")):
             return 0
         return min(int(prompt.key.rsplit("-", 1)[1]) // self._batch, _WORDS - 1)
 
     def _beginning(self, name: str, seed: int, stage: int = 0) -> tuple[float | None, tuple[int, ...]]:
         """Of a prompt: seconds that a reset takes, None: no time at all, and the first observation."""
-        task, rng = self.of(name), stream(seed, "reset")
-        seconds = self.seconds(task, rng, task.reset_seconds, task.reset_sigma) if task.reset_seconds else None
+        task, rng = self.task_named(name), random_stream(seed, "reset")
+        seconds = self.draw_seconds(task, rng, task.reset_seconds, task.reset_sigma) if task.reset_seconds else None
         return seconds, self.opening(name, rng, stage)
 
     def opening(self, name: str, rng: random.Random, stage: int = 0) -> tuple[int, ...]:
         """The first observation of a prompt; ``rng`` is the prompt's own."""
         prompt: tuple[int, ...] = (2 + self.names.index(name), 2 + rng.randrange(_WORDS))
-        if self.of(name).response_growth:
+        if self.task_named(name).response_growth:
             prompt += (2 + stage,)
-        return prompt + (2,) * (self.size(rng, self.of(name).prompt_tokens) - len(prompt))
+        return prompt + (2,) * (self.simulated_tokens(rng, self.task_named(name).prompt_tokens) - len(prompt))
 
     def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
         """What the policy says in a turn, see :mod:`orchestrator.sim.simulated_speech`."""
@@ -89,15 +89,15 @@ class Workload:
     ) -> tuple[int, ...]:
         task = self.tasks[number]
         usual = task.response_tokens + stage * task.response_growth
-        rng = stream(self._seed, "response", trajectory_id, turn)
+        rng = random_stream(self._seed, "response", trajectory_id, turn)
         own = task.response_sigma * (1.0 - task.prompt_share) ** 0.5
         shared = task.response_sigma * task.prompt_share**0.5
         mean = usual * 2.718281828459045 ** (shared * _QUANTILES[quantile] - shared * shared / 2)
-        length = self.size(rng, lognormal(rng, mean, own))
+        length = self.simulated_tokens(rng, lognormal(rng, mean, own))
         limit = min(limit, -(-task.response_max // self.grain))
-        said = words(rng, min(length, limit))
+        said = draw_words(rng, min(length, limit))
         return (*said[:-1], END) if length <= limit else said
 
-    def seconds(self, task: SimTaskSection, rng: random.Random, mean: float, sigma: float) -> float:
+    def draw_seconds(self, task: SimTaskSection, rng: random.Random, mean: float, sigma: float) -> float:
         """A draw of an environment's time."""
         return max(0.0, rng.gauss(mean, sigma * mean)) if task.normal else lognormal(rng, mean, sigma)

@@ -2,7 +2,7 @@
 
 Guarantees: an environment is a function of its prompt and of the actions it got, never of the time or of its neighbours;
 all durations come from the loop's clock; the trainer keeps the port's contract and checks what it is given with
-:class:`orchestrator.sim.run_audit.Audit`, so that a wrong batch is found where it arrives. Success rises with the version that
+:class:`orchestrator.sim.run_audit.RunAudit`, so that a wrong batch is found where it arrives. Success rises with the version that
 wrote the first token, by a fixed curve: the twins show *when* things happen, they do not learn.
 """
 
@@ -33,12 +33,12 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
-from orchestrator.sim.recorded_traces import Trace, Traces
-from orchestrator.sim.run_audit import Audit
-from orchestrator.sim.seeded_draws import END, PAD, VOCABULARY, lognormal, stream
+from orchestrator.sim.recorded_traces import EpisodeTrace, EpisodeTraces
+from orchestrator.sim.run_audit import RunAudit
+from orchestrator.sim.seeded_draws import END, PAD, VOCABULARY, lognormal, random_stream
 from orchestrator.sim.simulated_cluster import trainer_costs
 from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
-from orchestrator.sim.task_mix import Workload
+from orchestrator.sim.task_mix import TaskMix
 
 TASK = "sim"
 HELDOUT_PROMPTS = 1000
@@ -55,16 +55,16 @@ class SimTask:
     pad_id = PAD
     end_id = END
 
-    def __init__(self, config: Config, traces: Traces | None = None) -> None:
+    def __init__(self, config: Config, traces: EpisodeTraces | None = None) -> None:
         self.costs = config.sim
         self.traces = traces
         self.max_turns = config.sim.turns_max if traces is None else traces.turns_max
         self.max_response_tokens = config.sim.response_tokens_max if traces is None else traces.response_max
-        self.workload = Workload(config) if config.sim.tasks and traces is None else None
+        self.workload = TaskMix(config) if config.sim.tasks and traces is None else None
         if self.workload is not None:
             self.max_turns, self.max_response_tokens = self.workload.turns_max, self.workload.response_max
         self._resets: dict[str, int] = {}
-        self.tools: Tools = SimTools(config)
+        self.tools: ToolHost = SimTools(config)
         self.max_context_tokens = config.rollout.engine.max_model_len
         self.open_environments = 0
         self.epoch_prompts = config.sim.data_set
@@ -77,7 +77,7 @@ class SimTask:
             key = f"{split}-{seed}-{place}" if split == "train" else f"{split}-{number}"
             kind = number % self.costs.kinds
             task = f"{TASK}-{kind + 1}" if kind else TASK
-            task = task if self.workload is None else self.workload.assign(key)
+            task = task if self.workload is None else self.workload.assign_task(key)
             yield Prompt(key, task, zlib.crc32(key.encode()), "")
             number += 1
 
@@ -105,7 +105,7 @@ class SimEnvironment:
         self._turn = 0
         self._last_turn = 0.0  # chance that a turn is the last
         self._closed = False
-        self._trace: Trace | None = None
+        self._trace: EpisodeTrace | None = None
         task.open_environments += 1
 
     async def reset(self, prompt: Prompt) -> Observation:
@@ -115,7 +115,7 @@ class SimEnvironment:
             return await self._reset_to(self._task.traces, prompt)
         if self._task.workload is not None:
             return await self._reset_of(self._task.workload, prompt)
-        rng = stream(prompt.seed, "reset")
+        rng = random_stream(prompt.seed, "reset")
         await self._work(rng)
         self._prompt, self._history, self._turn = prompt, prompt.seed, 0
         self._last_turn = 1.0 / rng.uniform(1.0, max(1.0, self._task.max_turns))
@@ -132,7 +132,7 @@ class SimEnvironment:
             return await self._step_of(self._trace)
         if self._task.workload is not None:
             return await self._step_in(self._task.workload, self._prompt)
-        rng = stream(self._prompt.seed, "step", self._turn, self._history)
+        rng = random_stream(self._prompt.seed, "step", self._turn, self._history)
         await self._work(rng)
         if self._task.costs.tools and rng.random() < self._task.costs.tools:
             await self._task.tools.call()
@@ -143,7 +143,7 @@ class SimEnvironment:
         observation = tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS) // 4))
         return StepResult(Observation(observation), 0.0, False)
 
-    async def _reset_to(self, traces: Traces, prompt: Prompt) -> Observation:
+    async def _reset_to(self, traces: EpisodeTraces, prompt: Prompt) -> Observation:
         number = self._task.next_member(prompt)
         self._trace = traces.episodes[number]
         await asyncio.sleep(self._trace.reset_seconds)
@@ -152,7 +152,7 @@ class SimEnvironment:
         opening = traces.opening(number)
         return Observation(opening + (2,) * (self._trace.turns[0].observation - len(opening)))
 
-    async def _step_of(self, trace: Trace) -> StepResult:
+    async def _step_of(self, trace: EpisodeTrace) -> StepResult:
         await asyncio.sleep(trace.turns[self._turn - 1].environment_seconds)
         self._check()
         if self._turn == len(trace.turns):
@@ -160,28 +160,28 @@ class SimEnvironment:
             return StepResult(Observation(()), 0.0, True)
         return StepResult(Observation((2,) * max(1, trace.turns[self._turn].observation)), 0.0, False)
 
-    async def _reset_of(self, workload: Workload, prompt: Prompt) -> Observation:
-        seconds, opening = workload.beginning(prompt.task, prompt.seed, workload.stage(prompt))
+    async def _reset_of(self, workload: TaskMix, prompt: Prompt) -> Observation:
+        seconds, opening = workload.beginning(prompt.task, prompt.seed, workload.batch_stage(prompt))
         if seconds is not None:
             await asyncio.sleep(seconds)
             self._check()
         self._prompt, self._history, self._turn = prompt, prompt.seed, 0
         return Observation(opening)
 
-    async def _step_in(self, workload: Workload, prompt: Prompt) -> StepResult:
+    async def _step_in(self, workload: TaskMix, prompt: Prompt) -> StepResult:
         """Every number of turns from ``turns_min`` to ``turns_max`` is as likely, for each member by itself."""
-        task = workload.of(prompt.task)
+        task = workload.task_named(prompt.task)
         if not task.step_seconds and task.turns_min <= self._turn == task.turns_max:  # nothing is left to draw
             self._prompt = None
             return StepResult(Observation(()), 0.0, True)
-        rng = stream(prompt.seed, "step", self._turn, self._history)
+        rng = random_stream(prompt.seed, "step", self._turn, self._history)
         if task.step_seconds:
-            await asyncio.sleep(workload.seconds(task, rng, task.step_seconds, task.step_sigma))
+            await asyncio.sleep(workload.draw_seconds(task, rng, task.step_seconds, task.step_sigma))
             self._check()
         if self._turn >= task.turns_min and rng.random() * (task.turns_max - self._turn + 1) < 1.0:
             self._prompt = None
             return StepResult(Observation(()), 0.0, True)
-        return StepResult(Observation((2,) * workload.size(rng, task.observation_tokens)), 0.0, False)
+        return StepResult(Observation((2,) * workload.simulated_tokens(rng, task.observation_tokens)), 0.0, False)
 
     async def close(self) -> None:
         """See the protocol."""
@@ -200,7 +200,7 @@ class SimEnvironment:
             raise TrajectoryError("environment_protocol", "used after close")
 
 
-class Tools(Protocol):
+class ToolHost(Protocol):
     """What environments call in the middle of a step."""
 
     async def call(self) -> None:
@@ -234,7 +234,7 @@ class SimReward:
     when it was recorded, where that is known. With ``reward.timeout = "adaptive"`` a task with a time limit (``reward_max``)
     has the run's own policy for it, an answer being one test case; what is cut off earns 0."""
 
-    def __init__(self, config: Config, traces: Traces | None = None) -> None:
+    def __init__(self, config: Config, traces: EpisodeTraces | None = None) -> None:
         self._traces = traces
         self._seconds = config.sim.reward_seconds
         self._tasks = config.sim.tasks if traces is None else {}
@@ -264,24 +264,24 @@ class SimReward:
         if self._timeouts is not None and limit < math.inf:
             reward = 0.0 if cut else reward
             time = CaseTime(min(seconds, limit), limit, cut)
-            self._timeouts.note(trajectory.prompt.key, [time], correct=reward > 0.0)
+            self._timeouts.record_times(trajectory.prompt.key, [time], correct=reward > 0.0)
         return reward
 
     def _reward(self, trajectory: Trajectory) -> float:
         if self._traces is not None and trajectory.turns:
-            recorded = self._traces.told(trajectory.turns[0].observation_ids).reward
+            recorded = self._traces.episode_of(trajectory.turns[0].observation_ids).reward
             if recorded is not None:
                 return recorded
         version = trajectory.first_version if trajectory.turns else 0
         skill = _SKILL_END - (_SKILL_END - _SKILL_START) * math.exp(-max(0, version) / _SKILL_VERSIONS)
-        return float(stream(self._seed, "reward", trajectory.id, trajectory.prompt.key).random() < skill)
+        return float(random_stream(self._seed, "reward", trajectory.id, trajectory.prompt.key).random() < skill)
 
     def _duration(self, trajectory: Trajectory) -> tuple[float, float]:
         """Seconds that scoring takes by itself, and after which it is cut off."""
         task = self._tasks.get(trajectory.task)
         if task is None:
             return self._seconds, math.inf
-        rng = stream(self._seed, "scoring", trajectory.id, trajectory.prompt.key)
+        rng = random_stream(self._seed, "scoring", trajectory.id, trajectory.prompt.key)
         seconds, limit = lognormal(rng, task.reward_seconds, task.reward_sigma), task.reward_max or math.inf
         if self._timeouts is not None and limit < math.inf:
             limit = min(limit, *(self._timeouts.limits(trajectory.prompt.key) or [limit]))
@@ -293,7 +293,7 @@ class SimTrainer:
     what was fed counts only where it is a prefix of the batch; otherwise the step starts anew. ``die`` is for the fault
     injector: the state is gone until a new trainer loads what was saved."""
 
-    def __init__(self, config: Config, weights: SimWeights, audit: Audit) -> None:
+    def __init__(self, config: Config, weights: SimWeights, audit: RunAudit) -> None:
         self._costs = trainer_costs(config)
         self.busy_seconds = 0.0  # in which it computed
         self._weights = weights
@@ -316,12 +316,12 @@ class SimTrainer:
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """See the protocol."""
         self._check()
-        self._audit.batch(batch, self.version)
+        self._audit.check_batch(batch, self.version)
         fed, self._fed = self._fed, []
         streamed = len(fed) if fed == list(batch.samples[: len(fed)]) else 0
         await self._compute(batch.samples[streamed:])
         self.version += 1
-        self._audit.trained(batch)
+        self._audit.record_training(batch)
         rewards = [sample.reward for sample in batch.samples]
         values = {
             "loss": 0.0,

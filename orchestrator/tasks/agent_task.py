@@ -18,13 +18,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.agents.agent_program import Program, read_files
-from orchestrator.agents.agent_session import Bounds
-from orchestrator.agents.chat_template import Chat, ModelChat, VocabularyChat
-from orchestrator.agents.openai_endpoint import Gateway
+from orchestrator.agents.agent_program import AgentProgram, read_files
+from orchestrator.agents.agent_session import AgentBounds
+from orchestrator.agents.chat_template import ChatFormat, ModelChat, VocabularyChat
+from orchestrator.agents.openai_endpoint import AgentGateway
 from orchestrator.api import ConfigError, Environment, Prompt
 from orchestrator.config.agent_keys import AgentSection
-from orchestrator.sandbox import Limits, Sandbox
+from orchestrator.sandbox import Sandbox, SandboxLimits
 from orchestrator.tasks import splits
 
 _SLOTS = 4096  # agents at once: rollout.environments says how many there are
@@ -44,7 +44,7 @@ class AgentTask:
             raise ConfigError("task.agent.command", [], 'name the program: ["python3", "agent.py"]')
         self._states = _lines(settings.prompts)
         self._heldout = splits.heldout(self.name, self._draw, str, heldout)
-        self.chat: Chat = ModelChat(settings.tokenizer) if settings.tokenizer else VocabularyChat()
+        self.chat: ChatFormat = ModelChat(settings.tokenizer) if settings.tokenizer else VocabularyChat()
         self.vocabulary: Sequence[str] = self.chat.vocabulary
         self.pad_id, self.end_id = self.chat.pad_id, self.chat.end_id
         self.max_turns = settings.max_turns
@@ -62,7 +62,7 @@ class AgentTask:
                 raise ConfigError(
                     "task.agent.readable", folder, "give the absolute path of a file or folder that is there"
                 )
-        self.bounds = Bounds(
+        self.bounds = AgentBounds(
             settings.max_turns,
             settings.response_tokens,
             settings.context_tokens,
@@ -71,10 +71,10 @@ class AgentTask:
             settings.own_sampling,
             settings.tool_calls,
         )
-        limits = Limits(
+        limits = SandboxLimits(
             cpu_seconds=settings.cpu_seconds, memory_bytes=settings.memory_mb << 20, processes=settings.processes
         )
-        self.program = Program(
+        self.program = AgentProgram(
             settings.command,
             read_files(settings.files),
             settings.readable,
@@ -84,12 +84,12 @@ class AgentTask:
             settings.zero_exit,
         )
         self._port, self._body_bytes = settings.port, settings.body_mb << 20
-        self._gateway: Gateway | None = None
+        self._gateway: AgentGateway | None = None
         self._sandbox: Sandbox | None = None
 
-    def gateway(self) -> Gateway:
+    def gateway(self) -> AgentGateway:
         """One endpoint for all trajectories of a run."""
-        self._gateway = self._gateway or Gateway(self._port, self._body_bytes)
+        self._gateway = self._gateway or AgentGateway(self._port, self._body_bytes)
         return self._gateway
 
     def sandbox(self) -> Sandbox:

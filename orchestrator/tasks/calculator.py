@@ -12,11 +12,11 @@ import operator
 import random
 from collections.abc import Callable
 
-from orchestrator.sandbox import Limits, Sandbox
+from orchestrator.sandbox import Sandbox, SandboxLimits
 from orchestrator.tasks.text import Reply, TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
-LIMITS = Limits(wall_seconds=5.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
+LIMITS = SandboxLimits(wall_seconds=5.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from orchestrator.agents.chat_template import Chat, Message, TemplateRefused
+from orchestrator.agents.chat_template import ChatFormat, Message, TemplateRefused
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, StepResult, Task
 from orchestrator.tasks import splits
 from orchestrator.tasks.text import TextTask
@@ -41,7 +41,7 @@ class ChatTask:
     def __init__(
         self,
         task: Task,
-        chat: Chat,
+        chat: ChatFormat,
         system: str = "",
         response_tokens: int | None = None,
         examples: int = 0,
@@ -64,10 +64,10 @@ class ChatTask:
         widest = max(len(chat.encode(f"{task.words.joiner}{word}")) for word in words)
         empty = Message("user", "")
         try:
-            opening = len(chat.whole((*self.first, empty), ""))
+            opening = len(chat.encode_conversation((*self.first, empty), ""))
         except TemplateRefused as error:
             raise ConfigError(_FIELD, "", str(error)) from error
-        between = chat.behind((*self.first, empty), [empty], "", ())
+        between = chat.encode_continuation((*self.first, empty), [empty], "", ())
         if between is None and task.max_turns > 1:
             fix = f"its chat template takes no message behind an answer; task {task.name} has {task.max_turns} turns"
             raise ConfigError(_FIELD, "", fix)
@@ -122,7 +122,9 @@ class ChatTask:
             turn = mask.index(1, at)
             end = mask.index(0, turn) if 0 in mask[turn:] else len(mask)
             new = Message("user", self._task.words.decode(tokens[at:turn]).strip())
-            shown = self.follow(messages, new, answer) if answer else self.chat.whole((*messages, new), "")
+            shown = (
+                self.follow(messages, new, answer) if answer else self.chat.encode_conversation((*messages, new), "")
+            )
             said = self._task.words.decode(tokens[turn : end - 1])
             answer = (*self.chat.encode(said), self.end_id)
             messages += [new, Message("assistant", said)]
@@ -134,7 +136,7 @@ class ChatTask:
     def follow(self, messages: Sequence[Message], new: Message, answer: Sequence[int]) -> tuple[int, ...]:
         """The ids behind an answer: what closes it, and the next message. ``messages``: up to and with that answer. Raises
         ValueError for a template that cannot say."""
-        ids = self.chat.behind(messages[:-1], [new], "", answer)
+        ids = self.chat.encode_continuation(messages[:-1], [new], "", answer)
         if ids is None:
             raise ValueError("the chat template does not take a message behind an answer")
         return ids
@@ -143,7 +145,7 @@ class ChatTask:
 class _Spoken:
     """What transcripts are written with."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -164,7 +166,7 @@ class ChatEnvironment:
         """See the protocol. Raises ValueError for a prompt that is longer than the task's limits allow."""
         seen = (await self._inner.reset(prompt)).token_ids
         self._messages = [*self._task.first, Message("user", self._words.decode(seen).strip())]
-        ids = self._task.chat.whole(self._messages, "")
+        ids = self._task.chat.encode_conversation(self._messages, "")
         return Observation(_within(ids, self._task.max_prompt_tokens))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import random
 
-from orchestrator.rewards.code_judge import Case, HiddenTests
-from orchestrator.sandbox import Limits, Sandbox
+from orchestrator.rewards.code_judge import HiddenTests, JudgedCase
+from orchestrator.sandbox import Sandbox, SandboxLimits
 from orchestrator.sandbox.workspace import Workspace
 from orchestrator.tasks import coding_problems
 from orchestrator.tasks.text import Reply, TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
-LIMITS = Limits(wall_seconds=5.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
+LIMITS = SandboxLimits(wall_seconds=5.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
 
 # Runs beside the model's code, and only says what the model could find out by itself.
 TRIAL = """
@@ -119,4 +119,4 @@ def shown(name: str) -> str:
 def hidden_tests(name: str) -> HiddenTests:
     """What the reward function judges by."""
     problem = coding_problems.problem(name)
-    return HiddenTests(coding_problems.ENTRY, [Case([argument], answer) for argument, answer in problem.tests])
+    return HiddenTests(coding_problems.ENTRY, [JudgedCase([argument], answer) for argument, answer in problem.tests])

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TrajectoryError, parts_of
-from orchestrator.tasks.mixture import Part
+from orchestrator.tasks.mixture import MixturePart
 
 WORDS = ("<note>", "<recall>", "<memory>")
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
@@ -37,7 +37,9 @@ class MemoryTask:
         self.note_id, self.recall_id, self.memory_id = (len(task.vocabulary) + n for n in range(len(WORDS)))
         self.turns, self.longest, self.notes = turns, longest, notes
         self.parts = {
-            name: Part(name, self.vocabulary, part.max_turns + turns, part.max_response_tokens, part.max_context_tokens)
+            name: MixturePart(
+                name, self.vocabulary, part.max_turns + turns, part.max_response_tokens, part.max_context_tokens
+            )
             for name, part in parts_of(task).items()
         }
 

@@ -29,7 +29,7 @@ _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MixturePart:
     """The limits of one task, in the ids of the mixture; implements ``TaskLimits``."""
 
     name: str
@@ -39,7 +39,7 @@ class Part:
     max_context_tokens: int
 
 
-class Words:
+class MixtureWords:
     """The ids of a part in those of the mixture, and back."""
 
     def __init__(self, task: Task, ids: Mapping[str, int]) -> None:
@@ -49,11 +49,11 @@ class Words:
         self._in[ids["<pad>"]], self._in[ids["<end>"]] = task.pad_id, task.end_id
         self._pad = task.pad_id
 
-    def shared(self, own: Sequence[int]) -> tuple[int, ...]:
+    def to_mixture(self, own: Sequence[int]) -> tuple[int, ...]:
         """What a part says. Raises IndexError for what is outside its vocabulary."""
         return tuple(self.out[token] if token >= 0 else self.out[len(self.out)] for token in own)
 
-    def own(self, shared: Sequence[int]) -> tuple[int, ...]:
+    def to_part(self, shared: Sequence[int]) -> tuple[int, ...]:
         """What a part is told."""
         return tuple(self._in.get(token, self._pad) for token in shared)
 
@@ -93,10 +93,10 @@ class MixtureTask:
         ids = {word: token for token, word in enumerate(listed)}
         self.vocabulary: Sequence[str] = (*listed, *(f"{_UNUSED}{n}>" for n in range(-len(listed) % _MULTIPLE)))
         self.pad_id, self.end_id = 0, 1
-        self.words_of = {name: Words(task, ids) for name, task in self.tasks.items()}
+        self.words_of = {name: MixtureWords(task, ids) for name, task in self.tasks.items()}
         limits = ("max_turns", "max_response_tokens", "max_context_tokens")
         self.parts = {
-            name: Part(name, self.vocabulary, *(getattr(task, limit) for limit in limits))
+            name: MixturePart(name, self.vocabulary, *(getattr(task, limit) for limit in limits))
             for name, task in self.tasks.items()
         }
         self.max_turns, self.max_response_tokens, self.max_context_tokens = (
@@ -130,11 +130,11 @@ class MixtureTask:
         names, weights = list(streams), [self._shares[name] for name in streams]
         for name in chance.choices(names, weights, k=n):
             tokens, mask = next(streams[name])
-            yield self.words_of[name].shared(tokens), mask
+            yield self.words_of[name].to_mixture(tokens), mask
 
     def played(self, task: str, actions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """An episode's actions as its task saw them."""
-        return [self.words_of[task].own(action) for action in actions]
+        return [self.words_of[task].to_part(action) for action in actions]
 
     def _drawn(self, streams: Mapping[str, Iterator[Prompt]], stream: str) -> Iterator[Prompt]:
         chance, left = random.Random(stream), dict(self._shares)
@@ -153,7 +153,7 @@ class MixtureEnvironment:
     def __init__(self, task: MixtureTask) -> None:
         self._task = task
         self._inner: Environment | None = None
-        self._words: Words | None = None
+        self._words: MixtureWords | None = None
         self.version = task.environment_version
 
     async def reset(self, prompt: Prompt) -> Observation:
@@ -161,14 +161,14 @@ class MixtureEnvironment:
         await self.close()
         self._words = self._task.words_of[prompt.task]
         self._inner = self._task.tasks[prompt.task].environment()
-        return Observation(self._words.shared((await self._inner.reset(prompt)).token_ids))
+        return Observation(self._words.to_mixture((await self._inner.reset(prompt)).token_ids))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
         """See the protocol."""
         if self._inner is None or self._words is None:
             raise RuntimeError("no episode is running: call reset first")
-        result = await self._inner.step(self._words.own(action_ids))
-        seen = Observation(self._words.shared(result.observation.token_ids))
+        result = await self._inner.step(self._words.to_part(action_ids))
+        seen = Observation(self._words.to_mixture(result.observation.token_ids))
         return StepResult(seen, result.reward, result.done, result.truncated, result.invalid_action)
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.rewards.code_judge import CaseLimits, Verdict, judge, judge_cases
+from orchestrator.rewards.code_judge import CaseLimits, Verdict, judge_cases, judge_solution
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import reasoning_gym
 from orchestrator.tasks.calculator import CalculatorTask, answers, is_answer, value_of
@@ -68,7 +68,7 @@ def coding_tests(payload: Mapping[str, Any]) -> dict[str, Any]:
     sandbox = Sandbox(slots=1)
     given = payload.get("timeouts")
     if given is None:
-        return _scored(asyncio.run(judge(sandbox, solution, tests)))
+        return _scored(asyncio.run(judge_solution(sandbox, solution, tests)))
     limits = CaseLimits(given["cases"], given["other"], given["whole"])
     verdict, times = asyncio.run(judge_cases(sandbox, solution, tests, limits))
     return {**_scored(verdict), "correct": verdict.all_passed, "cases": [asdict(time) for time in times]}

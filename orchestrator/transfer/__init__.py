@@ -25,35 +25,35 @@ A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensor
 """
 
 from orchestrator.transfer.delta_compression import DeltaCodec
-from orchestrator.transfer.hosted_weights import Resident
+from orchestrator.transfer.hosted_weights import HostedWeights
 from orchestrator.transfer.manifest import StoredManifest
 from orchestrator.transfer.memory_relay import MemoryMetadata, MemoryRelay
 from orchestrator.transfer.mooncake_relay import MooncakeRelay
-from orchestrator.transfer.publisher import Plan, Publisher, Shard
-from orchestrator.transfer.publishing_ranks import Ranks
+from orchestrator.transfer.publisher import Publisher, PublishPlan, Shard
+from orchestrator.transfer.publishing_ranks import PublishingRanks
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy
-from orchestrator.transfer.shard_codec import Codec
+from orchestrator.transfer.shard_codec import ShardCodec
 from orchestrator.transfer.shard_routing import Region
 from orchestrator.transfer.sqlite_metadata import SqliteMetadata
 from orchestrator.transfer.subscriber import Subscriber
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError, VersionTakenError
 
 __all__ = [
-    "Codec",
     "CorruptWeightsError",
     "DeltaCodec",
+    "HostedWeights",
     "MemoryMetadata",
     "MemoryRelay",
     "MooncakeRelay",
-    "Plan",
+    "PublishPlan",
     "Publisher",
-    "Ranks",
+    "PublishingRanks",
     "Region",
     "RelayEndpoint",
     "RelayError",
-    "Resident",
     "Shard",
+    "ShardCodec",
     "SnapshotPolicy",
     "SqliteMetadata",
     "StoredManifest",

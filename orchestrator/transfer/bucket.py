@@ -57,7 +57,7 @@ class BucketName:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketEntry:
     """One tensor of a bucket."""
 
     tensor: str
@@ -77,7 +77,7 @@ class BucketWriter:
         self._buffer = buffer
         self._body = 0
         self._directory_bound = _DIRECTORY_FIXED
-        self.entries: list[Entry] = []
+        self.entries: list[BucketEntry] = []
 
     def fits(self, tensor: str, length: int) -> bool:
         """Whether ``add`` has room."""
@@ -91,7 +91,7 @@ class BucketWriter:
         self._buffer[BODY_START + offset : BODY_START + offset + data.nbytes] = data
         self._body = offset + data.nbytes
         self._directory_bound += _DIRECTORY_PER_TENSOR + len(tensor.encode())
-        self.entries.append(Entry(tensor, offset, data.nbytes))
+        self.entries.append(BucketEntry(tensor, offset, data.nbytes))
         return offset
 
     def seal(self, name: BucketName) -> memoryview:
@@ -116,7 +116,7 @@ class BucketWriter:
         return self._buffer[:total].data
 
 
-def open_bucket(data: Bytes, expected: BucketName) -> list[tuple[Entry, Bytes]]:
+def open_bucket(data: Bytes, expected: BucketName) -> list[tuple[BucketEntry, Bytes]]:
     """Check a whole bucket and return its tensors as views. Raises CorruptWeightsError."""
     where = f"bucket {expected.bucket} of version {expected.version}"
     if data.nbytes < BODY_START:
@@ -136,7 +136,7 @@ def open_bucket(data: Bytes, expected: BucketName) -> list[tuple[Entry, Bytes]]:
     if name != wanted:
         raise CorruptWeightsError("identity", f"{where}: this is {name}, wanted {wanted}")
     body = data[BODY_START : BODY_START + body_bytes]
-    tensors: list[tuple[Entry, Bytes]] = []
+    tensors: list[tuple[BucketEntry, Bytes]] = []
     end = 0
     for entry in _entries(directory.get("tensors"), where):
         if (
@@ -161,13 +161,13 @@ def _decode(data: Bytes, where: str) -> dict[str, Any]:
     return directory
 
 
-def _entries(rows: Any, where: str) -> list[Entry]:
+def _entries(rows: Any, where: str) -> list[BucketEntry]:
     if not isinstance(rows, list):
         raise CorruptWeightsError("format", f"{where}: the directory lists no tensors")
     for row in rows:
         if not (isinstance(row, list) and [type(item) for item in row] == [str, int, int]):
             raise CorruptWeightsError("format", f"{where}: bad directory entry {row!r:.100}")
-    return [Entry(*row) for row in rows]
+    return [BucketEntry(*row) for row in rows]
 
 
 def _aligned(length: int) -> int:

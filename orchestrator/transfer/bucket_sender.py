@@ -1,6 +1,6 @@
 """Sealed buckets on their way to the relay, in one background thread, while the next ones are being filled.
 
-Guarantees: buckets are stored in the order they were pushed; at most ``WAITING`` of them wait, then :meth:`Pusher.push`
+Guarantees: buckets are stored in the order they were pushed; at most ``WAITING`` of them wait, then :meth:`Pusher.send_bucket`
 blocks, so that memory stays bounded; the first error ends it all and is raised by the next call of any kind; after
 :meth:`Pusher.finish` or :meth:`Pusher.abandon` nothing is being written any more.
 """
@@ -15,7 +15,7 @@ Store = Callable[[str, memoryview], None]
 WAITING = 2
 
 
-class Pusher:
+class BucketSender:
     """For one publication. Its calls come from one thread."""
 
     def __init__(self, store: Store) -> None:
@@ -25,7 +25,7 @@ class Pusher:
         self._abandoned = False
         self._thread: threading.Thread | None = None
 
-    def push(self, key: str, data: memoryview) -> None:
+    def send_bucket(self, key: str, data: memoryview) -> None:
         """Hand a bucket over; its bytes must not change any more."""
         self._raise()
         if self._thread is None:

@@ -21,7 +21,7 @@ _PIECE = 1 << 16  # elements at a time where a shard travels raw
 
 
 class DeltaCodec:
-    """Implements :class:`orchestrator.transfer.shard_codec.Codec`. ``threads``: of one call.
+    """Implements :class:`orchestrator.transfer.shard_codec.ShardCodec`. ``threads``: of one call.
 
     ``compress_full``: full snapshots are entropy-coded, too, which costs time on both sides; else they travel raw.
     """
@@ -35,19 +35,19 @@ class DeltaCodec:
     def encode(self, old: Bytes | None, new: Bytes, dtype: str) -> tuple[str, Bytes]:
         if old is None and not self._compress_full:
             return RAW, new
-        change = delta.encode(old, new, dtype, threads=self._threads)
+        change = delta.encode_change(old, new, dtype, threads=self._threads)
         return (RAW, new) if change.data.nbytes >= new.nbytes else (change.encoding, change.data)
 
     def apply(self, encoding: str, data: Bytes, base: Bytes) -> Callable[[], None]:
         try:
-            log = delta.apply(_opened(encoding, data), base, threads=self._threads)
+            log = delta.apply_change(_opened(encoding, data), base, threads=self._threads)
         except ConfigError as error:  # the header does not fit this shard
             raise CorruptWeightsError("layout", str(error)) from error
-        return partial(delta.undo, log)
+        return partial(delta.undo_change, log)
 
     def edits(
         self, encoding: str, data: Bytes, elements: int, width: int, start: int = 0, stop: int | None = None
-    ) -> Iterator[delta.Edit]:
+    ) -> Iterator[delta.ShardEdit]:
         """What a stored shard of ``elements`` of ``width`` bytes does to its base, a piece at a time; RAW ones, too.
 
         Only positions in ``[start, stop)``. Raises CorruptWeightsError, at the latest before what is damaged is yielded.
@@ -59,15 +59,15 @@ class DeltaCodec:
             last = elements if stop is None else min(stop, elements)
             for begin in range(max(start, 0), last, _PIECE):
                 piece = values[begin : min(begin + _PIECE, last)]
-                yield delta.Edit(np.arange(begin, begin + piece.size), piece, encoding)
+                yield delta.ShardEdit(np.arange(begin, begin + piece.size), piece, encoding)
             return
         opened = _opened(encoding, data)
         if (opened.header.elements, opened.header.width) != (elements, width):
             raise CorruptWeightsError("layout", f"{opened.header} for {elements} elements of {width} B")
-        yield from delta.edits(opened, start, stop)
+        yield from delta.read_edits(opened, start, stop)
 
 
-def _opened(encoding: str, data: Bytes) -> delta.Opened:
+def _opened(encoding: str, data: Bytes) -> delta.OpenedChange:
     """Checked, once. Raises CorruptWeightsError."""
     opened = delta.open_change(data)
     if opened.header.encoding != encoding:

@@ -74,7 +74,7 @@ class FsspecRelay:
                 return _read(file, target)
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
-        """See :class:`orchestrator.transfer.registered_buffers.Ranging`."""
+        """See :class:`orchestrator.transfer.registered_buffers.RangeRelay`."""
         path, target, written = self._path(key), buffer.cast("B"), 0
         for _, length, place in ranges:
             _check_room(key, place + length, target)

@@ -20,19 +20,27 @@ from orchestrator.api import ShardKey
 from orchestrator.transfer.bucket import Bytes
 from orchestrator.transfer.job_head import FULL
 from orchestrator.transfer.manifest import StoredManifest, shard_bytes
-from orchestrator.transfer.shard_codec import RAW, Codec, decoded, put
-from orchestrator.transfer.shard_routing import Region, ShardIndex, box_of, copy_part, elements, extent, label
+from orchestrator.transfer.shard_codec import RAW, ShardCodec, apply_stored, decode_stored
+from orchestrator.transfer.shard_routing import (
+    Region,
+    ShardIndex,
+    box_elements,
+    box_of,
+    box_shape,
+    copy_part,
+    shard_label,
+)
 from orchestrator.transfer.subscriber import Subscriber
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
 Undo = Callable[[], None]
 
 
-class Resident:
+class HostedWeights:
     """One rank's part. ``regions``: what it hosts; None: everything that is published. ``codec``: the subscriber's."""
 
     def __init__(
-        self, subscriber: Subscriber, regions: Iterable[Region] | None = None, codec: Codec | None = None
+        self, subscriber: Subscriber, regions: Iterable[Region] | None = None, codec: ShardCodec | None = None
     ) -> None:
         self.version = -1  # nothing yet
         self.content = 0  # of the whole version, see StoredManifest.content
@@ -74,14 +82,14 @@ class Resident:
         made: Bytes | None = None
         for part in self._index.parts(region):
             key = self._keys[part.shard]
-            shard = self._shards.get(label(key))
+            shard = self._shards.get(shard_label(key))
             if shard is None:
-                raise CorruptWeightsError("layout", f"{label(key)} is not held here, {region} needs it")
-            held = extent(box_of(key))
+                raise CorruptWeightsError("layout", f"{shard_label(key)} is not held here, {region} needs it")
+            held = box_shape(box_of(key))
             if made is None:
-                itemsize = shard.nbytes // max(elements(box_of(key)), 1)
-                made = np.empty(elements(region.box) * itemsize, dtype=np.uint8)
-            copy_part(part, shard, held, made, extent(region.box))
+                itemsize = shard.nbytes // max(box_elements(box_of(key)), 1)
+                made = np.empty(box_elements(region.box) * itemsize, dtype=np.uint8)
+            copy_part(part, shard, held, made, box_shape(region.box))
         return np.empty(0, dtype=np.uint8) if made is None else made
 
     @property
@@ -131,8 +139,8 @@ class Resident:
             check()
             key, piece = manifest.shards[number], manifest.pieces[number]
             length = stored.nbytes if key.encoding == RAW else shard_bytes(key)
-            made = decoded(self._codec, key, stored, length, piece.digest)
-            shards[label(key)] = made.copy() if made is stored else made  # buffers of the relay are not kept
+            made = decode_stored(self._codec, key, stored, length, piece.digest)
+            shards[shard_label(key)] = made.copy() if made is stored else made  # buffers of the relay are not kept
         return shards
 
     def _apply(
@@ -143,7 +151,7 @@ class Resident:
             for number, stored in self._subscriber.fetch_shards(manifest, needed):
                 check()
                 key, piece = manifest.shards[number], manifest.pieces[number]
-                undo.append(put(self._codec, key, stored, shards[label(key)], piece.digest))
+                undo.append(apply_stored(self._codec, key, stored, shards[shard_label(key)], piece.digest))
         except BaseException:
             _take_back(undo)
             raise
@@ -151,7 +159,7 @@ class Resident:
 
 
 def _at(manifest: StoredManifest, number: int) -> str:
-    return label(manifest.shards[number])
+    return shard_label(manifest.shards[number])
 
 
 def _check_cut(manifest: StoredManifest, hosted: list[int], shards: dict[str, Bytes]) -> None:

@@ -26,7 +26,7 @@ FULL = -1  # the base of a full snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class PublishAttempt:
     """One try to publish a version. ``buckets``: no bucket with this number or above was written.
 
     ``base``: the version that the content is a difference to, or ``FULL``.
@@ -54,20 +54,20 @@ class Attempt:
     def _suffix(self) -> str:
         return f".{self.number}" if self.number else ""
 
-    def same(self, other: Attempt) -> bool:
+    def writes_same_keys(self, other: PublishAttempt) -> bool:
         """Whether both write the same keys."""
         return (self.epoch, self.version, self.number) == (other.epoch, other.version, other.number)
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVersion:
     """A version that exists, as a full snapshot or as a difference, and what its manifest must look like.
 
     ``payload_bytes``: what its shards have on the wire. ``content``: of the tensors it ends in, see
     :func:`orchestrator.transfer.manifest.content_of`.
     """
 
-    attempt: Attempt
+    attempt: PublishAttempt
     manifest_bytes: int
     manifest_checksum: int
     payload_bytes: int = 0
@@ -75,7 +75,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class JobHead:
     """``version`` -1: nothing published in this epoch. ``floor``: what the run was rolled back to.
 
     ``published`` is ordered by version; one that exists as a difference and as a full snapshot is in it twice.
@@ -84,12 +84,12 @@ class Head:
     epoch: int = 0
     version: int = -1
     floor: int = 0
-    published: tuple[Published, ...] = ()
-    pending: tuple[Attempt, ...] = ()
-    garbage: tuple[Attempt, ...] = ()
+    published: tuple[PublishedVersion, ...] = ()
+    pending: tuple[PublishAttempt, ...] = ()
+    garbage: tuple[PublishAttempt, ...] = ()
     tries: tuple[tuple[int, int], ...] = ()  # (version, attempts so far) of versions not committed yet
 
-    def find(self, version: int, base: int | None = None) -> Published | None:
+    def find_version(self, version: int, base: int | None = None) -> PublishedVersion | None:
         """The published version, a full snapshot rather than a difference, or None. ``base``: only that kind."""
         found = [item for item in self.published if item.attempt.version == version]
         found = [item for item in found if base is None or item.attempt.base == base]
@@ -106,46 +106,54 @@ def head_key(job: str) -> str:
     return f"rlc/{job}/head"
 
 
-def open_epoch(head: Head, floor: int) -> Head:
+def open_epoch(head: JobHead, floor: int) -> JobHead:
     """A new history: nothing is published, everything before is garbage."""
     left = tuple(item.attempt for item in head.published) + head.pending
-    return Head(epoch=head.epoch + 1, floor=floor, garbage=head.garbage + left)
+    return JobHead(epoch=head.epoch + 1, floor=floor, garbage=head.garbage + left)
 
 
-def begin(head: Head, epoch: int, version: int, base: int = FULL, ranks: int = 1) -> tuple[Head, Attempt]:
+def begin_attempt(
+    head: JobHead, epoch: int, version: int, base: int = FULL, ranks: int = 1
+) -> tuple[JobHead, PublishAttempt]:
     """Record an attempt before anything of it is written. ``ranks`` write it together."""
     tries = dict(head.tries)
     number = tries.get(version, 0)
     tries[version] = number + 1
-    attempt = Attempt(epoch, version, number, RESERVE_BUCKETS * ranks, base)
+    attempt = PublishAttempt(epoch, version, number, RESERVE_BUCKETS * ranks, base)
     _check_alive(head, attempt)
     return replace(head, pending=(*head.pending, attempt), tries=tuple(sorted(tries.items()))), attempt
 
 
-def reserve(head: Head, attempt: Attempt, bucket: int, ranks: int = 1) -> tuple[Head, Attempt]:
+def reserve_bucket(
+    head: JobHead, attempt: PublishAttempt, bucket: int, ranks: int = 1
+) -> tuple[JobHead, PublishAttempt]:
     """Let an attempt write ``bucket``, and each of its ranks ``RESERVE_BUCKETS`` from there on."""
     _check_alive(head, attempt)
-    room = max((item.buckets for item in head.pending if item.same(attempt)), default=attempt.buckets)
+    room = max((item.buckets for item in head.pending if item.writes_same_keys(attempt)), default=attempt.buckets)
     more = replace(attempt, buckets=room if bucket < room else bucket + RESERVE_BUCKETS * ranks)
-    return replace(head, pending=tuple(more if item.same(attempt) else item for item in head.pending)), more
+    return replace(head, pending=tuple(more if item.writes_same_keys(attempt) else item for item in head.pending)), more
 
 
-def commit(head: Head, done: Published, retain: Callable[[tuple[Published, ...]], tuple[Published, ...]]) -> Head:
+def commit_version(
+    head: JobHead,
+    done: PublishedVersion,
+    retain: Callable[[tuple[PublishedVersion, ...]], tuple[PublishedVersion, ...]],
+) -> JobHead:
     """Move the version pointer, or add the full snapshot to a version that is there as a difference.
 
     Committing twice is harmless. ``retain`` says which of the published are kept; the others become garbage.
     """
     mine = done.attempt
-    if head.epoch == mine.epoch and any(item.attempt.same(mine) for item in head.published):
+    if head.epoch == mine.epoch and any(item.attempt.writes_same_keys(mine) for item in head.published):
         return head
     _check_alive(head, mine)
-    present = head.find(mine.version)
+    present = head.find_version(mine.version)
     if present is not None and present.content != done.content:
         detail = f"version {mine.version}: it was published with other content"
         raise VersionTakenError("version_taken", detail)
     versions = (*head.published, done)
     kept = retain(versions)
-    beaten = tuple(item for item in head.pending if item.version <= mine.version and not item.same(mine))
+    beaten = tuple(item for item in head.pending if item.version <= mine.version and not item.writes_same_keys(mine))
     return replace(
         head,
         version=mine.version,
@@ -157,37 +165,39 @@ def commit(head: Head, done: Published, retain: Callable[[tuple[Published, ...]]
     )
 
 
-def trim(head: Head, retain: Callable[[tuple[Published, ...]], tuple[Published, ...]]) -> Head:
+def trim_versions(
+    head: JobHead, retain: Callable[[tuple[PublishedVersion, ...]], tuple[PublishedVersion, ...]]
+) -> JobHead:
     """What ``retain`` does not keep any more becomes garbage."""
     kept = retain(head.published)
     left = tuple(item.attempt for item in head.published if item not in kept)
     return replace(head, published=kept, garbage=head.garbage + left) if left else head
 
 
-def discard(head: Head, attempt: Attempt) -> Head:
+def discard_attempt(head: JobHead, attempt: PublishAttempt) -> JobHead:
     """Give an attempt up: its objects are garbage from now on."""
-    if any(item.attempt.same(attempt) for item in head.published):
+    if any(item.attempt.writes_same_keys(attempt) for item in head.published):
         return head
-    known = [item for item in (*head.pending, *head.garbage, attempt) if item.same(attempt)]
+    known = [item for item in (*head.pending, *head.garbage, attempt) if item.writes_same_keys(attempt)]
     widest = max(known, key=lambda item: item.buckets)  # another rank may have recorded more than this one knows
     return replace(
         head,
-        pending=tuple(item for item in head.pending if not item.same(attempt)),
-        garbage=(*(item for item in head.garbage if not item.same(attempt)), widest),
+        pending=tuple(item for item in head.pending if not item.writes_same_keys(attempt)),
+        garbage=(*(item for item in head.garbage if not item.writes_same_keys(attempt)), widest),
     )
 
 
-def drop_garbage(head: Head, removed: tuple[Attempt, ...]) -> Head:
+def drop_garbage(head: JobHead, removed: tuple[PublishAttempt, ...]) -> JobHead:
     """Forget garbage whose objects are gone."""
     return replace(head, garbage=tuple(item for item in head.garbage if item not in removed))
 
 
-def _check_alive(head: Head, attempt: Attempt) -> None:
+def _check_alive(head: JobHead, attempt: PublishAttempt) -> None:
     epoch, version, base = attempt.epoch, attempt.version, attempt.base
     if head.epoch != epoch:
         detail = f"epoch {epoch} was replaced by epoch {head.epoch}: another run publishes under this job name"
         raise VersionTakenError("epoch_replaced", detail)
-    adds_snapshot = base == FULL and version == head.version and head.find(version, FULL) is None
+    adds_snapshot = base == FULL and version == head.version and head.find_version(version, FULL) is None
     if version <= head.version and not adds_snapshot:
         detail = (
             f"version {version}: epoch {epoch} is at version {head.version} already (on resume, call rollback first)"
@@ -200,10 +210,10 @@ def _check_alive(head: Head, attempt: Attempt) -> None:
         raise VersionTakenError("base_not_newest", detail)
 
 
-def encode_head(head: Head) -> bytes:
+def encode_head(head: JobHead) -> bytes:
     """The value that is stored."""
 
-    def flat(item: Attempt) -> list[int]:
+    def flat(item: PublishAttempt) -> list[int]:
         return [item.epoch, item.version, item.number, item.buckets, item.base]
 
     packed: bytes = msgpack.packb(
@@ -224,7 +234,7 @@ def encode_head(head: Head) -> bytes:
     return packed
 
 
-def decode_head(value: bytes) -> Head:
+def decode_head(value: bytes) -> JobHead:
     """Strict: anything unexpected is a CorruptWeightsError."""
     try:
         data: dict[str, Any] = msgpack.unpackb(value)
@@ -232,13 +242,13 @@ def decode_head(value: bytes) -> Head:
             raise CorruptWeightsError("format", f"head record format {data['format']!r}, this version reads {FORMAT}")
         epoch, version, floor = _integers([data["epoch"], data["version"], data["floor"]], 3)
         published = [_integers(row, 9) for row in data["published"]]
-        return Head(
+        return JobHead(
             epoch=epoch,
             version=version,
             floor=floor,
-            published=tuple(Published(Attempt(*row[:5]), *row[5:]) for row in published),
-            pending=tuple(Attempt(*_integers(row, 5)) for row in data["pending"]),
-            garbage=tuple(Attempt(*_integers(row, 5)) for row in data["garbage"]),
+            published=tuple(PublishedVersion(PublishAttempt(*row[:5]), *row[5:]) for row in published),
+            pending=tuple(PublishAttempt(*_integers(row, 5)) for row in data["pending"]),
+            garbage=tuple(PublishAttempt(*_integers(row, 5)) for row in data["garbage"]),
             tries=tuple((row[0], row[1]) for row in (_integers(row, 2) for row in data["tries"])),
         )
     except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:

@@ -55,7 +55,7 @@ def check_device(protocol: str, device: str, field: str = "rollout.kv_transfer."
         raise ConfigError(f"{field}device", device, f"there is no {unknown[0]}; there are: {', '.join(found)}")
 
 
-class Spans:
+class SpanAllocator:
     """Places in ``size`` bytes, first fit. Thread-safe."""
 
     def __init__(self, size: int) -> None:
@@ -63,7 +63,7 @@ class Spans:
         self._taken: dict[int, int] = {}  # start -> end
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Where so many bytes begin; -1: there is no room."""
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         with self._lock:
@@ -77,7 +77,7 @@ class Spans:
             self._taken[begin] = begin + size
             return begin
 
-    def give(self, start: int) -> None:
+    def free_span(self, start: int) -> None:
         """It is free again."""
         with self._lock:
             del self._taken[start]
@@ -111,7 +111,7 @@ class MooncakeCarrier:
             fix = f"Mooncake's transfer engine does not start at {host}; see its message above"
             raise ConfigError("rollout.kv_transfer.protocol", protocol, fix)
         self._region = np.empty(2 * half, np.uint8)  # pages come as they are used
-        self._out, self._in, self._half = Spans(half), Spans(half), half
+        self._out, self._in, self._half = SpanAllocator(half), SpanAllocator(half), half
         if self._engine.register_memory(self._region.ctypes.data, self._region.nbytes):
             fix = f"Mooncake cannot use {self._region.nbytes >> 20} MiB of memory; with RDMA see `ulimit -l`"
             raise ConfigError("rollout.kv_transfer.staging_mb", room >> 20, fix)
@@ -122,21 +122,21 @@ class MooncakeCarrier:
     @contextmanager
     def lend(self, payload: Bytes) -> Iterator[dict[str, Any]]:
         """For as long as it lasts these bytes can be read at what it gives. Raises KvRefused."""
-        start = -1 if self._closed.is_set() else self._out.take(payload.nbytes)
+        start = -1 if self._closed.is_set() else self._out.allocate(payload.nbytes)
         if start < 0:
             raise KvRefused("no_room", f"{payload.nbytes} bytes, {self._out.free} are free for KV that goes out")
         try:
             self._region[start : start + payload.nbytes] = payload.reshape(-1)
             yield {"place": self.place, "address": self._region.ctypes.data + start}
         finally:
-            self._out.give(start)
+            self._out.free_span(start)
 
     def read(self, offer: Mapping[str, Any], size: int, limit: float) -> Bytes:
         """So many bytes of what :meth:`lend` gave elsewhere, within ``limit`` seconds. Raises KvRefused."""
         place, address = offer.get("place"), offer.get("address")
         if not isinstance(place, str) or type(address) is not int or not 0 < address < 1 << 64:
             raise KvRefused("malformed", "no place in Mooncake's memory")
-        start = -1 if self._closed.is_set() else self._in.take(size)
+        start = -1 if self._closed.is_set() else self._in.allocate(size)
         if start < 0:
             raise KvRefused("no_room", f"{size} bytes, {self._in.free} are free for KV that comes")
         begin = self._half + start
@@ -149,7 +149,7 @@ class MooncakeCarrier:
                 done.set()
                 with guard:
                     if left.is_set():  # nobody waits any more
-                        self._in.give(start)
+                        self._in.free_span(start)
 
         done, left, guard = threading.Event(), threading.Event(), threading.Lock()
         threading.Thread(target=go, name="kv mooncake", daemon=True).start()
@@ -162,7 +162,7 @@ class MooncakeCarrier:
         finally:
             with guard:
                 if done.is_set():
-                    self._in.give(start)
+                    self._in.free_span(start)
                 else:
                     left.set()
 

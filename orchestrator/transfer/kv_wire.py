@@ -7,7 +7,8 @@ Guarantees:
   an answer holds the digest of every block (xxh3, 128 bits), so a block that was damaged on its way is never handed on.
 * With a certificate the server speaks TLS, and says so in its place (``tls://host:port``); the client then checks chain, dates
   and host name before it says anything. In a network nobody listens or asks in the clear unless that is allowed.
-* Every call of :func:`fetch` ends within its time limit, with blocks or with :class:`KvRefused`, whatever the other side does.
+* Every call of :func:`fetch_blocks` ends within its time limit, with blocks or with :class:`KvRefused`, whatever the
+  other side does.
 * A client that is slow, silent or hostile costs the server one thread for ``limit`` seconds, and at most ``CLIENTS`` of them.
 
 Frames: four bytes of length (big endian), then a msgpack map. Server: {nonce}. Client: {header, nonce, proof}. Server: {header,
@@ -118,7 +119,7 @@ def parse_place(place: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def fetch(
+def fetch_blocks(
     place: str,
     token: str,
     ask: KvAsk,
@@ -138,11 +139,11 @@ def fetch(
     try:
         with socket.create_connection((host, port), timeout=ask.limit) as sock:
             if not secure:
-                return _fetch(_Stream(sock, deadline), token, ask, block_bytes, carrier)
+                return _fetch_blocks(_Stream(sock, deadline), token, ask, block_bytes, carrier)
             sock.settimeout(max(1e-3, deadline - time.monotonic()))  # of the whole handshake
             context = context or SYSTEM.client()
             with context.wrap_socket(sock, server_hostname=host) as safe:
-                return _fetch(_Stream(safe, deadline), token, ask, block_bytes, carrier)
+                return _fetch_blocks(_Stream(safe, deadline), token, ask, block_bytes, carrier)
     except TimeoutError as error:
         raise KvRefused("timeout", f"{place} did not answer within {ask.limit:g} s") from error
     except OSError as error:
@@ -151,7 +152,7 @@ def fetch(
         raise KvRefused("unreachable", f"{place}: {error}") from error
 
 
-def _fetch(stream: _Stream, token: str, ask: KvAsk, block_bytes: int, carrier: Carrier | None) -> KvBlocks:
+def _fetch_blocks(stream: _Stream, token: str, ask: KvAsk, block_bytes: int, carrier: Carrier | None) -> KvBlocks:
     greeting = stream.read_map(GREETING_BYTES)
     theirs, ours = _bytes(greeting, "nonce"), secrets.token_bytes(16)
     header = msgpack.packb(

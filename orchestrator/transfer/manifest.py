@@ -11,7 +11,7 @@ A **difference** names its base version and the ``content`` of that base, so a c
 from. ``content`` is a checksum over names, shapes and digests of all shards: equal for a snapshot and for a chain that
 ends in the same weights, cut alike.
 
-Several ranks write one version: each makes a :class:`Share`, one of them merges these (:func:`merge`).
+Several ranks write one version: each makes a :class:`RankShare`, one of them merges these (:func:`merge_shares`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from orchestrator.transfer.bucket import BODY_START, BucketName
 from orchestrator.transfer.job_head import FULL, kind_of
 from orchestrator.transfer.manifest_signing import DIGEST_BYTES
 from orchestrator.transfer.shard_codec import RAW
-from orchestrator.transfer.shard_routing import box_of, check_tiling, elements, extent, label
+from orchestrator.transfer.shard_routing import box_elements, box_of, box_shape, check_tiling, shard_label
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
 MAGIC = b"RLCMAN01"
@@ -50,7 +50,7 @@ _ENCODING = re.compile(r"[a-z0-9._-]{1,32}")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredShard:
     """Where one shard lies in the body of its bucket, encoded.
 
     ``digest``: xxh3-64 of the shard's own bytes, as they are once it is decoded (and applied to its base); ``stored``: of
@@ -74,7 +74,7 @@ class StoredManifest(WeightManifest):
     epoch: int
     attempt: int
     buckets: tuple[int, ...]  # size of each bucket object; 0: there is none of that number
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredShard, ...]
     base_content: int = 0  # what the base must be, 0 of a full snapshot
     sha256: tuple[
         bytes, ...
@@ -90,12 +90,12 @@ class StoredManifest(WeightManifest):
 
 
 @dataclass(slots=True)
-class Share:
+class RankShare:
     """What one rank wrote of a version."""
 
     buckets: dict[int, int] = field(default_factory=dict)  # number -> size
     shards: list[ShardKey] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StoredShard] = field(default_factory=list)
     sha256: dict[int, bytes] = field(default_factory=dict)  # number -> digest, of a version that is signed
 
     @property
@@ -107,7 +107,7 @@ class Share:
 def content_of(shards: Iterable[ShardKey], digests: Iterable[int]) -> int:
     """A checksum of names, slices, shapes, dtypes and digests, whatever the order and the encoding."""
     rows = sorted(
-        (label(key), list(key.global_shape), key.dtype, made) for key, made in zip(shards, digests, strict=True)
+        (shard_label(key), list(key.global_shape), key.dtype, made) for key, made in zip(shards, digests, strict=True)
     )
     return int(xxhash.xxh3_64_intdigest(msgpack.packb(rows)))
 
@@ -183,7 +183,7 @@ def decode_manifest(
     )
 
 
-def encode_share(share: Share) -> bytes:
+def encode_share(share: RankShare) -> bytes:
     """For the way from the rank that wrote it to the one that merges."""
     packed: bytes = msgpack.packb(
         {
@@ -195,10 +195,10 @@ def encode_share(share: Share) -> bytes:
     return packed
 
 
-def merge(shares: Sequence[bytes]) -> Share:
+def merge_shares(shares: Sequence[bytes]) -> RankShare:
     """The shares of all ranks, in their order, as one. Raises CorruptWeightsError "manifest", and "layout" where tensors
     are not covered exactly once."""
-    merged = Share()
+    merged = RankShare()
     for rank, encoded in enumerate(shares):
         try:
             data: dict[str, Any] = msgpack.unpackb(encoded)
@@ -236,17 +236,17 @@ def shard_bytes(key: ShardKey) -> int:
     """What a shard has, decoded. Raises CorruptWeightsError "layout" for a dtype whose size is not known."""
     if key.dtype not in DTYPE_BYTES:
         raise CorruptWeightsError("layout", f"tensor {key.tensor}: no size is known for dtype {key.dtype}")
-    return elements(box_of(key)) * DTYPE_BYTES[key.dtype]
+    return box_elements(box_of(key)) * DTYPE_BYTES[key.dtype]
 
 
 def check_shard(key: ShardKey, length: int) -> None:
     """Raise ValueError unless ``length`` bytes can be this shard, decoded. Its slice is checked with the others'."""
     if key.dim >= len(key.global_shape):
         raise ValueError(f"tensor {key.tensor}: {key.global_shape} has no dimension {key.dim}")
-    check_tensor(key.tensor, extent(box_of(key)), key.dtype, length)
+    check_tensor(key.tensor, box_shape(box_of(key)), key.dtype, length)
 
 
-def _rows(shards: Iterable[ShardKey], pieces: Iterable[Piece]) -> list[list[Any]]:
+def _rows(shards: Iterable[ShardKey], pieces: Iterable[StoredShard]) -> list[list[Any]]:
     return [
         [
             *(key.tensor, key.dim, key.start, key.stop, key.global_shape, key.dtype, key.encoding, key.bucket),
@@ -258,9 +258,9 @@ def _rows(shards: Iterable[ShardKey], pieces: Iterable[Piece]) -> list[list[Any]
 
 def _decode_shards(
     rows: list[Any], buckets: dict[int, int], only_raw: bool
-) -> tuple[tuple[ShardKey, ...], tuple[Piece, ...]]:
+) -> tuple[tuple[ShardKey, ...], tuple[StoredShard, ...]]:
     shards: list[ShardKey] = []
-    pieces: list[Piece] = []
+    pieces: list[StoredShard] = []
     ends = dict.fromkeys(buckets, 0)
     for tensor, dim, start, stop, shape, dtype, encoding, bucket, offset, length, checksum, stored in rows:
         if not all(isinstance(text, str) for text in (tensor, dtype, encoding)):
@@ -285,7 +285,7 @@ def _decode_shards(
         _integer(offset, ends[bucket], buckets[bucket] - BODY_START - length)
         ends[bucket] = offset + length
         shards.append(key)
-        pieces.append(Piece(offset, length, _integer(checksum, 0, _MAX_U64), _integer(stored, 0, _MAX_U64)))
+        pieces.append(StoredShard(offset, length, _integer(checksum, 0, _MAX_U64), _integer(stored, 0, _MAX_U64)))
     return tuple(shards), tuple(pieces)
 
 

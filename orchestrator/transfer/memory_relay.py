@@ -67,11 +67,11 @@ class MemoryRelay:
         return len(value)
 
     def get_many(self, wanted: Sequence[tuple[str, memoryview]]) -> list[int]:
-        """See :class:`orchestrator.transfer.registered_buffers.Batching`."""
+        """See :class:`orchestrator.transfer.registered_buffers.BatchRelay`."""
         return [self.get_into(key, buffer) for key, buffer in wanted]
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
-        """See :class:`orchestrator.transfer.registered_buffers.Ranging`."""
+        """See :class:`orchestrator.transfer.registered_buffers.RangeRelay`."""
         value = self._open().data.get(key)
         if value is None:
             raise RelayError("missing", f"no object {key}")

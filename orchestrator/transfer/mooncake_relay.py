@@ -112,7 +112,7 @@ class MooncakeRelay:
         return read
 
     def get_many(self, wanted: Sequence[tuple[str, memoryview]]) -> list[int]:
-        """See :class:`orchestrator.transfer.registered_buffers.Batching`. The buffers must be registered."""
+        """See :class:`orchestrator.transfer.registered_buffers.BatchRelay`. The buffers must be registered."""
         store = self._open()
         spans = [_span(buffer) for _, buffer in wanted]
         read = store.batch_get_into([key for key, _ in wanted], [at for at, _ in spans], [size for _, size in spans])
@@ -122,7 +122,7 @@ class MooncakeRelay:
         return [int(found) for found in read]
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
-        """See :class:`orchestrator.transfer.registered_buffers.Ranging`."""
+        """See :class:`orchestrator.transfer.registered_buffers.RangeRelay`."""
         store = self._open()
         address, _ = _span(buffer)
         sources, lengths, targets = ([item[at] for item in ranges] for at in range(3))

@@ -7,11 +7,11 @@ publishers of one version exactly one wins, the other gets :class:`VersionTakenE
 :meth:`Publisher.rollback`, which opens a new epoch: versions of the abandoned history vanish at once for readers, and the
 publisher that wrote them cannot publish any more.
 
-Garbage (what :func:`orchestrator.transfer.retention.retained` does not keep, abandoned epochs, failed attempts, those of
-ranks that died included) is removed at the start of the next publication and by :meth:`Publisher.collect`: never by force,
-never under a reader, retried while leased. Alone, nothing that can fail runs between the moved pointer and the return, so
-an error always means "not published". Of several ranks one may die there: the others then raise, the version exists, and
-who publishes it again is told so.
+Garbage (what :func:`orchestrator.transfer.retention.retained_versions` does not keep, abandoned epochs, failed attempts, those of
+ranks that died included) is removed at the start of the next publication and by :meth:`Publisher.collect_garbage`:
+never by force, never under a reader, retried while leased. Alone, nothing that can fail runs between the moved pointer
+and the return, so an error always means "not published". Of several ranks one may die there: the others then raise, the
+version exists, and who publishes it again is told so.
 
 Control messages of a version: two compare-and-sets and one manifest by rank 0, one more compare-and-set for every 64
 buckets of a rank, one gather and two broadcasts. How many tensors there are does not matter.
@@ -28,24 +28,24 @@ import orchestrator.transfer.job_head as heads
 import orchestrator.transfer.publishing_ranks as crossing
 from orchestrator.api import ConfigError, MetadataStore, PublishResult, Relay, RunError, ShardKey
 from orchestrator.transfer.bucket import Bytes
-from orchestrator.transfer.job_head import FULL, Attempt, Head, Published
+from orchestrator.transfer.job_head import FULL, JobHead, PublishAttempt, PublishedVersion
 from orchestrator.transfer.manifest import (
-    Share,
+    RankShare,
     StoredManifest,
     content_of,
     encode_manifest,
     encode_share,
     manifest_checksum,
-    merge,
+    merge_shares,
 )
 from orchestrator.transfer.manifest_signing import signer_of
-from orchestrator.transfer.publishing_ranks import Alone, Ranks
+from orchestrator.transfer.publishing_ranks import PublishingRanks, SingleRank
 from orchestrator.transfer.registered_buffers import BufferPool
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
-from orchestrator.transfer.retention import SnapshotPolicy, retained
-from orchestrator.transfer.shard_codec import RAW, Codec
-from orchestrator.transfer.shard_routing import label
-from orchestrator.transfer.shard_writer import ShardWriter, store
+from orchestrator.transfer.retention import SnapshotPolicy, retained_versions
+from orchestrator.transfer.shard_codec import RAW, ShardCodec
+from orchestrator.transfer.shard_routing import shard_label
+from orchestrator.transfer.shard_writer import ShardWriter, store_checked
 from orchestrator.transfer.transfer_errors import RelayError, VersionTakenError
 from orchestrator.transfer.version_leases import LeaseWatch
 
@@ -59,7 +59,7 @@ Cuts = dict[str, tuple[tuple[int, ...], str]]  # label -> shape and dtype: how a
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PublishPlan:
     """What to publish next. ``base``: the version to publish a difference to, or FULL: no difference. ``snapshot``:
     publish a full snapshot, beside the difference if there is one."""
 
@@ -81,8 +81,8 @@ class Publisher:
         metadata: MetadataStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
         *,
-        ranks: Ranks | None = None,
-        codec: Codec | None = None,
+        ranks: PublishingRanks | None = None,
+        codec: ShardCodec | None = None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoint = endpoint
@@ -92,14 +92,14 @@ class Publisher:
         self._relay = relay if relay is not None else open_relay(endpoint, segment_bytes=endpoint.segment_bytes)
         self._pool = BufferPool(self._relay)
         self._clock = clock
-        self._ranks: Ranks = ranks if ranks is not None else Alone()
+        self._ranks: PublishingRanks = ranks if ranks is not None else SingleRank()
         self._codec = codec
         self._signer = signer_of(endpoint.verify_key) if self._ranks.rank == 0 else None  # rank 0 writes manifests
         self._leases = LeaseWatch(self._metadata, endpoint.job, timer)
         self._epoch: int | None = None
-        self._last: Attempt | None = None  # what this publisher committed last
+        self._last: PublishAttempt | None = None  # what this publisher committed last
         self._cuts: Cuts = {}  # of ``_last``; on rank 0
-        self._failed: list[Attempt] = []  # attempts of ours that ended in an error
+        self._failed: list[PublishAttempt] = []  # attempts of ours that ended in an error
 
     @property
     def epoch(self) -> int:
@@ -145,7 +145,7 @@ class Publisher:
         of one rank is raised on all.
         """
         started = self._clock()
-        attempt = Attempt(*self._first(lambda: _flat(self._begin(version, base))))
+        attempt = PublishAttempt(*self._first(lambda: _flat(self._begin(version, base))))
         writer = ShardWriter(
             self._relay,
             self._pool,
@@ -172,19 +172,19 @@ class Publisher:
         size, buckets, content = conclude(attempt, message, failure)
         return PublishResult(version, size, buckets, self._clock() - started, f"{content:016x}")
 
-    def plan(self, policy: SnapshotPolicy) -> Plan:
+    def plan_next(self, policy: SnapshotPolicy) -> PublishPlan:
         """What to publish next; the same on all ranks, each of which calls it."""
         base, snapshot = self._first(lambda: self._plan(policy))
-        return Plan(base, snapshot)
+        return PublishPlan(base, snapshot)
 
-    def collect(self) -> int:
+    def collect_garbage(self) -> int:
         """Remove garbage that no reader leases; returns how many publications are still waiting to be removed.
 
         What only subscribers needed that are gone now is garbage, too.
         """
         failed = tuple(self._failed)
         retain = self._retain(self._head().epoch)
-        head = self._update(lambda head: heads.trim(_discard_all(head, failed), retain))
+        head = self._update(lambda head: heads.trim_versions(_discard_all(head, failed), retain))
         del self._failed[: len(failed)]
         removed = tuple(item for item in head.garbage if self._remove(item))
         return len(self._update(lambda head: heads.drop_garbage(head, removed)).garbage)
@@ -202,41 +202,41 @@ class Publisher:
     def _first(self, action: Callable[[], Any]) -> Any:
         """The answer of rank 0, on every rank; its error, on every rank."""
         if self._ranks.rank:
-            return crossing.unpack(self._ranks.broadcast(b""), "rank 0")
+            return crossing.unpack_answer(self._ranks.broadcast(b""), "rank 0")
         try:
             answer = action()
         except Exception as error:
             self._ranks.broadcast(crossing.pack_error(error))
             raise
-        return crossing.unpack(self._ranks.broadcast(crossing.pack_answer(answer)), "rank 0")
+        return crossing.unpack_answer(self._ranks.broadcast(crossing.pack_answer(answer)), "rank 0")
 
-    def _begin(self, version: int, base: int) -> Attempt:
+    def _begin(self, version: int, base: int) -> PublishAttempt:
         if type(version) is not int or version < 0:
             raise ConfigError("version", version, "must be an integer of 0 or more")
         self._reopen_after_loss(version, base)
         if base != FULL and (self._last is None or self._last.version != base):
             raise RunError(f"version {version}: its base {base} is not what this publisher published last")
         epoch = self.epoch
-        begun: list[Attempt] = []
+        begun: list[PublishAttempt] = []
 
-        def transition(head: Head) -> Head:
-            head, attempt = heads.begin(head, epoch, version, base, self._ranks.size)
+        def transition(head: JobHead) -> JobHead:
+            head, attempt = heads.begin_attempt(head, epoch, version, base, self._ranks.size)
             begun.append(attempt)
             return head
 
         self._update(transition)
         try:
-            self.collect()  # before any rank needs the room
+            self.collect_garbage()  # before any rank needs the room
         except BaseException as error:
             self._give_up(begun[-1], error)
             raise
         return begun[-1]
 
-    def _reserve(self, before: Attempt, bucket: int) -> Attempt:
-        got: list[Attempt] = []
+    def _reserve(self, before: PublishAttempt, bucket: int) -> PublishAttempt:
+        got: list[PublishAttempt] = []
 
-        def transition(head: Head) -> Head:
-            head, attempt = heads.reserve(head, before, bucket, self._ranks.size)
+        def transition(head: JobHead) -> JobHead:
+            head, attempt = heads.reserve_bucket(head, before, bucket, self._ranks.size)
             got.append(attempt)
             return head
 
@@ -247,20 +247,20 @@ class Publisher:
         last, head = self._last, self._head()
         if last is None or last.epoch != head.epoch or head.version != last.version or self._lost(last):
             return FULL, True
-        waiting = any(holder.waits for holder in self._leases.live(head.epoch))
-        snapshot = waiting or policy.due(head.published, last.version)
+        waiting = any(holder.waits_for_snapshot for holder in self._leases.live_holders(head.epoch))
+        snapshot = waiting or policy.snapshot_due(head.published, last.version)
         return (FULL if policy.every == 0 else last.version), snapshot
 
-    def _follow(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int, int]:
+    def _follow(self, attempt: PublishAttempt, message: bytes, failure: BaseException | None) -> tuple[int, int, int]:
         self._ranks.gather(message)
         answer = self._ranks.broadcast(b"")
         if failure is not None:
             raise failure
-        size, buckets, content = crossing.unpack(answer, "rank 0")
+        size, buckets, content = crossing.unpack_answer(answer, "rank 0")
         self._last = attempt
         return size, buckets, content
 
-    def _lead(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int, int]:
+    def _lead(self, attempt: PublishAttempt, message: bytes, failure: BaseException | None) -> tuple[int, int, int]:
         """Merge what the ranks wrote, move the pointer, tell everybody: (payload bytes, buckets, content)."""
         try:
             messages = self._ranks.gather(message)
@@ -278,26 +278,26 @@ class Publisher:
         self._ranks.broadcast(crossing.pack_answer(done))
         return done
 
-    def _commit(self, attempt: Attempt, messages: list[bytes]) -> tuple[int, int, int]:
-        shares = [crossing.unpack(message, f"rank {rank}") for rank, message in enumerate(messages)]
-        share = merge(shares)
+    def _commit(self, attempt: PublishAttempt, messages: list[bytes]) -> tuple[int, int, int]:
+        shares = [crossing.unpack_answer(message, f"rank {rank}") for rank, message in enumerate(messages)]
+        share = merge_shares(shares)
         if not share.shards:
             raise RunError(f"version {attempt.version} has no tensors")
-        cuts: Cuts = {label(key): (key.global_shape, key.dtype) for key in share.shards}
+        cuts: Cuts = {shard_label(key): (key.global_shape, key.dtype) for key in share.shards}
         if attempt.base != FULL and cuts != self._cuts:
             other = sorted(set(cuts.items()) ^ set(self._cuts.items()))[0][0]
             raise RunError(f"version {attempt.version} and its base {attempt.base} are cut differently: {other}")
         done = self._store_manifest(attempt, share)
         retain = self._retain(attempt.epoch)
-        self._update(lambda head: heads.commit(head, done, retain))
+        self._update(lambda head: heads.commit_version(head, done, retain))
         self._last, self._cuts = done.attempt, cuts
         return done.payload_bytes, len(share.buckets), done.content
 
-    def _store_manifest(self, attempt: Attempt, share: Share) -> Published:
+    def _store_manifest(self, attempt: PublishAttempt, share: RankShare) -> PublishedVersion:
         """All but the pointer."""
         job, base = self._endpoint.job, attempt.base
         attempt = replace(attempt, buckets=max(share.buckets) + 1)
-        parent = None if base == FULL else self._head().find(base)
+        parent = None if base == FULL else self._head().find_version(base)
         if base != FULL and parent is None:
             raise VersionTakenError("epoch_replaced", f"the base {base} of version {attempt.version} is gone")
         numbers = range(attempt.buckets)
@@ -312,19 +312,19 @@ class Publisher:
         checksum = manifest_checksum(encoded)
         if self._signer is not None:
             encoded = self._signer.sign(encoded)
-        store(self._relay, attempt.manifest_key(job), memoryview(encoded))
+        store_checked(self._relay, attempt.manifest_key(job), memoryview(encoded))
         content = content_of(share.shards, (piece.digest for piece in share.pieces))
-        return Published(attempt, len(encoded), checksum, share.bytes, content)
+        return PublishedVersion(attempt, len(encoded), checksum, share.bytes, content)
 
-    def _retain(self, epoch: int) -> Callable[[tuple[Published, ...]], tuple[Published, ...]]:
+    def _retain(self, epoch: int) -> Callable[[tuple[PublishedVersion, ...]], tuple[PublishedVersion, ...]]:
         """What of an epoch is kept, with the subscribers that are alive now."""
-        holders, keep = self._leases.live(epoch), self._endpoint.keep_versions
-        return lambda published: retained(published, keep, holders)
+        holders, keep = self._leases.live_holders(epoch), self._endpoint.keep_versions
+        return lambda published: retained_versions(published, keep, holders)
 
-    def _give_up(self, attempt: Attempt, error: BaseException) -> None:
+    def _give_up(self, attempt: PublishAttempt, error: BaseException) -> None:
         if isinstance(error, VersionTakenError):
             # Whoever won may have collected this attempt already and not see what was written since: hand it in again.
-            self._update(lambda head: heads.discard(head, attempt))
+            self._update(lambda head: heads.discard_attempt(head, attempt))
         else:
             self._failed.append(attempt)  # recorded as pending; becomes garbage before the next attempt
 
@@ -334,35 +334,35 @@ class Publisher:
         if last is None or last.epoch != self._epoch or base != FULL or last.version != version or not self._lost(last):
             return
 
-        def transition(head: Head) -> Head:
+        def transition(head: JobHead) -> JobHead:
             if head.epoch != last.epoch:
                 raise VersionTakenError("epoch_replaced", f"epoch {last.epoch} was replaced by epoch {head.epoch}")
             return heads.open_epoch(head, version)
 
         self._epoch = self._update(transition).epoch
 
-    def _lost(self, published: Attempt) -> bool:
+    def _lost(self, published: PublishAttempt) -> bool:
         return self._relay.size(published.manifest_key(self._endpoint.job)) < 0
 
-    def _remove(self, attempt: Attempt) -> bool:
+    def _remove(self, attempt: PublishAttempt) -> bool:
         job = self._endpoint.job
         # The manifest first: who cannot read it any more does not start on the buckets.
         keys = [attempt.manifest_key(job), *(attempt.key(job, bucket) for bucket in range(attempt.buckets))]
         return all(self._relay.remove(key) for key in keys)
 
-    def _head(self) -> Head:
+    def _head(self) -> JobHead:
         return self._update(lambda head: head)
 
-    def _update(self, transition: Callable[[Head], Head]) -> Head:
+    def _update(self, transition: Callable[[JobHead], JobHead]) -> JobHead:
         return update_head(self._metadata, self._endpoint.job, transition)
 
 
-def update_head(metadata: MetadataStore, job: str, transition: Callable[[Head], Head]) -> Head:
+def update_head(metadata: MetadataStore, job: str, transition: Callable[[JobHead], JobHead]) -> JobHead:
     """Apply a transition to the head record by compare-and-set, again while others are faster; returns the new head."""
     key = heads.head_key(job)
     for _ in range(CAS_TRIES):
         present = metadata.get(key)
-        before = Head() if present is None else heads.decode_head(present[0])
+        before = JobHead() if present is None else heads.decode_head(present[0])
         after = transition(before)
         if after == before:
             return before
@@ -371,11 +371,11 @@ def update_head(metadata: MetadataStore, job: str, transition: Callable[[Head], 
     raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")
 
 
-def _flat(attempt: Attempt) -> list[int]:
+def _flat(attempt: PublishAttempt) -> list[int]:
     return [attempt.epoch, attempt.version, attempt.number, attempt.buckets, attempt.base]
 
 
-def _discard_all(head: Head, attempts: tuple[Attempt, ...]) -> Head:
+def _discard_all(head: JobHead, attempts: tuple[PublishAttempt, ...]) -> JobHead:
     for attempt in attempts:
-        head = heads.discard(head, attempt)
+        head = heads.discard_attempt(head, attempt)
     return head

@@ -20,7 +20,7 @@ _NAMED: dict[str, type[RelayError] | type[VersionTakenError] | type[CorruptWeigh
 }
 
 
-class Ranks(Protocol):
+class PublishingRanks(Protocol):
     """Collectives over the ranks of one publisher."""
 
     @property
@@ -38,7 +38,7 @@ class Ranks(Protocol):
         """What rank 0 gave."""
 
 
-class Alone:
+class SingleRank:
     """One rank."""
 
     rank = 0
@@ -65,7 +65,7 @@ def pack_error(error: BaseException) -> bytes:
     return packed
 
 
-def unpack(data: bytes, who: str) -> Any:
+def unpack_answer(data: bytes, who: str) -> Any:
     """The answer of another rank, or its error raised here; ``who`` says which. What is neither is a RunError."""
     try:
         message = msgpack.unpackb(data)

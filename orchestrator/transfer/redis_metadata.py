@@ -46,7 +46,7 @@ return present < expected and -1 or 0
 Answer = TypeVar("Answer")
 
 
-def password(environment: Mapping[str, str]) -> str | None:
+def redis_password(environment: Mapping[str, str]) -> str | None:
     """What the environment says; None: no password. Raises ConfigError, which never shows one."""
     file = environment.get(PASSWORD_FILE, "")
     if not file:
@@ -80,7 +80,7 @@ class RedisMetadata:
         self._writer, self._changes = secrets.token_hex(8), itertools.count()
         self._client: Any = redis.Redis.from_url(
             url,
-            password=password(os.environ),
+            password=redis_password(os.environ),
             socket_timeout=ANSWER_SECONDS,
             socket_connect_timeout=ANSWER_SECONDS,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),  # a repeated change must be recognised: see _ask

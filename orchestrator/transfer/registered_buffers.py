@@ -26,7 +26,7 @@ GRANULE = 1 << 16  # sizes are rounded up to this, so that buckets of nearly equ
 
 
 @runtime_checkable
-class Registering(Protocol):
+class RegisteringRelay(Protocol):
     """A relay that transfers without a copy from memory it was told about."""
 
     def register(self, buffer: memoryview) -> None:
@@ -37,7 +37,7 @@ class Registering(Protocol):
 
 
 @runtime_checkable
-class Ranging(Protocol):
+class RangeRelay(Protocol):
     """A relay that can read parts of an object."""
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
@@ -48,7 +48,7 @@ class Ranging(Protocol):
 
 
 @runtime_checkable
-class Batching(Protocol):
+class BatchRelay(Protocol):
     """A relay that can read several objects in one call."""
 
     def get_many(self, wanted: Sequence[tuple[str, memoryview]]) -> list[int]:
@@ -97,7 +97,7 @@ class BufferPool:
 
     def _new(self, size: int) -> _Buffer:
         buffer = _Buffer(max(1, -(-size // GRANULE)) * GRANULE)
-        if isinstance(self._relay, Registering):
+        if isinstance(self._relay, RegisteringRelay):
             self._relay.register(memoryview(buffer.memory))
         self._buffers.append(buffer)
         return buffer
@@ -112,5 +112,5 @@ class BufferPool:
                 self._buffers.remove(buffer)
 
     def _unregister(self, buffer: _Buffer) -> None:
-        if isinstance(self._relay, Registering):
+        if isinstance(self._relay, RegisteringRelay):
             self._relay.unregister(memoryview(buffer.memory))

@@ -1,9 +1,9 @@
 """Which versions stay on the relay, when the next full snapshot is due, and how a reader gets to a version. Pure functions.
 
-Guarantees of :func:`retained`: the last ``keep`` versions stay in every form they were published in, and can be read from
-nothing (each with its chain of differences back to a full snapshot); a live subscriber can go on from the version it holds
-by differences, as long as the chain was never broken; nothing else stays. Retention never makes anything unreadable that it
-says is kept.
+Guarantees of :func:`retained_versions`: the last ``keep`` versions stay in every form they were published in, and can
+be read from nothing (each with its chain of differences back to a full snapshot); a live subscriber can go on from the
+version it holds by differences, as long as the chain was never broken; nothing else stays. Retention never makes
+anything unreadable that it says is kept.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.api import ConfigError
-from orchestrator.transfer.job_head import FULL, Published
+from orchestrator.transfer.job_head import FULL, PublishedVersion
 from orchestrator.transfer.transfer_errors import RelayError
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class VersionHolder:
     """A live subscriber: the version it has (-1: none), and the one it fetches now (-1: none). Neither: it has found no
     chain to go along, and waits for a full snapshot."""
 
@@ -25,12 +25,14 @@ class Holder:
     fetching: int = -1
 
     @property
-    def waits(self) -> bool:
+    def waits_for_snapshot(self) -> bool:
         """For a full snapshot."""
         return self.version < 0 and self.fetching < 0
 
 
-def retained(published: tuple[Published, ...], keep: int, holders: Iterable[Holder] = ()) -> tuple[Published, ...]:
+def retained_versions(
+    published: tuple[PublishedVersion, ...], keep: int, holders: Iterable[VersionHolder] = ()
+) -> tuple[PublishedVersion, ...]:
     """What of ``published`` (ordered by version) is kept. ``keep``: versions, 1 or more."""
     versions = sorted({item.attempt.version for item in published})
     wanted = versions[-keep:]
@@ -45,7 +47,7 @@ def retained(published: tuple[Published, ...], keep: int, holders: Iterable[Hold
     return tuple(item for place, item in enumerate(published) if place in kept)
 
 
-def route(published: Sequence[Published], held: int, target: int) -> list[Published]:
+def choose_route(published: Sequence[PublishedVersion], held: int, target: int) -> list[PublishedVersion]:
     """What to fetch, in order, to get from version ``held`` (-1: nothing) to ``target``: the way with fewer bytes.
 
     Raises RelayError "missing" when there is none.
@@ -60,9 +62,9 @@ def route(published: Sequence[Published], held: int, target: int) -> list[Publis
     return min(found, key=lambda way: sum(item.payload_bytes for item in way))
 
 
-def from_snapshot(published: Sequence[Published], target: int) -> list[Published] | None:
+def from_snapshot(published: Sequence[PublishedVersion], target: int) -> list[PublishedVersion] | None:
     """The nearest full snapshot and the chain of differences after it."""
-    way: list[Published] = []
+    way: list[PublishedVersion] = []
     while True:
         entries = [item for item in published if item.attempt.version == target]
         entry = min(entries, key=lambda item: item.attempt.base, default=None)  # FULL is the smallest
@@ -74,9 +76,9 @@ def from_snapshot(published: Sequence[Published], target: int) -> list[Published
         target = entry.attempt.base  # smaller than its version, so this ends
 
 
-def by_differences(published: Sequence[Published], held: int, target: int) -> list[Published] | None:
+def by_differences(published: Sequence[PublishedVersion], held: int, target: int) -> list[PublishedVersion] | None:
     """The chain from ``held`` to ``target``."""
-    way: list[Published] = []
+    way: list[PublishedVersion] = []
     while target > held:
         entry = next((i for i in published if i.attempt.version == target and i.attempt.base != FULL), None)
         if entry is None:
@@ -103,7 +105,7 @@ class SnapshotPolicy:
         if not self.weight > 0:
             raise ConfigError("relay.snapshot_weight", self.weight, "must be above 0")
 
-    def due(self, published: Sequence[Published], newest: int) -> bool:
+    def snapshot_due(self, published: Sequence[PublishedVersion], newest: int) -> bool:
         """Whether the version after ``newest`` needs a full snapshot."""
         way = from_snapshot(published, newest)
         if way is None or self.every == 0:
@@ -114,6 +116,6 @@ class SnapshotPolicy:
         )
 
 
-def _places(published: tuple[Published, ...], way: Iterable[Published]) -> set[int]:
+def _places(published: tuple[PublishedVersion, ...], way: Iterable[PublishedVersion]) -> set[int]:
     wanted = list(way)
     return {place for place, item in enumerate(published) if any(item is other for other in wanted)}

@@ -12,10 +12,18 @@ import numpy as np
 
 from orchestrator.api import ShardKey
 from orchestrator.transfer.bucket import Bytes
-from orchestrator.transfer.shard_routing import Part, Region, ShardIndex, box_of, copy_part, elements, extent
+from orchestrator.transfer.shard_routing import (
+    Region,
+    RegionPart,
+    ShardIndex,
+    box_elements,
+    box_of,
+    box_shape,
+    copy_part,
+)
 
 
-class Assembler:
+class RegionAssembler:
     """Raises CorruptWeightsError "layout" for shards that are not every tensor exactly once, and for a region of none.
 
     ``needed``: places in ``shards`` of those that any region is made of; ``empty``: regions that no shard is needed for.
@@ -24,7 +32,7 @@ class Assembler:
     def __init__(self, shards: Sequence[ShardKey], regions: Iterable[Region]) -> None:
         self._shards = shards
         self._open: dict[int, _Region] = {}
-        self._by_shard: dict[int, list[tuple[int, Part]]] = {}
+        self._by_shard: dict[int, list[tuple[int, RegionPart]]] = {}
         self.empty: list[tuple[Region, Bytes]] = []
         index = ShardIndex(shards)
         for place, region in enumerate(regions):
@@ -39,7 +47,7 @@ class Assembler:
 
     def add(self, number: int, data: Bytes) -> Iterator[tuple[Region, Bytes]]:
         """The regions that this shard (its place and its decoded bytes) completes; contiguous. One that is not needed: none."""
-        held = extent(box_of(self._shards[number]))
+        held = box_shape(box_of(self._shards[number]))
         for place, part in self._by_shard.get(number, ()):
             if self._open[place].add(part, data, held):
                 done = self._open.pop(place)
@@ -54,15 +62,15 @@ class _Region:
         self.missing = missing
         self.data: Bytes = np.empty(0, dtype=np.uint8)
 
-    def add(self, part: Part, shard: Bytes, held: tuple[int, ...]) -> bool:
+    def add(self, part: RegionPart, shard: Bytes, held: tuple[int, ...]) -> bool:
         """Whether that was the last part."""
-        shape = extent(self.region.box)
+        shape = box_shape(self.region.box)
         if self.missing == 1 and not self.data.size and held == shape:
             self.data = shard  # the very shard
         else:
             if not self.data.size:
-                itemsize = shard.nbytes // max(elements(tuple((0, size) for size in held)), 1)
-                self.data = np.empty(elements(self.region.box) * itemsize, dtype=np.uint8)
+                itemsize = shard.nbytes // max(box_elements(tuple((0, size) for size in held)), 1)
+                self.data = np.empty(box_elements(self.region.box) * itemsize, dtype=np.uint8)
             copy_part(part, shard, held, self.data, shape)
         self.missing -= 1
         return self.missing == 0

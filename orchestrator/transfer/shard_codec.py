@@ -14,7 +14,7 @@ from orchestrator.transfer.transfer_errors import CorruptWeightsError
 RAW = "raw"  # the encoding of a shard that travels as its own bytes; needs no codec
 
 
-class Codec(Protocol):
+class ShardCodec(Protocol):
     """Both sides of a job have the same one."""
 
     def encode(self, old: Bytes | None, new: Bytes, dtype: str) -> tuple[str, Bytes]:
@@ -24,7 +24,9 @@ class Codec(Protocol):
         """Make ``base`` the new values, in place; returns how to undo that. Raises CorruptWeightsError, base as it was."""
 
 
-def put(codec: Codec | None, key: ShardKey, data: Bytes, base: Bytes, expected: int) -> Callable[[], None]:
+def apply_stored(
+    codec: ShardCodec | None, key: ShardKey, data: Bytes, base: Bytes, expected: int
+) -> Callable[[], None]:
     """Bring the stored bytes of a shard into ``base``, in place, and compare the digest; returns how to undo that.
 
     Raises CorruptWeightsError; ``base`` is then as it was.
@@ -49,10 +51,10 @@ def put(codec: Codec | None, key: ShardKey, data: Bytes, base: Bytes, expected: 
     return undo
 
 
-def decoded(codec: Codec | None, key: ShardKey, data: Bytes, length: int, expected: int) -> Bytes:
+def decode_stored(codec: ShardCodec | None, key: ShardKey, data: Bytes, length: int, expected: int) -> Bytes:
     """A shard of a full snapshot; a view of ``data`` where it travelled raw. Raises CorruptWeightsError."""
     if key.encoding == RAW:
         return data  # its digest is that of the stored bytes, which was compared
     made = np.zeros(length, dtype=np.uint8)
-    put(codec, key, data, made, expected)
+    apply_stored(codec, key, data, made, expected)
     return made

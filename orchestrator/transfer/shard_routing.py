@@ -38,7 +38,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RegionPart:
     """What one shard has of a region. ``source`` counts from the shard's first element, ``target`` from the region's."""
 
     shard: int  # its place in the sequence that the index was made of
@@ -46,41 +46,41 @@ class Part:
     target: Box
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     """The box of all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
-def extent(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     """Its shape."""
     return tuple(stop - start for start, stop in box)
 
 
-def elements(box: Box) -> int:
+def box_elements(box: Box) -> int:
     """How many there are in it."""
-    return math.prod(extent(box))
+    return math.prod(box_shape(box))
 
 
 def box_of(key: ShardKey) -> Box:
     """What of its tensor a shard is."""
-    full = whole(key.global_shape)
+    full = whole_box(key.global_shape)
     if key.dim < 0:
         return full
     return (*full[: key.dim], (key.start, key.stop), *full[key.dim + 1 :])
 
 
-def common(one: Box, other: Box) -> Box | None:
+def intersection(one: Box, other: Box) -> Box | None:
     """What both have; None: no element."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
-def around(one: Box, other: Box) -> Box:
+def enclosing_box(one: Box, other: Box) -> Box:
     """The smallest box that has both."""
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def label(key: ShardKey) -> str:
+def shard_label(key: ShardKey) -> str:
     """How a shard is called where it is stored: its tensor and its slice. Two shards of one version never share it."""
     return key.tensor if key.dim < 0 else f"{key.tensor}[{key.dim}:{key.start}:{key.stop}]"
 
@@ -100,7 +100,8 @@ def _gap_or_overlap(shards: list[ShardKey]) -> str:
     first = shards[0]
     for key in shards:
         if (key.dim, key.global_shape, key.dtype) != (first.dim, first.global_shape, first.dtype):
-            return f"{label(key)} {key.global_shape} {key.dtype} and {label(first)} {first.global_shape} {first.dtype} differ"
+            one, other = (f"{shard_label(one)} {one.global_shape} {one.dtype}" for one in (key, first))
+            return f"{one} and {other} differ"
     if first.dim < 0:
         if any((key.start, key.stop) != (0, 0) for key in shards):
             return "a whole tensor has no start and stop"
@@ -110,7 +111,7 @@ def _gap_or_overlap(shards: list[ShardKey]) -> str:
     size, end = first.global_shape[first.dim], 0
     for key in sorted(shards, key=lambda key: (key.start, key.stop)):
         if not 0 <= key.start < key.stop <= size:
-            return f"{label(key)} is not a part of 0:{size}"
+            return f"{shard_label(key)} is not a part of 0:{size}"
         if key.start != end:
             between = f"{min(end, key.start)}:{max(end, key.start)} of dimension {first.dim}"
             return f"{between} {'is missing' if key.start > end else 'comes twice'}"
@@ -136,7 +137,7 @@ class ShardIndex:
         """Of the whole tensor."""
         return self._keys[self._of[tensor][0]].global_shape
 
-    def parts(self, region: Region) -> list[Part]:
+    def parts(self, region: Region) -> list[RegionPart]:
         """The region, cut along the shards, in their order. Raises CorruptWeightsError "layout" for what is not there."""
         numbers = self._of.get(region.tensor)
         if numbers is None:
@@ -148,16 +149,16 @@ class ShardIndex:
         if not inside:
             raise CorruptWeightsError("layout", f"tensor {region.tensor}: {region.box} is wanted of {shape}")
         dim = self._keys[numbers[0]].dim
-        found: list[Part] = []
+        found: list[RegionPart] = []
         # Sorted and without gaps: the first one needed holds the region's start, the last one lies before its stop.
         first = 0 if dim < 0 else max(bisect_right(self._starts[region.tensor], region.box[dim][0]) - 1, 0)
         for number in numbers[first:]:
             box = box_of(self._keys[number])
             if dim >= 0 and box[dim][0] >= region.box[dim][1]:
                 break
-            shared = common(box, region.box)
+            shared = intersection(box, region.box)
             if shared is not None:
-                found.append(Part(number, _within(shared, box), _within(shared, region.box)))
+                found.append(RegionPart(number, _within(shared, box), _within(shared, region.box)))
         return found
 
     def needed(self, regions: Iterable[Region]) -> list[int]:
@@ -165,14 +166,14 @@ class ShardIndex:
         return sorted({part.shard for region in regions for part in self.parts(region)})
 
 
-def runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
+def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
     """Where a box lies in the bytes of a contiguous array of ``shape``: (offset, length), ascending, not adjacent.
 
     One run where only the first dimension is cut (rows), one for each row otherwise (columns, strided).
     """
-    if elements(box) == 0:
+    if box_elements(box) == 0:
         return
-    sizes = extent(box)
+    sizes = box_shape(box)
     steps = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # The dimensions behind ``inner`` are whole, so a run spans all of them.
     inner = len(shape) - 1
@@ -184,7 +185,7 @@ def runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, i
         yield start + sum(at * step for at, step in zip(place, steps, strict=False)), length
 
 
-def copy_part(part: Part, shard: Bytes, held: Sequence[int], region: Bytes, shape: Sequence[int]) -> None:
+def copy_part(part: RegionPart, shard: Bytes, held: Sequence[int], region: Bytes, shape: Sequence[int]) -> None:
     """Copy a part. ``shard`` and ``region``: contiguous bytes of arrays of the shapes ``held`` and ``shape``."""
     itemsize = shard.nbytes // max(math.prod(held), 1)
     source = _elements(shard, held, itemsize)[tuple(slice(*bounds) for bounds in part.source)]
@@ -216,13 +217,13 @@ def bounding_box(shape: Sequence[int], offset: int, size: Sequence[int], stride:
     return ((start[0], _unravel(last, shape)[0] + 1), *((0, limit) for limit in shape[1:]))
 
 
-def rebased(
+def rebase_view(
     shape: Sequence[int], box: Box, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> tuple[int, tuple[int, ...]]:
     """(offset, stride) of the same view in a contiguous array that holds only ``box``, which has the view's bounding box."""
     if math.prod(size) == 0:
         return 0, tuple(stride)
-    steps = [math.prod(extent(box)[dim + 1 :]) for dim in range(len(shape))]
+    steps = [math.prod(box_shape(box)[dim + 1 :]) for dim in range(len(shape))]
     start = [at - low for at, (low, _) in zip(_unravel(offset, shape), box, strict=True)]
     return sum(at * step for at, step in zip(start, steps, strict=True)), tuple(
         sum(at * step for at, step in zip(_unravel(move, shape), steps, strict=True)) if count > 1 else 1

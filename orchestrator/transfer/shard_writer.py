@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from orchestrator.api import Relay, RunError, ShardKey
 from orchestrator.transfer.bucket import BucketName, BucketWriter, Bytes, digest, room_for
-from orchestrator.transfer.bucket_sender import Pusher
-from orchestrator.transfer.job_head import Attempt
-from orchestrator.transfer.manifest import DTYPE_BYTES, Piece, Share, check_shard
+from orchestrator.transfer.bucket_sender import BucketSender
+from orchestrator.transfer.job_head import PublishAttempt
+from orchestrator.transfer.manifest import DTYPE_BYTES, RankShare, StoredShard, check_shard
 from orchestrator.transfer.registered_buffers import BufferPool
-from orchestrator.transfer.shard_codec import RAW, Codec
-from orchestrator.transfer.shard_routing import label
+from orchestrator.transfer.shard_codec import RAW, ShardCodec
+from orchestrator.transfer.shard_routing import shard_label
 from orchestrator.transfer.transfer_errors import RelayError
 
 
@@ -30,11 +30,11 @@ class ShardWriter:
         relay: Relay,
         pool: BufferPool,
         job: str,
-        attempt: Attempt,
-        reserve: Callable[[Attempt, int], Attempt],
+        attempt: PublishAttempt,
+        reserve: Callable[[PublishAttempt, int], PublishAttempt],
         *,
         bucket_bytes: int,
-        codec: Codec | None = None,
+        codec: ShardCodec | None = None,
         rank: int = 0,
         ranks: int = 1,
         signed: bool = False,
@@ -49,13 +49,13 @@ class ShardWriter:
         self._signed = signed
         self._bucket = rank  # the number of the one being filled
         self._writer: BucketWriter | None = None
-        self._share = Share()
+        self._share = RankShare()
         self._labels: set[str] = set()
-        self._pusher = Pusher(lambda key, data: store(relay, key, data))
+        self._pusher = BucketSender(lambda key, data: store_checked(relay, key, data))
 
     def add(self, key: ShardKey, new: Bytes, old: Bytes | None = None) -> None:
         """Write a shard (contiguous uint8). ``old``: its bytes in the base version. Raises RunError, or a push's error."""
-        name = label(key)
+        name = shard_label(key)
         for array in (new,) if old is None else (new, old):
             if array.dtype != "uint8" or array.ndim != 1 or not array.flags.c_contiguous:
                 raise RunError(f"tensor {name}: give its bytes as a contiguous one-dimensional uint8 array")
@@ -78,9 +78,9 @@ class ShardWriter:
         offset = self._writer.add(name, data)
         self._share.shards.append(replace(key, encoding=encoding, bucket=self._bucket))
         stored = made if encoding == RAW else digest(data)
-        self._share.pieces.append(Piece(offset, data.nbytes, made, stored))
+        self._share.pieces.append(StoredShard(offset, data.nbytes, made, stored))
 
-    def finish(self) -> Share:
+    def finish(self) -> RankShare:
         """All is on the relay, read back by size."""
         self._flush()
         self._pusher.finish()
@@ -104,10 +104,10 @@ class ShardWriter:
         if self._signed:
             self._share.sha256[bucket] = hashlib.sha256(sealed).digest()
         self._bucket += self._ranks
-        self._pusher.push(attempt.key(self._job, bucket), sealed)
+        self._pusher.send_bucket(attempt.key(self._job, bucket), sealed)
 
 
-def store(relay: Relay, key: str, data: memoryview) -> None:
+def store_checked(relay: Relay, key: str, data: memoryview) -> None:
     """Put, and look. Raises RelayError."""
     relay.put(key, data)
     found = relay.size(key)  # a store may acknowledge what it did not keep

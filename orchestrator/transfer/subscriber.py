@@ -22,15 +22,15 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 import orchestrator.transfer.version_leases as leases
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
 from orchestrator.transfer.bucket import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
-from orchestrator.transfer.job_head import FULL, Attempt, Head, Published, decode_head, head_key
+from orchestrator.transfer.job_head import FULL, JobHead, PublishAttempt, PublishedVersion, decode_head, head_key
 from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
 from orchestrator.transfer.manifest_signing import Verifier
-from orchestrator.transfer.registered_buffers import Batching, BufferPool, Ranging
+from orchestrator.transfer.registered_buffers import BatchRelay, BufferPool, RangeRelay
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
-from orchestrator.transfer.retention import Holder, route
-from orchestrator.transfer.shard_assembly import Assembler
-from orchestrator.transfer.shard_codec import RAW, Codec, decoded
-from orchestrator.transfer.shard_routing import Region, label
+from orchestrator.transfer.retention import VersionHolder, choose_route
+from orchestrator.transfer.shard_assembly import RegionAssembler
+from orchestrator.transfer.shard_codec import RAW, ShardCodec, decode_stored
+from orchestrator.transfer.shard_routing import Region, shard_label
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
 LEASE_SECONDS = 600  # how long a subscriber's word is good for
@@ -54,7 +54,7 @@ class Subscriber:
         relay: Relay | None = None,
         metadata: MetadataStore | None = None,
         *,
-        codec: Codec | None = None,
+        codec: ShardCodec | None = None,
         name: str = "",
         lease_seconds: int = LEASE_SECONDS,
     ) -> None:
@@ -86,7 +86,7 @@ class Subscriber:
         RelayError "missing" when it is not, or no longer, published.
         """
         head = self._head()
-        found = head.find(version)
+        found = head.find_version(version)
         if found is None:
             kept = [item.attempt.version for item in head.published]
             raise RelayError("missing", f"version {version} of job {self._endpoint.job}; epoch {head.epoch} has {kept}")
@@ -102,7 +102,7 @@ class Subscriber:
         CorruptWeightsError "chain" when what is published does not fit together.
         """
         head = self._head()
-        manifests = [self._read_manifest(item) for item in route(head.published, held, target)]
+        manifests = [self._read_manifest(item) for item in choose_route(head.published, held, target)]
         for manifest in manifests:
             if manifest.base_version != FULL and (manifest.base_version, manifest.base_content) != (held, content):
                 detail = f"version {manifest.version} is a difference to {manifest.base_version} with content "
@@ -124,8 +124,8 @@ class Subscriber:
     def hold(self, version: int, fetching: int = -1) -> None:
         """Say what this subscriber holds (-1: nothing), and what it is about to fetch (-1: nothing): neither is collected
         while it lives. To be repeated within ``lease_seconds``. RelayError."""
-        holder = Holder(version, fetching)
-        leases.say(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
+        holder = VersionHolder(version, fetching)
+        leases.renew_lease(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
 
     def ask_snapshot(self) -> None:
         """Say that no chain leads anywhere from what this subscriber has: the next version comes with a full snapshot.
@@ -160,7 +160,7 @@ class Subscriber:
             wanted = sum(manifest.pieces[number].length for number in numbers)
             size = manifest.buckets[bucket]
             worth = wanted < RANGES_BELOW * size and size - wanted >= RANGES_SAVE
-            if worth and isinstance(self._relay, Ranging) and self._verifier is None:
+            if worth and isinstance(self._relay, RangeRelay) and self._verifier is None:
                 yield from self._fetch_ranges(manifest, bucket, numbers)
             else:
                 whole.append(bucket)
@@ -176,7 +176,7 @@ class Subscriber:
         not published.
         """
         _require_full(manifest)
-        assembler = Assembler(manifest.shards, regions)
+        assembler = RegionAssembler(manifest.shards, regions)
         yield from assembler.empty
         for number, view in self.fetch_shards(manifest, assembler.needed):
             yield from assembler.add(number, self._decoded(manifest, number, view))
@@ -193,9 +193,9 @@ class Subscriber:
         if self._own_metadata:
             self._metadata.close()
 
-    def _head(self) -> Head:
+    def _head(self) -> JobHead:
         present = self._metadata.get(head_key(self._endpoint.job))
-        return Head() if present is None else decode_head(present[0])
+        return JobHead() if present is None else decode_head(present[0])
 
     def _stored(self, manifest: WeightManifest) -> StoredManifest:
         """A manifest that crossed a process border as the plain contract type is looked up again."""
@@ -206,7 +206,7 @@ class Subscriber:
             raise RelayError("missing", f"version {manifest.version} was published again since the manifest was read")
         return stored
 
-    def _read_manifest(self, found: Published) -> StoredManifest:
+    def _read_manifest(self, found: PublishedVersion) -> StoredManifest:
         attempt, job = found.attempt, self._endpoint.job
         if not 0 < found.manifest_bytes <= MAX_MANIFEST_BYTES:
             raise CorruptWeightsError("manifest", f"{found.manifest_bytes} B announced, limit {MAX_MANIFEST_BYTES} B")
@@ -231,7 +231,7 @@ class Subscriber:
         key = manifest.shards[number]
         if key.encoding == RAW:
             return view
-        return decoded(self._codec, key, view, shard_bytes(key), manifest.pieces[number].digest)
+        return decode_stored(self._codec, key, view, shard_bytes(key), manifest.pieces[number].digest)
 
     def _fetch_bucket(self, manifest: StoredManifest, bucket: int, wanted: list[int]) -> list[tuple[int, Bytes]]:
         """All shards of a bucket, as stored. ``wanted``: those that the manifest has in it."""
@@ -256,7 +256,7 @@ class Subscriber:
         relay = self._relay
         keys = [self._bucket_key(manifest, bucket) for bucket in batch]
         sizes = [manifest.buckets[bucket] for bucket in batch]
-        if len(batch) == 1 or not isinstance(relay, Batching):
+        if len(batch) == 1 or not isinstance(relay, BatchRelay):
             for bucket, key, size in zip(batch, keys, sizes, strict=True):
                 yield bucket, self._read(key, size)
             return
@@ -280,7 +280,7 @@ class Subscriber:
             )
         arrived = open_bucket(data, manifest.bucket_name(bucket))
         expected = [
-            (label(manifest.shards[number]), manifest.pieces[number].offset, manifest.pieces[number].length)
+            (shard_label(manifest.shards[number]), manifest.pieces[number].offset, manifest.pieces[number].length)
             for number in wanted
         ]
         if [(entry.tensor, entry.offset, entry.length) for entry, _ in arrived] != expected:
@@ -302,7 +302,7 @@ class Subscriber:
         buffer = self._pool.acquire(end)
         wanted = sum(length for _, length, _ in ranges)
         relay = self._relay
-        assert isinstance(relay, Ranging)
+        assert isinstance(relay, RangeRelay)
         asked = [item for item in ranges if item[1]]
         read = relay.get_ranges(key, asked, buffer[:end].data) if asked else 0
         if read != wanted:
@@ -314,7 +314,7 @@ class Subscriber:
 
     def _bucket_key(self, manifest: StoredManifest, bucket: int) -> str:
         number, base = manifest.attempt, manifest.base_version
-        attempt = Attempt(manifest.epoch, manifest.version, number, len(manifest.buckets), base)
+        attempt = PublishAttempt(manifest.epoch, manifest.version, number, len(manifest.buckets), base)
         return attempt.key(self._endpoint.job, bucket)
 
     def _read(self, key: str, size: int) -> Bytes:
@@ -350,5 +350,5 @@ def _require_full(manifest: StoredManifest) -> None:
 def _check_digest(manifest: StoredManifest, number: int, view: Bytes) -> None:
     found, expected = digest(view), manifest.pieces[number].stored
     if found != expected:
-        detail = f"tensor {label(manifest.shards[number])}: xxh3-64 {found:016x}, published {expected:016x}"
+        detail = f"tensor {shard_label(manifest.shards[number])}: xxh3-64 {found:016x}, published {expected:016x}"
         raise CorruptWeightsError("digest", detail)

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from orchestrator.api import MetadataStore
-from orchestrator.transfer.retention import Holder
+from orchestrator.transfer.retention import VersionHolder
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
 FORMAT = 1
@@ -26,11 +26,11 @@ MAX_SECONDS = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class VersionLease:
     """A subscriber's last word. ``seconds``: how long it is good for, from when somebody sees it."""
 
     epoch: int
-    holder: Holder
+    holder: VersionHolder
     beat: int
     seconds: int
 
@@ -40,27 +40,27 @@ def leases_key(job: str) -> str:
     return f"rlc/{job}/subscribers"
 
 
-def say(metadata: MetadataStore, job: str, name: str, epoch: int, holder: Holder, seconds: int) -> None:
+def renew_lease(metadata: MetadataStore, job: str, name: str, epoch: int, holder: VersionHolder, seconds: int) -> None:
     """Take or renew the lease of ``name``: two control messages. Raises RelayError."""
 
-    def change(leases: dict[str, Lease]) -> dict[str, Lease]:
+    def change(leases: dict[str, VersionLease]) -> dict[str, VersionLease]:
         before = leases.get(name)
         if before is None and len(leases) >= MAX_SUBSCRIBERS:
             raise RelayError("too_many_subscribers", f"job {job} has {len(leases)} subscribers")
-        return {**leases, name: Lease(epoch, holder, before.beat + 1 if before else 0, seconds)}
+        return {**leases, name: VersionLease(epoch, holder, before.beat + 1 if before else 0, seconds)}
 
     _update(metadata, job, change)
 
 
-def forget(metadata: MetadataStore, job: str, names: frozenset[str]) -> None:
+def forget_leases(metadata: MetadataStore, job: str, names: frozenset[str]) -> None:
     """Drop leases. Raises RelayError."""
     _update(metadata, job, lambda leases: {name: lease for name, lease in leases.items() if name not in names})
 
 
-def read(metadata: MetadataStore, job: str) -> dict[str, Lease]:
+def read_leases(metadata: MetadataStore, job: str) -> dict[str, VersionLease]:
     """All leases, dead ones included."""
     present = metadata.get(leases_key(job))
-    return {} if present is None else decode(present[0])
+    return {} if present is None else decode_leases(present[0])
 
 
 class LeaseWatch:
@@ -70,12 +70,12 @@ class LeaseWatch:
         self._metadata = metadata
         self._job = job
         self._clock = clock
-        self._seen: dict[str, tuple[Lease, float]] = {}  # the last word, and when it was first seen here
+        self._seen: dict[str, tuple[VersionLease, float]] = {}  # the last word, and when it was first seen here
 
-    def live(self, epoch: int) -> list[Holder]:
+    def live_holders(self, epoch: int) -> list[VersionHolder]:
         """What the live subscribers of an epoch hold; leases that ran out are dropped from the record."""
         now = self._clock()
-        leases = read(self._metadata, self._job)
+        leases = read_leases(self._metadata, self._job)
         seen = {name: (lease, self._since(name, lease, now)) for name, lease in leases.items()}
         dead = frozenset(name for name, (lease, since) in seen.items() if now - since > lease.seconds)
         self._seen = {name: item for name, item in seen.items() if name not in dead}
@@ -85,12 +85,12 @@ class LeaseWatch:
             _update(self._metadata, self._job, lambda now: {n: word for n, word in now.items() if words.get(n) != word})
         return [lease.holder for lease, _ in self._seen.values() if lease.epoch == epoch]
 
-    def _since(self, name: str, lease: Lease, now: float) -> float:
+    def _since(self, name: str, lease: VersionLease, now: float) -> float:
         before, since = self._seen.get(name, (None, now))
         return since if before == lease else now
 
 
-def encode(leases: dict[str, Lease]) -> bytes:
+def encode_leases(leases: dict[str, VersionLease]) -> bytes:
     """The value that is stored."""
     rows = {
         name: [lease.epoch, lease.holder.version, lease.holder.fetching, lease.beat, lease.seconds]
@@ -100,7 +100,7 @@ def encode(leases: dict[str, Lease]) -> bytes:
     return packed
 
 
-def decode(value: bytes) -> dict[str, Lease]:
+def decode_leases(value: bytes) -> dict[str, VersionLease]:
     """Strict: anything unexpected is a CorruptWeightsError."""
     try:
         data: dict[str, Any] = msgpack.unpackb(value)
@@ -109,23 +109,27 @@ def decode(value: bytes) -> dict[str, Lease]:
         rows = data["leases"]
         if not isinstance(rows, dict) or len(rows) > MAX_SUBSCRIBERS:
             raise ValueError("no leases, or too many")
-        leases: dict[str, Lease] = {}
+        leases: dict[str, VersionLease] = {}
         for name, (epoch, version, fetching, beat, seconds) in rows.items():
             numbers = (epoch, version, fetching, beat, seconds)
             if not isinstance(name, str) or any(type(number) is not int for number in numbers):
                 raise ValueError(f"bad lease of {name!r:.100}")
-            leases[name] = Lease(epoch, Holder(version, fetching), beat, max(0, min(seconds, MAX_SECONDS)))
+            leases[name] = VersionLease(
+                epoch, VersionHolder(version, fetching), beat, max(0, min(seconds, MAX_SECONDS))
+            )
         return leases
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise CorruptWeightsError("format", f"the lease record cannot be read: {error!r}") from error
 
 
-def _update(metadata: MetadataStore, job: str, change: Callable[[dict[str, Lease]], dict[str, Lease]]) -> None:
+def _update(
+    metadata: MetadataStore, job: str, change: Callable[[dict[str, VersionLease]], dict[str, VersionLease]]
+) -> None:
     key = leases_key(job)
     for _ in range(CAS_TRIES):
         present = metadata.get(key)
-        before = {} if present is None else decode(present[0])
+        before = {} if present is None else decode_leases(present[0])
         after = change(before)
-        if after == before or metadata.compare_and_set(key, encode(after), 0 if present is None else present[1]):
+        if after == before or metadata.compare_and_set(key, encode_leases(after), 0 if present is None else present[1]):
             return
     raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")

@@ -204,7 +204,7 @@ def test_a_verl_that_was_not_tested_is_left_alone_and_its_names_are_errors(monke
     for name in adapter._MAKERS:
         monkeypatch.delitem(vars(adapter), name, raising=False)
     for installed in (None, ("verl", "0.8.0"), ("verl", "0.10.0"), ("verl", "1.0")):
-        monkeypatch.setattr(tested_versions, "find", lambda _, found=installed: found)
+        monkeypatch.setattr(tested_versions, "find_version", lambda _, found=installed: found)
         assert adapter.register() is False
         for name in adapter._MAKERS:
             with pytest.raises(ConfigError, match=r">=0\.9\.1,<0\.10"):

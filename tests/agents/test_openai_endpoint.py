@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.agents import openai_protocol
-from orchestrator.agents.agent_session import Bounds, Session
+from orchestrator.agents.agent_session import AgentBounds, AgentSession
 from orchestrator.agents.chat_template import Message, ModelChat, VocabularyChat
 from orchestrator.agents.conversation import Conversation
-from orchestrator.agents.openai_endpoint import Door, Gateway
+from orchestrator.agents.openai_endpoint import AgentAccess, AgentGateway
 from orchestrator.agents.tool_calls import calls_in
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, Trajectory, Turn
 from orchestrator.envs import StaleTrajectory
 
 T = TypeVar("T")
 CHAT = VocabularyChat()
-BOUNDS = Bounds(max_turns=12, max_response_tokens=16, max_context_tokens=8000)
+BOUNDS = AgentBounds(max_turns=12, max_response_tokens=16, max_context_tokens=8000)
 
 
 class ScriptedPolicy:
@@ -56,28 +56,30 @@ class ScriptedPolicy:
 
 
 def session_of(
-    policy: ScriptedPolicy, bounds: Bounds = BOUNDS, stale: Callable[[int], bool] = lambda _: False
-) -> Session:
+    policy: ScriptedPolicy, bounds: AgentBounds = BOUNDS, stale: Callable[[int], bool] = lambda _: False
+) -> AgentSession:
     request = GenerationRequest("", "t0", 0, (), Sampling(16, stop_token_ids=(CHAT.end_id,)), "agent", group_id="g0")
-    return Session(CHAT, request, bounds, policy.generate, stale, StaleTrajectory)
+    return AgentSession(CHAT, request, bounds, policy.generate, stale, StaleTrajectory)
 
 
-def trajectory(session: Session) -> Trajectory:
+def trajectory(session: AgentSession) -> Trajectory:
     turns = tuple(session.conversation.turns(1.0, True))
     return Trajectory("t0", "g0", "agent", Prompt("k", "agent", 0, ""), turns, 1.0, "v", 0, False)
 
 
 @asynccontextmanager
-async def served(session: Session, body_bytes: int = 1 << 16) -> AsyncIterator[tuple[Door, aiohttp.ClientSession]]:
-    gateway = Gateway(body_bytes=body_bytes)
-    async with gateway.open(session) as door, aiohttp.ClientSession() as client:
+async def served(
+    session: AgentSession, body_bytes: int = 1 << 16
+) -> AsyncIterator[tuple[AgentAccess, aiohttp.ClientSession]]:
+    gateway = AgentGateway(body_bytes=body_bytes)
+    async with gateway.open_session(session) as door, aiohttp.ClientSession() as client:
         yield door, client
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", int(door.url.split(":")[2].split("/")[0]))
 
 
 async def post(
-    door: Door, client: aiohttp.ClientSession, body: Any, path: str = "/chat/completions", key: str | None = None
+    door: AgentAccess, client: aiohttp.ClientSession, body: Any, path: str = "/chat/completions", key: str | None = None
 ) -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {door.key if key is None else key}"}
     async with client.post(f"{door.url}{path}", json=body, headers=headers) as answer:
@@ -86,12 +88,12 @@ async def post(
 
 def with_server(
     policy: ScriptedPolicy,
-    scenario: Callable[[Door, aiohttp.ClientSession], Coroutine[Any, Any, T]],
-    bounds: Bounds = BOUNDS,
+    scenario: Callable[[AgentAccess, aiohttp.ClientSession], Coroutine[Any, Any, T]],
+    bounds: AgentBounds = BOUNDS,
     stale: Callable[[int], bool] = lambda _: False,
     body_bytes: int = 1 << 16,
-) -> tuple[T, Session]:
-    async def run() -> tuple[T, Session]:
+) -> tuple[T, AgentSession]:
+    async def run() -> tuple[T, AgentSession]:
         session = session_of(policy, bounds, stale)
         async with served(session, body_bytes) as (door, client):
             return await scenario(door, client), session
@@ -109,7 +111,7 @@ def user(text: str) -> dict[str, str]:
 def test_a_conversation_over_http_is_one_context_of_exactly_the_generated_ids() -> None:
     policy = ScriptedPolicy("hello", "more", "enough")
 
-    async def talk(door: Door, client: aiohttp.ClientSession) -> list[str]:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> list[str]:
         messages: list[Any] = [{"role": "system", "content": "be short"}, user("hi")]
         heard = []
         for text in ("and?", "so?", ""):
@@ -139,9 +141,9 @@ def test_a_conversation_over_http_is_one_context_of_exactly_the_generated_ids() 
 def test_an_official_client_streams_and_reads_errors() -> None:
     openai = pytest.importorskip("openai")
     policy = ScriptedPolicy("hello there", '<tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>', "seen")
-    bounds = Bounds(12, 96, 4000)
+    bounds = AgentBounds(12, 96, 4000)
 
-    async def talk(door: Door, _: aiohttp.ClientSession) -> None:
+    async def talk(door: AgentAccess, _: aiohttp.ClientSession) -> None:
         client = openai.AsyncOpenAI(base_url=door.url, api_key=door.key, max_retries=0)
         messages: list[Any] = [user("hi")]
         stream = await client.chat.completions.create(
@@ -197,11 +199,11 @@ def test_the_prefix_property_holds_whatever_an_agent_does_to_its_history(
     """Each context is what its last request showed and its answer; each generated token is trained once."""
     policy = ScriptedPolicy(*says)
 
-    async def play() -> Session:
-        session = session_of(policy, Bounds(20, 16, 4000))
+    async def play() -> AgentSession:
+        session = session_of(policy, AgentBounds(20, 16, 4000))
         history: list[dict[str, Any]] = [user("go")]
         for index, (what, text) in enumerate([("on", ""), *operations]):
-            answered, _ = await session.chat(openai_protocol.chat_asked({"messages": history}))
+            answered, _ = await session.answer_chat(openai_protocol.chat_asked({"messages": history}))
             body = openai_protocol.chat_body(openai_protocol.chat_asked({"messages": history}).asked, answered, 0)
             heard = {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
             match what:
@@ -243,12 +245,14 @@ def test_the_prefix_property_holds_whatever_an_agent_does_to_its_history(
 def test_two_that_go_on_from_one_answer_share_its_ids_and_it_is_trained_once() -> None:
     policy = ScriptedPolicy("root", "left", "right")
 
-    async def fork() -> Session:
+    async def fork() -> AgentSession:
         session = session_of(policy)
         first = [user("go")]
-        await session.chat(openai_protocol.chat_asked({"messages": first}))
+        await session.answer_chat(openai_protocol.chat_asked({"messages": first}))
         said = {"role": "assistant", "content": "root"}
-        both = [session.chat(openai_protocol.chat_asked({"messages": [*first, said, user(t)]})) for t in ("l", "r")]
+        both = [
+            session.answer_chat(openai_protocol.chat_asked({"messages": [*first, said, user(t)]})) for t in ("l", "r")
+        ]
         await asyncio.gather(*both)
         return session
 
@@ -265,7 +269,7 @@ def test_two_that_go_on_from_one_answer_share_its_ids_and_it_is_trained_once() -
 def test_the_context_with_the_oldest_weights_comes_first_whatever_came_back_first() -> None:
     conversation = Conversation(CHAT)
     for text, version in (("new", 3), ("old", 2), ("newer", 4)):
-        opening = conversation.chat([Message("user", text)], "")
+        opening = conversation.open_chat([Message("user", text)], "")
         ids = (*CHAT.encode(text), CHAT.end_id)
         done = Completion("r", ids, (0.0,) * len(ids), ((version, len(ids)),), "stop")
         conversation.add(opening, done, Message("assistant", text), "", 0.0, 0.0)
@@ -278,7 +282,7 @@ def test_the_context_with_the_oldest_weights_comes_first_whatever_came_back_firs
 def test_several_choices_are_branches_of_one_prompt() -> None:
     policy = ScriptedPolicy("one", "two", "three")
 
-    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> Any:
         return await post(door, client, {"messages": [user("go")], "n": 3})
 
     (status, body), session = with_server(policy, talk)
@@ -292,7 +296,7 @@ def test_several_choices_are_branches_of_one_prompt() -> None:
 def test_a_stop_text_ends_the_answer_where_openai_ends_it_and_nothing_behind_it_is_kept() -> None:
     policy = ScriptedPolicy("yes END and so on")
 
-    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> Any:
         return await post(door, client, {"messages": [user("go")], "stop": ["END"]})
 
     (_, body), session = with_server(policy, talk)
@@ -306,7 +310,7 @@ def test_a_stop_text_ends_the_answer_where_openai_ends_it_and_nothing_behind_it_
 def test_plain_completions_go_on_from_text_and_from_ids() -> None:
     policy = ScriptedPolicy("b", "c", "e")
 
-    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
         _, first = await post(door, client, {"prompt": "a"}, "/completions")
         await post(door, client, {"prompt": f"a{first['choices'][0]['text']} more"}, "/completions")
         ids = [*policy.requests[-1].token_ids, *policy.completions[-1].token_ids, *CHAT.encode("!")]
@@ -341,7 +345,7 @@ def test_plain_completions_go_on_from_text_and_from_ids() -> None:
 def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(
     body: Any, status: int, param: str | None
 ) -> None:
-    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> Any:
         return await post(door, client, body)
 
     (found, error), session = with_server(ScriptedPolicy(), talk)
@@ -354,7 +358,7 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(
 def test_what_changes_nothing_is_taken() -> None:
     neutral = {"frequency_penalty": 0, "top_logprobs": None, "user": "me", "seed": 4, "metadata": {}, "logit_bias": {}}
 
-    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> Any:
         return await post(door, client, {"messages": [user("x")], **neutral, "response_format": {"type": "text"}})
 
     policy = ScriptedPolicy()
@@ -364,7 +368,7 @@ def test_what_changes_nothing_is_taken() -> None:
 
 
 def test_a_key_that_is_none_opens_nothing_and_no_body_is_read() -> None:
-    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
         for key in ("", "x", "rl-1-", f"{door.key}x", door.key[:-1], "rl-2-" + door.key[5:], door.key.upper()):
             status, body = await post(door, client, {"messages": "x" * (1 << 20)}, key=key)
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
@@ -384,7 +388,7 @@ def test_a_key_that_is_none_opens_nothing_and_no_body_is_read() -> None:
 
 
 def test_a_body_over_the_limit_is_refused_announced_or_not() -> None:
-    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
         status, body = await post(door, client, {"messages": [user("x" * (1 << 17))]})
         assert (status, body["error"]["code"]) == (413, "body_too_large")
 
@@ -402,7 +406,7 @@ def test_a_body_over_the_limit_is_refused_announced_or_not() -> None:
 
 
 def test_a_client_that_goes_away_aborts_what_it_asked_for_and_leaves_no_turn() -> None:
-    async def run() -> tuple[ScriptedPolicy, Session]:
+    async def run() -> tuple[ScriptedPolicy, AgentSession]:
         policy = ScriptedPolicy("late", "in time", wait=asyncio.Event())
         session = session_of(policy)
         assert policy.wait is not None
@@ -425,7 +429,7 @@ def test_a_client_that_goes_away_aborts_what_it_asked_for_and_leaves_no_turn() -
 
 
 def test_limits_of_turns_and_context_are_errors_that_no_client_retries() -> None:
-    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
         status, body = await post(door, client, {"messages": [user("x" * 200)]})
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         for _ in range(2):
@@ -434,14 +438,14 @@ def test_limits_of_turns_and_context_are_errors_that_no_client_retries() -> None
         status, body = await post(door, client, {"messages": [user("x")]})
         assert (status, body["error"]["code"]) == (403, "turn_limit_reached")
 
-    _, session = with_server(ScriptedPolicy(), talk, Bounds(2, 8, 100))
+    _, session = with_server(ScriptedPolicy(), talk, AgentBounds(2, 8, 100))
     assert session.truncated
 
 
 def test_a_trajectory_that_gets_too_stale_ends_at_its_next_request() -> None:
     policy = ScriptedPolicy()
 
-    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> Any:
         await post(door, client, {"messages": [user("x")]})
         return await post(door, client, {"messages": [user("x")]})
 
@@ -456,7 +460,7 @@ def test_an_engine_that_fails_ends_the_trajectory_with_the_cause() -> None:
         async def generate(self, request: GenerationRequest, turns: Sequence[Turn] = ()) -> Completion:
             return Completion(request.request_id, (), (), (), "error", error="CUDA out of memory")
 
-    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> Any:
         return await post(door, client, {"messages": [user("x")]})
 
     (status, _), session = with_server(Failing(), talk)
@@ -467,7 +471,7 @@ def test_an_engine_that_fails_ends_the_trajectory_with_the_cause() -> None:
 def test_an_answer_that_takes_too_long_is_a_timeout_in_their_form() -> None:
     async def run() -> tuple[int, Any]:
         policy = ScriptedPolicy(wait=asyncio.Event())
-        async with served(session_of(policy, Bounds(4, 8, 100, seconds=0.1))) as (door, client):
+        async with served(session_of(policy, AgentBounds(4, 8, 100, seconds=0.1))) as (door, client):
             return await post(door, client, {"messages": [user("x")]})
 
     status, body = asyncio.run(run())
@@ -475,12 +479,12 @@ def test_an_answer_that_takes_too_long_is_a_timeout_in_their_form() -> None:
 
 
 def test_temperature_is_the_runs_unless_the_task_leaves_it_to_the_agent() -> None:
-    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
         await post(door, client, {"messages": [user("x")], "temperature": 0.25, "top_p": 0.5, "max_tokens": 3})
 
     for own, expected in ((False, (1.0, 1.0)), (True, (0.25, 0.5))):
         policy = ScriptedPolicy()
-        with_server(policy, talk, Bounds(4, 8, 100, own_sampling=own))
+        with_server(policy, talk, AgentBounds(4, 8, 100, own_sampling=own))
         sampling = policy.requests[0].sampling
         assert ((sampling.temperature, sampling.top_p), sampling.max_tokens) == (expected, 3)
 
@@ -527,7 +531,7 @@ def test_a_models_own_template_never_tokenizes_an_answer_again(tokenizer_folder:
         conversation, messages = Conversation(chat), [Message("user", "the cat")]
         previous: tuple[int, ...] = ()
         for turn in range(3):
-            opening = conversation.chat(messages, "")
+            opening = conversation.open_chat(messages, "")
             assert opening.token_ids[: len(previous)] == previous
             # Any ids, not those that the tokenizer would choose; now and then cut off, with reasoning, or not UTF-8.
             ids = [chance.randrange(3, len(chat.vocabulary)) for _ in range(chance.randrange(1, 9))]
@@ -538,7 +542,7 @@ def test_a_models_own_template_never_tokenizes_an_answer_again(tokenizer_folder:
             said = Message("assistant", chat.text(ids))
             previous = conversation.add(opening, done, said, "", 0.0, 0.0).token_ids
             messages = [*messages, said, Message("user", f"and then {turn}")]
-        last = conversation.chat(messages, "").token_ids
+        last = conversation.open_chat(messages, "").token_ids
         assert last[: len(previous)] == previous
         behind = last[len(previous) :]
         close = () if done.token_ids[-1] == chat.end_id else (chat.end_id,)
@@ -553,9 +557,9 @@ def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(toke
         session = session_of(policy)
         session.chat_format = session.conversation._chat = chat
         wanted = [openai_protocol.chat_asked({"messages": [user(f"the cat {n} " * 200)]}) for n in range(12)]
-        answers = await asyncio.gather(*(session.chat(each) for each in wanted))
+        answers = await asyncio.gather(*(session.answer_chat(each) for each in wanted))
         shown = {request.token_ids for request in policy.requests}
-        assert shown == {chat.whole(each.messages, "") for each in wanted}
+        assert shown == {chat.encode_conversation(each.messages, "") for each in wanted}
         return [answered.choices[0].reason for answered, _ in answers]
 
     assert asyncio.run(run()) == ["stop"] * 12
@@ -568,13 +572,13 @@ def test_where_the_answer_is_what_the_tokenizer_would_write_the_prompt_is_the_te
     conversation, messages = Conversation(chat), [Message("user", "the cat")]
     tools = '[{"function":{"name":"look"},"type":"function"}]'
     for text in ("sat there", "on the mat"):
-        opening = conversation.chat(messages, tools)
-        assert opening.token_ids == chat.whole(messages, tools)
+        opening = conversation.open_chat(messages, tools)
+        assert opening.token_ids == chat.encode_conversation(messages, tools)
         ids = (*chat.encode(text), chat.end_id)
         said = Message("assistant", text)
         conversation.add(opening, Completion("r", ids, (0.0,) * len(ids), ((0, len(ids)),), "stop"), said, "", 0, 0)
         messages = [*messages, said, Message("user", "and?")]
-    assert conversation.chat(messages, tools).token_ids == chat.whole(messages, tools)
+    assert conversation.open_chat(messages, tools).token_ids == chat.encode_conversation(messages, tools)
 
 
 def test_a_folder_without_a_tokenizer_or_a_template_is_one_error(tmp_path: Path) -> None:

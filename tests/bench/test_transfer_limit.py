@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.api import ShardKey
 from orchestrator.transfer import DeltaCodec, MemoryMetadata, MemoryRelay, Publisher
-from orchestrator.transfer.shard_codec import Codec
-from orchestrator.transfer.shard_routing import label
+from orchestrator.transfer.shard_codec import ShardCodec
+from orchestrator.transfer.shard_routing import shard_label
 from scripts.bench.micro import transfer_limit
 from scripts.bench.micro.delta_synthetic import Layout, Pool
 from scripts.bench.micro.link import BURST_BYTES, Link, LinkedMetadata, LinkedRelay
@@ -69,7 +69,7 @@ def test_every_call_of_a_link_costs_a_round_trip_and_is_counted() -> None:
 @pytest.mark.parametrize(
     ("codec", "encoding"), [(Coo(), "coo"), (Zstd(xor=True), "zstd-xor"), (Zstd(xor=False), "zstd-dense")]
 )
-def test_the_other_encodings_are_exact_too_and_can_be_taken_back(codec: Codec, encoding: str) -> None:
+def test_the_other_encodings_are_exact_too_and_can_be_taken_back(codec: ShardCodec, encoding: str) -> None:
     pool = Pool(0.02, 1 << 16)
     old, new = pool.old.view("u1"), pool.new.view("u1")
     name, data = codec.encode(old, new, "bfloat16")
@@ -95,7 +95,7 @@ def test_the_figure_counts_what_crosses_and_moves_the_weights_there_and_back() -
     for method in ("ours", "coo", "zstd-xor", "zstd-dense", "raw"):
         row = job.move(method, 1000.0)
         held = b"".join(job.resident._shards[label].tobytes() for label in sorted(job.resident._shards))
-        wanted = sorted((label(key), new if job.version % 2 else old) for key, old, new in items)
+        wanted = sorted((shard_label(key), new if job.version % 2 else old) for key, old, new in items)
         assert held == b"".join(data.tobytes() for _, data in wanted)
         sizes[method] = row["wire_bytes"]
         assert row["seconds"] >= row["wire_seconds"] > 0

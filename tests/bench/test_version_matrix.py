@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.hooks import COMPONENTS, MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, version_matrix
-from orchestrator.hooks.tested_versions import TORCH, Component
+from orchestrator.hooks.tested_versions import TORCH, TestedComponent
 
 ROOT = Path(__file__).parents[2]
 BOOTSTRAP = (ROOT / "scripts" / "bootstrap.sh").read_text(encoding="utf-8")
@@ -24,24 +24,24 @@ def pinned(name: str) -> str:
     return found.group(1)
 
 
-def run(component: Component) -> set[str]:
+def run(component: TestedComponent) -> set[str]:
     return {tried.version for tried in component.tried if tried.how.startswith("run")}
 
 
 def test_the_table_of_the_readme_is_the_one_that_the_code_makes() -> None:
     """``python -m orchestrator.hooks.version_matrix README.md`` writes it."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert version_matrix.replaced(page) == page
-    assert page.count(version_matrix.table()) == 1
+    assert version_matrix.replace_table(page) == page
+    assert page.count(version_matrix.version_table()) == 1
 
 
 def test_a_page_without_the_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the lines"):
-        version_matrix.replaced("# A page\n")
+        version_matrix.replace_table("# A page\n")
 
 
 def test_the_table_names_every_component_and_every_version() -> None:
-    rows = version_matrix.table().splitlines()[2:]
+    rows = version_matrix.version_table().splitlines()[2:]
     for component in COMPONENTS:
         own = [row for row in rows if row.startswith(f"| {component.name} |")]
         assert all(any(tried.version in row and tried.how in row for row in own) for tried in component.tried)

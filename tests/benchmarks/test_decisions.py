@@ -11,7 +11,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from orchestrator.policies.parallelism.parallel_degrees import allocate, anneal
-from orchestrator.policies.placement.group_placement import place
+from orchestrator.policies.placement.group_placement import place_groups
 from scripts.bench.micro import allocation, placement, routing
 
 SEED = 11
@@ -36,9 +36,9 @@ def test_a_turn_is_routed(benchmark: BenchmarkFixture, case: routing.Case) -> No
 @pytest.mark.parametrize("fleet", placement.fleets())
 def test_a_batch_is_placed(benchmark: BenchmarkFixture, fleet: str) -> None:
     lengths, workers = placement.predictions(random.Random(SEED)), placement.fleets()[fleet]
-    found = benchmark.pedantic(place, (lengths, workers), rounds=50, warmup_rounds=1)
+    found = benchmark.pedantic(place_groups, (lengths, workers), rounds=50, warmup_rounds=1)
     assert (
-        0 < found.makespan <= place(lengths, workers[: len(workers) // 2]).makespan
+        0 < found.makespan <= place_groups(lengths, workers[: len(workers) // 2]).makespan
     )  # half of the workers are no better
 
 

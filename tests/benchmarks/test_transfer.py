@@ -20,19 +20,19 @@ def weights() -> tuple[Bytes, Bytes]:
 
 def test_a_change_is_encoded(benchmark: BenchmarkFixture, weights: tuple[Bytes, Bytes]) -> None:
     old, new = weights
-    change = benchmark.pedantic(delta.encode, (old, new, "bfloat16"), {"threads": 1}, rounds=50, warmup_rounds=1)
+    change = benchmark.pedantic(delta.encode_change, (old, new, "bfloat16"), {"threads": 1}, rounds=50, warmup_rounds=1)
     assert 0.005 < change.changed / WEIGHTS < 0.02
 
 
 def test_a_change_is_applied(benchmark: BenchmarkFixture, weights: tuple[Bytes, Bytes]) -> None:
     old, new = weights
-    change, base = delta.encode(old, new, "bfloat16"), old.copy()
+    change, base = delta.encode_change(old, new, "bfloat16"), old.copy()
 
     def fresh() -> tuple[tuple[Bytes, Bytes], dict[str, int]]:
         base[:] = old
         return (change.data, base), {"threads": 1}
 
-    log = benchmark.pedantic(delta.apply, setup=fresh, rounds=50)
+    log = benchmark.pedantic(delta.apply_change, setup=fresh, rounds=50)
     assert np.array_equal(base, new)
-    delta.undo(log)
+    delta.undo_change(log)
     assert np.array_equal(base, old)

@@ -160,16 +160,16 @@ def test_a_server_has_no_more_turns_than_its_budget_has_room_for_and_none_withou
         await until(lambda: len(small.client.requests) == 6)
         assert (len(full.client.requests), router.queued) == (0, 6)
         small.client.capacity = 2  # a burst of its serving neighbour
-        await until(lambda: router.cap(0) == 2)
+        await until(lambda: router.cap_of(0) == 2)
         full.client.capacity = 3
         await until(lambda: len(full.client.requests) == 3)
         assert router.queued == 3
         small.client.paused = full.client.paused = False
         await asyncio.gather(*turns)
         assert not fatal
-        assert router.cap(0) == 2, "what it has room for, though it was given six once"
+        assert router.cap_of(0) == 2, "what it has room for, though it was given six once"
         small.client.capacity = 100
-        await until(lambda: router.cap(0) == 6)
+        await until(lambda: router.cap_of(0) == 6)
         await proxy.close()
         for worker in workers:
             await worker.close()

@@ -14,8 +14,8 @@ from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.placement.worker_rates import line_rates
-from orchestrator.policies.placement.worker_load import Rates
-from orchestrator.policies.prediction.length_predictor import Forecast
+from orchestrator.policies.placement.worker_load import WorkerRates
+from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.router_setup import may_come, plan
 from orchestrator.proxy.worker_state import WorkerState
@@ -51,17 +51,17 @@ class Fleet:
         )
         self.router = TurnRouter([Seat() for _ in range(number)])
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        rates = Rates((0.01, 0.015), room=room)
+        rates = WorkerRates((0.01, 0.015), room=room)
         self.placing = TrajectoryPlacer(chosen, self.router, events, lambda worker: rates, wire, 1e6)
         for worker in range(number):
             self.come(worker)
 
     def come(self, worker: int) -> None:
-        self.router.open(worker)
+        self.router.open_worker(worker)
         self.placing.worker_came(worker)
 
     def leave(self, worker: int) -> None:
-        self.router.close(worker, cache_lost=True)
+        self.router.close_worker(worker, cache_lost=True)
         self.placing.worker_left(worker)
 
     async def fill(self, number: int) -> None:
@@ -73,15 +73,15 @@ class Fleet:
 
     def told(self, name: str, tokens: float, context: int) -> None:
         self.placing.turn_over(name, context, 0)
-        self.placing.update(name, Forecast(tokens, tokens, tokens, 1.0, "model"))
+        self.placing.update(name, LengthForecast(tokens, tokens, tokens, 1.0, "model"))
 
     def where(self, name: str, task: str = "game") -> int:
-        self.router.ask(f"{name}/1", name, task)
-        found = self.router.grant()
+        self.router.queue_turn(f"{name}/1", name, task)
+        found = self.router.grant_turn()
         if found is None:
-            self.router.leave(f"{name}/1")
+            self.router.end_turn(f"{name}/1")
             return -1
-        self.router.leave(f"{name}/1")
+        self.router.end_turn(f"{name}/1")
         return found[1]
 
 
@@ -114,7 +114,7 @@ def test_a_trajectory_that_no_forecast_has_come_of_since_looks_at_its_next_turn(
         fleet = Fleet(1, migrate=migrate)
         await fleet.fill(4)
         fleet.told("t3", 100.0, 100)  # in a gap, and its forecast is there
-        fleet.router.join(Seat())
+        fleet.router.add_worker(Seat())
         fleet.come(1)
         await fleet.placing.before("t3")
         fleet.placing.begin("new", "game", 10000.0)
@@ -140,7 +140,7 @@ def test_what_waits_for_room_begins_on_a_server_that_came_and_leaves_one_that_le
         tasks = [asyncio.create_task(play(name)) for name in ("a", "b", "c")]
         await asyncio.sleep(1.0)
         assert list(begun) == ["a"]
-        fleet.router.join(Seat())
+        fleet.router.add_worker(Seat())
         fleet.come(1)
         await asyncio.sleep(0.0)
         await asyncio.sleep(0.0)
@@ -220,22 +220,22 @@ def test_tasks_share_a_placement_as_long_as_they_share_workers() -> None:
         router = TurnRouter([Seat("H800"), Seat("H20")], affinity={"game": "H20", "code": "H800"})
         chosen = PlacementSection.model_validate({"enabled": True})
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        rates = Rates((0.01, 0.015))
+        rates = WorkerRates((0.01, 0.015))
         placing = TrajectoryPlacer(chosen, router, events, lambda worker: rates, None, 1e6)
-        router.open(0)
+        router.open_worker(0)
         placing.worker_came(0)
         placing.begin("g", "game", 10.0)  # no worker of its class is up in this moment
         placing.begin("c", "code", 10.0)
-        router.open(1)
+        router.open_worker(1)
         placing.worker_came(1)
         assert placing._group("game") is not placing._group("code"), "what was open in a moment is no matter"
-        router.retire(1)
+        router.retire_worker(1)
         assert placing._group("game") is placing._group("code"), "the class is gone: both are on the other one"
         assert [name for _, name in placing._group("game").ranks] == ["c", "g"]
-        router.regain(1)
+        router.readmit_worker(1)
         placing.begin("late", "game", 10.0)  # groups are made anew in this call, and in the next one
         assert [name for _, name in placing._group("game").ranks] == ["g", "late"]
-        router.retire(1)
+        router.retire_worker(1)
         placing.end("g")
         assert [name for _, name in placing._group("code").ranks] == ["c", "late"]
         placing.end("c")

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.api import ConfigError, PlacedWorker, RetryableError
 from orchestrator.cluster.actor import Actor
 from orchestrator.config import load_config
-from orchestrator.policies.placement.device_allocation import Binding, Wish
+from orchestrator.policies.placement.device_allocation import DeviceBinding, DeviceWish
 from orchestrator.resources import ResourceManager
 from orchestrator.runtime import pool_requests
 from orchestrator.transfer import MemoryMetadata
@@ -22,7 +22,7 @@ SMALL = ["rollout.workers=3", "resources.pools={H800 = 2, H20 = 2}", "resources.
 def test_each_process_asks_for_its_class_and_gets_devices_of_its_own() -> None:
     config = load_config(None, SMALL)
     metadata = MemoryMetadata()
-    heard: list[Binding] = []
+    heard: list[DeviceBinding] = []
     manager, places = pool_requests.place(config, metadata, "job-1", heard.append)
     assert [(item.wish.worker, item.hardware, item.devices) for item in heard] == [
         ("job-1/trainer", "H800", (0,)),
@@ -75,15 +75,15 @@ class PlacementDouble:
         self.left = places
         self.moves = 0
 
-    def bind(self) -> Binding:
-        return Binding(Wish("w", "H800"), self.left[0], (0,))
+    def bind(self) -> DeviceBinding:
+        return DeviceBinding(DeviceWish("w", "H800"), self.left[0], (0,))
 
     def place(self) -> dict[str, Any]:
         if self.left[0] == "bad":
             raise RetryableError("Ray gives it no place")
         return {}
 
-    def move(self) -> Binding:
+    def move(self) -> DeviceBinding:
         if len(self.left) == 1:
             raise RetryableError("none are left")
         self.moves += 1

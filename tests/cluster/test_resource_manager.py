@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
-from orchestrator.policies.placement.device_allocation import Pool
+from orchestrator.policies.placement.device_allocation import DevicePool
 from orchestrator.resources import ResourceManager
 from orchestrator.resources.resource_manager import decode_view
 
@@ -109,4 +109,4 @@ def test_the_record_says_all(open_store: Open) -> None:
     present = store.get("rlc/resources/default")
     assert present is not None
     assert decode_view(present[0]) == manager.view()
-    assert manager.view().pool("H800") == Pool("H800", tuple(range(8)), 4, (0, 1))
+    assert manager.view().pool("H800") == DevicePool("H800", tuple(range(8)), 4, (0, 1))

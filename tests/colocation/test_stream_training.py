@@ -25,7 +25,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.policies.batching.stream_trigger import KvLimit
 from orchestrator.sim import device_sharing
 from orchestrator.sim import simulated_run as sim_run
-from orchestrator.sim.run_audit import Audit
+from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.virtual_loop import run
 
@@ -43,7 +43,7 @@ def leave(device: int, owner: str) -> None:
     OWNERS[device] = [other for other in OWNERS.get(device, []) if other != owner]
 
 
-class LendingWorker(device_sharing.LendingWorker):
+class LendingWorker(device_sharing.LendingSimWorker):
     """With a device of its own, whose owner is checked."""
 
     def __init__(self, name: str, *arguments: Any, **keywords: Any) -> None:
@@ -106,7 +106,7 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> list[LendingWorker]:
     OWNERS.clear()
     monkeypatch.setattr(ResidentTrainer, "stream_steps", 0)
     monkeypatch.setattr(ResidentTrainer, "fails", "")
-    monkeypatch.setattr(sim_run, "LendingWorker", worker)
+    monkeypatch.setattr(sim_run, "LendingSimWorker", worker)
     monkeypatch.setattr(sim_run, "ResidentSimTrainer", ResidentTrainer)
     return made
 
@@ -237,7 +237,7 @@ def test_half_of_the_replicas_take_twice_as_long_and_none_without_a_device() -> 
     sample = TrainSample("t", "g", (1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), ((0, 2),), 1.0)
 
     async def seconds(level: str, replicas: Sequence[int] | None) -> float:
-        trainer = device_sharing.ResidentSimTrainer(config, SimWeights(), Audit(config))
+        trainer = device_sharing.ResidentSimTrainer(config, SimWeights(), RunAudit(config))
         await trainer.residency(level, replicas)
         begun = asyncio.get_running_loop().time()
         await trainer.feed([sample], 0)

@@ -11,15 +11,15 @@ from orchestrator.config import load_config
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import TrajectoryPlacer
-from orchestrator.policies.placement.worker_load import Rates
-from orchestrator.policies.prediction.length_predictor import Forecast
+from orchestrator.policies.placement.worker_load import WorkerRates
+from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.virtual_loop import run
 
 
-def placing(router: TurnRouter, *rates: Rates) -> TrajectoryPlacer:
+def placing(router: TurnRouter, *rates: WorkerRates) -> TrajectoryPlacer:
     chosen = PlacementSection.model_validate({"enabled": True, "certainty": 0.0, "prefill_seconds": 0.0})
     events = EventLog(MemorySink(), asyncio.get_running_loop().time)
     return TrajectoryPlacer(chosen, router, events, lambda worker: rates[worker], None, 1000.0)
@@ -28,22 +28,24 @@ def placing(router: TurnRouter, *rates: Rates) -> TrajectoryPlacer:
 def opened(*seats: Seat, **settings: object) -> TurnRouter:
     router = TurnRouter(seats, **settings)  # type: ignore[arg-type]
     for worker in range(len(seats)):
-        router.open(worker)
+        router.open_worker(worker)
     return router
 
 
 def granted(router: TurnRouter, name: str, task: str) -> int:
-    router.ask(f"{name}/1", name, task)
-    found = router.grant()
+    router.queue_turn(f"{name}/1", name, task)
+    found = router.grant_turn()
     assert found is not None
-    router.leave(f"{name}/1")
+    router.end_turn(f"{name}/1")
     return found[1]
 
 
 def test_placement_never_leaves_the_class_that_a_task_asks_for() -> None:
     async def scenario() -> None:
         router = opened(Seat("H800"), Seat("H20"), Seat("H20"), affinity={"game": "H20", "code": "H800"})
-        found = placing(router, Rates((0.001, 0.002)), Rates((1.0, 1.1)), Rates((1.0, 1.1)))  # the H800 is much faster
+        found = placing(
+            router, WorkerRates((0.001, 0.002)), WorkerRates((1.0, 1.1)), WorkerRates((1.0, 1.1))
+        )  # the H800 is much faster
         for number in range(8):
             found.begin(f"g{number}", "game", 100.0 - number)
             found.begin(f"c{number}", "code", 100.0 - number)
@@ -53,7 +55,9 @@ def test_placement_never_leaves_the_class_that_a_task_asks_for() -> None:
         assert {granted(router, f"g{number}", "game") for number in range(8)} == {1, 2}
         assert {granted(router, f"c{number}", "code") for number in range(8)} == {0}
         found.turn_over("g7", 10, 10)
-        found.update("g7", Forecast(900.0, 900.0, 900.0, 2.0, "model"))  # the longest of all: still not on the H800
+        found.update(
+            "g7", LengthForecast(900.0, 900.0, 900.0, 2.0, "model")
+        )  # the longest of all: still not on the H800
         await found.before("g7")
         assert granted(router, "g7", "game") in (1, 2)
 
@@ -63,7 +67,7 @@ def test_placement_never_leaves_the_class_that_a_task_asks_for() -> None:
 def test_the_longest_begins_first_where_kv_has_no_room_for_all_and_every_one_begins() -> None:
     async def scenario() -> None:
         router = opened(Seat())
-        found = placing(router, Rates((1.0, 1.1), room=300.0))
+        found = placing(router, WorkerRates((1.0, 1.1), room=300.0))
         begun: list[str] = []
 
         async def play(name: str) -> None:
@@ -87,12 +91,12 @@ def test_the_longest_begins_first_where_kv_has_no_room_for_all_and_every_one_beg
 def test_forecasts_that_tell_nothing_apart_spread_trajectories_evenly_and_sure_ones_set_the_longest_apart() -> None:
     async def scenario(spread: float, power: float) -> list[int]:
         router = opened(Seat(), Seat())
-        rates = Rates(tuple(1.0 + 0.05 * n for n in range(64)))
+        rates = WorkerRates(tuple(1.0 + 0.05 * n for n in range(64)))
         found = placing(router, rates, rates)
         lengths = {f"t{number}": 400.0 / (1 + number) ** power for number in range(40)}
         for name, tokens in lengths.items():
             found.begin(name, "game", tokens)
-            found.update(name, Forecast(tokens, tokens / spread, tokens * spread, 1.0, "model"))
+            found.update(name, LengthForecast(tokens, tokens / spread, tokens * spread, 1.0, "model"))
         for name in lengths:
             await found.before(name)
         return [granted(router, name, "game") for name in lengths]
@@ -106,11 +110,11 @@ def test_forecasts_that_tell_nothing_apart_spread_trajectories_evenly_and_sure_o
 def test_a_worker_that_is_done_soon_relieves_one_that_is_not_of_what_is_in_a_gap() -> None:
     async def scenario() -> None:
         router = opened(Seat(), Seat())
-        rates = Rates((1.0, 1.5, 2.0, 2.5))
+        rates = WorkerRates((1.0, 1.5, 2.0, 2.5))
         found = placing(router, rates, rates)
         for number in range(4):
             found.begin(f"t{number}", "game", 100.0)
-            found.update(f"t{number}", Forecast(100.0, 10.0, 400.0, 2.0, "model"))
+            found.update(f"t{number}", LengthForecast(100.0, 10.0, 400.0, 2.0, "model"))
         for number in range(4):
             await found.before(f"t{number}")
         homes = {f"t{number}": granted(router, f"t{number}", "game") for number in range(4)}
@@ -120,7 +124,7 @@ def test_a_worker_that_is_done_soon_relieves_one_that_is_not_of_what_is_in_a_gap
             found.end(name)
         stays = next(name for name, worker in homes.items() if worker == 0)
         found.turn_over(stays, 10, 10)
-        found.update(stays, Forecast(90.0, 9.0, 360.0, 1.0, "model"))
+        found.update(stays, LengthForecast(90.0, 9.0, 360.0, 1.0, "model"))
         await found.before(stays)
         assert granted(router, stays, "game") == 1, "nobody is there any more"
         assert found.moved == 1

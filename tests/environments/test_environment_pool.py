@@ -400,7 +400,7 @@ def test_an_error_of_the_pool_itself_is_not_swallowed(monkeypatch: pytest.Monkey
     async def scenario() -> None:
         async with Setting(Backend(), size=1) as setting:
             taken = await setting.take()
-            monkeypatch.setattr(pool_module.EnvPool, "_note", lambda *_: 1 / 0)
+            monkeypatch.setattr(pool_module.EnvPool, "_record_replacement", lambda *_: 1 / 0)
             setting.backend.plan = lambda what, _: RuntimeError("x") if what == "recycle" else 0.0
             await setting.pool.release(taken, True)
             with pytest.raises(RunError, match="the environment pool failed in recycle"):

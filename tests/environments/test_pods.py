@@ -209,8 +209,8 @@ def test_pods_are_played_replaced_and_removed_on_a_recorded_local_api_server(
     with_cluster: Callable[[Scenario], None],
 ) -> None:
     async def scenario(cluster: RecordedCluster) -> None:
-        stale = pod_manifests.pod(cluster.settings(), "left-over", "x")
-        other = pod_manifests.pod(PodSettings("other-run", "x"), "of-somebody-else", "x")
+        stale = pod_manifests.pod_manifest(cluster.settings(), "left-over", "x")
+        other = pod_manifests.pod_manifest(PodSettings("other-run", "x"), "of-somebody-else", "x")
         cluster.trouble["x"] = "ContainerCreating"
         cluster.pods = {"left-over": stale, "of-somebody-else": other}
         pool = pool_of(cluster.backend())
@@ -395,17 +395,17 @@ def test_a_refusal_names_what_the_account_needs_on_a_recorded_local_api_server(
 
 def test_every_pod_is_labelled_limited_and_ends_by_itself() -> None:
     settings = PodSettings("Run_1", "image", lifetime=77, owner_pod=("me", "uid"), node_selector={"pool": "cpu"})
-    pod = pod_manifests.pod(settings, "e1", "image")
+    pod = pod_manifests.pod_manifest(settings, "e1", "image")
     spec, container = pod["spec"], pod["spec"]["containers"][0]
     assert pod["metadata"]["labels"]["rl-coserve/owner"] == "run-1"
-    assert pod_manifests.selector(settings) == "rl-coserve/owner=run-1"
+    assert pod_manifests.label_selector(settings) == "rl-coserve/owner=run-1"
     assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid"
     assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 77)
     assert spec["automountServiceAccountToken"] is False
     assert spec["nodeSelector"] == {"pool": "cpu"}
     assert container["resources"]["limits"] == container["resources"]["requests"] == {"cpu": "500m", "memory": "512Mi"}
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    daemon = pod_manifests.pre_pull(settings, "image")
+    daemon = pod_manifests.pre_pull_manifest(settings, "image")
     assert daemon["metadata"]["labels"]["rl-coserve/owner"] == "run-1"
     assert "ownerReferences" in daemon["metadata"]
 

@@ -22,7 +22,7 @@ from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
 from orchestrator.environments import remote_session
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
-from orchestrator.environments.environment_session import Backend
+from orchestrator.environments.environment_session import EnvironmentBackend
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.subprocesses import SubprocessBackend
@@ -98,7 +98,9 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
-def with_pool(backend: Backend, scenario: Callable[[EnvPool, EnvManager], Awaitable[None]], size: int = 8) -> list[Any]:
+def with_pool(
+    backend: EnvironmentBackend, scenario: Callable[[EnvPool, EnvManager], Awaitable[None]], size: int = 8
+) -> list[Any]:
     """Runs the scenario; returns the events."""
     sink = MemorySink()
 

@@ -22,14 +22,14 @@ from orchestrator.events import MemorySink
 from orchestrator.ledger import Ledger, recount
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules
-from orchestrator.policies.parallelism.engine_profile import Layout
-from orchestrator.policies.prediction.length_features import Progress
-from orchestrator.policies.prediction.length_predictor import Progressive
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import ProgressivePredictor
 from orchestrator.profiler.profile_file import load as load_profile
 from orchestrator.resources.resource_manager import decode_view
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.recorded_batches import Recording
-from orchestrator.sim.epoch_audit import account
+from orchestrator.sim.epoch_audit import account_epochs
 from orchestrator.sim.recorded_traces import load_traces
 from orchestrator.store import read_trajectories, to_trajectory
 from orchestrator.transfer import (
@@ -44,7 +44,7 @@ from orchestrator.transfer import (
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer.delta_compression import DeltaCodec
-from orchestrator.transfer.shard_codec import put
+from orchestrator.transfer.shard_codec import apply_stored
 
 ARTEFACTS = sorted((Path(__file__).parents[1] / "artefacts").iterdir())
 VERSIONS = pytest.mark.parametrize("made", ARTEFACTS, ids=lambda path: path.name)
@@ -64,7 +64,7 @@ def test_a_run_folder_of_an_earlier_version_is_read(made: Path) -> None:
     assert log.done_steps == said["steps"]
     assert log.ledger.difference == 0
     assert recount(folder.lines(folder.ledger_file)) == said["ledger"]
-    assert account(folder.lines(folder.ledger_file), 12).trained
+    assert account_epochs(folder.lines(folder.ledger_file), 12).trained
 
 
 @VERSIONS
@@ -115,7 +115,7 @@ def test_weights_on_a_relay_of_an_earlier_version_are_fetched(made: Path) -> Non
     base = held.copy()
     assert base.tobytes() == (folder / "old.bin").read_bytes()
     for number, data in subscriber.fetch_shards(change, range(len(change.shards))):
-        put(DeltaCodec(), change.shards[number], data, base, change.pieces[number].digest)
+        apply_stored(DeltaCodec(), change.shards[number], data, base, change.pieces[number].digest)
     assert base.tobytes() == (folder / "new.bin").read_bytes()
     assert announcement.unpack_announcement((folder / "announcement.bin").read_bytes())[0].tensor == "layers.0.weight"
     subscriber.hold(1)  # the lease record is read and goes on
@@ -125,12 +125,12 @@ def test_weights_on_a_relay_of_an_earlier_version_are_fetched(made: Path) -> Non
 def test_profile_predictor_and_resources_of_an_earlier_version_are_read(made: Path) -> None:
     said = expected(made)
     profile = load_profile(made / "profile.json").profile
-    layout = Layout(2, 1)
+    layout = EngineLayout(2, 1)
     assert profile.shape(layout).kv_tokens == said["profile"]["kv_tokens"]
     assert profile.prefill_seconds(128, 1, layout) == said["profile"]["prefill"]
-    policy = Progressive(1.0)
+    policy = ProgressivePredictor(1.0)
     policy.load(lzma.decompress((made / "predictor.npz.xz").read_bytes()))
-    forecast = policy.forecast(Progress("t99", "nim", "k1", (2, 3), (3,), (), (), ()))
+    forecast = policy.forecast(TrajectoryProgress("t99", "nim", "k1", (2, 3), (3,), (), (), ()))
     assert forecast.source == said["predictor"]["source"]
     assert forecast.tokens == pytest.approx(said["predictor"]["tokens"], rel=1e-6)
     assert decode_view((made / "resources.msgpack").read_bytes()).bindings["vllm-0"].devices == (0, 1)
@@ -193,7 +193,7 @@ NEWER: dict[str, tuple[Callable[[Path], Any], type[CoserveError], str]] = {
         "format 99, this version reads",
     ),
     "lease record": (
-        lambda made: version_leases.decode(newer_msgpack(made / "weights" / "leases.msgpack")),
+        lambda made: version_leases.decode_leases(newer_msgpack(made / "weights" / "leases.msgpack")),
         CorruptWeightsError,
         "format 99, this version reads",
     ),
@@ -231,8 +231,8 @@ def test_a_newer_manifest_and_a_newer_predictor_are_refused(tmp_path: Path) -> N
     with pytest.raises(CorruptWeightsError, match=r"this is \(99, .*wanted \(2, "):
         manifests.decode_manifest(memoryview(encoded), checksum, "artefact", 1, 0, 0)
 
-    class Newer(Progressive):
+    class Newer(ProgressivePredictor):
         format = 99
 
     with pytest.raises(ValueError, match="of another kind: format"):
-        Progressive(1.0).load(Newer(1.0).dump())
+        ProgressivePredictor(1.0).load(Newer(1.0).dump())

@@ -24,7 +24,7 @@ from orchestrator.observe.view.run_state import CheckpointState as Shown
 from orchestrator.observe.view.run_trace import _measured
 from orchestrator.observe.view.top import screen
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules
-from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineShape, ProfilePoint
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
 from orchestrator.profiler.profile_file import load as load_profile
 from orchestrator.run_folder import RunFolder
@@ -97,7 +97,7 @@ def test_a_damaged_journal_is_restored_closed_or_refused(examples: int) -> None:
             assert found["started"] == ends + found["in_flight"]
         counted = fuzzing.survives(lambda: recount(lines), RunError)
         assert counted is None or counted["started"] >= 0
-        said = fuzzing.survives(lambda: epoch_audit.account(lines, 2, left=[1]), RunError)
+        said = fuzzing.survives(lambda: epoch_audit.account_epochs(lines, 2, left=[1]), RunError)
         assert said is None or isinstance(said.violations, list)
 
     fuzzing.fuzz(examples, journals(), check)
@@ -180,10 +180,10 @@ def state_of(planner: RoundPlanner) -> CheckpointState:
 
 def planner() -> RoundPlanner:
     made = RoundPlanner(RoundRules(4, 2, epoch=12))
-    made.begin()
+    made.begin_round()
     for _ in range(4):
-        made.launch()
-    made.ready(0)
+        made.launch_next()
+    made.mark_ready(0)
     made.defer(1, "")
     return made
 
@@ -309,11 +309,11 @@ def test_a_damaged_config_is_a_config_or_one_config_error(examples: int, tmp_pat
 
 
 def profile(path: Path) -> ProfileFile:
-    layout = Layout(2, 1)
+    layout = EngineLayout(2, 1)
     made = ProfileFile(path, ProfileKey("m", "e", "d"))
     for batch in (1, 4):
-        made.add(Point("prefill", layout, batch, 128, 0.5))
-        made.add(Point("decode", layout, batch, 128, 0.01, 0.1))
+        made.add(ProfilePoint("prefill", layout, batch, 128, 0.5))
+        made.add(ProfilePoint("decode", layout, batch, 128, 0.01, 0.1))
     made.shapes[layout] = EngineShape(layout, 1000.0, 5000, 10**9, 12.0)
     made.skipped["decode", layout, 64, 128] = "no room"
     made.seconds = 3.0
@@ -348,13 +348,13 @@ def test_a_damaged_profile_is_a_profile_or_one_config_error(examples: int, tmp_p
 
 @EXAMPLES
 def test_a_damaged_state_of_the_predictor_is_refused_and_it_stays_as_it_was(examples: int) -> None:
-    from orchestrator.policies.prediction.length_predictor import Progressive
+    from orchestrator.policies.prediction.length_predictor import ProgressivePredictor
 
-    policy = Progressive(100.0)
+    policy = ProgressivePredictor(100.0)
     whole = policy.dump()
 
     def check(data: bytes) -> None:
-        other = Progressive(100.0)
+        other = ProgressivePredictor(100.0)
         fuzzing.survives(lambda: other.load(data) or True, ValueError)
 
     fuzzing.fuzz(examples, fuzzing.damaged(whole), check)

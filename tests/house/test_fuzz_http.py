@@ -253,14 +253,14 @@ def test_a_reply_of_an_environment_is_a_step_or_ends_its_trajectory(examples: in
 
 @EXAMPLES
 def test_a_request_to_an_environments_process_is_always_answered(examples: int) -> None:
-    from orchestrator.environments.environment_process import Service
+    from orchestrator.environments.environment_process import EnvironmentService
 
     loop = asyncio.new_event_loop()
     valid = {"id": 1, "call": "reset", "prompt": environment_wire.prompt_fields(Prompt("k", "nim", 1, ""))}
 
     def check(data: bytes) -> None:
         with fuzzing.bounded():
-            answer = loop.run_until_complete(Service().answer(data))
+            answer = loop.run_until_complete(EnvironmentService().answer_line(data))
         assert set(json.loads(answer)) <= {"id", "error", "result", "tools"}
 
     try:
@@ -314,7 +314,7 @@ def test_a_function_host_answers_every_body(examples: int) -> None:
             return event
 
     echo = Echo("x:y", concurrency=1, timeout=1.0, idle_seconds=1.0)
-    served = function_service.Service({"f": echo}, bearer.digest_of("t"))
+    served = function_service.FunctionService({"f": echo}, bearer.digest_of("t"))
     loop = asyncio.new_event_loop()
     paths = st.one_of(
         st.sampled_from(("/2015-03-31/functions/f/invocations", "/2015-03-31/functions//invocations", "/stats", "/")),
@@ -324,7 +324,7 @@ def test_a_function_host_answers_every_body(examples: int) -> None:
     def check(drawn: tuple[str, str, bytes, str]) -> None:
         method, path, body, header = drawn
         with fuzzing.bounded():
-            assert (served.refused(header) is None) == (bearer.token_of(header) == "t")
+            assert (served.refuse_caller(header) is None) == (bearer.token_of(header) == "t")
             reply = loop.run_until_complete(served.answer(method, path, body))
         assert reply.status in (200, 400, 404, 413)
         json.dumps(reply.value)

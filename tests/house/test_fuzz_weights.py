@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError, CoserveError, RunError, ShardKey
-from orchestrator.policies.placement.device_allocation import Binding, Pool, View, Wish
+from orchestrator.policies.placement.device_allocation import AllocationView, DeviceBinding, DevicePool, DeviceWish
 from orchestrator.resources.resource_manager import decode_view, encode_view
 from orchestrator.transfer import (
     CorruptWeightsError,
@@ -31,10 +31,10 @@ from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import kv_wire as kv_wire
 from orchestrator.transfer import manifest as manifests
 from orchestrator.transfer.delta import delta_format as delta_format
-from orchestrator.transfer.delta.codec_backend import Reference
+from orchestrator.transfer.delta.codec_backend import NumpyCodec
 from orchestrator.transfer.delta.native_codec import native
 from orchestrator.transfer.delta_compression import DeltaCodec
-from orchestrator.transfer.retention import Holder
+from orchestrator.transfer.retention import VersionHolder
 from tests.support import fuzzing
 
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
@@ -135,7 +135,7 @@ def manifest() -> manifests.StoredManifest:
         for index in range(3)
         for part in range(2)
     )
-    pieces = tuple(manifests.Piece(64 * place, 64, place + 5, place + 5) for place in range(len(shards)))
+    pieces = tuple(manifests.StoredShard(64 * place, 64, place + 5, place + 5) for place in range(len(shards)))
     return manifests.StoredManifest(7, -1, shards, 6 * 64, "", "job", 3, 0, (64 + 6 * 64 + 600,), pieces)
 
 
@@ -177,34 +177,38 @@ def test_a_manifest_whose_checksum_is_right_is_consistent_or_refused(examples: i
     fuzzing.fuzz(examples, messages(manifests.encode_manifest(manifest())[16:]), check)
 
 
-def _pairs(found: manifests.StoredManifest) -> list[tuple[ShardKey, manifests.Piece]]:
+def _pairs(found: manifests.StoredManifest) -> list[tuple[ShardKey, manifests.StoredShard]]:
     return list(zip(found.shards, found.pieces, strict=True))
 
 
-def head() -> heads.Head:
-    done = heads.Published(heads.Attempt(3, 7, 0, 64), 900, 77, 4096, 5)
-    return heads.Head(3, 7, 0, (done,), (heads.Attempt(3, 8, 1, 64, 7),), (heads.Attempt(2, 1, 0, 64),), ((8, 2),))
+def head() -> heads.JobHead:
+    done = heads.PublishedVersion(heads.PublishAttempt(3, 7, 0, 64), 900, 77, 4096, 5)
+    return heads.JobHead(
+        3, 7, 0, (done,), (heads.PublishAttempt(3, 8, 1, 64, 7),), (heads.PublishAttempt(2, 1, 0, 64),), ((8, 2),)
+    )
 
 
-def lease() -> dict[str, version_leases.Lease]:
+def lease() -> dict[str, version_leases.VersionLease]:
     return {
-        "host/1/0": version_leases.Lease(3, Holder(7, -1), 4, 600),
-        "host/2/0": version_leases.Lease(3, Holder(6, 7), 9, 60),
+        "host/1/0": version_leases.VersionLease(3, VersionHolder(7, -1), 4, 600),
+        "host/2/0": version_leases.VersionLease(3, VersionHolder(6, 7), 9, 60),
     }
 
 
 KEYS = tuple(ShardKey(f"t{index}", 0, 0, 8, (8, 2), "float32", "raw", 0) for index in range(3))
 
 
-def view() -> View:
-    wish = Wish("vllm-0", "H800", 2, "run-1")
-    return View((Pool("H800", (0, 1, 2, 3), 4, (3,)),), {"vllm-0": Binding(wish, "H800", (0, 1), "")})
+def view() -> AllocationView:
+    wish = DeviceWish("vllm-0", "H800", 2, "run-1")
+    return AllocationView(
+        (DevicePool("H800", (0, 1, 2, 3), 4, (3,)),), {"vllm-0": DeviceBinding(wish, "H800", (0, 1), "")}
+    )
 
 
 def share() -> bytes:
     found = manifest()
     return manifests.encode_share(
-        manifests.Share(dict(enumerate(found.buckets)), list(found.shards), list(found.pieces))
+        manifests.RankShare(dict(enumerate(found.buckets)), list(found.shards), list(found.pieces))
     )
 
 
@@ -215,17 +219,17 @@ def announced(data: bytes) -> tuple[ShardKey, ...]:
 # name -> (valid payload, parser of it, its documented errors)
 RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any], tuple[type[Exception], ...]]] = {
     "head record": (heads.encode_head(head()), heads.decode_head, (CorruptWeightsError,)),
-    "lease record": (version_leases.encode(lease()), version_leases.decode, (CorruptWeightsError,)),
-    "share of a rank": (share(), lambda data: manifests.merge([data]), (CorruptWeightsError,)),
+    "lease record": (version_leases.encode_leases(lease()), version_leases.decode_leases, (CorruptWeightsError,)),
+    "share of a rank": (share(), lambda data: manifests.merge_shares([data]), (CorruptWeightsError,)),
     "announcement": (announcement.pack_announcement(KEYS)[8:], announced, (CorruptWeightsError,)),
     "answer of a rank": (
         publishing_ranks.pack_answer([1, "x"]),
-        lambda data: publishing_ranks.unpack(data, "rank 1"),
+        lambda data: publishing_ranks.unpack_answer(data, "rank 1"),
         (RunError,),
     ),
     "error of a rank": (
         publishing_ranks.pack_error(RunError("no")),
-        lambda data: publishing_ranks.unpack(data, "rank 1"),
+        lambda data: publishing_ranks.unpack_answer(data, "rank 1"),
         (CoserveError,),
     ),
     "resources": (encode_view(view()), decode_view, (RunError,)),
@@ -273,7 +277,7 @@ def test_an_altered_endpoint_is_an_endpoint_or_a_config_error(examples: int) -> 
 
 # -- differences ---------------------------------------------------------------------------------------------------------
 
-BACKENDS = {"reference": Reference(), **({"native": found} if (found := native()) is not None else {})}
+BACKENDS = {"reference": NumpyCodec(), **({"native": found} if (found := native()) is not None else {})}
 
 
 def old_and_new(dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -296,7 +300,7 @@ def encodings() -> dict[str, tuple[bytes, np.ndarray, np.ndarray]]:
     made = {}
     for dtype, base in (("bfloat16", True), ("float32", True), ("float32", False)):
         old, new = old_and_new(dtype)
-        change = delta.encode(old if base else None, new, dtype, backend=Reference())
+        change = delta.encode_change(old if base else None, new, dtype, backend=NumpyCodec())
         made[f"{change.encoding} {dtype}"] = (change.data.tobytes(), old if base else np.zeros_like(old), new)
     return made
 
@@ -312,12 +316,12 @@ def test_a_damaged_difference_is_refused_and_the_base_stays(backend: str, exampl
         whole, old, new = changes[name]
         base = old.copy()
         log = fuzzing.survives(
-            lambda: delta.apply(array(data), base, backend=BACKENDS[backend]), CorruptWeightsError, ConfigError
+            lambda: delta.apply_change(array(data), base, backend=BACKENDS[backend]), CorruptWeightsError, ConfigError
         )
         if data == whole:
             assert base.tobytes() == new.tobytes()
         elif log is not None:  # another whole change for an array of this size: applied, and taken back bit by bit
-            delta.undo(log)
+            delta.undo_change(log)
         assert log is not None or base.tobytes() == old.tobytes()
         if log is not None and data != whole:
             assert base.tobytes() == old.tobytes()
@@ -350,7 +354,7 @@ def test_a_difference_that_lies_about_its_size_allocates_nothing(examples: int) 
 
     def check(data: bytes) -> None:
         for read in (
-            lambda: delta.apply(array(data), old.copy()),
+            lambda: delta.apply_change(array(data), old.copy()),
             lambda: DeltaCodec().apply("delta-sparse", array(data), old.copy()),
             lambda: sum(edit.positions.size for edit in DeltaCodec().edits("delta-sparse", array(data), 3000, 2)),
         ):
@@ -402,7 +406,7 @@ def test_a_hostile_asker_for_kv_is_hung_up_on_and_the_next_is_served(examples: i
                 sock.recv(1 << 16)
             except OSError:
                 pass  # hung up on
-        assert kv_wire.fetch(server.place, TOKEN, ask, 8).payload.sum() == 16
+        assert kv_wire.fetch_blocks(server.place, TOKEN, ask, 8).payload.sum() == 16
 
     hostile = st.one_of(
         st.tuples(
@@ -457,7 +461,7 @@ def test_a_hostile_source_of_kv_is_refused(examples: int) -> None:
             with ours:
                 stream = kv_wire._Stream(ours, kv_wire.time.monotonic() + 3.0)
                 found = fuzzing.survives(
-                    lambda: kv_wire._fetch(stream, TOKEN, ask, 8, None), kv_wire.KvRefused, TimeoutError, OSError
+                    lambda: kv_wire._fetch_blocks(stream, TOKEN, ask, 8, None), kv_wire.KvRefused, TimeoutError, OSError
                 )
             assert found is None or (found.payload == payload).all()
         finally:

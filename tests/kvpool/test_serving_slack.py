@@ -401,15 +401,15 @@ def test_learned_costs_are_those_of_steps_alone_and_grow_with_sizes_never_seen()
     costs = LearnedCosts(0.5)
     assert costs.prefill(64) == 0.5
     for _ in range(5):
-        costs.saw(64, 0, 0.04, shared=True)
+        costs.observe_step(64, 0, 0.04, shared=True)
     assert costs.prefill(64) == pytest.approx(0.04)
     for seconds in (0.01, 0.02, 0.02, 0.02, 0.03):
-        costs.saw(64, 0, seconds, shared=False)
+        costs.observe_step(64, 0, seconds, shared=False)
     assert costs.prefill(64) == pytest.approx(0.03), "the upper end, of steps alone"
     assert costs.prefill(256) == pytest.approx(0.12)
     assert costs.prefill(10) == pytest.approx(0.03)
-    costs.saw(0, 4, 0.01, shared=False)
-    costs.saw(128, 4, 0.05, shared=False)
+    costs.observe_step(0, 4, 0.01, shared=False)
+    costs.observe_step(128, 4, 0.05, shared=False)
     assert costs.prefill(128) == pytest.approx(0.04)
 
 

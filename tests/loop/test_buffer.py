@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.api import Prompt, Trajectory, Turn
 from orchestrator.buffer import SampleBuffer
 from orchestrator.policies.batching.staleness import StalenessBound, StartGate
-from orchestrator.policies.batching.trajectory_filters import Balance, FilterChain, Quality
+from orchestrator.policies.batching.trajectory_filters import BatchBalance, FilterChain, QualityFilter
 
 PROMPT = Prompt("key", "task", 0, "payload")
 
@@ -250,15 +250,15 @@ def test_the_gate_never_allows_more_than_the_buffer_may_hold(
     alpha: int, batch: int, envs: int, redundancy: float, lead: int
 ) -> None:
     gate = StartGate(alpha, batch, redundancy, envs)
-    assert gate.bound(lead) <= gate.capacity == alpha * envs + math.ceil(batch * redundancy)
-    assert replace(gate, limit=batch).bound(lead) <= batch
-    assert gate.bound(0) >= min(batch, gate.capacity)  # a batch can always come together
+    assert gate.most_under_way(lead) <= gate.capacity == alpha * envs + math.ceil(batch * redundancy)
+    assert replace(gate, limit=batch).most_under_way(lead) <= batch
+    assert gate.most_under_way(0) >= min(batch, gate.capacity)  # a batch can always come together
 
 
 def test_a_tighter_limit_is_named_when_it_is_what_holds_starts_back() -> None:
     gate = StartGate(3, 8, 1.0, 100, limit=8)
     assert not gate.may_start(4, 0, 8, 0)
-    assert gate.reason(4, 0, 8, 0) == "8 trajectories ahead of the trainer, rollout.buffer_limit = 8"
+    assert gate.refusal_reason(4, 0, 8, 0) == "8 trajectories ahead of the trainer, rollout.buffer_limit = 8"
 
 
 def test_get_batch_says_what_it_waits_for() -> None:
@@ -308,7 +308,7 @@ def test_a_group_with_redundant_members_is_complete_when_enough_are_scored_and_t
 
 def test_a_filtered_member_ends_with_its_reason_and_is_a_lost_one() -> None:
     evicted: list[tuple[str, str, str]] = []
-    buffer = SampleBuffer(StalenessBound(1), filters=FilterChain([Quality(low=0.5)]))
+    buffer = SampleBuffer(StalenessBound(1), filters=FilterChain([QualityFilter(low=0.5)]))
     buffer.owner = Owner(evicted)
     buffer.open("a", PROMPT, ["a-0", "a-1", "a-2"], refills=1)
     assert buffer.put(replace(trajectory("a-0", "a"), reward=0.0)) is True
@@ -325,7 +325,7 @@ def of_task(name: str, group: str, task: str) -> Trajectory:
 
 def test_a_batch_waits_for_another_kind_while_one_may_come_and_then_filters_a_bounded_number() -> None:
     async def run() -> None:
-        buffer, owner = SampleBuffer(StalenessBound(1), 1, dynamic=False, balance=Balance("task", 0.5)), Owner()
+        buffer, owner = SampleBuffer(StalenessBound(1), 1, dynamic=False, balance=BatchBalance("task", 0.5)), Owner()
         buffer.owner = owner
 
         def fill(group: str, task: str) -> None:

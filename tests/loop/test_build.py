@@ -10,11 +10,11 @@ from orchestrator.api import Completion, ConfigError, GenerationRequest, Managed
 from orchestrator.build import build_proxy
 from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.policies.batching.coordination_modes import mode
+from orchestrator.policies.batching.coordination_modes import coordination_mode
 from orchestrator.policies.routing.turn_routing import Seat
 from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.prefill_decode import PrefillDecode
-from orchestrator.sim.movable_worker import Moves, MovingWorker
+from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
 from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.virtual_loop import run
@@ -37,15 +37,15 @@ def config_of(*overrides: str, own: str = "DD") -> Config:
     return load_config(None, [*shape, *APART, *overrides])
 
 
-class Server(MovingWorker):
+class Server(MovableSimWorker):
     """A borrowed server in virtual time."""
 
     receive = None  # type: ignore[assignment]
     url = "simulated"
 
 
-def workers_of(config: Config) -> tuple[list[ManagedWorker], SimWeights, Moves]:
-    weights, moves = SimWeights(), Moves()
+def workers_of(config: Config) -> tuple[list[ManagedWorker], SimWeights, TurnMoves]:
+    weights, moves = SimWeights(), TurnMoves()
     weights.put(0)
     own = [ResizableSimWorker(f"vllm-{i}", config, weights, moves=moves) for i in range(config.rollout.workers)]
     return [*own, Server(SERVER, config, weights, moves=moves)], weights, moves
@@ -59,7 +59,7 @@ def test_engines_are_cut_anew_while_turns_go_over_two_classes_and_a_server_comes
         workers, weights, moves = workers_of(config)
         failed: list[BaseException] = []
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        proxy, resizing = build_proxy(config, workers, events, mode("async", 1), failed.append)
+        proxy, resizing = build_proxy(config, workers, events, coordination_mode("async", 1), failed.append)
         assert isinstance(proxy.split, PrefillDecode)
         assert resizing is not None
         members = Membership(proxy)
@@ -104,7 +104,7 @@ def test_devices_of_two_classes_are_not_cut_into_one_engine() -> None:
         workers, _, _ = workers_of(config)
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
         with pytest.raises(ConfigError, match=r"rollout\.planner\.enabled.*one class of devices"):
-            build_proxy(config, workers, events, mode("async", 1), print)
+            build_proxy(config, workers, events, coordination_mode("async", 1), print)
 
     run(main())
 

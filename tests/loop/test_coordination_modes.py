@@ -60,7 +60,7 @@ def events_of(result: SimResult, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", FITTING)
 def test_what_fits_together_is_accepted(mode: tuple[str, int]) -> None:
     config = load_config(None, [f"run.mode={mode[0]}", f"rollout.alpha={mode[1]}"])
-    assert coordination_modes.mode(config.run.mode, config.rollout.alpha).alpha == mode[1]
+    assert coordination_modes.coordination_mode(config.run.mode, config.rollout.alpha).alpha == mode[1]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_an_alpha_that_is_not_the_modes_is_one_clear_error(mode: str, alpha: int
 def test_a_mode_that_carries_nothing_over_starts_one_batch_at_a_time() -> None:
     """Also before anything was trained, when alpha alone would let two batches start."""
     for name, alpha in FITTING:
-        mode = coordination_modes.mode(name, alpha)
-        gate = mode.gate(batch=8, redundancy=1.0, environments=1000)
-        assert gate.bound(lead=0) == (8 * (alpha + 1) if mode.carries_over else 8)
-        assert gate.bound(lead=alpha + 1) == 0
+        mode = coordination_modes.coordination_mode(name, alpha)
+        gate = mode.start_gate(batch=8, redundancy=1.0, environments=1000)
+        assert gate.most_under_way(lead=0) == (8 * (alpha + 1) if mode.carries_over else 8)
+        assert gate.most_under_way(lead=alpha + 1) == 0
 
 
 # -- what each promises ------------------------------------------------------------------------------------------------

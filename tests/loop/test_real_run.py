@@ -21,7 +21,7 @@ import pytest
 
 from orchestrator.events import read_events
 from orchestrator.ledger import recount
-from orchestrator.sim.epoch_audit import account
+from orchestrator.sim.epoch_audit import account_epochs
 from tests.support.real_runs import of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -280,7 +280,7 @@ def check_rounds(run: Path, steps: int) -> None:
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))["rounds"]["planner"]
     left = [*state["again"], *state["ready"], *(number for number, _ in (*state["queue"], *state["running"]))]
     journal = (run / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    found = account(journal, EPOCH, left, state["given_up"], state["next"])
+    found = account_epochs(journal, EPOCH, left, state["given_up"], state["next"])
     assert not found.violations
     assert found.epochs(EPOCH) >= 1
     rounds = of(run, "round")

@@ -28,7 +28,7 @@ from orchestrator.api import (
 from orchestrator.cli import main
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger, recount
-from orchestrator.policies.batching.trajectory_filters import Completeness, FilterChain, Quality
+from orchestrator.policies.batching.trajectory_filters import CompletenessFilter, FilterChain, QualityFilter
 from orchestrator.runtime.recorded_batches import Recording, replay
 from orchestrator.store import TrajectoryStore
 from orchestrator.tasks.frozenlake import FrozenLakeTask
@@ -110,11 +110,11 @@ def test_without_filters_the_batches_are_those_that_the_run_was_trained_on(tmp_p
 
 def test_filters_take_members_away_and_a_group_of_one_goes_with_them(tmp_path: Path) -> None:
     write(tmp_path)
-    trainer, ledger, _, _ = play(tmp_path, FilterChain([Completeness(drop_truncated=True)]))
+    trainer, ledger, _, _ = play(tmp_path, FilterChain([CompletenessFilter(drop_truncated=True)]))
     assert [sample.trajectory_id for sample in trainer.batches[0].samples] == ["t0-0", "t0-2", "t0-3", "t0-4", "t0-5"]
     assert ledger.counts.ended_by_cause == {"filtered: truncated": STEPS}
     with pytest.raises(RunError, match="the filters left no batch"):
-        play(tmp_path, FilterChain([Quality(low=0.5)]))  # one member of each group passes
+        play(tmp_path, FilterChain([QualityFilter(low=0.5)]))  # one member of each group passes
 
 
 def test_it_ends_after_the_steps_asked_for_and_reads_the_folder_itself_too(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules
 from orchestrator.policies.prediction.prompt_lengths import LEAST, WINDOW, ForecastLengths, LengthHistory, LongPrompts
-from orchestrator.sim.epoch_audit import account
+from orchestrator.sim.epoch_audit import account_epochs
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.twins import SimTask
 from orchestrator.tail_batching import PromptLengths
@@ -57,7 +57,7 @@ def test_the_history_of_a_prompt_weighs_the_newest_most_and_survives_a_checkpoin
     history = LengthHistory()
     assert history(prompt("a")) is None
     for tokens in (100, 20):
-        history.seen(prompt("a"), tokens)
+        history.record_length(prompt("a"), tokens)
     again = LengthHistory()
     again.restore(json.loads(json.dumps(history.state())))
     assert again(prompt("a")) == 60.0
@@ -93,16 +93,16 @@ def test_a_predictor_that_is_none_is_refused(setting: str, words: str) -> None:
 
 def test_a_round_diverts_no_more_than_it_would_have_launched_beyond_its_batch() -> None:
     planner = RoundPlanner(RoundRules(4, 4, 1.5, 1.0))
-    planner.begin()
+    planner.begin_round()
     for _ in range(2):
         assert planner.divertible() is not None
         planner.divert()
     assert planner.divertible() is None
     with pytest.raises(ValueError, match="diverted"):
         planner.divert()
-    assert [planner.launch() for _ in range(4)] == [2, 3, 4, 5]
-    assert planner.wanted() == 0
-    assert (planner.queued(), planner.drawn) == (2, 6)
+    assert [planner.launch_next() for _ in range(4)] == [2, 3, 4, 5]
+    assert planner.members_wanted() == 0
+    assert (planner.queue_length(), planner.drawn) == (2, 6)
     assert planner.outstanding == list(range(6))
 
 
@@ -143,7 +143,7 @@ def test_from_the_second_epoch_on_what_was_long_is_not_played_to_be_thrown_away(
     waste = [sum(event["thrown_away"] for event in rounds[5:]) for rounds in (plain, predicted)]
     assert waste[1] < waste[0]
     result = simulate(config("rollout.rounds.predict=history"))
-    found = account(result.journal.decode().splitlines(), EPOCH)
+    found = account_epochs(result.journal.decode().splitlines(), EPOCH)
     assert found.epochs(EPOCH) == 3
     assert not [said for said in found.violations if "times" in said or "is not trained yet" in said]
 
@@ -158,14 +158,14 @@ def test_prompts_that_the_runs_own_forecasts_call_long_go_to_the_long_queue_thos
     assert diverted[0] * 4 >= EPOCH - 4, "nothing is known in the first epoch"
     waste = [sum(event["thrown_away"] for event in found[5:]) for found in (plain, rounds)]
     assert waste[1] < 0.9 * waste[0]
-    found = account(result.journal.decode().splitlines(), EPOCH)
+    found = account_epochs(result.journal.decode().splitlines(), EPOCH)
     assert not [said for said in found.violations if "times" in said or "is not trained yet" in said]
     with pytest.raises(ConfigError, match=r"rollout\.prediction\.enabled"):
         config(given[1])
     known = ForecastLengths()
-    known.seen(prompt("a"), 10.0)
-    known.seen(prompt("a"), 90.0)  # aborted after 20 tokens, 70 were still expected
-    known.seen(prompt("a"), 10.0)
+    known.record_length(prompt("a"), 10.0)
+    known.record_length(prompt("a"), 90.0)  # aborted after 20 tokens, 70 were still expected
+    known.record_length(prompt("a"), 10.0)
     assert (known(prompt("a")), known(prompt("b"))) == (50.0, None)
 
 
@@ -183,7 +183,7 @@ def test_forecasts_of_prompts_are_known_after_a_resume() -> None:
     first, second = ForecastLengths(), ForecastLengths()
     rounds = build_rounds(settings, task, events, None, first)
     rounds.begin_round()
-    first.seen(prompt("a"), 90.0)
+    first.record_length(prompt("a"), 90.0)
     state = json.loads(json.dumps(rounds.state()))
     assert build_rounds(settings, task, events, state, second).state()["lengths"] == state["lengths"]
     assert second(prompt("a")) == 90.0
@@ -191,13 +191,13 @@ def test_forecasts_of_prompts_are_known_after_a_resume() -> None:
 
 def test_nothing_is_kept_of_held_out_prompts_which_no_round_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     known = set[str]()
-    seen = ForecastLengths.seen
+    seen = ForecastLengths.record_length
 
     def spy(self: ForecastLengths, one: Prompt, tokens: float) -> None:
         known.add(one.key.split("-", 1)[0])
         seen(self, one, tokens)
 
-    monkeypatch.setattr(ForecastLengths, "seen", spy)
+    monkeypatch.setattr(ForecastLengths, "record_length", spy)
     simulate(config("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive", "evaluation.every=3"))
     assert known == {"train"}
 

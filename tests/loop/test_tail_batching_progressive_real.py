@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.events import read_events
-from orchestrator.sim.epoch_audit import account
+from orchestrator.sim.epoch_audit import account_epochs
 from tests.support.real_runs import end, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
@@ -101,7 +101,7 @@ def test_prompts_that_a_real_runs_forecasts_call_long_wait_unplayed_and_a_resume
     last = planner_at(run, STEPS)
     left = [*last["again"], *last["ready"], *(number for number, _ in (*last["queue"], *last["running"]))]
     journal = (run / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    found = account(journal, EPOCH, left, last["given_up"], last["next"])
+    found = account_epochs(journal, EPOCH, left, last["given_up"], last["next"])
     assert not found.violations
     assert len(found.trained) == STEPS * 4
     assert found.epochs(EPOCH) == 2

@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.checkpoint import verify
 from orchestrator.events import read_events
-from orchestrator.sim.epoch_audit import account
+from orchestrator.sim.epoch_audit import account_epochs
 from tests.support.real_runs import end, of, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
@@ -88,7 +88,7 @@ def test_each_prompt_is_trained_once_an_epoch_though_the_run_is_killed_with_prom
     last = planner_at(run, STEPS)
     left = [*last["again"], *last["ready"], *(number for number, _ in (*last["queue"], *last["running"]))]
     journal = (run / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    found = account(journal, EPOCH, left, last["given_up"], last["next"])
+    found = account_epochs(journal, EPOCH, left, last["given_up"], last["next"])
     assert not found.violations
     assert len(found.trained) == STEPS * 4
     assert found.epochs(EPOCH) == 1

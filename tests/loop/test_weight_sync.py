@@ -24,7 +24,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.sim.cost_model import SEND_SHARE
-from orchestrator.sim.run_audit import Audit
+from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWorker
@@ -57,7 +57,7 @@ class Rig:
         self.sink = MemorySink()
         self.events = EventLog(self.sink, asyncio.get_running_loop().time, 0.0)
         self.weights = SimWeights()
-        self.trainer = SimTrainer(settings, self.weights, Audit(settings))
+        self.trainer = SimTrainer(settings, self.weights, RunAudit(settings))
         self.workers = [SimWorker(f"w{index}", settings, self.weights) for index in range(workers + relay_only)]
         ports: list[Any] = [*self.workers[:workers], *map(RelayOnly, self.workers[workers:])]
         self.proxy = LLMProxy(

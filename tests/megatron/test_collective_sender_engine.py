@@ -470,7 +470,7 @@ def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: 
     import time
 
     from orchestrator.transfer import Subscriber
-    from orchestrator.transfer.shard_routing import label
+    from orchestrator.transfer.shard_routing import shard_label
     from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
 
     endpoint = RelayEndpoint(
@@ -500,11 +500,13 @@ def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: 
         coming = CollectiveReceiver(torch.device("cpu"), 0).join_version(
             0, [Meeting(*place) for _, place in told], 1, 60.0
         )
-        content = coming.receive_shards(lambda n, data: received.__setitem__(label(coming.shards[n]), data.tobytes()))
+        content = coming.receive_shards(
+            lambda n, data: received.__setitem__(shard_label(coming.shards[n]), data.tobytes())
+        )
         assert [f"{content:016x}"] * 2 == [published for published, _ in told]
         subscriber = Subscriber(endpoint)
         manifest = subscriber.manifest(0)
-        relayed = {label(key): data.tobytes() for key, data in subscriber.fetch(manifest)}
+        relayed = {shard_label(key): data.tobytes() for key, data in subscriber.fetch(manifest)}
         assert received == relayed
         subscriber.close()
         assert [process.wait(60) for process in ranks] == [0, 0]

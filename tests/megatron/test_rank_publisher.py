@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from orchestrator.transfer import (  # noqa: E402
+    HostedWeights,
     RelayEndpoint,
-    Resident,
     Subscriber,
     shard_routing,
 )
@@ -114,18 +114,18 @@ def test_what_the_ranks_publish_is_the_model_bit_for_bit(layout: str, tmp_path: 
     assert all(answer == answers[0] for answer in answers)
     codec = DeltaCodec()
     subscriber = Subscriber(endpoint, codec=codec)
-    follower = Resident(subscriber, None, codec)
+    follower = HostedWeights(subscriber, None, codec)
     for version, size, _ in answers[0]:
         model = dict(np.load(tmp_path / f"{version}.npz"))
         follower.advance(version)
-        newcomer = Resident(subscriber, None, codec)
+        newcomer = HostedWeights(subscriber, None, codec)
         newcomer.advance(version)
         manifest = subscriber.manifest(version)
         shapes = {key.tensor: key.global_shape for key in manifest.shards}
         assert shapes.keys() == model.keys()
         for resident in (follower, newcomer):
             for name, value in model.items():
-                region = shard_routing.Region(name, shard_routing.whole(shapes[name]))
+                region = shard_routing.Region(name, shard_routing.whole_box(shapes[name]))
                 assert resident.region(region).tobytes() == value.tobytes(), f"{name} of version {version}"
         whole = sum(value.nbytes for value in model.values())
         if not snapshot_every or not version:

@@ -24,13 +24,13 @@ from megatron_rlplugin import (  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.hooks import (  # noqa: E402
     MEGATRON_CORE,
-    find,
+    find_version,
     tested_versions,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 BESIDE = {folder.name.rsplit("-", 1)[-1]: folder for folder in Path(sys.prefix).glob("alternates/megatron-core-*")}
-INSTALLED = (find(MEGATRON_CORE) or ("", ""))[1]
+INSTALLED = (find_version(MEGATRON_CORE) or ("", ""))[1]
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "layers": 2,

@@ -27,11 +27,11 @@ from megatron_rlplugin import (  # noqa: E402
 )
 from megatron_rlplugin.objective.vocab_logprobs import logprobs_and_entropy  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge  # noqa: E402
-from orchestrator.hooks import VLLM, find  # noqa: E402
+from orchestrator.hooks import VLLM, find_version  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(find(VLLM) is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(find_version(VLLM) is None, reason="vLLM is not installed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
 ]
 TOLERANCE = 2e-5  # nats

@@ -28,8 +28,8 @@ from orchestrator.observe.view.turn_spans import Spans
 from orchestrator.observe.view.view_program import read_token
 from orchestrator.observe.view.view_server import WATCHERS, Hub, Server
 from orchestrator.run_folder import RunFolder
-from orchestrator.sim.crash_remains import Remains, SimStore
-from orchestrator.sim.run_audit import Audit
+from orchestrator.sim.crash_remains import CrashRemains, SimStore
+from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
@@ -216,12 +216,12 @@ async def run_sampled(folder: Path, config: Config, broken: bool = False) -> tup
     loop = asyncio.get_running_loop()
     with (folder / "events.jsonl").open("w", buffering=1) as stream:
         events = EventLog(stream, loop.time)
-        audit = Audit(config)
+        audit = RunAudit(config)
         ledger = Ledger(sink, events.time)
         weights = SimWeights()
         workers = [SimWorker(f"sim-{index}", config, weights) for index in range(2)]
         trainer = SimTrainer(config, weights, audit)
-        store, display = SimStore(Remains(audit)), SimDisplay()
+        store, display = SimStore(CrashRemains(audit)), SimDisplay()
         parts = Components(SimTask(config), list(workers), trainer, SimReward(config), events, ledger, store, display)
         pipeline = build_pipeline(config, parts)
         sampler = Sampler(folder / "missing" if broken else folder, events, said.append)

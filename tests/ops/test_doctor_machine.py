@@ -164,7 +164,7 @@ def test_a_gpu_whose_driver_does_not_answer_a_twin_is_a_failure(monkeypatch: pyt
 
 
 def test_an_engine_that_a_config_needs_fails_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find", lambda _: None)
+    monkeypatch.setattr(doctor, "find_version", lambda _: None)
     assert named(list(CHECKS), "vllm").run().status == "warn"
     checks = for_config(CHECKS, parse_config({}))
     for name in ("vllm", "megatron-core", "mooncake", "ray"):

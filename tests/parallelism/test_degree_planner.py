@@ -16,17 +16,22 @@ from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.parallelism.planner_setup import make_reallocation
-from orchestrator.policies.parallelism.degree_reallocation import Ended, Reallocation, expected_loads, written
-from orchestrator.policies.placement.worker_load import Loads, Rates
+from orchestrator.policies.parallelism.degree_reallocation import (
+    DegreeReallocator,
+    EndedTrajectory,
+    expected_loads,
+    format_degrees,
+)
+from orchestrator.policies.placement.worker_load import TrajectoryLoads, WorkerRates
 from orchestrator.proxy.resize import Reshaped, seats
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.virtual_loop import run
 
 
-def told(*said: int) -> Loads:
+def told(*said: int) -> TrajectoryLoads:
     """Trajectories that will be as long as these."""
-    ended = [Ended(length) for length in said]
+    ended = [EndedTrajectory(length) for length in said]
     return expected_loads(ended, [], len(ended))
 
 
@@ -34,18 +39,18 @@ TAIL = told(400, *[20] * 12)  # one long trajectory
 SHORT = told(*[20] * 40)
 
 
-def rates(degree: int) -> Rates:
+def rates(degree: int) -> WorkerRates:
     """Twice the devices make a token 1.5 times as fast, and every further sequence beside it three tenths of that slower."""
     alone = 1.0 / 1.5 ** (degree.bit_length() - 1)
-    return Rates((alone, 1.3 * alone))
+    return WorkerRates((alone, 1.3 * alone))
 
 
-def manager(start_seconds: float = 0.0, **keywords: Any) -> Reallocation:
-    return Reallocation(4, (1, 2, 4), rates, start_seconds=start_seconds, **keywords)
+def manager(start_seconds: float = 0.0, **keywords: Any) -> DegreeReallocator:
+    return DegreeReallocator(4, (1, 2, 4), rates, start_seconds=start_seconds, **keywords)
 
 
 def test_the_long_trajectory_gets_a_large_engine_and_the_short_ones_small_ones() -> None:
-    found = manager().after(TAIL, 100.0, 10)
+    found = manager().plan_next_step(TAIL, 100.0, 10)
     assert found.changes
     assert sum(found.degrees) == 4
     assert found.degrees[0] > 1
@@ -59,7 +64,7 @@ def test_the_long_trajectory_gets_a_large_engine_and_the_short_ones_small_ones()
 def test_a_change_is_made_only_where_it_gains_more_than_it_costs_in_the_steps_that_are_left(
     cost: float, left: int, changes: bool
 ) -> None:
-    found = manager(cost).after(TAIL, 100.0, left)
+    found = manager(cost).plan_next_step(TAIL, 100.0, left)
     assert 30.0 < found.gain < 80.0
     assert found.changes is changes
     assert found.cost == cost
@@ -69,30 +74,30 @@ def test_a_change_is_made_only_where_it_gains_more_than_it_costs_in_the_steps_th
 
 def test_what_changes_took_is_what_the_next_one_is_charged_with() -> None:
     policy = manager()
-    first = policy.after(TAIL, 100.0, 10)
-    policy.changed(first.degrees, 1000.0)
+    first = policy.plan_next_step(TAIL, 100.0, 10)
+    policy.confirm_change(first.degrees, 1000.0)
     assert policy.degrees == first.degrees
-    assert not policy.after(SHORT, 100.0, 10).changes
-    policy.failed((1, 1, 1, 1), 2.0, "no memory")
+    assert not policy.plan_next_step(SHORT, 100.0, 10).changes
+    policy.reject_change((1, 1, 1, 1), 2.0, "no memory")
     assert policy.cost == 501.0
     for _ in range(20):
-        policy.changed(policy.degrees, 0.001)
-    again = policy.after(SHORT, 100.0, 10)
+        policy.confirm_change(policy.degrees, 0.001)
+    again = policy.plan_next_step(SHORT, 100.0, 10)
     assert not again.changes
     assert again.reason == "1+1+1+1 did not come up: no memory"
 
 
 def test_of_nothing_nothing_follows() -> None:
-    found = manager().after(told(), 100.0, 10)
+    found = manager().plan_next_step(told(), 100.0, 10)
     assert not found.changes
     assert found.degrees == (1, 1, 1, 1)
 
 
 def test_the_next_step_is_expected_to_be_what_is_in_flight_and_more_of_what_has_ended() -> None:
     assert expected_loads([], [], 4).count == 0
-    ended = [Ended(said) for said in (9, 1, 5, 3)]
+    ended = [EndedTrajectory(said) for said in (9, 1, 5, 3)]
 
-    def lengths(loads: Loads) -> list[float]:
+    def lengths(loads: TrajectoryLoads) -> list[float]:
         return [loads.longest(place, 1) for place in range(loads.count)]
 
     assert lengths(expected_loads(ended, [], 4)) == [9.0, 5.0, 3.0, 1.0]
@@ -211,7 +216,7 @@ def test_a_simulated_run_follows_the_resource_manager_pays_for_it_and_accounts_f
     (tmp_path / "config.json").write_text(tailed(few).model_dump_json())
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "Degrees of parallelism" in page
-    assert f"2+1+1 → {written(changes[0]['degrees'])}" in page
+    assert f"2+1+1 → {format_degrees(changes[0]['degrees'])}" in page
     assert result.summary["seconds"] < 0.95 * dear.summary["seconds"], "it is worth what it costs"
 
 

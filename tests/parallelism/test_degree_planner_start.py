@@ -12,8 +12,8 @@ import pytest
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
 from orchestrator.parallelism.planner_setup import make_reallocation
-from orchestrator.policies.parallelism.degree_reallocation import Reallocation, prior_loads
-from orchestrator.policies.placement.worker_load import Rates
+from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, prior_loads
+from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.micro.ledger_faults import config_of
@@ -27,9 +27,9 @@ def config(*overrides: str) -> Config:
     return load_config(None, [*base, "rollout.group_size=4", "rollout.environments=4", *overrides])
 
 
-def rates(degree: int) -> Rates:
+def rates(degree: int) -> WorkerRates:
     alone = 1.0 / 1.5 ** (degree.bit_length() - 1)
-    return Rates((alone, 1.3 * alone))
+    return WorkerRates((alone, 1.3 * alone))
 
 
 def test_what_is_expected_has_the_mean_and_the_spread_that_were_named() -> None:
@@ -63,15 +63,15 @@ def test_degrees_that_differ_need_not_divide_the_devices() -> None:
 
 
 def test_the_state_of_the_resource_manager_survives_json_and_is_refused_where_it_does_not_fit() -> None:
-    policy = Reallocation(4, (1, 2, 4), rates)
-    policy.changed((2, 1, 1), 7.0)
+    policy = DegreeReallocator(4, (1, 2, 4), rates)
+    policy.confirm_change((2, 1, 1), 7.0)
     state = json.loads(json.dumps(policy.state()))
-    again = Reallocation(4, (1, 2, 4), rates)
+    again = DegreeReallocator(4, (1, 2, 4), rates)
     assert again.restore(state)
     assert (again.degrees, again.cost) == ((2, 1, 1), 7.0)
-    again.changed((2, 2), 1.0)
+    again.confirm_change((2, 2), 1.0)
     assert again.cost == 4.0, "it was measured before"
-    for other in (Reallocation(8, (1, 2, 4), rates), Reallocation(4, (1, 4), rates)):
+    for other in (DegreeReallocator(8, (1, 2, 4), rates), DegreeReallocator(4, (1, 4), rates)):
         before = other.degrees
         assert not other.restore(state)
         assert other.degrees == before

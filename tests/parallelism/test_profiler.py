@@ -18,33 +18,34 @@ from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.cli import main
 from orchestrator.config import Config
 from orchestrator.ops.profile_command import Wanted, check
-from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
-from orchestrator.profiler import ProfileFile, ProfileKey, Progress, grid, load, measure, model_name, powers
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
+from orchestrator.profiler import ProfileFile, ProfileKey, ProfileProgress, grid, load, measure, model_name, powers
 
 KEY = ProfileKey("Qwen3ForCausalLM 2x64 float32 0a1b2c3d", "vLLM 0.32.0", "CPU X x 1")
-ONE, TWO = Layout(1), Layout(2)
+ONE, TWO = EngineLayout(1), EngineLayout(2)
 
 
-def decode_law(layout: Layout, batch: int, tokens: int) -> float:
+def decode_law(layout: EngineLayout, batch: int, tokens: int) -> float:
     return 1e-3 / layout.tp + 2e-5 * batch + 1e-8 * batch * tokens
 
 
-def prefill_law(layout: Layout, batch: int, tokens: int) -> float:
+def prefill_law(layout: EngineLayout, batch: int, tokens: int) -> float:
     return 2e-3 + 1e-6 * batch * tokens / layout.tp
 
 
-def seconds(phase: str, layout: Layout, batch: int, tokens: int) -> float:
+def seconds(phase: str, layout: EngineLayout, batch: int, tokens: int) -> float:
     return (decode_law if phase == "decode" else prefill_law)(layout, batch, tokens)
 
 
-def made(batches: tuple[int, ...] = (1, 8, 64), lengths: tuple[int, ...] = (32, 512, 4096)) -> Profile:
+def made(batches: tuple[int, ...] = (1, 8, 64), lengths: tuple[int, ...] = (32, 512, 4096)) -> EngineProfile:
     places = grid([ONE, TWO], batches, lengths)
     points = [
-        Point(p.phase, p.layout, p.batch, p.tokens, seconds(p.phase, p.layout, p.batch, p.tokens)) for p in places
+        ProfilePoint(p.phase, p.layout, p.batch, p.tokens, seconds(p.phase, p.layout, p.batch, p.tokens))
+        for p in places
     ]
     shapes = [EngineShape(ONE, 1024, 40_000, 1 << 20, 20.0), EngineShape(TWO, 1024, 100_000, 1 << 20, 30.0)]
     random.Random(1).shuffle(points)
-    return Profile(points, shapes)
+    return EngineProfile(points, shapes)
 
 
 @given(st.floats(1, 64), st.floats(32, 4096))
@@ -59,39 +60,50 @@ def test_beyond_its_points_a_profile_goes_on_and_below_them_the_smallest_counts(
     profile = made()
     assert profile.decode_seconds(128, 4096) == pytest.approx(decode_law(ONE, 128, 4096))
     assert profile.decode_seconds(1, 1) == pytest.approx(decode_law(ONE, 1, 32))
-    falling = Profile([Point("decode", ONE, 1, 32, 2.0), Point("decode", ONE, 1, 64, 1.0)])
+    falling = EngineProfile([ProfilePoint("decode", ONE, 1, 32, 2.0), ProfilePoint("decode", ONE, 1, 64, 1.0)])
     assert falling.decode_seconds(1, 10_000) == 1.0, "a measured fall is not drawn on to nothing"
 
 
 def test_a_size_that_could_not_be_measured_at_one_batch_is_read_from_its_neighbours() -> None:
-    points = [Point("decode", ONE, 1, 32, 1.0), Point("decode", ONE, 1, 64, 2.0), Point("decode", ONE, 2, 32, 1.5)]
-    assert Profile(points).decode_seconds(2, 64) == 1.5
-    assert Profile(points).decode_seconds(1.5, 48) == pytest.approx(1.5)
+    points = [
+        ProfilePoint("decode", ONE, 1, 32, 1.0),
+        ProfilePoint("decode", ONE, 1, 64, 2.0),
+        ProfilePoint("decode", ONE, 2, 32, 1.5),
+    ]
+    assert EngineProfile(points).decode_seconds(2, 64) == 1.5
+    assert EngineProfile(points).decode_seconds(1.5, 48) == pytest.approx(1.5)
 
 
 def test_what_was_not_profiled_is_an_error_that_says_what_was() -> None:
     with pytest.raises(KeyError, match=r"TP 4 was not profiled; there are: TP 1, TP 2"):
-        made().decode_seconds(1, 1, Layout(4))
+        made().decode_seconds(1, 1, EngineLayout(4))
     with pytest.raises(KeyError, match="TP 4"):
-        made().shape(Layout(4))
+        made().shape(EngineLayout(4))
 
 
 def test_the_predicted_rollout_counts_every_step_once_and_waits_for_memory() -> None:
-    points = [Point("decode", ONE, 1, 1, 1.0), Point("decode", ONE, 2, 1, 1.5), Point("prefill", ONE, 1, 1, 10.0)]
-    free = Profile(points)
+    points = [
+        ProfilePoint("decode", ONE, 1, 1, 1.0),
+        ProfilePoint("decode", ONE, 2, 1, 1.5),
+        ProfilePoint("prefill", ONE, 1, 1, 10.0),
+    ]
+    free = EngineProfile(points)
     assert free.rollout_seconds([3, 5], 1, ONE) == pytest.approx(10 + 3 * 1.5 + 2 * 1.0)
     assert free.rollout_seconds([3, 5], 1, ONE, engines=2) == pytest.approx(10 + 5)
-    tight = Profile(points, [EngineShape(ONE, 1.0, 6, 1, 1.0)])  # one at a time
+    tight = EngineProfile(points, [EngineShape(ONE, 1.0, 6, 1, 1.0)])  # one at a time
     assert tight.rollout_seconds([3, 5], 1, ONE) == pytest.approx(10 + 3 + 10 + 5)
     assert free.rollout_seconds([], 1, ONE) == 0.0
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 100))
 def test_the_predicted_rollout_lies_between_one_at_a_time_and_all_at_once(lengths: list[int], prompt: int) -> None:
-    flat = [Point("decode", ONE, 1, 1, 1.0), Point("prefill", ONE, 1, 1, 1e-9)]  # a step costs the same at any batch
+    flat = [
+        ProfilePoint("decode", ONE, 1, 1, 1.0),
+        ProfilePoint("prefill", ONE, 1, 1, 1e-9),
+    ]  # a step costs the same at any batch
     times = []
     for room in (1, 400, 4000, 10**6):
-        times.append(Profile(flat, [EngineShape(ONE, 1.0, room, 1, 1.0)]).rollout_seconds(lengths, prompt, ONE))
+        times.append(EngineProfile(flat, [EngineShape(ONE, 1.0, room, 1, 1.0)]).rollout_seconds(lengths, prompt, ONE))
     assert times[0] == pytest.approx(sum(lengths), rel=1e-6)
     assert times[-1] == pytest.approx(max(lengths), rel=1e-6)
     assert max(times) == times[0]
@@ -110,12 +122,12 @@ class TwinEngine:
     """Answers by the law; ``dies`` after so many measurements, all engines together."""
 
     def __init__(self, dies: int = -1) -> None:
-        self.asked: list[tuple[str, Layout, int, int]] = []
-        self.starts: list[Layout] = []
+        self.asked: list[tuple[str, EngineLayout, int, int]] = []
+        self.starts: list[EngineLayout] = []
         self.dies = dies
 
     @asynccontextmanager
-    async def start(self, layout: Layout) -> AsyncIterator[TwinEngine]:
+    async def start(self, layout: EngineLayout) -> AsyncIterator[TwinEngine]:
         self.layout = layout
         self.starts.append(layout)
         yield self
@@ -135,7 +147,7 @@ class TwinEngine:
 def test_measuring_goes_on_where_it_was_interrupted_and_measures_nothing_twice(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
     places = grid([ONE, TWO], (1, 4, 16), (10, 100))
-    said: list[Progress] = []
+    said: list[ProfileProgress] = []
     first = TwinEngine(dies=17)
     with pytest.raises(RunError, match=r"TP 2 failed: profile-tp2 died\n.*points are kept in .*profile.json"):
         asyncio.run(measure(ProfileFile(path, KEY), places, first.start, said.append))
@@ -181,7 +193,7 @@ def test_what_is_no_profile_is_one_error(tmp_path: Path, content: str) -> None:
 
 def test_a_point_that_is_no_measurement_is_refused(tmp_path: Path) -> None:
     file = ProfileFile(tmp_path / "p.json", KEY)
-    file.add(Point("decode", ONE, 1, 1, 1.0))
+    file.add(ProfilePoint("decode", ONE, 1, 1, 1.0))
     file.save()
     text = (tmp_path / "p.json").read_text()
     for damage in ('"seconds": -1.0', '"seconds": "x"', '"seconds": NaN'):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.profiler import load
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
 from vllm_rlplugin.engine_profiler import EngineProfiler, identity
@@ -56,13 +56,13 @@ def test_the_command_measures_two_layouts_and_goes_on_where_it_was(
     words = [str(tmp_path / "c.toml"), *(f"rollout.engine.{item}" for item in engine)]
     assert main([*command, *words, "--tp", "1"]) == 0
     first = load(tmp_path / "p.json")
-    assert (len(first.points), list(first.shapes)) == (8, [Layout(1)])
+    assert (len(first.points), list(first.shapes)) == (8, [EngineLayout(1)])
     assert main([*command, *words, "--tp", "1,2"]) == 0
     both = load(tmp_path / "p.json", key=first.key)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["points"] == 16
-    assert both.profile.layouts == (Layout(1), Layout(2))
+    assert both.profile.layouts == (EngineLayout(1), EngineLayout(2))
     assert all(both.points[place] == point for place, point in first.points.items()), "not measured again"
-    assert both.shapes[Layout(2)].kv_bytes_per_token == 2 * KV_BYTES, "both ranks keep the one head"
+    assert both.shapes[EngineLayout(2)].kv_bytes_per_token == 2 * KV_BYTES, "both ranks keep the one head"
     assert main([*command, *words, "model.dtype=bfloat16"]) == 2
     assert "float32" in (message := capsys.readouterr().err)
     assert "bfloat16" in message

@@ -26,7 +26,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.parallelism.replanner import Replanner
 from orchestrator.parallelism.step_planner import StepPlanner
-from orchestrator.policies.parallelism.engine_profile import PHASES, Layout, Point, Profile
+from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing, Reshaped, require_resizable
@@ -215,17 +215,17 @@ def test_a_plan_that_changes_only_the_experts_starts_the_engines_anew_and_loses_
     async def main() -> list[Reshaped]:
         rig = Rig(kind=Expert)
         await rig.start()
-        done = [await rig.resizing.reshape(Layout(2))]
+        done = [await rig.resizing.reshape(EngineLayout(2))]
         rig.ask(10)
         await asyncio.sleep(0.02)
-        done.append(await rig.resizing.reshape(Layout(2, 2)))
+        done.append(await rig.resizing.reshape(EngineLayout(2, 2)))
         assert [(worker.ranks, worker.expert_ranks) for worker in rig.workers] == [(2, 2), (0, 1), (2, 2), (0, 1)]
-        assert (rig.resizing.layout, rig.resizing.tp) == (Layout(2, 2), 2)
+        assert (rig.resizing.layout, rig.resizing.tp) == (EngineLayout(2, 2), 2)
         rig.ask(5, "u")
-        done.append(await rig.resizing.reshape(Layout(2, 2)))
+        done.append(await rig.resizing.reshape(EngineLayout(2, 2)))
         assert [worker.starts for worker in rig.workers] == [2, 0, 2, 0], "the same layout again: nobody is started"
         done.append(await rig.resizing.reshape(2))
-        assert (rig.resizing.layout, [worker.starts for worker in rig.workers]) == (Layout(2), [3, 0, 3, 0])
+        assert (rig.resizing.layout, [worker.starts for worker in rig.workers]) == (EngineLayout(2), [3, 0, 3, 0])
         await rig.check()
         return done
 
@@ -244,9 +244,9 @@ def test_when_engines_with_whole_experts_do_not_come_up_they_have_slices_again()
         rig.workers[2].refuses = 1
         rig.ask(8)
         await asyncio.sleep(0.3)
-        done = await rig.resizing.reshape(Layout(2, 2))
+        done = await rig.resizing.reshape(EngineLayout(2, 2))
         assert "worker-2 has no memory" in done.error
-        assert rig.resizing.layout == Layout(2)
+        assert rig.resizing.layout == EngineLayout(2)
         assert [worker.expert_ranks for worker in rig.workers] == [1, 1, 1, 1]
         await rig.check()
 
@@ -258,7 +258,7 @@ def test_engines_with_slices_only_refuse_whole_experts_before_anything_is_stoppe
         rig = Rig()
         await rig.start()
         with pytest.raises(ValueError, match="cannot have whole experts"):
-            await rig.resizing.reshape(Layout(2, 2))
+            await rig.resizing.reshape(EngineLayout(2, 2))
         assert [worker.starts for worker in rig.workers] == [0, 0, 0, 0]
         await rig.check()
 
@@ -336,13 +336,13 @@ def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_pat
         async def stats(self) -> list[Any]:
             return []
 
-    layout = Layout(1)
-    points = [Point(phase, layout, 1, tokens, 0.01) for phase in PHASES for tokens in (8, 64)]
-    planner = ParallelismPlanner(1, [layout], Profile(points))
+    layout = EngineLayout(1)
+    points = [ProfilePoint(phase, layout, 1, tokens, 0.01) for phase in PHASES for tokens in (8, 64)]
+    planner = ParallelismPlanner(1, [layout], EngineProfile(points))
     sink, times = MemorySink(), iter(range(0, 400, 2))
 
     class Resizing:
-        proxy, layout, engines = Proxy(), Layout(1), 1
+        proxy, layout, engines = Proxy(), EngineLayout(1), 1
 
     resizing: Any = Resizing()
     events = EventLog(sink, lambda: float(next(times)))

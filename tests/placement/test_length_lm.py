@@ -12,8 +12,8 @@ from orchestrator.api import ConfigError
 from orchestrator.config.sections import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_lm import LanguageModelEncoder
-from orchestrator.policies.prediction.length_features import DENSE, Progress
-from orchestrator.policies.prediction.length_predictor import Outcome, Progressive, sound
+from orchestrator.policies.prediction.length_features import DENSE, TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import LengthOutcome, ProgressivePredictor, is_usable
 
 pytestmark = pytest.mark.engine  # torch and transformers
 
@@ -35,10 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def row(number: int, marked: bool) -> Progress:
+def row(number: int, marked: bool) -> TrajectoryProgress:
     """Its numbers say nothing: only whether token 7 or 8 is its last does."""
     tokens = (3, 4, 5, 7 if marked else 8)
-    return Progress(f"t{number}", "made-up", f"p{number}", tokens, tokens, (4,), (), ())
+    return TrajectoryProgress(f"t{number}", "made-up", f"p{number}", tokens, tokens, (4,), (), ())
 
 
 def taught(folder: str, lessons: int) -> LanguageModelEncoder:
@@ -64,35 +64,35 @@ def test_it_learns_from_tokens_alone_and_its_layers_are_trained(folder: str) -> 
 
 
 def test_saved_with_its_predictor_it_goes_on_as_it_was(folder: str) -> None:
-    def make() -> Progressive:
-        return Progressive(50.0, seed=2, encoder=LanguageModelEncoder(folder, seed=2))
+    def make() -> ProgressivePredictor:
+        return ProgressivePredictor(50.0, seed=2, encoder=LanguageModelEncoder(folder, seed=2))
 
     first = make()
     for number in range(90):
-        first.learn(Outcome((row(number, number % 2 == 0),), (200 if number % 2 == 0 else 20,), True))
+        first.learn(LengthOutcome((row(number, number % 2 == 0),), (200 if number % 2 == 0 else 20,), True))
     second = make()
     second.load(first.dump())
     for number in range(90, 96):
         assert first.forecast(row(number, True)) == second.forecast(row(number, True))
         for one in (first, second):
-            one.learn(Outcome((row(number, True),), (200,), True))
+            one.learn(LengthOutcome((row(number, True),), (200,), True))
     assert first.forecast(row(97, True)).tokens > 2.0 * first.forecast(row(98, False)).tokens
     with pytest.raises(ValueError, match="of another kind: encoder"):
-        Progressive(50.0, seed=2).load(first.dump())
+        ProgressivePredictor(50.0, seed=2).load(first.dump())
 
 
 def test_any_tokens_give_a_forecast(folder: str) -> None:
-    predictor = Progressive(50.0, seed=2, encoder=taught(folder, 10))
+    predictor = ProgressivePredictor(50.0, seed=2, encoder=taught(folder, 10))
     for number in range(80):
-        predictor.learn(Outcome((row(number, True),), (9,), True))
+        predictor.learn(LengthOutcome((row(number, True),), (9,), True))
     for tokens in ((), (2**40, 31, -5), (1,) * 256):
-        asked = Progress("x", "made-up", "p", tokens, tokens[:96], (len(tokens),), (5,), ())
-        assert sound(predictor.forecast(asked))
+        asked = TrajectoryProgress("x", "made-up", "p", tokens, tokens[:96], (len(tokens),), (5,), ())
+        assert is_usable(predictor.forecast(asked))
 
 
 def test_a_config_names_it_and_a_wrong_one_is_refused(folder: str, tmp_path: Path) -> None:
     made = make_predictor(PredictionSection(enabled=True, encoder=folder), 50.0, 0)
-    assert isinstance(made, Progressive)
+    assert isinstance(made, ProgressivePredictor)
     assert "language model qwen3" in made.dump().decode("latin-1")
     for encoder, in_process, why in ((str(tmp_path), False, "no Hugging Face folder"), (folder, True, "in_process")):
         with pytest.raises(ConfigError, match=why):

@@ -15,8 +15,8 @@ from orchestrator.config import Config, load_config
 from orchestrator.config.sections import PredictionSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.length_tracker import SAME, LengthTracker
-from orchestrator.policies.prediction.length_features import Progress
-from orchestrator.policies.prediction.length_predictor import Forecast, Outcome
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome
 from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.worker_state import WorkerState
 from orchestrator.sim import simulated_forecasts
@@ -121,7 +121,7 @@ def test_the_oracle_knows_what_will_be_said(monkeypatch: pytest.MonkeyPatch) -> 
     wrong, right = Counter[int](), Counter[int]()
     learn = simulated_forecasts.SimOracle.learn
 
-    def check(self: simulated_forecasts.SimOracle, outcome: Outcome) -> None:
+    def check(self: simulated_forecasts.SimOracle, outcome: LengthOutcome) -> None:
         if outcome.complete:
             told = self.forecast(outcome.before[0]).tokens
             (right if told == sum(outcome.said) else wrong)[len(outcome.said)] += 1
@@ -138,18 +138,18 @@ class Scripted:
 
     def __init__(self, *answers: float | Exception | str) -> None:
         self.answers = list(answers)
-        self.learned: list[Outcome] = []
+        self.learned: list[LengthOutcome] = []
 
-    async def forecast(self, progress: Progress) -> Forecast:
+    async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
         if isinstance(answer, str):
             await asyncio.sleep(1000.0)
-            return Forecast(1.0, 1.0, 1.0, 1.0, "model")
-        return Forecast(answer, 0.0, max(answer, 0.0) * 2, 1.0, "model")
+            return LengthForecast(1.0, 1.0, 1.0, 1.0, "model")
+        return LengthForecast(answer, 0.0, max(answer, 0.0) * 2, 1.0, "model")
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         self.learned.append(outcome)
 
 

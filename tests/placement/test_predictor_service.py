@@ -17,19 +17,20 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.placement.predictor_service import SAVE_EVERY, Service
-from orchestrator.policies.prediction.length_features import Progress
-from orchestrator.policies.prediction.length_predictor import Outcome, Progressive
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
+from orchestrator.policies.prediction.length_predictor import LengthOutcome, ProgressivePredictor
 
 PROMPT = Prompt("p", "made-up", 0, "")
 SETTINGS = PredictionSection(enabled=True, patience=20.0)
 
 
-def outcome(number: int) -> Outcome:
+def outcome(number: int) -> LengthOutcome:
     said = (10 + number % 7, 20, 30 + 3 * (number % 5))
     before = tuple(
-        Progress(f"t{number}", "made-up", "p", (1, 2), (3, number % 7), (2,), said[:turn], ()) for turn in range(3)
+        TrajectoryProgress(f"t{number}", "made-up", "p", (1, 2), (3, number % 7), (2,), said[:turn], ())
+        for turn in range(3)
     )
-    return Outcome(before, said, True)
+    return LengthOutcome(before, said, True)
 
 
 async def until(what: str, true: Callable[[], object], limit: float = 60.0) -> None:
@@ -40,7 +41,7 @@ async def until(what: str, true: Callable[[], object], limit: float = 60.0) -> N
 
 def test_the_process_learns_and_answers_as_the_policy_does_and_keeps_what_it_learned(tmp_path: Path) -> None:
     async def scenario() -> None:
-        policy, state = Progressive(50.0, coverage=0.8, seed=5), tmp_path / "predictor.npz"
+        policy, state = ProgressivePredictor(50.0, coverage=0.8, seed=5), tmp_path / "predictor.npz"
         process = PredictorProcess(SETTINGS, 50.0, 5, state)
         await process.start()
         for number in range(60):
@@ -141,7 +142,7 @@ def test_a_damaged_file_of_what_was_learned_is_left_behind(tmp_path: Path) -> No
         assert (await process.forecast(outcome(1).before[0])).source == "prior"
         await process.stop()
         assert "begins anew" in (tmp_path / "log").read_text()
-        Progressive(50.0, seed=5).load(state.read_bytes())
+        ProgressivePredictor(50.0, seed=5).load(state.read_bytes())
 
     asyncio.run(scenario())
 
@@ -150,7 +151,7 @@ def test_what_was_learned_is_saved_now_and_then(tmp_path: Path) -> None:
     state = tmp_path / "predictor.npz"
 
     async def scenario() -> None:
-        service = Service(Progressive(50.0, seed=5), state)
+        service = Service(ProgressivePredictor(50.0, seed=5), state)
         for number in range(SAVE_EVERY):
             assert not state.exists()
             one = outcome(number)

@@ -12,8 +12,8 @@ from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.placement.relief_rule import RELIEF, Relief
-from orchestrator.policies.placement.worker_load import Rates
-from orchestrator.policies.prediction.length_predictor import Forecast
+from orchestrator.policies.placement.worker_load import WorkerRates
+from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.sim.virtual_loop import run
 
@@ -89,21 +89,21 @@ def test_a_move_that_is_given_up_counts_where_it_was_again() -> None:
 def test_many_gaps_in_one_second_do_not_all_go_to_the_idle_worker_while_kv_is_on_its_way() -> None:
     async def main() -> None:
         router = TurnRouter([Seat(), Seat()])
-        router.open(0)
+        router.open_worker(0)
         chosen = PlacementSection.model_validate({"enabled": True, "certainty": 0.0})
-        rates, link = Rates(tuple(1.0 + 0.5 * number for number in range(64))), SlowLink()
+        rates, link = WorkerRates(tuple(1.0 + 0.5 * number for number in range(64))), SlowLink()
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
         found = TrajectoryPlacer(chosen, router, events, lambda worker: rates, link, 100_000.0)
         names = [f"t{number}" for number in range(12)]
         for name in names:
             found.begin(name, "game", 100.0)
-            found.update(name, Forecast(100.0, 10.0, 400.0, 2.0, "model"))
+            found.update(name, LengthForecast(100.0, 10.0, 400.0, 2.0, "model"))
         for name in names:
             await found.before(name)
-        router.open(1)  # an engine that was started meanwhile
+        router.open_worker(1)  # an engine that was started meanwhile
         for name in names:
             found.turn_over(name, 10, 10)
-            found.update(name, Forecast(90.0, 9.0, 360.0, 1.0, "model"))
+            found.update(name, LengthForecast(90.0, 9.0, 360.0, 1.0, "model"))
         await asyncio.sleep(0.5)
         decided = len(found._relief._ways)
         assert len(link.sent) == 1, "one endpoint at a time"

@@ -18,18 +18,18 @@ def ran(*seconds: float, limit: float = 30.0) -> list[CaseTime]:
 
 def test_the_formula_is_that_of_the_paper() -> None:
     policy = AdaptiveTimeouts()
-    policy.note("p", ran(0.1, 4.0, 25.0), correct=True)
+    policy.record_times("p", ran(0.1, 4.0, 25.0), correct=True)
     assert policy.limits("p") == [2.0, 6.0, 30.0]  # least, 1.5 times, most
-    policy.note("p", ran(0.2, 2.0, 1.0), correct=True)
+    policy.record_times("p", ran(0.2, 2.0, 1.0), correct=True)
     assert policy.limits("p") == [2.0, 6.0, 30.0]  # the longest counts
-    policy.note("p", ran(3.0, 8.0, 1.0), correct=True)
+    policy.record_times("p", ran(3.0, 8.0, 1.0), correct=True)
     assert policy.limits("p") == [4.5, 12.0, 30.0]
 
 
 def test_a_case_that_no_answer_ever_solved_has_the_fixed_limit() -> None:
     policy = AdaptiveTimeouts()
     assert policy.limits("p") == []  # nothing is known of it: whoever asks gives every case ``most``
-    policy.note("p", [*ran(0.1), CaseTime(30.0, 30.0, cut=True)], correct=False)
+    policy.record_times("p", [*ran(0.1), CaseTime(30.0, 30.0, cut=True)], correct=False)
     assert policy.limits("p") == []
     assert policy.limits("another prompt") == []
 
@@ -48,11 +48,11 @@ def test_whatever_is_noted_limits_follow_from_the_correct_answers_alone(
 ) -> None:
     policy, shuffled, mute = (AdaptiveTimeouts(factor, least, most) for _ in range(3))
     for prompt, seconds, correct in answers:
-        policy.note(prompt, ran(*seconds), correct=correct)
+        policy.record_times(prompt, ran(*seconds), correct=correct)
     for prompt, seconds, correct in reversed(answers):
-        shuffled.note(prompt, ran(*seconds), correct=correct)
+        shuffled.record_times(prompt, ran(*seconds), correct=correct)
         if correct:
-            mute.note(prompt, ran(*seconds), correct=True)
+            mute.record_times(prompt, ran(*seconds), correct=True)
     for prompt in "pq":
         solved = [seconds for name, seconds, correct in answers if name == prompt and correct]
         limits = policy.limits(prompt)
@@ -69,8 +69,8 @@ def test_whatever_is_noted_limits_follow_from_the_correct_answers_alone(
 
 def test_what_was_cut_early_and_what_at_the_fixed_limit_are_counted_apart() -> None:
     policy = AdaptiveTimeouts()
-    policy.note("p", [CaseTime(0.5, 30.0), CaseTime(30.0, 30.0, cut=True)], correct=False)
-    policy.note("p", [CaseTime(2.0, 2.0, cut=True)], correct=False)
+    policy.record_times("p", [CaseTime(0.5, 30.0), CaseTime(30.0, 30.0, cut=True)], correct=False)
+    policy.record_times("p", [CaseTime(2.0, 2.0, cut=True)], correct=False)
     counts = policy.counts
     assert (counts.cases, counts.adaptive, counts.cut_early, counts.cut_at_most) == (3, 1, 1, 1)
     assert (counts.seconds, counts.saved) == (32.5, 28.0)
@@ -79,10 +79,10 @@ def test_what_was_cut_early_and_what_at_the_fixed_limit_are_counted_apart() -> N
 def test_anchors_are_bounded_and_the_oldest_go() -> None:
     policy = AdaptiveTimeouts(cases=4)
     for prompt in ("a", "b", "c"):
-        policy.note(prompt, ran(1.0, 1.0), correct=True)
+        policy.record_times(prompt, ran(1.0, 1.0), correct=True)
     assert [bool(policy.limits(prompt)) for prompt in "abc"] == [False, True, True]
-    policy.note("b", ran(1.0, 1.0), correct=True)
-    policy.note("d", ran(1.0, 1.0), correct=True)
+    policy.record_times("b", ran(1.0, 1.0), correct=True)
+    policy.record_times("d", ran(1.0, 1.0), correct=True)
     assert [bool(policy.limits(prompt)) for prompt in "bcd"] == [True, False, True]
     assert sum(len(anchors) for anchors in policy.state().values()) == 4
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from orchestrator.policies.serving.admission import (
     Admission,
-    Admitted,
+    AdmittedWork,
     Mode,
     ServingState,
     Slo,
     arriving_slack,
-    floor,
+    slo_floor,
     tpot_slack,
     ttft_slack,
 )
@@ -80,7 +80,7 @@ def test_nothing_is_admitted_while_a_prompt_waits_for_its_first_token(mode: Mode
 def test_the_largest_chunk_that_fits_is_admitted_and_never_more_than_512() -> None:
     busy = ServingState(at=1.0, ttft_slack=0.02, busy=True)
     idle = ServingState(at=1.0)
-    assert admission().admit(idle, 1.0, 10_000, 0) == Admitted(512, 0, prefill(512))
+    assert admission().admit(idle, 1.0, 10_000, 0) == AdmittedWork(512, 0, prefill(512))
     found = admission().admit(busy, 1.0, 10_000, 0)
     assert found.tokens == 128
     assert prefill(2 * found.tokens) > 0.02
@@ -143,25 +143,25 @@ def test_a_chunk_joins_the_decoding_when_both_fit() -> None:
 def test_the_guard_doubles_with_each_near_miss_up_to_its_bound_and_decays_slowly_to_where_it_began() -> None:
     found = admission(guard=0.002)
     for _ in range(3):
-        found.ran(-0.001, overran=True)
+        found.record_step(-0.001, overran=True)
     assert found.guard == pytest.approx(0.016)
-    found.ran(-0.001, overran=False)
+    found.record_step(-0.001, overran=False)
     assert found.guard == pytest.approx(0.016), "a burst took the slack, not a profile that is wrong"
     for _ in range(9):
-        found.ran(-0.001, overran=True)
+        found.record_step(-0.001, overran=True)
     assert found.guard == 0.05
     before = found.guard
-    found.ran(0.01, overran=True)
+    found.record_step(0.01, overran=True)
     assert 0.98 * before < found.guard < before
     for _ in range(1000):
-        found.ran(0.01, overran=False)
+        found.record_step(0.01, overran=False)
     assert found.guard == pytest.approx(0.002)
 
 
 def test_a_guard_that_keeps_every_step_out_decays_until_one_fits() -> None:
     found = admission(guard=0.002)
     for _ in range(10):
-        found.ran(-0.001, overran=True)
+        found.record_step(-0.001, overran=True)
     state = ServingState(at=1.0, tpot_slack=0.03, busy=True)
     refusals = 0
     while not found.admit(state, 1.0, 10_000, 0).tokens:
@@ -179,7 +179,7 @@ def play(arrivals: list[tuple[float, int]], policy: Admission | None) -> tuple[l
         while left and left[0][0] <= now:
             queue.append(left.pop(0))
         state = ServingState(now, ttft_slack(queue, now, SLO, prefill), busy=bool(queue), waiting=bool(queue))
-        step = policy.admit(state, now, 10_000, 0) if policy is not None else Admitted()
+        step = policy.admit(state, now, 10_000, 0) if policy is not None else AdmittedWork()
         now, rolled, longest = now + step.seconds, rolled + step.tokens, max(longest, step.seconds)
         if queue:
             arrived, tokens = queue.pop(0)
@@ -226,9 +226,9 @@ def test_a_burst_is_late_where_only_the_slack_of_those_that_are_there_counts_and
 
 
 def test_an_slo_that_serving_alone_cannot_keep_is_told() -> None:
-    assert floor(SLO, 500, 32, prefill, decode) == ""
-    assert "1000 tokens alone takes 0.101 s" in floor(SLO, 1000, 32, prefill, decode)
-    assert "decode step of 100 sequences" in floor(SLO, 500, 100, prefill, decode)
+    assert slo_floor(SLO, 500, 32, prefill, decode) == ""
+    assert "1000 tokens alone takes 0.101 s" in slo_floor(SLO, 1000, 32, prefill, decode)
+    assert "decode step of 100 sequences" in slo_floor(SLO, 500, 100, prefill, decode)
 
 
 @pytest.mark.parametrize("make", [lambda: Slo(0, 1), lambda: Slo(math.inf, 1)])

@@ -14,14 +14,14 @@ import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.policies.prediction import length_predictor
-from orchestrator.policies.prediction.forecast_stacking import Stack, best_of_simplex
+from orchestrator.policies.prediction.forecast_stacking import ForecastStack, best_of_simplex
 from orchestrator.policies.prediction.history_encoder import HashedEncoder
-from orchestrator.policies.prediction.length_features import DENSE, Progress
+from orchestrator.policies.prediction.length_features import DENSE, TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import (
-    History,
+    HistoryPredictor,
+    LengthOutcome,
     LengthPredictor,
-    Outcome,
-    Progressive,
+    ProgressivePredictor,
     prompt_only,
 )
 from scripts.bench.papers import prediction as bench
@@ -45,7 +45,7 @@ def test_the_weights_are_the_best_of_the_simplex() -> None:
 
 
 def test_what_is_combined_is_as_good_as_the_best_and_better_where_errors_differ() -> None:
-    draw, stack = np.random.default_rng(1), Stack(4, [0, 0], 4000.0)
+    draw, stack = np.random.default_rng(1), ForecastStack(4, [0, 0], 4000.0)
     truth = draw.uniform(50.0, 150.0, 1200)
     said = np.stack([truth + draw.normal(0.0, wrong, 1200) for wrong in (10.0, 12.0, 60.0)] + [0.5 * truth], axis=1)
     said[:, 3] += draw.normal(0.0, 40.0, 1200)
@@ -57,7 +57,7 @@ def test_what_is_combined_is_as_good_as_the_best_and_better_where_errors_differ(
     assert stack.weights[0][2:].max() < 0.1
 
 
-def world(kind: str, number: int, draw: random.Random) -> Outcome:
+def world(kind: str, number: int, draw: random.Random) -> LengthOutcome:
     """What tells the length: the prompt's name (as siblings have it), its text, or what was said first. Three turns."""
     name, marked, first = number // 8, draw.random() < 0.3, draw.choice((10, 40))
     each = {"history": 20 * (1 + name * 7 % 9), "text": 160 if marked else 20, "progress": 4 * first}[kind]
@@ -65,18 +65,19 @@ def world(kind: str, number: int, draw: random.Random) -> Outcome:
     prompt = (7, 3, 4) if marked else (5, 3, 4)
     who = (f"t{number}", "made-up", f"p{name % 12}" if kind == "history" else f"p{number}")
     before = [
-        Progress(*who, prompt, prompt, (3,) * max(1, turn), said[:turn], (0.1,) * (turn - 1)) for turn in range(3)
+        TrajectoryProgress(*who, prompt, prompt, (3,) * max(1, turn), said[:turn], (0.1,) * (turn - 1))
+        for turn in range(3)
     ]
-    return Outcome(tuple(before), said, True)
+    return LengthOutcome(tuple(before), said, True)
 
 
 @pytest.mark.parametrize("kind", ["history", "text", "progress"])
 def test_it_is_never_much_worse_than_a_baseline_whatever_tells_the_length(kind: str) -> None:
     wrong: dict[str, list[float]] = {}
     made: dict[str, LengthPredictor] = {
-        "ours": Progressive(50.0, seed=1),
+        "ours": ProgressivePredictor(50.0, seed=1),
         "prompt": prompt_only(50.0, seed=1),
-        "history": History(50.0),
+        "history": HistoryPredictor(50.0),
     }
     for name, predictor in made.items():
         draw = random.Random(5)
@@ -96,14 +97,14 @@ def test_it_is_never_much_worse_than_a_baseline_whatever_tells_the_length(kind: 
 def test_the_order_in_which_siblings_end_teaches_nothing() -> None:
     """Members begin together and end by length. Learned as of their end, those without finished siblings would be the short
     ones, and every trajectory that begins would be taken for one."""
-    draw, predictor = random.Random(2), Progressive(50.0, seed=1)
+    draw, predictor = random.Random(2), ProgressivePredictor(50.0, seed=1)
     forecasts = []
     for group in range(40):
         members = []
         for member in range(8):
             said = (10 * (member + 1) + draw.randint(0, 4),)
-            begun = Progress(f"t{group}-{member}", "made-up", f"p{group}", (3, 4), (3, 4), (2,), (), ())
-            members.append(Outcome((begun,), said, True))
+            begun = TrajectoryProgress(f"t{group}-{member}", "made-up", f"p{group}", (3, 4), (3, 4), (2,), (), ())
+            members.append(LengthOutcome((begun,), said, True))
         forecasts += [predictor.forecast(one.before[0]).tokens for one in members]
         for one in members:
             predictor.learn(one)
@@ -112,9 +113,9 @@ def test_the_order_in_which_siblings_end_teaches_nothing() -> None:
 
 
 def test_the_encoder_learns_what_a_token_means_and_goes_on_from_its_arrays() -> None:
-    def row(number: int) -> Progress:
+    def row(number: int) -> TrajectoryProgress:
         tokens = (*random.Random(number).choices(range(10, 30), k=6), 7 if number % 2 else 8)
-        return Progress("t", "made-up", "p", tokens, tokens, (7,), (), ())
+        return TrajectoryProgress("t", "made-up", "p", tokens, tokens, (7,), (), ())
 
     encoder, other = HashedEncoder(seed=3), HashedEncoder(seed=3)
     numbers = np.zeros((1, DENSE))
@@ -133,11 +134,11 @@ def test_the_encoder_learns_what_a_token_means_and_goes_on_from_its_arrays() -> 
 
 
 def test_forecasts_that_are_all_equal_and_lengths_that_never_vary_are_borne() -> None:
-    predictor = Progressive(50.0, seed=1)
+    predictor = ProgressivePredictor(50.0, seed=1)
     for number in range(120):
-        one = Progress(f"t{number}", "made-up", "p", (1,), (1,), (1,), (), ())
-        predictor.learn(Outcome((one,), (12,), True))
-    forecast = predictor.forecast(Progress("x", "made-up", "p", (1,), (1,), (1,), (), ()))
+        one = TrajectoryProgress(f"t{number}", "made-up", "p", (1,), (1,), (1,), (), ())
+        predictor.learn(LengthOutcome((one,), (12,), True))
+    forecast = predictor.forecast(TrajectoryProgress("x", "made-up", "p", (1,), (1,), (1,), (), ()))
     assert forecast.tokens == pytest.approx(12.0, rel=0.01)
     assert forecast.low <= 12.0 <= forecast.high + 0.1
 
@@ -147,14 +148,16 @@ def test_intervals_of_new_prompts_are_calibrated_on_known_ones_as_if_they_were_n
 ) -> None:
     """Forty prompts come six times. What was new came first, when everything was four times as long."""
 
-    def one(number: int, prompt: str, early: bool, draw: random.Random) -> Outcome:
+    def one(number: int, prompt: str, early: bool, draw: random.Random) -> LengthOutcome:
         said = (max(1, round((200 if early else 50) * draw.lognormvariate(0.0, 0.5))),)
-        return Outcome((Progress(f"t{number}", "made-up", prompt, (3,), (3,), (1,), (), ()),), said, True)
+        return LengthOutcome(
+            (TrajectoryProgress(f"t{number}", "made-up", prompt, (3,), (3,), (1,), (), ()),), said, True
+        )
 
     covered = {}
     for fresh in (0, 512):
         monkeypatch.setattr(length_predictor, "_FRESH", fresh)
-        draw, predictor = random.Random(4), Progressive(50.0, seed=1)
+        draw, predictor = random.Random(4), ProgressivePredictor(50.0, seed=1)
         for number in range(240):
             predictor.learn(one(number, f"p{number % 40}", number < 40, draw))
         predictor.finish()
@@ -259,8 +262,8 @@ def test_a_forecast_does_not_know_of_siblings_that_still_ran() -> None:
     """Three at once: the history has heard of none when they are asked for; one later has heard of three."""
     heard: list[tuple[str, int]] = []
 
-    class Listening(History):
-        def forecast(self, progress: Progress):  # type: ignore[no-untyped-def]
+    class Listening(HistoryPredictor):
+        def forecast(self, progress: TrajectoryProgress):  # type: ignore[no-untyped-def]
             members = self.memory.prompts.get("made-up\np1", [])
             heard.append((progress.trajectory, len(members)))
             return super().forecast(progress)
@@ -336,4 +339,4 @@ def test_a_chore_is_done_by_the_commands_that_it_names() -> None:
 
 def test_cases_without_times_are_asked_in_their_order() -> None:
     cases = [Case(f"p{number}", 0, world("text", number, random.Random(number))) for number in range(40)]
-    assert bench.online(cases, lambda: History(10.0)).measures()["turn 0"]["trajectories"] == 30
+    assert bench.online(cases, lambda: HistoryPredictor(10.0)).measures()["turn 0"]["trajectories"] == 30

@@ -9,34 +9,34 @@ from functools import cache
 import pytest
 from hypothesis import given, strategies
 
-from orchestrator.policies.serving.kv_sharing import Budget, KvSharing, SharingRules, victims
+from orchestrator.policies.serving.kv_sharing import KvBudget, KvSharing, SharingRules, choose_victims
 
 RULES = SharingRules(pages=100, headroom=0.2, watermark=0.25, deadline=2.0)
 
 
 def opened(peak: int = 30, rules: SharingRules = RULES) -> KvSharing:
     sharing = KvSharing(rules)
-    sharing.open(0.0, peak, 0)
+    sharing.begin_step(0.0, peak, 0)
     return sharing
 
 
 def test_a_step_gives_what_serving_left_at_its_peak_less_the_headroom_and_no_more_than_is_lent() -> None:
-    assert opened(30).budget == Budget(50, 1, "open")
+    assert opened(30).budget == KvBudget(50, 1, "open")
     assert opened(90).budget.pages == 0
     assert opened(30, replace(RULES, lent=0.3)).budget.pages == 30
-    assert KvSharing(RULES).budget == Budget(0, 0, "frozen"), "nothing before the scheduler says so"
+    assert KvSharing(RULES).budget == KvBudget(0, 0, "frozen"), "nothing before the scheduler says so"
 
 
 def test_a_burst_halves_the_budget_once_and_it_stays_frozen_until_the_next_step() -> None:
     sharing = opened(30)
     assert sharing.observe(0.0, serving=35, rollout=50).state == "open", "a quarter of the headroom is not a burst yet"
     cut = sharing.observe(1.0, serving=36, rollout=50)
-    assert cut == Budget(25, 2, "cut")
+    assert cut == KvBudget(25, 2, "cut")
     assert sharing.observe(1.5, serving=60, rollout=40) == cut, "no second cut before the first is complied with"
-    assert sharing.observe(2.0, serving=60, rollout=25) == Budget(25, 2, "frozen")
+    assert sharing.observe(2.0, serving=60, rollout=25) == KvBudget(25, 2, "frozen")
     for second in range(3, 60):
         assert sharing.observe(second, serving=0, rollout=0).pages == 25, "calm does not raise it"
-    assert sharing.open(60.0, 30, 20) == Budget(50, 3, "open")
+    assert sharing.begin_step(60.0, 30, 20) == KvBudget(50, 3, "open")
 
 
 def test_serving_that_goes_on_growing_cuts_again_down_to_nothing() -> None:
@@ -59,28 +59,28 @@ def test_a_rollout_engine_that_does_not_comply_in_time_is_killed_and_serving_doe
     sharing.observe(10.0, serving=60, rollout=50)
     assert not sharing.observe(11.9, serving=60, rollout=50).kill
     assert sharing.observe(12.0, serving=60, rollout=26).kill
-    assert sharing.killed() == Budget(0, 3, "frozen")
-    assert sharing.open(20.0, 30, 0).pages == 50
+    assert sharing.record_kill() == KvBudget(0, 3, "frozen")
+    assert sharing.begin_step(20.0, 30, 0).pages == 50
 
 
 def test_a_cut_that_is_not_complied_with_outlives_the_beginning_of_a_step() -> None:
     sharing = opened(30)
     cut = sharing.observe(0.0, serving=60, rollout=50)
-    assert sharing.open(0.5, 0, 50) == cut
+    assert sharing.begin_step(0.5, 0, 50) == cut
     sharing.observe(1.0, serving=60, rollout=20)
-    assert sharing.open(2.0, 30, 20).state == "open"
+    assert sharing.begin_step(2.0, 30, 20).state == "open"
 
 
 def test_a_step_that_gives_less_than_is_held_asks_for_it_back_like_a_burst() -> None:
     sharing = opened(30)
-    assert sharing.open(9.0, 60, 40) == Budget(20, 2, "cut")
+    assert sharing.begin_step(9.0, 60, 40) == KvBudget(20, 2, "cut")
     assert sharing.observe(11.0, serving=60, rollout=40).kill
     assert sharing.observe(11.5, serving=60, rollout=20).state == "frozen"
 
 
 def test_reclaim_takes_everything_back_with_a_deadline() -> None:
     sharing = opened(30)
-    assert sharing.reclaim(5.0) == Budget(0, 2, "cut")
+    assert sharing.reclaim_all(5.0) == KvBudget(0, 2, "cut")
     assert sharing.observe(6.0, serving=0, rollout=3).pages == 0
     assert sharing.observe(7.0, serving=0, rollout=3).kill
     assert sharing.observe(7.5, serving=0, rollout=0).state == "frozen"
@@ -106,11 +106,11 @@ def test_rules_that_make_no_sense_name_the_field_and_the_value(field: str, value
 def test_victims_are_idle_prefixes_first_then_whole_requests_from_the_lowest_priority_up() -> None:
     idle = {"old": 3, "new": 4}
     running = {"dear": (9.0, 5), "cheap": (1.0, 2), "cheaper and larger": (1.0, 6)}
-    assert victims(0, idle, running) == ([], [])
-    assert victims(3, idle, running) == (["old"], [])
-    assert victims(8, idle, running) == (["old", "new"], ["cheaper and larger"])
-    assert victims(14, idle, running) == (["old", "new"], ["cheaper and larger", "cheap"])
-    assert victims(99, idle, running)[1] == ["cheaper and larger", "cheap", "dear"]
+    assert choose_victims(0, idle, running) == ([], [])
+    assert choose_victims(3, idle, running) == (["old"], [])
+    assert choose_victims(8, idle, running) == (["old", "new"], ["cheaper and larger"])
+    assert choose_victims(14, idle, running) == (["old", "new"], ["cheaper and larger", "cheap"])
+    assert choose_victims(99, idle, running)[1] == ["cheaper and larger", "cheap", "dear"]
 
 
 @given(
@@ -145,7 +145,7 @@ class World:
 
     serving: int
     rollout: int
-    budget: Budget
+    budget: KvBudget
     clock: int
     hung: bool
     told: int  # the revision that the rollout engine has seen
@@ -185,7 +185,7 @@ def successors(world: World) -> list[tuple[str, World]]:
     sharing = policy_of(world)
     seen = sharing.observe(float(world.clock), world.serving, world.rollout)
     if seen.kill:
-        found.append(("guardian kills", replace(world, rollout=0, budget=sharing.killed(), clock=0, hung=False)))
+        found.append(("guardian kills", replace(world, rollout=0, budget=sharing.record_kill(), clock=0, hung=False)))
     else:
         fresh = seen.revision != world.budget.revision
         found.append(("serving observes", replace(world, budget=seen, clock=0 if fresh else world.clock)))
@@ -195,7 +195,9 @@ def successors(world: World) -> list[tuple[str, World]]:
             (
                 "a step begins",
                 replace(
-                    world, budget=sharing.open(float(world.clock) - _DEADLINE, world.serving, world.rollout), clock=0
+                    world,
+                    budget=sharing.begin_step(float(world.clock) - _DEADLINE, world.serving, world.rollout),
+                    clock=0,
                 ),
             )
         )
@@ -208,7 +210,7 @@ def successors(world: World) -> list[tuple[str, World]]:
 
 @cache
 def reachable() -> dict[World, list[tuple[str, World]]]:
-    start = World(0, 0, Budget(0, 0, "frozen"), 0, False, 0)
+    start = World(0, 0, KvBudget(0, 0, "frozen"), 0, False, 0)
     graph: dict[World, list[tuple[str, World]]] = {}
     queue = deque([start])
     while queue:

@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 
 from orchestrator.api import Prompt
-from orchestrator.policies.training.learning_alarms import Alarm, Bars, Prompts, Watch, answers
+from orchestrator.policies.training.learning_alarms import (
+    Alarm,
+    AlarmBars,
+    LearningWatch,
+    PromptRepeats,
+    answer_figures,
+)
 
-BARS = Bars(gap=0.02, entropy=0.2, tis=0.1, ess=0.3)
+BARS = AlarmBars(gap=0.02, entropy=0.2, tis=0.1, ess=0.3)
 
 
 def run(entropies: list[float], *, silent: float = 0.9, success: float = 0.46, **more: float) -> list[Alarm]:
-    watch, found = Watch(BARS), []
+    watch, found = LearningWatch(BARS), []
     for step, entropy in enumerate(entropies):
-        found += watch.step(step, {"entropy": entropy, "groups_silent_share": silent, **more}, success, 1.0)
+        found += watch.check_step(step, {"entropy": entropy, "groups_silent_share": silent, **more}, success, 1.0)
     return found
 
 
@@ -55,12 +61,12 @@ def test_one_low_step_is_no_alarm_and_a_second_collapse_is_another() -> None:
 
 
 def test_a_run_that_goes_on_compares_with_what_it_began_with() -> None:
-    before = Watch(BARS)
+    before = LearningWatch(BARS)
     for step in range(5):
-        before.step(step, {"entropy": 0.5}, 0.4, 1.0)
-    watch = Watch(BARS, before.entropies)
+        before.check_step(step, {"entropy": 0.5}, 0.4, 1.0)
+    watch = LearningWatch(BARS, before.entropies)
     values = {"entropy": 0.05, "groups_silent_share": 0.9}
-    found = [alarm for step in range(5, 11) for alarm in watch.step(step, values, 0.4, 1.0)]
+    found = [alarm for step in range(5, 11) for alarm in watch.check_step(step, values, 0.4, 1.0)]
     assert [alarm.what for alarm in found] == ["entropy"]
     assert "0.5 of the first 5" in found[0].detail
 
@@ -69,7 +75,7 @@ def test_policies_that_differ_for_the_engines_arithmetic_and_for_age_are_told_ap
     values = {"tis_capped": 0.25, "tis_p01": 0.2, "tis_p99": 4.0}
 
     def said(gap: float, lag: float) -> str:
-        alarms = Watch(BARS).step(9, {**values, "logprob_gap_mean": gap}, 0.5, lag)
+        alarms = LearningWatch(BARS).check_step(9, {**values, "logprob_gap_mean": gap}, 0.5, lag)
         return next(alarm.detail for alarm in alarms if alarm.what == "policies")
 
     assert "25.0% of the tokens" in said(0.0, 2.0)
@@ -81,33 +87,34 @@ def test_policies_that_differ_for_the_engines_arithmetic_and_for_age_are_told_ap
 
 def test_bars_of_zero_are_off_and_each_alarm_is_said_when_its_bar_is_crossed() -> None:
     bad = {"tis_capped": 0.9, "ess": 0.1, "entropy": 0.0, "groups_silent_share": 1.0}
-    off = Watch(Bars(gap=0.02, entropy=0.0, tis=0.0, ess=0.0))
-    assert [alarm for step in range(12) for alarm in off.step(step, bad, 0.0, 1.0)] == []
-    on = Watch(BARS)
+    off = LearningWatch(AlarmBars(gap=0.02, entropy=0.0, tis=0.0, ess=0.0))
+    assert [alarm for step in range(12) for alarm in off.check_step(step, bad, 0.0, 1.0)] == []
+    on = LearningWatch(BARS)
     found = [
-        [alarm.what for alarm in on.step(step, values, 0.0, 1.0)] for step, values in enumerate([bad, bad, {}, bad])
+        [alarm.what for alarm in on.check_step(step, values, 0.0, 1.0)]
+        for step, values in enumerate([bad, bad, {}, bad])
     ]
     assert found == [["ess", "policies"], [], [], ["ess", "policies"]]
-    gap = Watch(BARS)
-    assert [len(gap.step(step, {"logprob_gap_mean": 0.03}, 0.5, 0.0)) for step in range(3)] == [1, 1, 1]
+    gap = LearningWatch(BARS)
+    assert [len(gap.check_step(step, {"logprob_gap_mean": 0.03}, 0.5, 0.0)) for step in range(3)] == [1, 1, 1]
 
 
 def test_what_is_said_of_a_batchs_answers() -> None:
     batch: Any = [SimpleNamespace(generated_tokens=n, truncated=n > 18) for n in range(1, 21)]
-    found = answers(batch)
+    found = answer_figures(batch)
     assert found == {
         "response_tokens_mean": 10.5,
         "response_tokens_p95": 19.0,
         "response_tokens_max": 20.0,
         "truncated_share": 0.1,
     }
-    assert answers([]) == {}
+    assert answer_figures([]) == {}
 
 
 def test_prompts_that_were_asked_before_are_counted_as_they_are_drawn() -> None:
-    prompts = Prompts(Prompt(key=key, task="t", seed=0, payload=key) for key in "abacab")
+    prompts = PromptRepeats(Prompt(key=key, task="t", seed=0, payload=key) for key in "abacab")
     assert [next(prompts).key for _ in range(3)] == ["a", "b", "a"]
-    assert prompts.repeated() == {"prompts_repeated": pytest.approx(1 / 3, abs=1e-6)}
-    assert prompts.repeated() == {}
+    assert prompts.repeated_share() == {"prompts_repeated": pytest.approx(1 / 3, abs=1e-6)}
+    assert prompts.repeated_share() == {}
     assert [prompt.key for prompt in prompts] == ["c", "a", "b"]
-    assert prompts.repeated() == {"prompts_repeated": pytest.approx(2 / 3, abs=1e-6)}
+    assert prompts.repeated_share() == {"prompts_repeated": pytest.approx(2 / 3, abs=1e-6)}

@@ -10,33 +10,33 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
-from orchestrator.policies.prediction.conformal_interval import RATE, Conformal
+from orchestrator.policies.prediction.conformal_interval import RATE, ConformalIntervals
 from orchestrator.policies.prediction.length_features import (
     PROMPT_TOKENS,
     SIZE,
     TAIL_TOKENS,
-    Past,
-    Progress,
-    boundaries,
-    encode,
+    HistoryFeatures,
+    TrajectoryProgress,
+    encode_features,
     make_bends,
     progress_of,
+    turn_boundaries,
 )
 from orchestrator.policies.prediction.length_predictor import (
-    Forecast,
-    History,
+    HistoryPredictor,
+    LengthForecast,
+    LengthOutcome,
     LengthPredictor,
-    Oracle,
-    Outcome,
-    Progressive,
-    sound,
+    OraclePredictor,
+    ProgressivePredictor,
+    is_usable,
 )
-from orchestrator.policies.prediction.ridge_regression import Ridge
+from orchestrator.policies.prediction.ridge_regression import RidgeRegression
 from scripts.bench.papers import prediction as bench
 from scripts.bench.papers.length_sets import Case, outcome_of
 
 
-def episode(number: int, draw: random.Random, *, complete: bool = True, turns: int = 5) -> Outcome:
+def episode(number: int, draw: random.Random, *, complete: bool = True, turns: int = 5) -> LengthOutcome:
     """Long if its prompt holds token 7, longer when the first answer holds token 9; lognormal beside."""
     long_prompt, plan = draw.random() < 0.3, draw.random() < 0.5
     scale = 40 * (4 if long_prompt else 1) * (3 if plan else 1)
@@ -44,7 +44,7 @@ def episode(number: int, draw: random.Random, *, complete: bool = True, turns: i
     prompt = (7, 3, 4) if long_prompt else (5, 3, 4)
     tail = (*prompt, 9, 9) if plan else (*prompt, 8, 8)
     before = [
-        Progress(
+        TrajectoryProgress(
             f"t{number}",
             "made-up",
             f"p{number}",
@@ -56,19 +56,19 @@ def episode(number: int, draw: random.Random, *, complete: bool = True, turns: i
         )
         for turn in range(len(said))
     ]
-    return Outcome(tuple(before), tuple(said), complete)
+    return LengthOutcome(tuple(before), tuple(said), complete)
 
 
 @lru_cache
 def lessons() -> bytes:
-    predictor, draw = Progressive(100.0, seed=3), random.Random(1)
+    predictor, draw = ProgressivePredictor(100.0, seed=3), random.Random(1)
     for one in range(500):
         predictor.learn(episode(one, draw))
     return predictor.dump()
 
 
-def taught() -> Progressive:
-    predictor = Progressive(100.0, seed=3)
+def taught() -> ProgressivePredictor:
+    predictor = ProgressivePredictor(100.0, seed=3)
     predictor.load(lessons())
     return predictor
 
@@ -83,7 +83,7 @@ def wrongness(predictor: LengthPredictor, turn: int) -> float:
 
 
 def test_what_is_learned_before_a_turn_helps_and_what_is_learned_in_it_helps_more() -> None:
-    predictor, history = taught(), History(100.0)
+    predictor, history = taught(), HistoryPredictor(100.0)
     draw = random.Random(1)
     for number in range(500):
         history.learn(episode(number, draw))
@@ -92,7 +92,7 @@ def test_what_is_learned_before_a_turn_helps_and_what_is_learned_in_it_helps_mor
 
 
 def test_before_anything_is_learned_the_prior_stands_in_then_the_task() -> None:
-    predictor, outcome = Progressive(100.0), episode(50, random.Random(5))
+    predictor, outcome = ProgressivePredictor(100.0), episode(50, random.Random(5))
     first = predictor.forecast(outcome.before[0])
     assert (first.source, round(first.tokens, 6)) == ("prior", 100.0)
     for number in range(5):
@@ -104,23 +104,23 @@ def test_before_anything_is_learned_the_prior_stands_in_then_the_task() -> None:
 @pytest.mark.parametrize(
     "progress",
     [
-        Progress("t", "other task", "p", (), (), (), (), ()),
-        Progress("t", "made-up", "p", (2**31,) * 999, (1,), (10**12,), (10**12,) * 300, (math.nan, math.inf)),
-        Progress("t", "made-up", "p", (1,), (), (0,), (0, 0, 0), (-1.0, 0.0, 0.0)),
+        TrajectoryProgress("t", "other task", "p", (), (), (), (), ()),
+        TrajectoryProgress("t", "made-up", "p", (2**31,) * 999, (1,), (10**12,), (10**12,) * 300, (math.nan, math.inf)),
+        TrajectoryProgress("t", "made-up", "p", (1,), (), (0,), (0, 0, 0), (-1.0, 0.0, 0.0)),
     ],
 )
-def test_every_forecast_is_usable_whatever_is_asked(progress: Progress) -> None:
-    for predictor in (Progressive(100.0), taught(), History(100.0)):
+def test_every_forecast_is_usable_whatever_is_asked(progress: TrajectoryProgress) -> None:
+    for predictor in (ProgressivePredictor(100.0), taught(), HistoryPredictor(100.0)):
         forecast = predictor.forecast(progress)
-        assert sound(forecast)
+        assert is_usable(forecast)
         assert forecast.low <= forecast.tokens <= forecast.high
 
 
 def test_values_that_are_no_forecast_are_found() -> None:
-    good = Forecast(5.0, 1.0, 9.0, 2.0, "model")
-    assert sound(good)
+    good = LengthForecast(5.0, 1.0, 9.0, 2.0, "model")
+    assert is_usable(good)
     for bad in (math.nan, math.inf, -1.0, "7", None):
-        assert not sound(Forecast(bad, 1.0, 9.0, 2.0, "model"))  # type: ignore[arg-type]
+        assert not is_usable(LengthForecast(bad, 1.0, 9.0, 2.0, "model"))  # type: ignore[arg-type]
 
 
 def test_intervals_cover_what_they_say_on_what_comes_after() -> None:
@@ -141,9 +141,9 @@ def test_trajectories_that_were_cut_off_do_not_teach_that_nothing_is_long() -> N
     for number in range(300):
         outcome = episode(number, draw)
         if sum(outcome.said) > 300:
-            short = Outcome(outcome.before[:1], outcome.said[:1], False)
+            short = LengthOutcome(outcome.before[:1], outcome.said[:1], False)
             censored.learn(short)
-            naive.learn(Outcome(short.before, short.said, True))
+            naive.learn(LengthOutcome(short.before, short.said, True))
         else:
             censored.learn(outcome)
             naive.learn(outcome)
@@ -153,7 +153,7 @@ def test_trajectories_that_were_cut_off_do_not_teach_that_nothing_is_long() -> N
 
 def test_a_saved_predictor_goes_on_as_it_was() -> None:
     first, draw = taught(), random.Random(11)
-    second = Progressive(100.0, seed=3)
+    second = ProgressivePredictor(100.0, seed=3)
     second.load(first.dump())
     for number in range(50):
         outcome = episode(number, draw)
@@ -166,7 +166,7 @@ def test_a_saved_predictor_goes_on_as_it_was() -> None:
 def test_what_is_no_saved_predictor_is_refused_and_changes_nothing() -> None:
     predictor, outcome = taught(), episode(1, random.Random(2))
     before = predictor.forecast(outcome.before[1])
-    other = Progressive(100.0, seed=4)  # other rectifiers: its weights mean something else
+    other = ProgressivePredictor(100.0, seed=4)  # other rectifiers: its weights mean something else
     for data in (b"", b"PK\x03\x04junk", b"\x80\x04\x95", predictor.dump()[:-50], other.dump()):
         with pytest.raises(ValueError, match=r"saved|kind|stages|archive|pickle|zip"):
             predictor.load(data)
@@ -180,8 +180,10 @@ def test_boundaries_are_what_was_known_when_the_forecasts_were_made() -> None:
         Turn((8,), (6,), (0.0,), ((1, 1),), context=ContextStart((77, 78), "restart", 2, 300)),
     )
     trajectory = Trajectory("t1", "g1", "task", Prompt("p1", "task", 0, ""), turns, 1.0, "1", 0, False)
-    first, second, third = boundaries(trajectory)
-    assert first == Progress("t1", "task", "p1", tuple(range(44, 300)), tuple(range(204, 300)), (300,), (), ())
+    first, second, third = turn_boundaries(trajectory)
+    assert first == TrajectoryProgress(
+        "t1", "task", "p1", tuple(range(44, 300)), tuple(range(204, 300)), (300,), (), ()
+    )
     assert len(first.prompt_ids) == PROMPT_TOKENS
     assert len(first.tail_ids) == TAIL_TOKENS
     assert (second.said, second.heard, second.tool_seconds) == ((3,), (300,), ())  # the environment is at work
@@ -194,16 +196,16 @@ def test_boundaries_are_what_was_known_when_the_forecasts_were_made() -> None:
 
 
 def test_vectors_have_their_size_and_tell_tokens_apart() -> None:
-    bends, past = make_bends(0), Past(3.0, 2.0, 1.0)
-    one = Progress("t", "a", "p", (1, 2, 3), (4, 5), (3,), (), ())
-    other = Progress("t", "a", "p", (3, 2, 1), (4, 5), (3,), (), ())
-    assert encode(one, past, bends).shape == (SIZE,)
-    assert np.abs(encode(one, past, bends) - encode(other, past, bends)).max() > 0.1
+    bends, past = make_bends(0), HistoryFeatures(3.0, 2.0, 1.0)
+    one = TrajectoryProgress("t", "a", "p", (1, 2, 3), (4, 5), (3,), (), ())
+    other = TrajectoryProgress("t", "a", "p", (3, 2, 1), (4, 5), (3,), (), ())
+    assert encode_features(one, past, bends).shape == (SIZE,)
+    assert np.abs(encode_features(one, past, bends) - encode_features(other, past, bends)).max() > 0.1
 
 
 def test_ridge_is_weighted_least_squares_whose_old_rows_fade() -> None:
     draw = np.random.default_rng(0)
-    ridge = Ridge(np.full(3, 1e-6), 1, 1, memory=200.0)
+    ridge = RidgeRegression(np.full(3, 1e-6), 1, 1, memory=200.0)
     for slope in (1.0, 5.0):
         for _ in range(1500):
             x = np.concatenate([[1.0], draw.standard_normal(2)])[None, :]
@@ -213,7 +215,7 @@ def test_ridge_is_weighted_least_squares_whose_old_rows_fade() -> None:
 
 
 def test_bounds_are_order_statistics_and_unknown_while_there_are_too_few() -> None:
-    conformal = Conformal(2, 100, 0.8, rate=0.0)
+    conformal = ConformalIntervals(2, 100, 0.8, rate=0.0)
     assert conformal.bounds(0) == (-math.inf, math.inf)
     for value in range(-9, 10):
         conformal.add(0, float(value), (-math.inf, math.inf))
@@ -227,7 +229,7 @@ def test_intervals_cover_what_they_say_in_the_long_run_though_what_comes_changes
     """Half way the residuals become ``shift`` larger, and vary a third as much; fixed quantiles of the window miss that."""
     covered = {}
     for rate in (0.0, RATE):
-        draw, conformal, inside = random.Random(3), Conformal(1, 2000, 0.8, rate), []
+        draw, conformal, inside = random.Random(3), ConformalIntervals(1, 2000, 0.8, rate), []
         for number in range(2400):
             late = number >= 1200
             value = draw.gauss(shift * late, 1.0 / 3.0 if late else 1.0)
@@ -253,7 +255,7 @@ def test_recall_counts_ties_in_part_and_the_oracle_is_perfect() -> None:
     draw = random.Random(3)
     cases = [Case(f"p{number}", 0, episode(number, draw)) for number in range(60)]
     said = {case.outcome.before[0].trajectory: case.outcome.said for case in cases}
-    found = bench.online(cases, lambda: Oracle(said)).measures()
+    found = bench.online(cases, lambda: OraclePredictor(said)).measures()
     assert all(found[f"turn {turn}"]["recall_0.1"] == 1.0 for turn in bench.TURNS)
     assert found["turn 1"]["pearson"] == pytest.approx(1.0)
 
@@ -262,4 +264,4 @@ def test_a_trajectory_is_judged_before_it_is_learned() -> None:
     """Else the history of a prompt that comes once would be perfect."""
     draw = random.Random(3)
     cases = [Case(f"p{number}", 0, episode(number, draw)) for number in range(80)]
-    assert bench.online(cases, lambda: History(10.0)).measures()["turn 0"]["recall_0.1"] < 0.6
+    assert bench.online(cases, lambda: HistoryPredictor(10.0)).measures()["turn 0"]["recall_0.1"] < 0.6

@@ -13,77 +13,82 @@ from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.placement.worker_rates import line_rates
-from orchestrator.policies.placement.migration import Move, Partition, Transmissions, decide
-from orchestrator.policies.prediction.length_predictor import Forecast
+from orchestrator.policies.placement.migration import (
+    TrajectoryMove,
+    TransmissionScheduler,
+    WorkerPartition,
+    choose_transfer,
+)
+from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.worker_state import WorkerState
 from orchestrator.sim.virtual_loop import run
 
 
 def test_group_sizes_scale_with_what_is_active() -> None:
-    partition = Partition((7, 3, 5), (10, 30, 60))
+    partition = WorkerPartition((7, 3, 5), (10, 30, 60))
     whole = [partition.worker_of(rank, 100) for rank in range(100)]
     assert [whole.count(worker) for worker in (7, 3, 5)] == [10, 30, 60]
     half = [partition.worker_of(rank, 50) for rank in range(50)]
     assert [half.count(worker) for worker in (7, 3, 5)] == [5, 15, 30]
     assert partition.worker_of(400, 100) == 5  # ranks beyond are the last one's
-    assert Partition((1, 2, 3), (0, 4, 0)).worker_of(9, 4) == 2  # a worker without a group gets nobody
+    assert WorkerPartition((1, 2, 3), (0, 4, 0)).worker_of(9, 4) == 2  # a worker without a group gets nobody
     with pytest.raises(ValueError, match="workers"):
-        Partition((), ()).worker_of(0, 1)
+        WorkerPartition((), ()).worker_of(0, 1)
 
 
 def test_an_uncertain_trajectory_stays_while_its_worker_is_within_its_interval() -> None:
-    partition = Partition((0, 1, 2), (10, 10, 10))
-    assert partition.target(-1, 15, 0, 29, 30) == 1  # it is nowhere yet
-    assert partition.target(0, 15, 5, 29, 30) == 0
-    assert partition.target(0, 15, 12, 29, 30) == 1
-    assert partition.target(2, 5, 0, 12, 30) == 0
-    assert partition.target(9, 5, 0, 29, 30) == 0  # its worker is gone
+    partition = WorkerPartition((0, 1, 2), (10, 10, 10))
+    assert partition.target_worker(-1, 15, 0, 29, 30) == 1  # it is nowhere yet
+    assert partition.target_worker(0, 15, 5, 29, 30) == 0
+    assert partition.target_worker(0, 15, 12, 29, 30) == 1
+    assert partition.target_worker(2, 5, 0, 12, 30) == 0
+    assert partition.target_worker(9, 5, 0, 29, 30) == 0  # its worker is gone
 
 
 def test_a_move_is_made_where_it_pays_and_the_cheaper_way() -> None:
-    assert decide(gain=1.0, transfer=0.5, recompute=2.0) == "transfer"
-    assert decide(gain=1.0, transfer=2.0, recompute=0.5) == "recompute"
-    assert decide(gain=0.4, transfer=0.5, recompute=2.0) == "stay"
-    assert decide(gain=0.4, transfer=0.5, recompute=2.0, gap=0.3) == "transfer"  # most of it is hidden
-    assert decide(gain=1.0, transfer=None, recompute=0.5) == "recompute"
-    assert decide(gain=0.0, transfer=None, recompute=0.0) == "stay"
+    assert choose_transfer(gain=1.0, transfer=0.5, recompute=2.0) == "transfer"
+    assert choose_transfer(gain=1.0, transfer=2.0, recompute=0.5) == "recompute"
+    assert choose_transfer(gain=0.4, transfer=0.5, recompute=2.0) == "stay"
+    assert choose_transfer(gain=0.4, transfer=0.5, recompute=2.0, gap=0.3) == "transfer"  # most of it is hidden
+    assert choose_transfer(gain=1.0, transfer=None, recompute=0.5) == "recompute"
+    assert choose_transfer(gain=0.0, transfer=None, recompute=0.0) == "stay"
 
 
 def test_transmissions_share_no_endpoint_and_the_longest_goes_first() -> None:
-    transmissions = Transmissions()
+    transmissions = TransmissionScheduler()
     for name, source, target, length in (("a", 0, 1, 10.0), ("b", 1, 2, 30.0), ("c", 3, 4, 20.0), ("d", 5, 4, 40.0)):
-        transmissions.ask(Move(name, source, target, length))
-    assert [move.trajectory for move in transmissions.start()] == ["d", "b"]
-    assert transmissions.start() == []
+        transmissions.request_move(TrajectoryMove(name, source, target, length))
+    assert [move.trajectory for move in transmissions.start_moves()] == ["d", "b"]
+    assert transmissions.start_moves() == []
     with pytest.raises(ValueError, match="is being sent"):
-        transmissions.ask(Move("d", 0, 1, 1.0))
-    transmissions.end("d")
-    assert [move.trajectory for move in transmissions.start()] == ["c"]
-    transmissions.end("b")
-    assert [move.trajectory for move in transmissions.start()] == ["a"]
+        transmissions.request_move(TrajectoryMove("d", 0, 1, 1.0))
+    transmissions.end_move("d")
+    assert [move.trajectory for move in transmissions.start_moves()] == ["c"]
+    transmissions.end_move("b")
+    assert [move.trajectory for move in transmissions.start_moves()] == ["a"]
 
 
 def test_no_two_transmissions_ever_share_an_endpoint() -> None:
     draw = random.Random(5)
     for _ in range(200):
-        transmissions, running = Transmissions(), {}
+        transmissions, running = TransmissionScheduler(), {}
         for number in range(40):
             source, target = draw.sample(range(6), 2)
-            transmissions.ask(Move(f"{number}", source, target, draw.random()))
-            running.update({move.trajectory: move for move in transmissions.start()})
+            transmissions.request_move(TrajectoryMove(f"{number}", source, target, draw.random()))
+            running.update({move.trajectory: move for move in transmissions.start_moves()})
             ends = [end for move in running.values() for end in (move.source, move.target)]
             assert len(ends) == len(set(ends))
             if running and draw.random() < 0.6:
                 gone = draw.choice(sorted(running))
                 del running[gone]
-                transmissions.end(gone)
+                transmissions.end_move(gone)
         while transmissions.pending:
-            running.update({move.trajectory: move for move in transmissions.start()})
+            running.update({move.trajectory: move for move in transmissions.start_moves()})
             assert running, "nothing starts though something waits"
             gone = sorted(running)[0]
             del running[gone]
-            transmissions.end(gone)
+            transmissions.end_move(gone)
 
 
 class Wire:
@@ -105,8 +110,8 @@ class Wire:
         return True
 
 
-def forecast(tokens: float) -> Forecast:
-    return Forecast(tokens, tokens, tokens, 1.0, "model")
+def forecast(tokens: float) -> LengthForecast:
+    return LengthForecast(tokens, tokens, tokens, 1.0, "model")
 
 
 def fleet(wire: Wire | None, **settings: object) -> tuple[TrajectoryPlacer, TurnRouter, MemorySink]:
@@ -115,7 +120,7 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[TrajectoryPlacer, Turn
     )
     router, sink = TurnRouter([Seat()] * 3), MemorySink()
     for worker in range(3):
-        router.open(worker)
+        router.open_worker(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
     lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
     return TrajectoryPlacer(chosen, router, events, line_rates(chosen, lanes, 64), wire), router, sink
@@ -128,10 +133,10 @@ def told(placing: TrajectoryPlacer, name: str, tokens: float, context: int) -> N
 
 
 def granted(router: TurnRouter, name: str) -> int:
-    router.ask(f"{name}/1", name, "game")
-    found = router.grant()
+    router.queue_turn(f"{name}/1", name, "game")
+    found = router.grant_turn()
     assert found is not None
-    router.leave(f"{name}/1")
+    router.end_turn(f"{name}/1")
     return found[1]
 
 
@@ -225,7 +230,7 @@ def test_what_was_placed_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
     async def scenario() -> None:
         placing, router, _ = fleet(None)
         await settled(placing, router)
-        router.close(2, cache_lost=True)
+        router.close_worker(2, cache_lost=True)
         await placing.before("t8")
         assert granted(router, "t8") in (0, 1)
         told(placing, "t8", 100.0, 100)
@@ -252,16 +257,16 @@ def test_more_workers_than_trajectories_and_ends_in_any_order() -> None:
 
 def test_above_the_skew_a_turn_leaves_its_prefix_for_the_least_busy_worker() -> None:
     router = TurnRouter([Seat()] * 2, skew=3.0)
-    router.open(0)
-    router.open(1)
+    router.open_worker(0)
+    router.open_worker(1)
     assert granted(router, "mine") == 0
     for number in range(4):  # 0, 1, 0, 1, then only the first keeps its turns
-        router.ask(f"r{number}", f"other{number}", "game")
-        router.grant()
-    router.leave("r1")
-    router.ask("r9", "other0", "game")  # 3 against 1: stays
-    assert router.grant() == ("r9", 0)
+        router.queue_turn(f"r{number}", f"other{number}", "game")
+        router.grant_turn()
+    router.end_turn("r1")
+    router.queue_turn("r9", "other0", "game")  # 3 against 1: stays
+    assert router.grant_turn() == ("r9", 0)
     assert granted(router, "mine") == 0
-    router.ask("r10", "other0", "game")
-    router.grant()
+    router.queue_turn("r10", "other0", "game")
+    router.grant_turn()
     assert granted(router, "mine") == 1  # 4 against 1

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.config import parse_config
-from orchestrator.policies.training.overlong_penalty import Overlong
+from orchestrator.policies.training.overlong_penalty import OverlongPenalty
 from orchestrator.train_samples import to_samples
 
 
@@ -20,15 +20,15 @@ def printed(length: int, most: int, cache: int) -> float:
 
 
 def test_the_penalty_is_the_papers_times_its_size() -> None:
-    rule = Overlong(limit=100, buffer=20, penalty=0.5)
+    rule = OverlongPenalty(limit=100, buffer=20, penalty=0.5)
     for length in range(140):
-        assert rule.of(length) == pytest.approx(0.5 * printed(length, 100, 20))
-    assert rule.of(90) == -0.25, "it falls before the limit"
+        assert rule.penalty_for(length) == pytest.approx(0.5 * printed(length, 100, 20))
+    assert rule.penalty_for(90) == -0.25, "it falls before the limit"
 
 
 def test_without_a_buffer_it_is_a_step_and_without_a_limit_nothing() -> None:
-    assert [Overlong(limit=10).of(length) for length in (10, 11)] == [0.0, -1.0]
-    assert Overlong().of(10**6) == 0.0
+    assert [OverlongPenalty(limit=10).penalty_for(length) for length in (10, 11)] == [0.0, -1.0]
+    assert OverlongPenalty().penalty_for(10**6) == 0.0
 
 
 def trajectory(tokens: int) -> Trajectory:
@@ -39,7 +39,7 @@ def trajectory(tokens: int) -> Trajectory:
 
 def test_only_what_the_trainer_is_given_is_lower() -> None:
     long = trajectory(9)
-    (sample,) = to_samples(long, 1.0, Overlong(limit=10, buffer=4, penalty=1.0))
+    (sample,) = to_samples(long, 1.0, OverlongPenalty(limit=10, buffer=4, penalty=1.0))
     assert (sample.reward, long.reward) == (0.25, 1.0)
     (plain,) = to_samples(long)
     assert plain.reward == 1.0

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import (
-    Measured,
+    LayoutPlan,
+    MeasuredStep,
     ParallelismPlanner,
-    Plan,
     StepLoad,
     layouts_of,
-    replay,
+    replay_preemptions,
 )
 from orchestrator.profiler import grid
 
@@ -26,24 +26,24 @@ SERIES = (0, 12, 12, 13, 7, 13, 14, 0, 0, 0, 0, 3, 0, 0, 0, 0)
 
 
 def table(
-    layouts: Sequence[Layout],
+    layouts: Sequence[EngineLayout],
     *,
     step: float = 1e-2,
     gain: float = 0.6,
     room: int = 10_000,
     start: float = 20.0,
     expert_gain: float = 1.0,
-) -> Profile:
+) -> EngineProfile:
     """Each doubling of TP takes ``gain`` of the time of a step that is full, and of a small batch all of it."""
     points, shapes = [], []
     for place in grid(layouts, (1, 64), (32, 4096)):
         speed = gain ** (place.layout.tp.bit_length() - 1) if place.batch > 1 else 1.0
         speed *= expert_gain if place.layout.ep > 1 else 1.0
         each = step * speed * (1 + place.batch / 16)
-        points.append(Point(place.phase, place.layout, place.batch, place.tokens, each))
+        points.append(ProfilePoint(place.phase, place.layout, place.batch, place.tokens, each))
     for layout in layouts:
         shapes.append(EngineShape(layout, 1.0, room * layout.tp, 1, start))
-    return Profile(points, shapes)
+    return EngineProfile(points, shapes)
 
 
 def planner(devices: int = 8, per_server: int = 8, **options: object) -> ParallelismPlanner:
@@ -51,7 +51,7 @@ def planner(devices: int = 8, per_server: int = 8, **options: object) -> Paralle
 
 
 def tps(counts: Sequence[int], made: ParallelismPlanner | None = None) -> list[int]:
-    return [plan.layout.tp for plan in replay(made or planner(), counts, LOAD)]
+    return [plan.layout.tp for plan in replay_preemptions(made or planner(), counts, LOAD)]
 
 
 def test_a_rise_over_five_per_cent_doubles_and_four_steps_at_zero_halve() -> None:
@@ -70,7 +70,7 @@ def test_a_series_of_rounds_is_replayed_as_the_rule_says() -> None:
 def test_after_halving_the_zeros_are_counted_anew() -> None:
     assert tps([9, 10, 0, 0, 0, 0, 0, 0, 0, 0]) == [1, 2, 2, 2, 2, 1, 1, 1, 1, 1]
     start = planner()
-    start.changed(Layout(8), 0.0)
+    start.confirm_change(EngineLayout(8), 0.0)
     assert tps([0] * 13, start) == [8, 8, 8, 4, 4, 4, 4, 2, 2, 2, 2, 1, 1]
 
 
@@ -86,7 +86,7 @@ def test_no_engine_is_ever_cut_across_servers_or_leaves_a_device_idle(
     layouts = layouts_of(devices, per_server, heads=heads)
     made = ParallelismPlanner(devices, layouts)
     before = made.layout.tp
-    for plan in replay(made, counts, LOAD):
+    for plan in replay_preemptions(made, counts, LOAD):
         tp = plan.layout.tp
         assert tp <= per_server
         assert per_server % tp == 0
@@ -99,7 +99,7 @@ def test_no_engine_is_ever_cut_across_servers_or_leaves_a_device_idle(
 
 @given(st.lists(st.integers(0, 30), max_size=40))
 def test_only_a_rise_raises_and_only_zeros_lower(counts: list[int]) -> None:
-    plans = replay(planner(), counts, LOAD)
+    plans = replay_preemptions(planner(), counts, LOAD)
     before = 1
     for index, plan in enumerate(plans):
         if plan.layout.tp > before:
@@ -110,7 +110,7 @@ def test_only_a_rise_raises_and_only_zeros_lower(counts: list[int]) -> None:
 
 
 def test_at_the_largest_tp_a_rise_says_why_nothing_changes() -> None:
-    plans = replay(planner(devices=2), [1, 2, 9], LOAD)
+    plans = replay_preemptions(planner(devices=2), [1, 2, 9], LOAD)
     assert [plan.layout.tp for plan in plans] == [1, 2, 2]
     assert plans[-1].reason == "preemptions rose from 2 to 9; TP 2 stays: TP 4 is not possible"
 
@@ -118,12 +118,14 @@ def test_at_the_largest_tp_a_rise_says_why_nothing_changes() -> None:
 def test_it_begins_with_what_the_profile_finds_best_for_the_expected_lengths() -> None:
     layouts = layouts_of(4, 4)
     many = [500] * 256
-    assert ParallelismPlanner(4, layouts, table(layouts, gain=0.3)).first(many, 100) == Layout(4)
-    assert ParallelismPlanner(4, layouts, table(layouts, gain=1.0)).first(many, 100) == Layout(1), "no gain, TP 1"
+    assert ParallelismPlanner(4, layouts, table(layouts, gain=0.3)).choose_first(many, 100) == EngineLayout(4)
+    assert ParallelismPlanner(4, layouts, table(layouts, gain=1.0)).choose_first(many, 100) == EngineLayout(1), (
+        "no gain, TP 1"
+    )
     tight = table(layouts, gain=0.5, room=1500)  # TP 1 holds two and a half contexts an engine
-    assert ParallelismPlanner(4, layouts, tight).first(many, 100).tp > 1
-    assert ParallelismPlanner(4, layouts).first(many, 100) == Layout(1), "nothing known"
-    assert ParallelismPlanner(4, layouts, table(layouts[:2])).first(many, 100).tp <= 2, "TP 4 was not profiled"
+    assert ParallelismPlanner(4, layouts, tight).choose_first(many, 100).tp > 1
+    assert ParallelismPlanner(4, layouts).choose_first(many, 100) == EngineLayout(1), "nothing known"
+    assert ParallelismPlanner(4, layouts, table(layouts[:2])).choose_first(many, 100).tp <= 2, "TP 4 was not profiled"
 
 
 def test_a_change_that_would_not_pay_is_not_made_and_says_what_it_would_gain() -> None:
@@ -131,9 +133,9 @@ def test_a_change_that_would_not_pay_is_not_made_and_says_what_it_would_gain() -
     load = StepLoad(10, 30.0, [400] * 64, 100)
     dear, cheap = (ParallelismPlanner(2, layouts, table(layouts, start=seconds)) for seconds in (1e4, 1e-3))
     for made in (dear, cheap):
-        assert made.after(load).reason == ""
-    refused, taken = (made.after(replace(load, preemptions=20)) for made in (dear, cheap))
-    assert (refused.changes, refused.layout, refused.cost) == (False, Layout(1), 1e4)
+        assert made.plan_next_step(load).reason == ""
+    refused, taken = (made.plan_next_step(replace(load, preemptions=20)) for made in (dear, cheap))
+    assert (refused.changes, refused.layout, refused.cost) == (False, EngineLayout(1), 1e4)
     assert "would gain" in refused.reason
     assert "costs 1e+04 s" in refused.reason
     assert taken.changes
@@ -145,10 +147,10 @@ def test_what_changes_were_measured_to_cost_replaces_the_estimate() -> None:
     layouts = layouts_of(2, 2)
     load = StepLoad(10, 30.0, [400] * 64, 100)
     made = ParallelismPlanner(2, layouts, table(layouts, start=1e-3))
-    made.after(load)
-    assert made.after(replace(load, preemptions=20)).changes
-    made.changed(Layout(2), 5000.0)
-    plans = [made.after(replace(load, preemptions=0)) for _ in range(4)]
+    made.plan_next_step(load)
+    assert made.plan_next_step(replace(load, preemptions=20)).changes
+    made.confirm_change(EngineLayout(2), 5000.0)
+    plans = [made.plan_next_step(replace(load, preemptions=0)) for _ in range(4)]
     assert not any(plan.changes for plan in plans)
     assert plans[-1].cost == 5000.0
     assert "no preemption in 4 steps" in plans[-1].reason
@@ -157,10 +159,10 @@ def test_what_changes_were_measured_to_cost_replaces_the_estimate() -> None:
 def test_a_layout_that_was_slower_when_it_was_tried_is_not_gone_back_to_until_that_is_forgotten() -> None:
     made = planner(devices=2, per_server=2)  # no profile
     slow, fast = StepLoad(10, 100.0, [100] * 8), StepLoad(0, 50.0, [100] * 8)
-    made.after(slow)
-    assert made.after(replace(slow, preemptions=20)).changes
-    made.changed(Layout(2), 1.0)
-    plans = [made.after(fast) for _ in range(40)]
+    made.plan_next_step(slow)
+    assert made.plan_next_step(replace(slow, preemptions=20)).changes
+    made.confirm_change(EngineLayout(2), 1.0)
+    plans = [made.plan_next_step(fast) for _ in range(40)]
     asked = [plan for plan in plans if plan.reason]
     assert all(not plan.changes and plan.gain == pytest.approx(-50.0) for plan in asked[:8])
     assert asked[8].changes, "32 steps later nobody knows any more"
@@ -168,19 +170,19 @@ def test_a_layout_that_was_slower_when_it_was_tried_is_not_gone_back_to_until_th
 
 def test_with_no_step_left_nothing_changes() -> None:
     made = planner()
-    made.after(replace(LOAD, preemptions=1), 2)
-    plan = made.after(replace(LOAD, preemptions=9), 0)
-    assert (plan.changes, plan.layout) == (False, Layout(1))
+    made.plan_next_step(replace(LOAD, preemptions=1), 2)
+    plan = made.plan_next_step(replace(LOAD, preemptions=9), 0)
+    assert (plan.changes, plan.layout) == (False, EngineLayout(1))
 
 
 def test_a_layout_whose_engines_did_not_come_up_is_not_asked_for_again() -> None:
     made = planner()
-    made.after(replace(LOAD, preemptions=1))
-    assert made.after(replace(LOAD, preemptions=2)).changes
-    made.failed(Layout(2), 3.0, "no memory")
-    assert made.layout == Layout(1)
-    plan = made.after(replace(LOAD, preemptions=9))
-    assert (plan.changes, plan.layout) == (False, Layout(1))
+    made.plan_next_step(replace(LOAD, preemptions=1))
+    assert made.plan_next_step(replace(LOAD, preemptions=2)).changes
+    made.reject_change(EngineLayout(2), 3.0, "no memory")
+    assert made.layout == EngineLayout(1)
+    plan = made.plan_next_step(replace(LOAD, preemptions=9))
+    assert (plan.changes, plan.layout) == (False, EngineLayout(1))
 
 
 def test_re_profiling_is_asked_for_once_when_the_engine_leaves_its_profile() -> None:
@@ -192,36 +194,36 @@ def test_re_profiling_is_asked_for_once_when_the_engine_leaves_its_profile() -> 
     def load(times: float, batch: float = 8) -> StepLoad:
         return replace(LOAD, token_seconds=times * near, batch=batch, context=1000)
 
-    assert [made.after(load(times)).reprofile for times in (1.4, 0.7, 1.6, 1.6, 1.2, 1.6, 1.6)] == [None] * 7
-    asked = [made.after(load(1.6)).reprofile for _ in range(5)]
-    assert asked == [Layout(1), None, None, None, None]
-    made.reprofiled(table(layouts, step=1.6e-2))
-    assert [made.after(load(1.6)).reprofile for _ in range(5)] == [None] * 5
-    beyond = [made.after(load(1.6 * 200 / 24, batch=999)).reprofile for _ in range(4)]
-    assert beyond[:3] == [None, None, Layout(1)], "an unprofiled regime, whatever the extrapolation says"
+    assert [made.plan_next_step(load(times)).reprofile for times in (1.4, 0.7, 1.6, 1.6, 1.2, 1.6, 1.6)] == [None] * 7
+    asked = [made.plan_next_step(load(1.6)).reprofile for _ in range(5)]
+    assert asked == [EngineLayout(1), None, None, None, None]
+    made.replace_profile(table(layouts, step=1.6e-2))
+    assert [made.plan_next_step(load(1.6)).reprofile for _ in range(5)] == [None] * 5
+    beyond = [made.plan_next_step(load(1.6 * 200 / 24, batch=999)).reprofile for _ in range(4)]
+    assert beyond[:3] == [None, None, EngineLayout(1)], "an unprofiled regime, whatever the extrapolation says"
 
 
 def test_until_it_is_measured_again_a_profile_that_is_wrong_is_scaled_by_what_steps_take() -> None:
     """Three steps on end, by their median; again when that is wrong too; prefills and steps outside of it stay as they are."""
     layouts = layouts_of(2, 2)
     profile = table(layouts)
-    near, wide = profile.decode_seconds(8, 1000), profile.decode_seconds(8, 1000, Layout(2))
+    near, wide = profile.decode_seconds(8, 1000), profile.decode_seconds(8, 1000, EngineLayout(2))
     made = ParallelismPlanner(2, layouts, profile)
 
     def after(times: float, batch: float = 8) -> float | None:
-        return made.after(replace(LOAD, token_seconds=times * near, batch=batch, context=1000)).scaled
+        return made.plan_next_step(replace(LOAD, token_seconds=times * near, batch=batch, context=1000)).scaled
 
     assert [after(times) for times in (2.0, 4.0, 3.0, 3.0, 2.5)] == [None, None, pytest.approx(3.0), None, None]
     assert made.profile is not None
     assert made.profile.decode_seconds(8, 1000) == pytest.approx(3.0 * near)
-    assert made.profile.decode_seconds(8, 1000, Layout(2)) == pytest.approx(3.0 * wide)
+    assert made.profile.decode_seconds(8, 1000, EngineLayout(2)) == pytest.approx(3.0 * wide)
     assert made.profile.prefill_seconds(100) == profile.prefill_seconds(100)
-    assert made.profile.shape(Layout(2)) == profile.shape(Layout(2))
+    assert made.profile.shape(EngineLayout(2)) == profile.shape(EngineLayout(2))
     assert [after(1.0) for _ in range(3)] == [None, None, pytest.approx(1 / 3)], "the machine is idle again"
     assert made.correction == pytest.approx(1.0)
     assert [after(50.0, batch=999) for _ in range(9)] == [None] * 9, "nothing was measured there that could be wrong"
     assert [after(2.0) for _ in range(3)][2] == pytest.approx(2.0)
-    made.reprofiled(profile)
+    made.replace_profile(profile)
     assert made.correction == 1.0
 
 
@@ -230,25 +232,25 @@ def test_steps_beyond_the_profile_are_measurements_of_their_own_and_leave_what_w
     profile = table(layouts)
     made = ParallelismPlanner(2, layouts, profile)
 
-    def after(seconds: float, batch: float, context: float = 1000) -> Plan:
-        return made.after(replace(LOAD, token_seconds=seconds, batch=batch, context=context))
+    def after(seconds: float, batch: float, context: float = 1000) -> LayoutPlan:
+        return made.plan_next_step(replace(LOAD, token_seconds=seconds, batch=batch, context=context))
 
     beyond = profile.decode_seconds(256, 1000)
     plans = [after(times * beyond, 256) for times in (4.0, 6.0, 5.0)]
     assert [plan.measured for plan in plans[:2]] == [None, None]
-    assert plans[2].measured == Measured(256, 1000, 5.0 * beyond)
-    assert plans[2].reprofile == Layout(1)
+    assert plans[2].measured == MeasuredStep(256, 1000, 5.0 * beyond)
+    assert plans[2].reprofile == EngineLayout(1)
     assert made.profile is not None
     assert made.profile.decode_seconds(256, 1000) == pytest.approx(5.0 * beyond)
     assert made.profile.decode_seconds(256, 32) == pytest.approx(5.0 * profile.decode_seconds(256, 32))
     for batch, context in ((1, 32), (64, 4096), (8, 1000)):
         assert made.profile.decode_seconds(batch, context) == profile.decode_seconds(batch, context)
-    assert made.profile.decode_seconds(256, 1000, Layout(2)) == profile.decode_seconds(256, 1000, Layout(2))
+    assert made.profile.decode_seconds(256, 1000, EngineLayout(2)) == profile.decode_seconds(256, 1000, EngineLayout(2))
     assert made.correction == 1.0
     assert [after(5.0 * beyond, 256).measured for _ in range(5)] == [None] * 5, "now it is known"
     longer = profile.decode_seconds(8, 9000)
     plans = [after(3.0 * longer, 8, 9000) for _ in range(3)]
-    assert plans[2].measured == Measured(8, 9000, 3.0 * longer)
+    assert plans[2].measured == MeasuredStep(8, 9000, 3.0 * longer)
     assert plans[2].reprofile is None, "a whole new one was asked for before"
     assert made.profile.decode_seconds(8, 9000) == pytest.approx(3.0 * longer)
     assert made.profile.decode_seconds(8, 4096) == pytest.approx(profile.decode_seconds(8, 4096))
@@ -262,29 +264,29 @@ def test_what_is_expected_of_a_layout_goes_by_the_scaled_profile() -> None:
         assert made.profile is not None
         near = made.profile.decode_seconds(8, 1000)
         for _ in range(3):
-            made.after(replace(LOAD, token_seconds=times * near, batch=8, context=1000))
-        predicted = made.profile.rollout_seconds([200] * 8, 100, Layout(2))
+            made.plan_next_step(replace(LOAD, token_seconds=times * near, batch=8, context=1000))
+        predicted = made.profile.rollout_seconds([200] * 8, 100, EngineLayout(2))
         gains.append(predicted)
     assert gains[1] > 2.5 * gains[0]
 
 
 def test_experts_go_whole_to_devices_while_their_load_is_even_and_in_slices_when_it_is_not() -> None:
     layouts = layouts_of(2, 2, experts=True)
-    assert layouts == (Layout(1), Layout(2), Layout(2, 2))
+    assert layouts == (EngineLayout(1), EngineLayout(2), EngineLayout(2, 2))
     profile = table(layouts, expert_gain=0.7, start=0.0)
     made = ParallelismPlanner(2, layouts, profile)
-    made.changed(Layout(2), 0.0)
+    made.confirm_change(EngineLayout(2), 0.0)
     lengths = [400] * 64
-    now = profile.rollout_seconds(lengths, 100, Layout(2))
+    now = profile.rollout_seconds(lengths, 100, EngineLayout(2))
     even = StepLoad(0, now, lengths, 100, imbalance=1.0)
-    plan = made.after(even)
-    assert (plan.changes, plan.layout) == (True, Layout(2, 2))
-    made.changed(plan.layout, 0.0)
-    skewed = made.after(replace(even, seconds=now * 0.7 * 2.0, imbalance=3.0))
-    assert (skewed.changes, skewed.layout) == (True, Layout(2))
+    plan = made.plan_next_step(even)
+    assert (plan.changes, plan.layout) == (True, EngineLayout(2, 2))
+    made.confirm_change(plan.layout, 0.0)
+    skewed = made.plan_next_step(replace(even, seconds=now * 0.7 * 2.0, imbalance=3.0))
+    assert (skewed.changes, skewed.layout) == (True, EngineLayout(2))
     assert "imbalance of 3" in skewed.reason
-    made.changed(Layout(2), 0.0)
-    assert not made.after(replace(even, imbalance=3.0)).changes
+    made.confirm_change(EngineLayout(2), 0.0)
+    assert not made.plan_next_step(replace(even, imbalance=3.0)).changes
 
 
 @pytest.mark.parametrize(
@@ -294,4 +296,4 @@ def test_a_planner_that_makes_no_sense_is_refused(options: dict[str, float]) -> 
     with pytest.raises(ValueError, match=r">="):
         planner(**options)
     with pytest.raises(ValueError, match="no layout"):
-        ParallelismPlanner(2, layouts_of(2, 2), Profile([]))
+        ParallelismPlanner(2, layouts_of(2, 2), EngineProfile([]))

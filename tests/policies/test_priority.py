@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.policies.routing.priority import ProgressivePriority, Running, Takeover, Waited, Waiting
+from orchestrator.policies.routing.priority import (
+    ProgressivePriority,
+    QueueWait,
+    RunningRequest,
+    Takeover,
+    WaitingRequest,
+)
 
 POLICY = ProgressivePriority()
 
 
-def waiting(priority: int, arrival: float = 0.0, **kwargs: int) -> Waiting:
-    return Waiting(priority, (arrival, f"w{arrival}"), **kwargs)
+def waiting(priority: int, arrival: float = 0.0, **kwargs: int) -> WaitingRequest:
+    return WaitingRequest(priority, (arrival, f"w{arrival}"), **kwargs)
 
 
-def running(priority: int, arrival: float = 0.0, **kwargs: int) -> Running:
-    return Running(priority, (arrival, f"r{arrival}"), **kwargs)
+def running(priority: int, arrival: float = 0.0, **kwargs: int) -> RunningRequest:
+    return RunningRequest(priority, (arrival, f"r{arrival}"), **kwargs)
 
 
 def take(*args: object, slots: int = 0, tokens: int = 1000, **kwargs: object) -> list[Takeover]:
@@ -74,7 +80,7 @@ def test_an_overdue_one_takes_the_slot_of_who_overtook_it_but_not_of_who_came_be
 
 def test_overdue_needs_both_the_wait_and_to_be_overtaken_and_goes_by_arrival() -> None:
     def of(*entries: tuple[float, int, float], active: tuple[tuple[int, float], ...] = ()) -> list[int]:
-        records = [Waited(seconds, priority, (arrival, str(arrival))) for seconds, priority, arrival in entries]
+        records = [QueueWait(seconds, priority, (arrival, str(arrival))) for seconds, priority, arrival in entries]
         return POLICY.overdue(records, [(priority, (arrival, "r")) for priority, arrival in active])
 
     assert of((30.0, 5, 1.0), (0.0, 4, 2.0)) == [0]
@@ -94,7 +100,7 @@ def test_equal_priorities_never_decide_anything(data: st.DataObject) -> None:
     slots, blocks = data.draw(number), data.draw(number)
     assert not POLICY.may_decide(3, [entry.priority for entry in active])
     assert take(queue, active, slots=slots, blocks=blocks, need=needs.__getitem__, gain=lambda w, r: 5) == []
-    waits = [Waited(1e9, entry.priority, entry.arrival) for entry in queue]
+    waits = [QueueWait(1e9, entry.priority, entry.arrival) for entry in queue]
     assert POLICY.overdue(waits, [(entry.priority, entry.arrival) for entry in active]) == []
 
 
@@ -156,10 +162,10 @@ class Toy:
 
     def step(self) -> None:
         for job in self.active:
-            if self.policy.served(job.generated):
+            if self.policy.quantum_is_over(job.generated):
                 job.overdue, job.before = False, 0.0
         fresh = [job for job in self.queue if not job.overdue]
-        waits = [Waited(job.before + self.now - job.since, job.priority, job.arrival) for job in fresh]
+        waits = [QueueWait(job.before + self.now - job.since, job.priority, job.arrival) for job in fresh]
         others = [
             (job.priority, job.arrival) for job in (*self.active, *self.queue) if job in self.active or job.overdue
         ]
@@ -167,8 +173,8 @@ class Toy:
             fresh[index].overdue = True
         self.queue.sort(key=Job.rank)
         taken = self.policy.takeovers(
-            [Waiting(job.priority, job.arrival, 1, job.overdue) for job in self.queue],
-            [Running(job.priority, job.arrival, 1, job.overdue) for job in self.active],
+            [WaitingRequest(job.priority, job.arrival, 1, job.overdue) for job in self.queue],
+            [RunningRequest(job.priority, job.arrival, 1, job.overdue) for job in self.active],
             slots=self.slots - len(self.active),
             tokens=10**9,
         )

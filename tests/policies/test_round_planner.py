@@ -22,23 +22,23 @@ from scripts.bench.papers.tail_batching_scenario import lengths
 
 def launch_all(planner: RoundPlanner) -> list[int]:
     numbers = []
-    while planner.wanted():
-        numbers.append(planner.launch())
+    while planner.members_wanted():
+        numbers.append(planner.launch_next())
     return numbers
 
 
 def play(planner: RoundPlanner, slow: frozenset[int] = frozenset()) -> tuple[str, list[int], list[int]]:
     """A whole round without failures: prompts finish in order of number, ``slow`` ones last. Returns (kind, launched, kept)."""
-    kind = planner.begin().kind
+    kind = planner.begin_round().kind
     numbers = launch_all(planner)
     order = sorted(numbers, key=lambda number: (number in slow, number))
     kept = order[: planner.rules.prompts]
     for number in kept:
-        planner.ready(number)
-    planner.close()
+        planner.mark_ready(number)
+    planner.close_round()
     for number in planner.running:
         planner.defer(number)
-    planner.end(1.0, kept)
+    planner.end_round(1.0, kept)
     planner.handed_over(kept)
     return kind, numbers, kept
 
@@ -51,19 +51,19 @@ def test_a_short_round_launches_eta_times_and_a_long_one_exactly_what_was_deferr
     planner = RoundPlanner(RoundRules(prompts=4, responses=8))
     slow = frozenset((2, 7, 12, 19))
     for _ in range(4):
-        assert planner.begin().members == 10
-        planner.end(0.0, ())
+        assert planner.begin_round().members == 10
+        planner.end_round(0.0, ())
         kind, launched, _ = play(planner, slow)
         assert (kind, len(launched)) == (SHORT, 5)
-    assert planner.queued() == 4
-    now = planner.begin()
+    assert planner.queue_length() == 4
+    now = planner.begin_round()
     assert (now.kind, now.target, now.members) == (LONG, 4, 8)
     assert launch_all(planner) == [2, 7, 12, 19]
 
 
 def test_eta_is_of_prompts_and_of_responses_apart() -> None:
     planner = RoundPlanner(RoundRules(10, 10, eta_prompts=1.1, eta_responses=1.5))
-    now = planner.begin()
+    now = planner.begin_round()
     assert (now.target, now.members) == (11, 15)
     assert speculated(1.1, 10) == 11  # not 12, as 1.1 * 10 > 11 in binary
     assert speculated(1.25, 3) == 4
@@ -77,7 +77,7 @@ def test_with_eta_one_nothing_is_deferred_and_there_are_no_long_rounds() -> None
             [3 * index, 3 * index + 1, 3 * index + 2],
             [3 * index, 3 * index + 1, 3 * index + 2],
         )
-    assert not planner.queued()
+    assert not planner.queue_length()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,25 +89,25 @@ def test_each_prompt_is_kept_once_an_epoch_whatever_is_slow_fails_or_is_resumed(
     planner, done, gone = RoundPlanner(rules), list[int](), list[int]()
     saved = (json.dumps(planner.state()), list(done), list(gone))
     for _ in range(60):
-        planner.begin()
+        planner.begin_round()
         kept: list[int] = []
         while len(kept) < prompts:
             launch_all(planner)
             number = chance.choice(planner.running)
             fate = chance.random()
             if fate < 0.15:
-                planner.lost(number)
+                planner.mark_lost(number)
             elif fate < 0.25:
                 planner.discard(number)
                 gone.append(number)
             else:
-                planner.ready(number)
+                planner.mark_ready(number)
                 kept.append(number)
-        planner.close()
-        assert not planner.wanted()
+        planner.close_round()
+        assert not planner.members_wanted()
         for number in planner.running:
             planner.defer(number, chance.choice(("tokens", "environment")))
-        planner.end(1.0, kept)
+        planner.end_round(1.0, kept)
         if chance.random() < 0.1:  # killed before the step was trained
             planner = RoundPlanner(rules)
             planner.restore(json.loads(saved[0]))
@@ -138,12 +138,12 @@ def test_the_rest_of_an_epoch_is_played_without_speculation_and_its_last_round_i
 
 def test_a_prompt_whose_group_failed_is_launched_again_in_the_same_round_until_it_is_given_up() -> None:
     planner = RoundPlanner(RoundRules(2, 2, 1.0, 1.0, tries=3))
-    planner.begin()
+    planner.begin_round()
     assert launch_all(planner) == [0, 1]
     for _ in range(2):
-        planner.lost(0)
+        planner.mark_lost(0)
         assert launch_all(planner) == [0]
-    planner.lost(0)
+    planner.mark_lost(0)
     assert planner.given_up == [0]
     assert launch_all(planner) == [2]
 
@@ -152,26 +152,26 @@ def test_after_a_resume_nothing_of_a_later_epoch_is_trained_before_what_has_to_b
     rules = RoundRules(1, 2, 1.0, 1.0, epoch=1)
     planner = RoundPlanner(rules)
     for number in range(2):  # one is in the batch that waits for the trainer, the next one is ready
-        planner.begin()
-        assert planner.launch() == number
-        planner.ready(number)
+        planner.begin_round()
+        assert planner.launch_next() == number
+        planner.mark_ready(number)
         if not number:
-            planner.end(1.0, [number])
+            planner.end_round(1.0, [number])
     after = RoundPlanner(rules)
     after.restore(planner.state())
-    after.ready(1)
-    after.lost(0)  # too stale by now
+    after.mark_ready(1)
+    after.mark_lost(0)  # too stale by now
     after.settle()
     assert after.overtaking() == [1]
     after.put_back(1)
-    after.begin()
-    assert after.launch() == 0
+    after.begin_round()
+    assert after.launch_next() == 0
 
 
 def test_a_discarded_prompt_is_never_queued_and_is_replaced_within_the_round() -> None:
     """DAPO, RollPacker 7."""
     planner = RoundPlanner(RoundRules(4, 2))
-    planner.begin()
+    planner.begin_round()
     assert len(launch_all(planner)) == 5
     planner.discard(3)
     assert launch_all(planner) == [5]
@@ -181,28 +181,28 @@ def test_a_discarded_prompt_is_never_queued_and_is_replaced_within_the_round() -
 
 def test_a_finished_prompt_that_no_batch_took_is_played_again_but_not_as_a_long_one() -> None:
     planner = RoundPlanner(RoundRules(1, 2, 2.0))
-    planner.begin()
+    planner.begin_round()
     assert launch_all(planner) == [0, 1]
-    planner.ready(0)
-    planner.ready(1)
-    planner.close()
+    planner.mark_ready(0)
+    planner.mark_ready(1)
+    planner.close_round()
     planner.put_back(1)
-    planner.end(1.0, [0])
-    assert not planner.queued()
-    assert planner.begin().kind == SHORT
+    planner.end_round(1.0, [0])
+    assert not planner.queue_length()
+    assert planner.begin_round().kind == SHORT
     assert launch_all(planner) == [1, 2]
 
 
 def test_prompts_that_their_environment_made_late_get_long_rounds_of_their_own() -> None:
     """The agentic variant, RollPacker 7."""
     planner = RoundPlanner(RoundRules(2, 2, 3.0, isolate=True))
-    planner.begin()
+    planner.begin_round()
     launch_all(planner)
     planner.defer(0, "tokens")
     for number in (1, 2):
         planner.defer(number, "environment")
-    planner.end(1.0, ())
-    now = planner.begin()
+    planner.end_round(1.0, ())
+    now = planner.begin_round()
     assert (now.kind, now.lane) == (LONG, "environment")
     for number in planner.running:
         planner.discard(number)
@@ -224,29 +224,29 @@ def test_the_search_tries_each_eta_for_a_period_and_keeps_the_best() -> None:
     search = EtaSearch((1.1, 1.25, 1.4))
     for eta, seconds in ((1.1, 9.0), (1.25, 5.0), (1.4, 7.0)):
         assert search.eta == eta
-        search.ended(seconds, 4, long=False, deferred=2)
+        search.round_ended(seconds, 4, long=False, deferred=2)
         assert search.eta == eta
-        search.ended(10.0, 4, long=True)
+        search.round_ended(10.0, 4, long=True)
     assert search.done
     assert search.eta == 1.25
-    search.ended(100.0, 4, long=False, deferred=2)
+    search.round_ended(100.0, 4, long=False, deferred=2)
     assert search.costs == {eta: pytest.approx((seconds + 5.0) / 6) for eta, seconds in ((1.1, 9), (1.25, 5), (1.4, 7))}
     planner = RoundPlanner(RoundRules(8, 8, search=(1.1, 1.4)))
-    assert planner.begin().target == 9
+    assert planner.begin_round().target == 9
     assert planner.search is not None
-    planner.search.ended(1.0, 8, long=False, deferred=1)
-    planner.search.ended(1.0, 8, long=True)
-    assert planner.begin().target == 12
+    planner.search.round_ended(1.0, 8, long=False, deferred=1)
+    planner.search.round_ended(1.0, 8, long=True)
+    assert planner.begin_round().target == 12
 
 
 def test_a_long_round_is_charged_to_an_eta_in_the_share_that_it_deferred() -> None:
     """Three short rounds that defer half a batch each fill the queue for one and a half long rounds, not for one."""
     search = EtaSearch((1.5, 1.25))
     for _ in range(3):
-        search.ended(4.0, 8, long=False, deferred=4)
-    search.ended(20.0, 8, long=True)
+        search.round_ended(4.0, 8, long=False, deferred=4)
+    search.round_ended(20.0, 8, long=True)
     assert search.costs == {1.5: (3 * 4.0 + 1.5 * 20.0) / 36}
-    search.ended(20.0, 8, long=True)  # what is left of the first value's queue
+    search.round_ended(20.0, 8, long=True)  # what is left of the first value's queue
     assert search.eta == 1.25
     assert len(search.costs) == 1
 
@@ -257,28 +257,28 @@ def test_an_eta_that_defers_nothing_does_not_keep_the_others_from_being_tried() 
         assert planner.search is not None
         assert planner.search.eta == 1.0
         play(planner)
-    assert planner.begin().eta_prompts == 1.5
+    assert planner.begin_round().eta_prompts == 1.5
 
 
 def test_the_rest_of_an_epoch_counts_as_a_long_round_and_a_short_one_that_fills_up_for_no_eta() -> None:
     planner = RoundPlanner(RoundRules(4, 2, epoch=12, search=(1.25, 1.5)))
     assert planner.search is not None
     assert [play(planner)[0] for _ in range(2)] == [SHORT, SHORT]
-    assert planner.begin().closing, "two prompts of the epoch are left, and two are deferred"
+    assert planner.begin_round().closing, "two prompts of the epoch are left, and two are deferred"
     for number in launch_all(planner):
-        planner.ready(number)
-    planner.end(3.0, list(planner._ready))
+        planner.mark_ready(number)
+    planner.end_round(3.0, list(planner._ready))
     assert planner.search.costs == {1.25: (2 * 1.0 + 3.0 * 2 / 4) / 10}
     tight = RoundPlanner(RoundRules(4, 2, epoch=5, search=(1.25, 1.5)))
-    assert tight.begin().kind == SHORT
+    assert tight.begin_round().kind == SHORT
     launch_all(tight)
     tight.discard(0)  # the epoch has no other prompt to put in its place
-    assert not tight.wanted()
+    assert not tight.members_wanted()
     tight.discard(1)
-    assert tight.launch() == 5
+    assert tight.launch_next() == 5
     assert tight.round is not None
     assert tight.round.closing
-    tight.end(9.0, ())
+    tight.end_round(9.0, ())
     assert tight.search is not None
     assert tight.search.state()["rounds"] == 0
 
@@ -291,7 +291,7 @@ def test_a_search_goes_on_in_the_middle_of_a_period_and_one_of_an_older_checkpoi
     assert planner.search is not None
     assert again.search is not None
     for search in (planner.search, again.search):
-        search.ended(3.0, 4, long=True)
+        search.round_ended(3.0, 4, long=True)
     assert again.search.costs == planner.search.costs == {1.25: (1.0 + 3.0 / 4) / 5}
     older = EtaSearch((1.25, 1.5))
     older.restore({"costs": [2.0], "seconds": 7.0, "prompts": 9})
@@ -365,7 +365,7 @@ def test_the_queue_survives_a_checkpoint_and_that_of_another_run_is_refused() ->
     rounds.defer("g3", [])
     state = json.loads(json.dumps(rounds.state()))
     again = rounds_of(small(), state)
-    assert again.planner.queued() == 1
+    assert again.planner.queue_length() == 1
     for index in range(3):
         again.settled(f"g{index}", "complete")  # the checkpoint's buffer has them
     again.resumed()
@@ -421,13 +421,13 @@ def test_a_prompt_of_an_earlier_epoch_that_fails_again_and_again_is_not_overtake
     planner = RoundPlanner(RoundRules(1, 2, epoch=1))
     planner.restore(state)
     planner.settle()
-    planner.begin()
+    planner.begin_round()
     for _ in range(3):
-        assert planner.launch() == 0
-        planner.lost(0)
+        assert planner.launch_next() == 0
+        planner.mark_lost(0)
     planner._queue = {1: "tokens"}
     planner._again = {0: None}
-    assert planner.launch() == 0, "not even by one that was deferred"
+    assert planner.launch_next() == 0, "not even by one that was deferred"
 
 
 def test_without_rounds_no_line_of_the_journal_changes() -> None:

@@ -10,11 +10,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.policies.batching.stream_trigger import Attempt, KvLimit, Lengths, StreamTrigger, Unit
+from orchestrator.policies.batching.stream_trigger import (
+    KvLimit,
+    LengthDistribution,
+    StreamTrigger,
+    TriggerDecision,
+    Unit,
+)
 
 SINGLES = [(gpu,) for gpu in range(8)]
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
-KNOWN = Lengths([100, 200, 300, 400], longest=1000)
+KNOWN = LengthDistribution([100, 200, 300, 400], longest=1000)
 PLENTY = KvLimit(bytes_per_token=1.0, bytes_per_gpu=1e9)
 
 
@@ -23,7 +29,7 @@ def trigger(
     training: list[Unit] = SINGLES,
     requests: int = 100,
     limit: KvLimit = PLENTY,
-    lengths: Lengths = KNOWN,
+    lengths: LengthDistribution = KNOWN,
 ) -> StreamTrigger:
     return StreamTrigger(requests, rollout, training, limit, lengths)
 
@@ -94,7 +100,7 @@ def test_it_decides_once() -> None:
 def test_half_is_freed_where_the_fewest_tokens_are_recomputed() -> None:
     held = [[40], [1], [40], [2], [40], [3], [40], [4]]
     made = trigger().observe(20, held)
-    assert made == Attempt((1, 3, 5, 7), (1, 3, 5, 7), (1, 3, 5, 7), 0.2, made.peak if made else 0.0)
+    assert made == TriggerDecision((1, 3, 5, 7), (1, 3, 5, 7), (1, 3, 5, 7), 0.2, made.peak if made else 0.0)
 
 
 def test_neither_kind_of_group_is_split() -> None:
@@ -148,8 +154,8 @@ def test_the_expected_final_length_is_the_mean_of_those_that_got_longer() -> Non
     assert KNOWN.expected(100) == 300
     assert KNOWN.expected(399) == 400
     assert KNOWN.expected(400) == 1000  # longer than anything before: the worst case
-    assert Lengths([], 64).expected(3) == 64
-    assert Lengths([500], 64).expected(3) == 64  # nothing is longer than the longest
+    assert LengthDistribution([], 64).expected(3) == 64
+    assert LengthDistribution([500], 64).expected(3) == 64  # nothing is longer than the longest
 
 
 def test_contexts_take_whole_blocks() -> None:
@@ -159,7 +165,7 @@ def test_contexts_take_whole_blocks() -> None:
 
 def test_the_fullest_unit_decides_not_the_sum() -> None:
     """The GPUs that stay could hold everything together, but one of them cannot hold the context it has."""
-    lengths = Lengths([900, 100, 100], longest=1000)
+    lengths = LengthDistribution([900, 100, 100], longest=1000)
     singles: list[Unit] = [(gpu,) for gpu in range(4)]
     held = [[500], [], [5], [5]]  # at the end 900, none, 1100 / 3 and as much
     roomy = trigger(singles, singles, limit=KvLimit(1.0, 900.0), lengths=lengths).observe(20, held)
@@ -172,7 +178,7 @@ def test_the_fullest_unit_decides_not_the_sum() -> None:
 
 
 def test_what_migrates_goes_to_the_emptiest_unit_longest_first() -> None:
-    lengths = Lengths([100], longest=100)
+    lengths = LengthDistribution([100], longest=100)
     one = trigger([(0,), (1,), (2,), (3,)], [(0,), (1,), (2,), (3,)], limit=KvLimit(1.0, 300.0), lengths=lengths)
     made = one.observe(20, [[10, 10, 10], [30], [1], [2]])  # 2 and 3 go; 0 holds 300, 1 holds 100 and takes both
     assert made is not None
@@ -182,7 +188,7 @@ def test_what_migrates_goes_to_the_emptiest_unit_longest_first() -> None:
 
 def test_kv_is_spread_over_the_gpus_of_a_unit() -> None:
     small, large = ([(gpu,) for gpu in range(4)], [(0, 1), (2, 3)])
-    lengths = Lengths([100], longest=100)
+    lengths = LengthDistribution([100], longest=100)
     on_one = trigger(small, small, limit=KvLimit(1.0, 99.0), lengths=lengths).observe(20, [[1], [], [], []])
     on_two = trigger(large, large, limit=KvLimit(1.0, 99.0), lengths=lengths).observe(20, [[1], []])
     assert on_one is not None
@@ -212,7 +218,7 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="requests = 0"):
         trigger(requests=0)
     with pytest.raises(ValueError, match="longest = 0"):
-        Lengths([], 0)
+        LengthDistribution([], 0)
     with pytest.raises(ValueError, match="sizes must be positive"):
         KvLimit(0.0, 1.0)
     with pytest.raises(ValueError, match="low <= high"):
@@ -255,7 +261,7 @@ LONGEST = 64
 
 def play(case: tuple[list[Unit], list[Unit], int, list[int], list[tuple[int, list[list[int]]]]], memory: float):
     rollout, training, requests, history, moments = case
-    one = StreamTrigger(requests, rollout, training, KvLimit(1.0, memory, 4), Lengths(history, LONGEST))
+    one = StreamTrigger(requests, rollout, training, KvLimit(1.0, memory, 4), LengthDistribution(history, LONGEST))
     return [(finished, held, one.observe(finished, held)) for finished, held in moments]
 
 
@@ -281,7 +287,7 @@ def test_no_step_splits_a_group_leaves_the_window_or_passes_the_limit(case, memo
         assert freed == {gpu for engine in attempt.engines for gpu in rollout[engine]}
         assert freed <= {gpu for replica in attempt.replicas for gpu in training[replica]}
         # The whole demand, counted anew, fits what stays; and the fullest unit is not above its share of it.
-        lengths = Lengths(history, LONGEST)
+        lengths = LengthDistribution(history, LONGEST)
         demand = sum(math.ceil(lengths.expected(now) / 4) * 4 for lengths_of in held for now in lengths_of)
         room = memory * len(freed)
         assert demand <= room + 1e-6
@@ -329,7 +335,7 @@ def test_with_memory_to_spare_it_frees_at_the_first_milestone_when_a_half_exists
 def test_the_sum_of_expected_final_lengths_bounds_the_demand_at_any_time(
     history: list[int], now: int, later: int
 ) -> None:
-    lengths = Lengths(history, LONGEST)
+    lengths = LengthDistribution(history, LONGEST)
     longer = [length for length in history if length > now]
     assume(longer)
     alive = sum(length > now + later for length in longer) / len(longer)

@@ -15,12 +15,12 @@ from orchestrator.build import make_balance, make_filters
 from orchestrator.components import Position
 from orchestrator.config import parse_config
 from orchestrator.policies.batching.trajectory_filters import (
-    Balance,
-    Completeness,
+    BatchBalance,
+    CompletenessFilter,
     FilterChain,
-    Quality,
-    Repetition,
-    Similarity,
+    QualityFilter,
+    RepetitionFilter,
+    SimilarityFilter,
     action_ngrams,
 )
 from orchestrator.policies.training.lag_weight import LagWeight, effective_share
@@ -35,33 +35,33 @@ def said(*turns: tuple[int, ...], group: str = "g", task: str = "t", reward: flo
 
 def test_completeness_keeps_what_only_ran_into_a_limit_unless_it_is_asked_to_drop_it() -> None:
     whole = said((2, 3))
-    assert Completeness().judge(whole) == ""
-    assert Completeness().judge(replace(whole, errors=("environment died",))) == "errors"
-    assert Completeness().judge(replace(whole, turns=())) == "empty"
+    assert CompletenessFilter().judge(whole) == ""
+    assert CompletenessFilter().judge(replace(whole, errors=("environment died",))) == "errors"
+    assert CompletenessFilter().judge(replace(whole, turns=())) == "empty"
     cut = replace(whole, truncated=True)
-    assert Completeness().judge(cut) == ""
-    assert Completeness(drop_truncated=True).judge(cut) == "truncated"
-    assert Completeness(drop_truncated=True).judge(whole) == ""
+    assert CompletenessFilter().judge(cut) == ""
+    assert CompletenessFilter(drop_truncated=True).judge(cut) == "truncated"
+    assert CompletenessFilter(drop_truncated=True).judge(whole) == ""
 
 
 @pytest.mark.parametrize(
     ("reward", "reason"), [(-0.1, "reward_low"), (0.0, ""), (1.0, ""), (1.5, "reward_high"), (None, "unscored")]
 )
 def test_quality_keeps_rewards_inside_the_limits_borders_included(reward: float | None, reason: str) -> None:
-    assert Quality(0.0, 1.0).judge(replace(said((2,)), reward=reward)) == reason
+    assert QualityFilter(0.0, 1.0).judge(replace(said((2,)), reward=reward)) == reason
 
 
 def test_a_loop_of_short_actions_is_seen_across_turns() -> None:
     loop = said(*[(5, 9)] * 10)
     assert len(action_ngrams(loop, 4)) == 17
-    assert Repetition(4, 0.5).judge(loop) == "repetition"  # 2 distinct of 17
-    assert Repetition(4, 0.9).judge(loop) == ""
-    assert Repetition(4, 0.0).judge(said(tuple(range(2, 40)))) == ""
-    assert Repetition(4, 0.0).judge(said((2, 2, 2))) == ""  # shorter than an n-gram
+    assert RepetitionFilter(4, 0.5).judge(loop) == "repetition"  # 2 distinct of 17
+    assert RepetitionFilter(4, 0.9).judge(loop) == ""
+    assert RepetitionFilter(4, 0.0).judge(said(tuple(range(2, 40)))) == ""
+    assert RepetitionFilter(4, 0.0).judge(said((2, 2, 2))) == ""  # shorter than an n-gram
 
 
 def test_similarity_is_to_other_groups_of_the_same_task_in_the_window_only() -> None:
-    similar = Similarity(2, 0.5, window=2)
+    similar = SimilarityFilter(2, 0.5, window=2)
     first = said((2, 3, 4, 5), group="a")
     assert similar.judge(first) == ""
     similar.keep(first)
@@ -79,7 +79,7 @@ def test_similarity_is_to_other_groups_of_the_same_task_in_the_window_only() -> 
     st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(2, 5), max_size=6)), max_size=25), st.integers(1, 5)
 )
 def test_similarity_counts_as_a_recount_of_its_window_does(stream: list[tuple[str, list[int]]], window: int) -> None:
-    similar, kept = Similarity(2, 0.4, window), []
+    similar, kept = SimilarityFilter(2, 0.4, window), []
     for group, tokens in stream:
         one = said(tuple(tokens), group=group)
         grams = set(action_ngrams(one, 2))
@@ -92,7 +92,7 @@ def test_similarity_counts_as_a_recount_of_its_window_does(stream: list[tuple[st
 
 
 def test_the_first_filter_that_rejects_names_the_reason_and_nothing_remembers_the_rejected() -> None:
-    chain = FilterChain([Quality(low=0.5), Similarity(2, 0.5, 8)])
+    chain = FilterChain([QualityFilter(low=0.5), SimilarityFilter(2, 0.5, 8)])
     low = said((2, 3, 4), group="a", reward=0.0)
     assert chain.screen(low) == "reward_low"
     assert chain.screen(replace(low, reward=1.0, group_id="b")) == ""  # the rejected one was not remembered
@@ -104,28 +104,28 @@ def test_the_first_filter_that_rejects_names_the_reason_and_nothing_remembers_th
 def test_a_balanced_batch_keeps_to_the_share_and_takes_whatever_fits(
     kinds: list[str], wanted: int, share: float
 ) -> None:
-    balance = Balance("task", share)
+    balance = BatchBalance("task", share)
     ready, taken = list(kinds), []
-    while len(taken) < wanted and (index := balance.pick(ready, taken, wanted)) is not None:
+    while len(taken) < wanted and (index := balance.pick_group(ready, taken, wanted)) is not None:
         taken.append(ready.pop(index))
-    assert all(taken.count(kind) <= balance.most(wanted) for kind in "abc")
+    assert all(taken.count(kind) <= balance.most_of_kind(wanted) for kind in "abc")
     if len(taken) < wanted:  # it stopped only because nothing that is left may be taken
-        assert all(taken.count(kind) == balance.most(wanted) for kind in ready)
+        assert all(taken.count(kind) == balance.most_of_kind(wanted) for kind in ready)
 
 
 def test_difficulty_is_told_by_the_share_of_positive_rewards() -> None:
     def group(*rewards: float) -> list[Trajectory]:
         return [said((2,), reward=reward) for reward in rewards]
 
-    balance = Balance("difficulty", 0.5)
-    kinds = [balance.kind(group(*rewards)) for rewards in ((0, 0, 0, 1), (0, 0, 1), (0, 1), (1, 1, 0), (1, 1, 1, 0))]
+    balance = BatchBalance("difficulty", 0.5)
+    kinds = [balance.kind_of(group(*rewards)) for rewards in ((0, 0, 0, 1), (0, 0, 1), (0, 1), (1, 1, 0), (1, 1, 1, 0))]
     assert kinds == ["hard", "medium", "medium", "medium", "easy"]
-    assert Balance("task", 0.5).kind(group(0.0)) == "t"
+    assert BatchBalance("task", 0.5).kind_of(group(0.0)) == "t"
 
 
 def test_the_lag_weight_is_exactly_one_when_off_and_falls_with_the_lag() -> None:
-    assert [LagWeight().of(lag) for lag in range(4)] == [1.0] * 4
-    assert [LagWeight(0.5).of(lag) for lag in (0, 1, 2)] == [1.0, math.exp(-0.5), math.exp(-1.0)]
+    assert [LagWeight().weight_for(lag) for lag in range(4)] == [1.0] * 4
+    assert [LagWeight(0.5).weight_for(lag) for lag in (0, 1, 2)] == [1.0, math.exp(-0.5), math.exp(-1.0)]
 
 
 @settings(max_examples=100)
@@ -150,7 +150,7 @@ def test_what_the_config_switches_on_is_what_filters() -> None:
     assert chain.screen(said((2, 3, 4))) == ""
     assert chain.screen(said((2, 3, 4), group="other")) == "similarity"
     assert make_balance(parse_config({}).filters) is None
-    assert make_balance(parse_config({"filters": {"balance": "task"}}).filters) == Balance("task", 0.5)
+    assert make_balance(parse_config({"filters": {"balance": "task"}}).filters) == BatchBalance("task", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_contradictory_settings_are_one_clear_error(section: str, values: dict[s
 
 
 def test_what_is_ready_waits_when_all_of_it_is_of_kinds_that_have_their_share() -> None:
-    balance = Balance("task", 0.5)
-    assert balance.pick(["a", "a"], ["a", "a"], 4) is None
-    assert balance.pick(["a", "b"], ["a", "a"], 4) == 1
-    assert balance.pick(["a", "b"], ["a", "a", "b", "b"], 4) is None
+    balance = BatchBalance("task", 0.5)
+    assert balance.pick_group(["a", "a"], ["a", "a"], 4) is None
+    assert balance.pick_group(["a", "b"], ["a", "a"], 4) == 1
+    assert balance.pick_group(["a", "b"], ["a", "a", "b", "b"], 4) is None
 
 
 @settings(max_examples=10)
@@ -189,7 +189,7 @@ def test_after_a_resume_a_similarity_window_is_what_it_was_at_the_checkpoint(
 ) -> None:
     """Some are stored as trained, some were filtered, some waited in the buffer; what was scored later is forgotten."""
     checkpoint = data.draw(st.integers(1, len(stream)))
-    before, resumed_filter = Similarity(2, 0.4, window), Similarity(2, 0.4, window)
+    before, resumed_filter = SimilarityFilter(2, 0.4, window), SimilarityFilter(2, 0.4, window)
     buffered: list[Trajectory] = []
     with tempfile.TemporaryDirectory() as folder:
         store = TrajectoryStore(folder)

@@ -18,14 +18,14 @@ from orchestrator.policies.routing.turn_routing import LEAST_LOADED, ROUND_ROBIN
 def opened(seats: Sequence[Seat], rule: str = RULES[0], **options: object) -> TurnRouter:
     router = TurnRouter(seats, rule, **options)  # type: ignore[arg-type]
     for worker in range(len(seats)):
-        router.open(worker)
+        router.open_worker(worker)
     return router
 
 
 def place(router: TurnRouter, request: str, trajectory: str = "", task: str = "t") -> int | None:
     """Ask, and take what is granted to this request; None: it waits."""
-    router.ask(request, trajectory or request, task)
-    granted = router.grant()
+    router.queue_turn(request, trajectory or request, task)
+    granted = router.grant_turn()
     assert granted is None or granted[0] == request
     return None if granted is None else granted[1]
 
@@ -33,8 +33,8 @@ def place(router: TurnRouter, request: str, trajectory: str = "", task: str = "t
 def test_a_later_turn_goes_to_who_holds_its_prefix_until_that_is_too_busy() -> None:
     router = opened([Seat(), Seat()], imbalance=2)
     assert [place(router, name, name) for name in "ab"] == [0, 1]
-    router.leave("a")
-    router.leave("b")
+    router.end_turn("a")
+    router.end_turn("b")
     assert place(router, "b1", "b") == 1, "though worker 0 comes first among equals"
     assert place(router, "b2", "b") == 1
     assert place(router, "b3", "b") == 1
@@ -44,26 +44,26 @@ def test_a_later_turn_goes_to_who_holds_its_prefix_until_that_is_too_busy() -> N
 def test_a_worker_with_older_weights_goes_on_with_its_own_trajectories_and_gets_no_others() -> None:
     router = opened([Seat(), Seat(cap=2)], imbalance=0)
     assert [place(router, name, name) for name in "ab"] == [0, 1]
-    router.leave("b")
-    router.keep(1)
+    router.end_turn("b")
+    router.keep_worker(1)
     assert place(router, "c", "c") == 0, "a new one, though worker 0 has more"
     assert place(router, "b1", "b") == 1
     assert place(router, "a1", "a") == 0
-    router.leave("a1")
+    router.end_turn("a1")
     assert place(router, "b2", "b") == 1
     assert place(router, "b3", "b") == 0, "no more than its cap: then with the others, and never back"
-    router.leave("b2")
+    router.end_turn("b2")
     assert place(router, "b4", "b") == 0
-    router.open(1)
+    router.open_worker(1)
     assert place(router, "d", "d") == 1
 
 
 def test_a_prefix_is_forgotten_with_the_worker_that_held_it_and_with_the_trajectory() -> None:
-    for forget in (lambda r: (r.close(1, cache_lost=True), r.open(1)), lambda r: r.forget("b")):
+    for forget in (lambda r: (r.close_worker(1, cache_lost=True), r.open_worker(1)), lambda r: r.forget_trajectory("b")):
         router = opened([Seat(), Seat()])
         assert [place(router, name, name) for name in "ab"] == [0, 1]
-        router.leave("a")
-        router.leave("b")
+        router.end_turn("a")
+        router.end_turn("b")
         forget(router)
         assert place(router, "b1", "b") == 0
 
@@ -73,30 +73,30 @@ def test_least_loaded_and_round_robin_ignore_the_prefix() -> None:
     assert [place(least, f"{n}", "same") for n in range(4)] == [0, 1, 0, 1]
     turns = opened([Seat(), Seat(), Seat()], ROUND_ROBIN)
     assert [place(turns, f"{n}", "same") for n in range(4)] == [0, 1, 2, 0]
-    turns.close(1)
+    turns.close_worker(1)
     assert [place(turns, f"x{n}", "same") for n in range(2)] == [2, 0]
 
 
 def test_dedicated_workers_come_first_then_borrowed_ones_then_the_queue_in_order() -> None:
     router = opened([Seat(cap=1, borrowed=True), Seat(cap=2), Seat(cap=1, borrowed=True)])
     assert [place(router, name) for name in "abcde"] == [1, 1, 0, 2, None]
-    router.ask("f", "f", "t")
+    router.queue_turn("f", "f", "t")
     assert router.queued == 2
-    router.leave("a")
-    assert router.grant() == ("e", 1), "the oldest, and a dedicated worker again"
-    router.leave("d")
-    assert router.grant() == ("f", 2)
-    assert router.grant() is None
+    router.end_turn("a")
+    assert router.grant_turn() == ("e", 1), "the oldest, and a dedicated worker again"
+    router.end_turn("d")
+    assert router.grant_turn() == ("f", 2)
+    assert router.grant_turn() is None
 
 
 def test_a_turn_stays_with_a_borrowed_worker_that_has_its_prefix_while_that_has_room() -> None:
     router = opened([Seat(cap=1), Seat(cap=1, borrowed=True)])
     assert [place(router, "a"), place(router, "b", "t")] == [0, 1]
-    router.leave("a")
-    router.leave("b")
+    router.end_turn("a")
+    router.end_turn("b")
     assert place(router, "b1", "t") == 1
-    router.leave("b1")
-    router.close(1)  # it stalls, or serves others
+    router.end_turn("b1")
+    router.close_worker(1)  # it stalls, or serves others
     assert place(router, "b2", "t") == 0
 
 
@@ -113,7 +113,7 @@ def test_a_task_runs_on_its_class_and_falls_back_while_that_has_no_room() -> Non
     router = opened(MIXED, affinity=AFFINITY)
     assert [place(router, name, name, "FrozenLake") for name in "abc"] == [1, 1, 0]
     assert [place(router, name, name, "maths") for name in "de"] == [2, 0]
-    router.leave("a")
+    router.end_turn("a")
     assert place(router, "c1", "c", "FrozenLake") == 1, "its holder is full: home again"
 
 
@@ -128,8 +128,8 @@ def test_without_fallback_it_waits_and_holds_up_nobody_of_another_class() -> Non
     router = opened(MIXED, affinity=AFFINITY, fallback=False)
     assert [place(router, name, name, "FrozenLake") for name in "abc"] == [1, 1, None]
     assert place(router, "d", "d", "maths") == 0
-    router.leave("b")
-    assert router.grant() == ("c", 1)
+    router.end_turn("b")
+    assert router.grant_turn() == ("c", 1)
 
 
 def test_a_class_that_nobody_has_is_one_clear_error() -> None:
@@ -144,48 +144,48 @@ def test_a_class_that_nobody_has_is_one_clear_error() -> None:
 def test_when_the_last_worker_of_a_class_is_gone_its_turns_are_told_and_no_more_are_taken() -> None:
     router = opened(MIXED, affinity=AFFINITY, fallback=False)
     assert [place(router, name, name, "FrozenLake") for name in "abc"] == [1, 1, None]
-    assert router.retire(0) == []
-    assert router.retire(1) == ["c"]
-    router.take_back("a")
-    assert router.grant() is None
+    assert router.retire_worker(0) == []
+    assert router.retire_worker(1) == ["c"]
+    router.requeue_turn("a")
+    assert router.grant_turn() is None
     with pytest.raises(RunError, match=r"task FrozenLake.*class H800"):
-        router.ask("d", "d", "FrozenLake")
+        router.queue_turn("d", "d", "FrozenLake")
     assert place(router, "e", "e", "maths") == 2
 
 
 def test_a_worker_that_is_started_after_it_was_given_up_is_waited_for() -> None:
     router = TurnRouter([Seat(), Seat()])
     for worker in range(2):
-        router.retire(worker)
+        router.retire_worker(worker)
     with pytest.raises(RunError, match="no rollout worker is left"):
-        router.ask("a", "t", "sim")
-    router.regain(1)
-    router.ask("a", "t", "sim")
-    assert router.grant() is None  # it is not open yet
-    router.open(1)
-    assert router.grant() == ("a", 1)
+        router.queue_turn("a", "t", "sim")
+    router.readmit_worker(1)
+    router.queue_turn("a", "t", "sim")
+    assert router.grant_turn() is None  # it is not open yet
+    router.open_worker(1)
+    assert router.grant_turn() == ("a", 1)
 
 
 def test_a_slot_that_many_wait_for_goes_to_a_turn_whose_prefix_is_there() -> None:
     router = opened([Seat(cap=1), Seat(cap=1)])
     assert [place(router, name) for name in ("a", "b")] == [0, 1]
-    router.ask("new", "new", "t")
-    router.ask("b1", "b", "t")
-    router.leave("b")
-    assert router.grant() == ("b1", 1)
-    router.leave("b1")
-    assert router.grant() == ("new", 1), "nobody's prefix is there any more"
+    router.queue_turn("new", "new", "t")
+    router.queue_turn("b1", "b", "t")
+    router.end_turn("b")
+    assert router.grant_turn() == ("b1", 1)
+    router.end_turn("b1")
+    assert router.grant_turn() == ("new", 1), "nobody's prefix is there any more"
 
 
 @pytest.mark.parametrize("patience", [0, 5])
 def test_a_turn_is_overtaken_only_so_often(patience: int) -> None:
     router = opened([Seat(cap=1)], patience=patience)
     assert place(router, "a0", "a") == 0
-    router.ask("new", "new", "t")
+    router.queue_turn("new", "new", "t")
     for turn in range(1, 100):
-        router.ask(f"a{turn}", "a", "t")
-        router.leave(f"a{turn - 1}")
-        granted = router.grant()
+        router.queue_turn(f"a{turn}", "a", "t")
+        router.end_turn(f"a{turn - 1}")
+        granted = router.grant_turn()
         assert granted is not None
         if granted[0] == "new":
             break
@@ -210,10 +210,10 @@ def test_nothing_starves_while_slots_are_freed(spread: str, seed: int) -> None:
             due = grants + 2 * len(waiting) + patience
             last = max([due, *(other for other, _ in waiting.values())]) + len(waiting)
             waiting[f"{trajectory}/{number}"] = due, last
-            router.ask(f"{trajectory}/{number}", trajectory, "t")
+            router.queue_turn(f"{trajectory}/{number}", trajectory, "t")
         if running and draw.random() < 0.9:
-            router.leave(running.pop(draw.randrange(len(running))))
-        while (granted := router.grant()) is not None:
+            router.end_turn(running.pop(draw.randrange(len(running))))
+        while (granted := router.grant_turn()) is not None:
             overtaken += granted[0] != next(iter(waiting))
             _, last = waiting.pop(granted[0])
             assert grants <= last
@@ -278,30 +278,30 @@ def test_whatever_happens_caps_hold_slots_go_to_the_oldest_and_affinity_is_kept(
         if event < 0.5:
             name, task = f"r{number}", draw.choice("xy")
             model.trajectory[name] = f"t{draw.randrange(6)}{task}"
-            router.ask(name, model.trajectory[name], task)
+            router.queue_turn(name, model.trajectory[name], task)
             model.due[name] = model.grants + 2 * len(model.waiting) + patience
             model.waiting[name] = task
             model.order[name] = number
         elif event < 0.75 and (known := [*model.placed, *model.waiting]):
             name = draw.choice(known)
-            router.leave(name)
+            router.end_turn(name)
             model.placed.pop(name, None)
             model.waiting.pop(name, None)
         elif event < 0.85 and model.placed:
             name = draw.choice(list(model.placed))
-            router.take_back(name)
+            router.requeue_turn(name)
             del model.placed[name]
             model.waiting[name] = model.trajectory[name][-1]
         elif event < 0.93:
             lost = draw.random() < 0.5
-            router.close(worker, cache_lost=lost)
+            router.close_worker(worker, cache_lost=lost)
             model.open[worker] = False
             if lost:
                 model.holder = {name: place for name, place in model.holder.items() if place != worker}
         else:
-            router.open(worker)
+            router.open_worker(worker)
             model.open[worker] = True
-        while (granted := router.grant()) is not None:
+        while (granted := router.grant_turn()) is not None:
             name, worker = granted
             task, trajectory = model.waiting.pop(name), model.trajectory[name]
             fits = model.fits(task)
@@ -332,8 +332,8 @@ def test_whatever_happens_caps_hold_slots_go_to_the_oldest_and_affinity_is_kept(
             model.placed[name] = worker
             model.holder[trajectory] = worker
         for at, seat in enumerate(seats):
-            assert router.load(at) == model.load(at)
-            assert not seat.cap or router.load(at) <= seat.cap
+            assert router.load_of(at) == model.load(at)
+            assert not seat.cap or router.load_of(at) <= seat.cap
         assert router.queued == len(model.waiting)
         assert not [name for name, task in model.waiting.items() if model.fits(task)], "a slot stays empty"
 
@@ -341,44 +341,44 @@ def test_whatever_happens_caps_hold_slots_go_to_the_oldest_and_affinity_is_kept(
 def test_a_worker_that_moves_to_a_new_class_serves_what_waits_for_any() -> None:
     router = opened([Seat("H800", cap=1), Seat("H20", cap=1)], affinity={"maths": "H20", "default": "H800"})
     assert [place(router, name) for name in "ab"] == [0, 1]
-    router.ask("c", "c", "t")
-    router.ask("d", "d", "maths")
-    router.close(0, cache_lost=True)
-    router.take_back("a")
-    assert router.reseat(0, "L20") == []
-    assert router.grant() is None, "it is still closed"
-    router.open(0)
-    assert [router.grant(), router.grant()] == [("a", 0), None]
-    router.leave("b")
-    assert router.grant() == ("c", 1)
-    router.leave("a")
-    assert router.grant() == ("d", 0)
-    assert (router.load(0), router.load(1), router.queued) == (1, 1, 0)
+    router.queue_turn("c", "c", "t")
+    router.queue_turn("d", "d", "maths")
+    router.close_worker(0, cache_lost=True)
+    router.requeue_turn("a")
+    assert router.reseat_worker(0, "L20") == []
+    assert router.grant_turn() is None, "it is still closed"
+    router.open_worker(0)
+    assert [router.grant_turn(), router.grant_turn()] == [("a", 0), None]
+    router.end_turn("b")
+    assert router.grant_turn() == ("c", 1)
+    router.end_turn("a")
+    assert router.grant_turn() == ("d", 0)
+    assert (router.load_of(0), router.load_of(1), router.queued) == (1, 1, 0)
 
 
 def test_a_class_that_its_last_worker_left_is_named() -> None:
     router = opened([Seat("H800"), Seat("H20")], affinity={"maths": "H800", "default": "H20"}, fallback=False)
-    router.close(0, cache_lost=True)
-    router.ask("a", "a", "maths")
-    router.ask("b", "b", "t")
-    assert router.reseat(0, "H20") == ["a"]
+    router.close_worker(0, cache_lost=True)
+    router.queue_turn("a", "a", "maths")
+    router.queue_turn("b", "b", "t")
+    assert router.reseat_worker(0, "H20") == ["a"]
     with pytest.raises(RunError, match="class H800 only"):
-        router.ask("c", "c", "maths")
-    router.open(0)
-    assert router.grant() == ("b", 0)
+        router.queue_turn("c", "c", "maths")
+    router.open_worker(0)
+    assert router.grant_turn() == ("b", 0)
 
 
 def test_a_prefix_that_was_brought_to_another_worker_is_known_to_lie_there() -> None:
     router = TurnRouter([Seat(), Seat()])
     for worker in (0, 1):
-        router.open(worker)
-    router.ask("r0", "t", "")
-    first = router.grant()
+        router.open_worker(worker)
+    router.queue_turn("r0", "t", "")
+    first = router.grant_turn()
     assert first is not None
-    router.leave("r0")
+    router.end_turn("r0")
     other = 1 - first[1]
-    router.place("t", other)
-    router.brought("t", other)
-    router.ask("r1", "t", "")
-    assert router.grant() == ("r1", other)
+    router.pin_trajectory("t", other)
+    router.record_prefix_copy("t", other)
+    router.queue_turn("r1", "t", "")
+    assert router.grant_turn() == ("r1", other)
     assert router.prefix_of("r1") == -1, "nothing is left to be fetched"

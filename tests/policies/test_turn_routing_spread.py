@@ -23,13 +23,13 @@ SPREAD = "rollout.routing.spread=least-utilized"
 def opened(seats: list[Seat], rule: str = RULES[0], **options: int) -> TurnRouter:
     router = TurnRouter(seats, rule, spread=LEAST_UTILIZED, **options)  # type: ignore[arg-type]
     for worker in range(len(seats)):
-        router.open(worker)
+        router.open_worker(worker)
     return router
 
 
 def place(router: TurnRouter, request: str, trajectory: str = "") -> int | None:
-    router.ask(request, trajectory or request, "t")
-    granted = router.grant()
+    router.queue_turn(request, trajectory or request, "t")
+    granted = router.grant_turn()
     assert granted is None or granted[0] == request
     return None if granted is None else granted[1]
 
@@ -46,12 +46,12 @@ def test_a_dedicated_worker_comes_first_among_equals_as_the_runs_own_are_the_fir
 
 def test_a_turn_leaves_its_prefix_when_another_worker_is_emptier_by_more_than_imbalance_requests() -> None:
     router = opened([Seat(cap=8), Seat(cap=4, borrowed=True)], imbalance=2)
-    router.close(1)  # it has no weights yet
+    router.close_worker(1)  # it has no weights yet
     assert [place(router, f"{n}/0", f"{n}") for n in range(6)] == [0] * 6
-    router.open(1)
+    router.open_worker(1)
     went = []
     for n in range(6):
-        router.leave(f"{n}/0")
+        router.end_turn(f"{n}/0")
         went.append(place(router, f"{n}/1", f"{n}"))
     assert went == [1, 0, 0, 0, 0, 0], (
         "5 there beside none; then 4 + 1 of 8 beside 1 of 4, which would be 2 of 8, and 2 more"
@@ -61,13 +61,13 @@ def test_a_turn_leaves_its_prefix_when_another_worker_is_emptier_by_more_than_im
 
 def opened_stays(imbalance: int) -> list[int | None]:
     router = opened([Seat(cap=8), Seat(cap=4, borrowed=True)], imbalance=imbalance)
-    router.close(1)
+    router.close_worker(1)
     for n in range(6):
         place(router, f"{n}/0", f"{n}")
-    router.open(1)
+    router.open_worker(1)
     found = []
     for n in range(6):
-        router.leave(f"{n}/0")
+        router.end_turn(f"{n}/0")
         found.append(place(router, f"{n}/1", f"{n}"))
     return found
 
@@ -75,9 +75,9 @@ def opened_stays(imbalance: int) -> list[int | None]:
 def test_a_smaller_budget_of_a_borrowed_worker_sends_turns_elsewhere() -> None:
     router = opened([Seat(cap=8), Seat(cap=8, borrowed=True)])
     assert [place(router, name) for name in "abcd"] == [0, 1, 0, 1]
-    router.recap(1, 2)
+    router.set_cap(1, 2)
     assert [place(router, name) for name in "efgh"] == [0] * 4, "it is full, though it has less than the other"
-    router.recap(1, 4)
+    router.set_cap(1, 4)
     assert place(router, "i") == 1, "2 of 4 are less than 6 of 8"
 
 
@@ -117,24 +117,24 @@ def test_whatever_happens_caps_hold_nothing_is_sent_to_a_closed_server_and_prefi
         event, worker = draw.random(), draw.randrange(len(seats))
         if event < 0.5:
             name = f"{number}/t{draw.randrange(8)}"
-            router.ask(name, name.split("/")[1], "t")
+            router.queue_turn(name, name.split("/")[1], "t")
             model.waiting.append(name)
         elif event < 0.72 and model.placed:
             name = draw.choice(list(model.placed))
-            router.leave(name)
+            router.end_turn(name)
             del model.placed[name]
         elif event < 0.82:
             cap = draw.randint(1, 9)  # what its budget leaves room for now
-            router.recap(worker, cap)
+            router.set_cap(worker, cap)
             model.caps[worker] = cap
         elif event < 0.9:
-            router.close(worker, cache_lost=True)
+            router.close_worker(worker, cache_lost=True)
             model.open[worker] = False
             model.holder = {name: at for name, at in model.holder.items() if at != worker}
         else:
-            router.open(worker)
+            router.open_worker(worker)
             model.open[worker] = True
-        while (granted := router.grant()) is not None:
+        while (granted := router.grant_turn()) is not None:
             name, worker = granted
             fits = model.fits()
             assert worker in fits, "open, and below its cap of now"
@@ -155,7 +155,7 @@ def test_whatever_happens_caps_hold_nothing_is_sent_to_a_closed_server_and_prefi
             model.holder[name.split("/")[1]] = worker
         assert not (model.waiting and model.fits()), "a slot stays empty"
         assert router.queued == len(model.waiting)
-        assert [router.load(at) for at in range(len(seats))] == [model.load(at) for at in range(len(seats))]
+        assert [router.load_of(at) for at in range(len(seats))] == [model.load(at) for at in range(len(seats))]
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8), st.integers(0, 200))
@@ -165,7 +165,7 @@ def test_new_trajectories_fill_all_workers_evenly(kinds: list[tuple[int, bool]],
     router = opened(seats)
     for number in range(turns):
         place(router, f"{number}")
-    loads = [router.load(worker) for worker in range(len(seats))]
+    loads = [router.load_of(worker) for worker in range(len(seats))]
     assert sum(loads) == min(turns, sum(seat.cap for seat in seats))
     for one, seat in zip(loads, seats, strict=True):
         for other, beside in zip(loads, seats, strict=True):
@@ -178,9 +178,9 @@ def test_without_a_cap_there_is_no_share_of_it() -> None:
     assert caught.value.field == "rollout.routing.served_cap"
     router = opened([Seat(cap=1)])
     with pytest.raises(ConfigError, match="cap"):
-        router.join(Seat())
+        router.add_worker(Seat())
     with pytest.raises(ConfigError, match="cap"):
-        router.recap(0, 0)
+        router.set_cap(0, 0)
     with pytest.raises(ConfigError, match="least-utilized"):
         TurnRouter([Seat(cap=1)], spread="even")
 
@@ -219,5 +219,5 @@ def test_the_configs_word_reaches_the_router() -> None:
             (False, True),
         )
         for worker in range(2):
-            router.open(worker)
+            router.open_worker(worker)
         assert [place(router, name) for name in "abc"] == expected

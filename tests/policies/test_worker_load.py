@@ -10,12 +10,19 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
 from orchestrator.policies.parallelism.parallel_degrees import allocate_loads, anneal
-from orchestrator.policies.placement.worker_load import Loads, Pace, Rates, place_loads, rates_of, sorted_loads
+from orchestrator.policies.placement.worker_load import (
+    TrajectoryLoads,
+    TurnStatistics,
+    WorkerRates,
+    place_loads,
+    rates_of,
+    sorted_loads,
+)
 
 
-def drawn(draw: random.Random, count: int) -> Loads:
+def drawn(draw: random.Random, count: int) -> TrajectoryLoads:
     """In which the order by tokens is also one by everything else."""
     tokens = sorted((draw.lognormvariate(4, 1) for _ in range(count)), reverse=True)
     gap, context, spread = draw.choice([0.0, 1.0]), draw.uniform(0, 30), draw.choice([0.0, 0.7])
@@ -23,15 +30,17 @@ def drawn(draw: random.Random, count: int) -> Loads:
     return sorted_loads(tokens, contexts, contexts, [gap * one for one in tokens], spreads, 1.5, 5000.0)[0]
 
 
-def kinds(draw: random.Random) -> dict[int, Rates]:
+def kinds(draw: random.Random) -> dict[int, WorkerRates]:
     gain, slope, read = draw.uniform(0.3, 0.9), draw.uniform(0, 0.3), draw.choice([0.0, 1e-5, 1e-4])
     room = draw.choice([math.inf, 500.0, 5000.0])
-    return {d: Rates((d**-gain, d**-gain * (1 + slope)), read / d, 1e-4 / d, room * d, 64) for d in (1, 2, 4)}
+    return {d: WorkerRates((d**-gain, d**-gain * (1 + slope)), read / d, 1e-4 / d, room * d, 64) for d in (1, 2, 4)}
 
 
-def slowest(loads: Loads, workers: Sequence[Rates], sizes: Sequence[int]) -> float:
+def slowest(loads: TrajectoryLoads, workers: Sequence[WorkerRates], sizes: Sequence[int]) -> float:
     starts = itertools.accumulate(sizes, initial=0)
-    return max(loads.seconds(worker, start, size) for worker, start, size in zip(workers, starts, sizes, strict=False))
+    return max(
+        loads.group_seconds(worker, start, size) for worker, start, size in zip(workers, starts, sizes, strict=False)
+    )
 
 
 def partitions(count: int, groups: int) -> list[tuple[int, ...]]:
@@ -61,35 +70,35 @@ def test_a_group_takes_longer_with_one_more_and_less_when_all_are_shorter() -> N
     for _ in range(200):
         loads, rates = drawn(draw, 30), draw.choice(list(kinds(draw).values()))
         start, count = draw.randint(0, 10), draw.randint(1, 10)
-        here = loads.seconds(rates, start, count)
-        assert loads.seconds(rates, start, count + 1) >= here
-        assert loads.seconds(rates, start + 1, count) <= here * (1 + 1e-12)
+        here = loads.group_seconds(rates, start, count)
+        assert loads.group_seconds(rates, start, count + 1) >= here
+        assert loads.group_seconds(rates, start + 1, count) <= here * (1 + 1e-12)
         limit = here * draw.uniform(0.5, 3)
-        most, seconds, beyond = loads.most(rates, start, limit, draw.randint(0, 40))
-        assert most == max((k for k in range(31 - start) if loads.seconds(rates, start, k) <= limit), default=0)
-        assert seconds == (loads.seconds(rates, start, most) if most else 0.0)
-        assert beyond == (math.inf if start + most == 30 else loads.seconds(rates, start, most + 1))
+        most, seconds, beyond = loads.most_within(rates, start, limit, draw.randint(0, 40))
+        assert most == max((k for k in range(31 - start) if loads.group_seconds(rates, start, k) <= limit), default=0)
+        assert seconds == (loads.group_seconds(rates, start, most) if most else 0.0)
+        assert beyond == (math.inf if start + most == 30 else loads.group_seconds(rates, start, most + 1))
 
 
-def even(count: int, tokens: float = 100.0, gap: float = 0.0, spread: float = 0.0) -> Loads:
+def even(count: int, tokens: float = 100.0, gap: float = 0.0, spread: float = 0.0) -> TrajectoryLoads:
     return sorted_loads([tokens] * count, [0.0] * count, [0.0] * count, [gap] * count, [spread] * count)[0]
 
 
 def test_trajectories_whose_kv_does_not_fit_together_wait_for_each_other() -> None:
-    roomy, tight = (Rates((1.0, 1.01), room=room) for room in (math.inf, 1000.0))
+    roomy, tight = (WorkerRates((1.0, 1.01), room=room) for room in (math.inf, 1000.0))
     few, many = even(10), even(40)
-    assert few.seconds(tight, 0, 10) == few.seconds(roomy, 0, 10)
-    assert many.seconds(tight, 0, 40) > 1.5 * many.seconds(roomy, 0, 40)
+    assert few.group_seconds(tight, 0, 10) == few.group_seconds(roomy, 0, 10)
+    assert many.group_seconds(tight, 0, 40) > 1.5 * many.group_seconds(roomy, 0, 40)
     sizes = np.diff(place_loads(many, [tight, roomy])[0]).tolist()
     assert sizes[0] < sizes[1], "what would not fit is cut off"
 
 
 def test_while_the_longest_waits_for_its_tools_the_others_stand_less_in_its_way() -> None:
-    rates = Rates((1.0, 1.5))
-    busy, apart = even(8).seconds(rates, 0, 8), even(8, gap=300.0).seconds(rates, 0, 8)
+    rates = WorkerRates((1.0, 1.5))
+    busy, apart = even(8).group_seconds(rates, 0, 8), even(8, gap=300.0).group_seconds(rates, 0, 8)
     assert busy == pytest.approx(100 * 4.5)
     assert 300 + 100 < apart < 300 + busy
-    assert even(1, gap=300.0).seconds(rates, 0, 1) == pytest.approx(400.0)
+    assert even(1, gap=300.0).group_seconds(rates, 0, 1) == pytest.approx(400.0)
 
 
 def test_of_many_that_may_become_long_some_do() -> None:
@@ -97,17 +106,17 @@ def test_of_many_that_may_become_long_some_do() -> None:
     assert sure.longest(0, 64) == 100.0
     assert unsure.longest(0, 1) == pytest.approx(100.0 * math.exp(-0.5)), "the median, of the same mean"
     assert unsure.longest(0, 64) > 5 * unsure.longest(0, 1)
-    rates = Rates((1e-9,), context=1.0)
-    assert sure.seconds(rates, 0, 1) < unsure.seconds(rates, 0, 1), (
+    rates = WorkerRates((1e-9,), context=1.0)
+    assert sure.group_seconds(rates, 0, 1) < unsure.group_seconds(rates, 0, 1), (
         "the same tokens, but some contexts are read for long"
     )
-    slow, fast = Rates((2.0, 2.01)), Rates((1.0, 1.1))
+    slow, fast = WorkerRates((2.0, 2.01)), WorkerRates((1.0, 1.1))
     shares = [np.diff(place_loads(loads, [fast, slow])[0]).tolist()[1] for loads in (sure, unsure)]
     assert shares[1] < shares[0], "a slow worker gets fewer of them"
 
 
 def test_equal_degrees_are_kept_unless_others_are_better_by_the_margin() -> None:
-    rates = {1: Rates((1.0, 1.01)), 2: Rates((0.9, 0.905))}
+    rates = {1: WorkerRates((1.0, 1.01)), 2: WorkerRates((0.9, 0.905))}
     loads = sorted_loads([1000.0] + [990.0] * 3, [0.0] * 4, [0.0] * 4, [0.0] * 4, [0.0] * 4)[0]
     found = allocate_loads(loads, 4, rates)
     assert len(set(found.degrees)) == 2 or found.exact
@@ -117,19 +126,19 @@ def test_equal_degrees_are_kept_unless_others_are_better_by_the_margin() -> None
 
 
 def test_a_profile_gives_its_rates_back() -> None:
-    truth = Rates(tuple(0.01 + 0.001 * n for n in range(1, 17)), 1e-6, 2e-5, 4000.0, 16)
-    layout, points = Layout(2), []
+    truth = WorkerRates(tuple(0.01 + 0.001 * n for n in range(1, 17)), 1e-6, 2e-5, 4000.0, 16)
+    layout, points = EngineLayout(2), []
     for batch in (1, 2, 4, 8, 16):
         for tokens in (100, 400, 1600):
-            seconds = truth.step(batch) + truth.context * batch * tokens
-            points += [Point("decode", layout, batch, tokens, seconds)]
-            points += [Point("prefill", layout, batch, tokens, truth.prefill * batch * tokens)]
-    found = rates_of(Profile(points, [EngineShape(layout, 1.0, 4000, 1, 1.0)]), layout, 16)
+            seconds = truth.step_seconds(batch) + truth.context * batch * tokens
+            points += [ProfilePoint("decode", layout, batch, tokens, seconds)]
+            points += [ProfilePoint("prefill", layout, batch, tokens, truth.prefill * batch * tokens)]
+    found = rates_of(EngineProfile(points, [EngineShape(layout, 1.0, 4000, 1, 1.0)]), layout, 16)
     assert found.steps == pytest.approx(truth.steps)
     assert (found.context, found.prefill) == pytest.approx((1e-6, 2e-5))
     assert (found.room, found.slots) == (4000.0, 16)
     with pytest.raises(KeyError):
-        rates_of(Profile(points), Layout(8), 16)
+        rates_of(EngineProfile(points), EngineLayout(8), 16)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf])
@@ -139,16 +148,16 @@ def test_what_is_no_number_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="gaps"):
         sorted_loads([1.0], [0.0], [0.0], [wrong], [0.0])
     with pytest.raises(ValueError, match="steps"):
-        Rates((wrong,))
+        WorkerRates((wrong,))
     with pytest.raises(ValueError, match="at least one"):
         place_loads(even(1), [])
 
 
 def test_the_pace_of_turns_is_a_mean_by_task() -> None:
-    pace = Pace()
-    assert (pace.grows(["a"]), pace.gap_seconds("a"), pace.opening("a")) == (1.0, 0.0, 0.0)
-    pace.turn("a", 100, 30, True)
-    pace.turn("a", 100, 50, False)
-    pace.gap("a", 2.0)
-    pace.gap("a", 4.0)
-    assert (pace.grows(["a", "b"]), pace.gap_seconds("a"), pace.opening("a")) == (1.25, 3.0, 30.0)
+    pace = TurnStatistics()
+    assert (pace.context_growth(["a"]), pace.gap_seconds("a"), pace.prompt_tokens("a")) == (1.0, 0.0, 0.0)
+    pace.record_turn("a", 100, 30, True)
+    pace.record_turn("a", 100, 50, False)
+    pace.record_gap("a", 2.0)
+    pace.record_gap("a", 4.0)
+    assert (pace.context_growth(["a", "b"]), pace.gap_seconds("a"), pace.prompt_tokens("a")) == (1.25, 3.0, 30.0)

@@ -104,7 +104,7 @@ class Worker:
 class Always(BreakEven):
     """Moves everything."""
 
-    def pays(self, tokens: int) -> bool:
+    def move_pays(self, tokens: int) -> bool:
         return True
 
 
@@ -285,34 +285,34 @@ def test_with_the_section_off_every_turn_goes_at_once() -> None:
 def learned(move: tuple[float, float], compute: tuple[float, float], **options: Any) -> BreakEven:
     policy = BreakEven(explore=1000, **options)
     for tokens in (100, 300, 500, 900):
-        policy.saw(True, tokens, move[0] + move[1] * tokens)
-        policy.saw(False, tokens, compute[0] + compute[1] * tokens)
+        policy.record_turn(True, tokens, move[0] + move[1] * tokens)
+        policy.record_turn(False, tokens, compute[0] + compute[1] * tokens)
     return policy
 
 
 def test_a_move_pays_from_the_length_on_at_which_the_lines_cross() -> None:
     policy = learned(move=(0.1, 0.0001), compute=(0.0, 0.0005))
-    assert policy.tokens == pytest.approx(250)
-    assert [policy.pays(tokens) for tokens in (10, 200, 300, 5000)] == [False, False, True, True]
+    assert policy.break_even_tokens == pytest.approx(250)
+    assert [policy.move_pays(tokens) for tokens in (10, 200, 300, 5000)] == [False, False, True, True]
 
 
 def test_a_link_that_is_slower_than_computing_is_never_used_and_one_that_is_free_always() -> None:
     never = learned(move=(0.1, 0.001), compute=(0.0, 0.0005))
-    assert never.tokens == math.inf
-    assert not any(never.pays(tokens) for tokens in (10, 10_000))
+    assert never.break_even_tokens == math.inf
+    assert not any(never.move_pays(tokens) for tokens in (10, 10_000))
     always = learned(move=(0.0, 0.0001), compute=(0.01, 0.0005))
-    assert always.tokens == 0
-    assert always.pays(1)
+    assert always.break_even_tokens == 0
+    assert always.move_pays(1)
 
 
 def test_both_ways_are_tried_before_either_is_believed_and_again_now_and_then() -> None:
     policy = BreakEven(tries=2, explore=10)
     tried = []
     for _ in range(4):
-        tried.append(policy.pays(100))
-        policy.saw(tried[-1], 100, 0.01 if tried[-1] else 1.0)
+        tried.append(policy.move_pays(100))
+        policy.record_turn(tried[-1], 100, 0.01 if tried[-1] else 1.0)
     assert sorted(tried) == [False, False, True, True]
-    later = [policy.pays(100) for _ in range(20)]
+    later = [policy.move_pays(100) for _ in range(20)]
     assert later.count(False) == 2
 
 
@@ -322,9 +322,9 @@ def test_a_link_that_becomes_slow_is_given_up_and_taken_up_again() -> None:
     def live(link: float, turns: int) -> int:
         moved = 0
         for _ in range(turns):
-            pays = policy.pays(100)
+            pays = policy.move_pays(100)
             moved += pays
-            policy.saw(pays, 100, link if pays else 0.5)
+            policy.record_turn(pays, 100, link if pays else 0.5)
         return moved
 
     assert live(0.1, 40) > 28
@@ -336,10 +336,10 @@ def test_a_link_that_becomes_slow_is_given_up_and_taken_up_again() -> None:
 
 def test_short_contexts_are_computed_and_nonsense_is_not_learned() -> None:
     policy = BreakEven(min_tokens=64)
-    assert not policy.pays(63)
+    assert not policy.move_pays(63)
     for seconds in (math.nan, math.inf, -1.0):
-        policy.saw(True, 100, seconds)
-    policy.saw(True, 0, 1.0)
+        policy.record_turn(True, 100, seconds)
+    policy.record_turn(True, 0, 1.0)
     assert policy.expected(100) == (0.0, 0.0)
     with pytest.raises(ConfigError):
         BreakEven(tries=0)

@@ -152,20 +152,20 @@ def test_when_a_class_is_gone_for_good_its_turns_are_served_by_the_other(gone: s
 def test_a_part_never_leaves_its_class_and_a_trajectory_has_a_worker_in_each() -> None:
     router = TurnRouter([Seat("P"), Seat("D"), Seat("D")], phases={PREFILL: "P", DECODE: "D"})
     for worker in range(3):
-        router.open(worker)
-    router.ask("1", "t", PREFILL)
-    assert router.grant() == ("1", 0)
-    router.leave("1")
-    router.ask("2", "t", DECODE)
-    assert router.grant() == ("2", 1)
-    router.leave("2")
-    assert (router.holder("t", PREFILL), router.holder("t", DECODE)) == (0, 1)
-    router.close(0)
-    assert not router.has(PREFILL)
-    router.ask("3", "t", PREFILL)
-    assert router.grant() is None  # the others are of another class
-    router.forget("t")
-    assert router.holder("t", DECODE) == -1
+        router.open_worker(worker)
+    router.queue_turn("1", "t", PREFILL)
+    assert router.grant_turn() == ("1", 0)
+    router.end_turn("1")
+    router.queue_turn("2", "t", DECODE)
+    assert router.grant_turn() == ("2", 1)
+    router.end_turn("2")
+    assert (router.prefix_holder("t", PREFILL), router.prefix_holder("t", DECODE)) == (0, 1)
+    router.close_worker(0)
+    assert not router.has_phase(PREFILL)
+    router.queue_turn("3", "t", PREFILL)
+    assert router.grant_turn() is None  # the others are of another class
+    router.forget_trajectory("t")
+    assert router.prefix_holder("t", DECODE) == -1
 
 
 @pytest.mark.parametrize(

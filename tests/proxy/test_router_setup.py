@@ -22,10 +22,10 @@ def test_class_cap_and_tier_of_each_worker() -> None:
     )
     router = router_setup.plan(settings, NAMES, ("H800", "H20", ""), (False, False, True))
     for worker in range(3):
-        router.open(worker)
+        router.open_worker(worker)
     for number, task in enumerate(["FrozenLake", "FrozenLake", "maths", "maths", "maths"]):
-        router.ask(f"{number}", f"{number}", task)
-    assert [router.grant() for _ in range(5)] == [("0", 0), ("1", 1), ("2", 2), ("3", 2), None]
+        router.queue_turn(f"{number}", f"{number}", task)
+    assert [router.grant_turn() for _ in range(5)] == [("0", 0), ("1", 1), ("2", 2), ("3", 2), None]
 
 
 @pytest.mark.parametrize(

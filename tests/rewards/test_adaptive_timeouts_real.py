@@ -19,7 +19,7 @@ from orchestrator.observe.report.feature_sections import environments
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.policies.batching.trajectory_filters import FilterChain
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
-from orchestrator.rewards.code_judge import Case, CaseLimits, HiddenTests, Verdict, judge_cases
+from orchestrator.rewards.code_judge import CaseLimits, HiddenTests, JudgedCase, Verdict, judge_cases
 from orchestrator.rewards.host_launch import RewardHost
 from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.runtime import preflight
@@ -34,7 +34,7 @@ from orchestrator.tasks.vocabulary import CHARACTERS
 pytestmark = pytest.mark.slow
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-TESTS = HiddenTests("f", [Case([1], 2), Case([2], 3), Case([3], 4)])
+TESTS = HiddenTests("f", [JudgedCase([1], 2), JudgedCase([2], 3), JudgedCase([3], 4)])
 RIGHT = "def f(x):\n return x + 1"
 STUBBORN = """
 import os, signal, time
@@ -147,7 +147,7 @@ def test_run_times_that_are_none_are_an_error_of_the_function(cases: Any) -> Non
 
 def test_a_checkpoint_keeps_what_right_answers_took_and_older_ones_have_none(tmp_path: Path) -> None:
     timeouts = AdaptiveTimeouts()
-    timeouts.note("coding/a", [CaseTime(4.0, 30.0), CaseTime(0.1, 30.0)], correct=True)
+    timeouts.record_times("coding/a", [CaseTime(4.0, 30.0), CaseTime(0.1, 30.0)], correct=True)
     checkpoints = Checkpoints(tmp_path, 2)
     checkpoints.commit(checkpoints.begin(1), CheckpointState(1, 1, 0, 5.0, (), run_times=timeouts.state()))
 

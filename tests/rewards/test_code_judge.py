@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import Prompt, RetryableError, RunError, Trajectory, Turn
-from orchestrator.rewards.code_judge import Case, HiddenTests, Verdict, judge
+from orchestrator.rewards.code_judge import HiddenTests, JudgedCase, Verdict, judge_solution
 from orchestrator.rewards.host_launch import RewardHost
 from orchestrator.rewards.reward_client import HttpReward
-from orchestrator.sandbox import Limits, Outcome, Sandbox
+from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.workspace import MAX_BYTES, Workspace
 from orchestrator.tasks import coding_problems
 from orchestrator.tasks.coding import CodingTask, shown
@@ -26,7 +26,7 @@ from orchestrator.tasks.vocabulary import CHARACTERS
 pytestmark = pytest.mark.slow
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-SQUARES = HiddenTests("f", [Case([n], n * n) for n in range(5)])
+SQUARES = HiddenTests("f", [JudgedCase([n], n * n) for n in range(5)])
 
 # Judges as is often done: code, tests and answers in one process, the exit code is the verdict.
 NAIVE = """
@@ -62,7 +62,7 @@ TAMPERING = {
 
 
 def in_sandbox(solution: str, tests: HiddenTests = SQUARES) -> Verdict:
-    return asyncio.run(judge(Sandbox(), solution, tests))
+    return asyncio.run(judge_solution(Sandbox(), solution, tests))
 
 
 @needs_sandbox
@@ -125,17 +125,17 @@ def test_whatever_code_answers_is_a_failed_test_at_worst(solution: str, detail: 
 @pytest.mark.long
 @needs_sandbox
 def test_code_that_never_ends_fails_with_the_limit_named() -> None:
-    tests = HiddenTests("f", SQUARES.cases, limits=Limits(wall_seconds=30, cpu_seconds=1))
+    tests = HiddenTests("f", SQUARES.cases, limits=SandboxLimits(wall_seconds=30, cpu_seconds=1))
     assert in_sandbox("def f(x):\n    while True: pass", tests).detail == "cpu limit"
 
 
 @needs_sandbox
 def test_a_checker_of_the_task_decides_and_is_never_beside_the_code() -> None:
     checker = "secret = 4\ndef check(given, _, answer): return sorted(answer) == sorted(given[0]) and secret == 4\n"
-    tests = HiddenTests("f", [Case([[3, 1, 2]])], checker)
+    tests = HiddenTests("f", [JudgedCase([[3, 1, 2]])], checker)
     assert in_sandbox("def f(x): return x[::-1]", tests).all_passed
     spy = "import os\ndef f(x): return sorted(os.listdir('.'))"
-    assert in_sandbox(spy, HiddenTests("f", [Case([0], ["main.py", "solution.py"])])).all_passed
+    assert in_sandbox(spy, HiddenTests("f", [JudgedCase([0], ["main.py", "solution.py"])])).all_passed
 
 
 @needs_sandbox
@@ -149,23 +149,23 @@ def test_a_verdict_that_does_not_know_the_word_is_refused() -> None:
         interpreter = "python3"
         calls = 0
 
-        async def python(self, *_: object, **__: object) -> Outcome:
+        async def python(self, *_: object, **__: object) -> SandboxOutcome:
             self.calls += 1
             answers = (
                 json.dumps([{"answer": 0}] * 5)
                 if self.calls == 1
                 else '{"word": "x", "passed": [true,true,true,true,true]}'
             )
-            return Outcome(0, "", answers.encode(), b"", 0.1)
+            return SandboxOutcome(0, "", answers.encode(), b"", 0.1)
 
     with pytest.raises(RetryableError, match="no verdict"):
-        asyncio.run(judge(Forged(), "", SQUARES))  # type: ignore[arg-type]
+        asyncio.run(judge_solution(Forged(), "", SQUARES))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------ the folder
 
 
-async def _ran(folder: Workspace, source: str) -> Outcome:
+async def _ran(folder: Workspace, source: str) -> SandboxOutcome:
     folder.write("main.py", source.encode())
     return await folder.run([folder._sandbox.interpreter, "main.py"])
 
@@ -200,7 +200,7 @@ def test_a_folder_keeps_what_a_turn_wrote_and_gives_its_output_and_exit_code() -
     ],
 )
 def test_protected_files_are_as_they_were_in_the_next_turn(attack: str) -> None:
-    async def turns() -> tuple[Workspace, Outcome]:
+    async def turns() -> tuple[Workspace, SandboxOutcome]:
         folder = Workspace(Sandbox(), {}, protected={"t/test.py": b"assert True"})
         await _ran(folder, attack)
         return folder, await _ran(folder, "print(open('t/test.py').read())")

@@ -17,7 +17,7 @@ from orchestrator.config import load_config
 from orchestrator.rewards import function_client
 from orchestrator.rewards.llm_judge import LLMJudge, transcript
 from orchestrator.rewards.reward_client import HttpReward
-from orchestrator.rewards.voting import Voting
+from orchestrator.rewards.voting import MajorityVote
 from orchestrator.runtime import function_hosts
 from orchestrator.tasks.frozenlake import FrozenLakeTask, encode
 from orchestrator.tasks.nim import NimTask
@@ -230,7 +230,7 @@ def test_a_run_is_scored_as_its_config_says(overrides: list[str], kind: type, vo
 
     reward = asyncio.run(started())
     if votes > 1:
-        assert isinstance(reward, Voting)
+        assert isinstance(reward, MajorityVote)
         assert reward._votes == votes
         reward = reward._reward
     assert isinstance(reward, kind)
@@ -261,10 +261,10 @@ class Voters:
         return answer
 
 
-def voted(*answers: float | Exception | None, by: Any = "majority") -> tuple[float, Voting, Voters]:
-    async def run() -> tuple[float, Voting, Voters]:
+def voted(*answers: float | Exception | None, by: Any = "majority") -> tuple[float, MajorityVote, Voters]:
+    async def run() -> tuple[float, MajorityVote, Voters]:
         voters = Voters(*answers)
-        voting = Voting(voters, len(answers), by)
+        voting = MajorityVote(voters, len(answers), by)
         return await voting.score(episode()), voting, voters
 
     return asyncio.run(asyncio.wait_for(run(), 10))
@@ -321,7 +321,7 @@ def test_scores_that_differ_a_little_have_a_median() -> None:
 @pytest.mark.parametrize("votes", [0, 2, -1])
 def test_an_even_number_of_votes_is_refused(votes: int) -> None:
     with pytest.raises(ConfigError, match="odd"):
-        Voting(Voters(), votes)
+        MajorityVote(Voters(), votes)
 
 
 # -------------------------------------------------------------------------------------------------- the real endpoint
@@ -367,7 +367,7 @@ def test_a_real_vllm_gives_scores_in_the_range_and_names_what_it_cannot(server: 
             await noise.score(episode())
         await noise.close()
         votes = LLMJudge(NIM, f"{server.url}/v1", **options, temperature=0.7)
-        assert 0.0 <= await Voting(votes, 3, "median").score(episode()) <= 1.0
+        assert 0.0 <= await MajorityVote(votes, 3, "median").score(episode()) <= 1.0
         await votes.close()
         unknown = LLMJudge(NIM, f"{server.url}/v1", **{**options, "model": "another"})
         with pytest.raises(RunError, match="404"):

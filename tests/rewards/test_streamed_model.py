@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.serving.judge_residency import JudgeMemory, pass_seconds, plan, spread
+from orchestrator.policies.serving.judge_residency import JudgeMemory, pass_seconds, plan_residency, spread_layers
 from vllm_rlplugin.judge import streamed_model
 from vllm_rlplugin.judge.layer_store import ALIGN, HostLayers, ThreadMover, make_layout
 from vllm_rlplugin.judge.streamed_model import StreamedModel
@@ -62,7 +62,7 @@ def test_streamed_layers_give_the_same_bits_as_resident_ones(
     expected: Any, resident: int, buffers: int, in_file: bool, tmp_path: Path
 ) -> None:
     judge = StreamedModel(qwen(), file=tmp_path / "layers" if in_file else None, buffers=buffers)
-    judge.arrange(spread(judge.memory, 10, resident, buffers))
+    judge.arrange(spread_layers(judge.memory, 10, resident, buffers))
     for _ in range(2):
         assert torch.equal(judge.forward(torch.tensor([PROMPT])).logits, expected[0])
     assert torch.equal(judge.forward(torch.arange(24).view(3, 8) * 4 % VOCABULARY).logits, expected[1])
@@ -114,7 +114,7 @@ def test_residency_follows_length_and_memory_between_two_requests(expected: Any)
 
 def test_a_pass_that_fails_half_way_does_not_disturb_the_next(expected: Any) -> None:
     judge = StreamedModel(qwen())
-    judge.arrange(spread(judge.memory, 10, 1))
+    judge.arrange(spread_layers(judge.memory, 10, 1))
     handle = judge._layers[3].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         judge.forward(torch.tensor([PROMPT]))
@@ -155,7 +155,7 @@ def test_the_next_layers_are_on_their_way_while_one_computes(monkeypatch: pytest
 
     monkeypatch.setattr(streamed_model, "make_mover", mover)
     judge = StreamedModel(qwen(), buffers=2)
-    judge.arrange(spread(judge.memory, 10, 0, 2))
+    judge.arrange(spread_layers(judge.memory, 10, 0, 2))
     assert torch.equal(judge.forward(torch.tensor([PROMPT])).logits, expected[0])
     assert made[-1].waited == [2, 3, 4, 5, 6, 7], "one ahead of the layer that is waited for, at every layer"
 
@@ -193,7 +193,7 @@ SIZES = st.builds(
 def test_what_is_planned_fits_and_is_as_much_as_fits(judge: JudgeMemory, tokens: int, free: int, buffers: int) -> None:
     least = judge.fixed + judge.reserve + int(judge.token * tokens)
     try:
-        found = plan(judge, tokens, free, buffers)
+        found = plan_residency(judge, tokens, free, buffers)
     except ValueError:
         assert least + min(buffers, judge.layers) * judge.layer > free
         return
@@ -211,11 +211,11 @@ def test_more_memory_or_a_shorter_sequence_never_means_fewer_resident_layers(
     judge: JudgeMemory, tokens: int, free: int, more: int, fewer: int
 ) -> None:
     try:
-        found = plan(judge, tokens, free)
+        found = plan_residency(judge, tokens, free)
     except ValueError:
         return
-    assert plan(judge, tokens, free + more).resident >= found.resident
-    assert plan(judge, max(0, tokens - fewer), free).resident >= found.resident
+    assert plan_residency(judge, tokens, free + more).resident >= found.resident
+    assert plan_residency(judge, max(0, tokens - fewer), free).resident >= found.resident
 
 
 def gaps(streamed_layers: Sequence[int], layers: int) -> list[int]:
@@ -226,22 +226,24 @@ def gaps(streamed_layers: Sequence[int], layers: int) -> list[int]:
 @given(st.integers(1, 100), st.data())
 def test_streamed_layers_are_spread_evenly_round_the_model(layers: int, data: Any) -> None:
     resident = data.draw(st.integers(0, layers - 1))
-    found = spread(JudgeMemory(layers, 0, 1, 0.0), 0, resident)
+    found = spread_layers(JudgeMemory(layers, 0, 1, 0.0), 0, resident)
     distances = gaps(found.streamed, layers)
     assert max(distances) - min(distances) <= 1
 
 
 def test_transfers_hide_behind_computation_as_far_as_they_can() -> None:
     judge = JudgeMemory(28, 0, 1, 0.0)
-    assert pass_seconds(spread(judge, 0, 28), 1.0, 5.0) == 28.0
-    assert pass_seconds(spread(judge, 0, 0), 1.0, 0.5) == pytest.approx(28.5), "only the first transfer is waited for"
-    slow = pass_seconds(spread(judge, 0, 0), 1.0, 4.0, passes=10) / 10
+    assert pass_seconds(spread_layers(judge, 0, 28), 1.0, 5.0) == 28.0
+    assert pass_seconds(spread_layers(judge, 0, 0), 1.0, 0.5) == pytest.approx(28.5), (
+        "only the first transfer is waited for"
+    )
+    slow = pass_seconds(spread_layers(judge, 0, 0), 1.0, 4.0, passes=10) / 10
     assert slow == pytest.approx(4.0 * 28, rel=0.01), "the link is the limit"
-    assert pass_seconds(spread(judge, 0, 21), 1.0, 4.0, passes=10) / 10 == pytest.approx(28.0, rel=0.02), (
+    assert pass_seconds(spread_layers(judge, 0, 21), 1.0, 4.0, passes=10) / 10 == pytest.approx(28.0, rel=0.02), (
         "a quarter streams free"
     )
-    assert pass_seconds(spread(judge, 0, 0, 1), 1.0, 1.0) == pytest.approx(56.0), "one buffer hides nothing"
+    assert pass_seconds(spread_layers(judge, 0, 0, 1), 1.0, 1.0) == pytest.approx(56.0), "one buffer hides nothing"
     with pytest.raises(ValueError, match="28 layers"):
-        spread(judge, 0, 29)
+        spread_layers(judge, 0, 29)
     with pytest.raises(ValueError, match="at least one"):
-        plan(judge, 0, 0, 0)
+        plan_residency(judge, 0, 0, 0)

@@ -21,7 +21,7 @@ from types import ModuleType
 
 import pytest
 
-from orchestrator.sandbox import Limits, Sandbox
+from orchestrator.sandbox import Sandbox, SandboxLimits
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")]
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def _load() -> ModuleType:
 
 ATTEMPTS = _load().ATTEMPTS
 AT_ONCE = 3
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     wall_seconds=30.0,  # of a busy machine
     cpu_seconds=1,
     memory_bytes=256 << 20,
@@ -50,7 +50,7 @@ LIMITS = Limits(
     scratch_bytes=12 << 20,
     output_bytes=1 << 18,
 )
-SHORT = Limits(wall_seconds=1.0)
+SHORT = SandboxLimits(wall_seconds=1.0)
 SLEEPERS = ("sleep past the limit", "refuse to end")
 DAEMON = "outlive the run as a daemon"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.sandbox import Limits, Outcome, Sandbox, cgroups, command, run, seccomp, watch
-from orchestrator.sandbox.diagnosis import diagnosed
+from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome, cgroups, command, run, seccomp, watch
+from orchestrator.sandbox.diagnosis import diagnose_sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")]
 
@@ -42,7 +42,7 @@ time.sleep(20)
 """
 
 
-def python(source: str, sandbox: Sandbox | None = None, **options: object) -> Outcome:
+def python(source: str, sandbox: Sandbox | None = None, **options: object) -> SandboxOutcome:
     return asyncio.run((sandbox or Sandbox()).python(source, **options))
 
 
@@ -80,12 +80,12 @@ def test_no_file_is_placed_outside_of_the_working_folder(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "limits", "limit"),
     [
-        ("import time; time.sleep(60)", Limits(wall_seconds=0.5), "wall"),
-        ("while True: print('x' * 1000)", Limits(output_bytes=10_000), "output"),
-        (HOG, Limits(memory_bytes=150 << 20, wall_seconds=30), "memory"),
+        ("import time; time.sleep(60)", SandboxLimits(wall_seconds=0.5), "wall"),
+        ("while True: print('x' * 1000)", SandboxLimits(output_bytes=10_000), "output"),
+        (HOG, SandboxLimits(memory_bytes=150 << 20, wall_seconds=30), "memory"),
     ],
 )
-def test_a_limit_that_is_reached_is_named(source: str, limits: Limits, limit: str) -> None:
+def test_a_limit_that_is_reached_is_named(source: str, limits: SandboxLimits, limit: str) -> None:
     sandbox = Sandbox()
     if limit == "memory":
         sandbox._hierarchies = ()
@@ -95,7 +95,7 @@ def test_a_limit_that_is_reached_is_named(source: str, limits: Limits, limit: st
 
 
 def test_processor_time_is_limited_and_named() -> None:
-    outcome = python("while True: pass", limits=Limits(cpu_seconds=1, wall_seconds=60))
+    outcome = python("while True: pass", limits=SandboxLimits(cpu_seconds=1, wall_seconds=60))
     assert (outcome.limit, outcome.exit_code) == ("cpu", 128 + signal.SIGXCPU)
 
 
@@ -106,11 +106,11 @@ def test_processes_and_memory_are_limited_with_cgroups_and_without(cgrouped: boo
         sandbox._hierarchies = ()
     elif not sandbox.uses_cgroups:
         pytest.skip("this process may not make cgroups here")
-    forked = python(FORK_BOMB, sandbox, limits=Limits(processes=16, wall_seconds=30))
+    forked = python(FORK_BOMB, sandbox, limits=SandboxLimits(processes=16, wall_seconds=30))
     assert b"BlockingIOError" in forked.stderr
     assert b"ESCAPED" not in forked.stdout
     # Without cgroups the whole run ends; with them the kernel chooses what to kill.
-    hogs = python(HOGS, sandbox, limits=Limits(memory_bytes=200 << 20, wall_seconds=30))
+    hogs = python(HOGS, sandbox, limits=SandboxLimits(memory_bytes=200 << 20, wall_seconds=30))
     assert hogs.limit == "memory" or b"[9" in hogs.stdout.replace(b"0, ", b"")
 
 
@@ -118,7 +118,7 @@ def test_the_address_space_of_each_process_is_limited_though_nothing_of_it_is_us
     source = (
         "import mmap; mmap.mmap(-1, 100 << 20); print('fits', flush=True); mmap.mmap(-1, 2 << 30); print('ESCAPED')"
     )
-    outcome = python(source, limits=Limits(memory_bytes=256 << 20))
+    outcome = python(source, limits=SandboxLimits(memory_bytes=256 << 20))
     assert outcome.stdout == b"fits\n"
     assert b"Cannot allocate memory" in outcome.stderr
 
@@ -127,7 +127,7 @@ def test_no_cgroup_is_left() -> None:
     sandbox = Sandbox()
     before = [sorted(os.listdir(hierarchy.folder)) for hierarchy in sandbox._hierarchies]
     python("print(1)", sandbox)
-    python("import time; time.sleep(9)", sandbox, limits=Limits(wall_seconds=0.3))
+    python("import time; time.sleep(9)", sandbox, limits=SandboxLimits(wall_seconds=0.3))
     ours = [f"rl-coserve-{os.getpid()}-"]
     after = [os.listdir(hierarchy.folder) for hierarchy in sandbox._hierarchies]
     assert not any(name.startswith(ours[0]) for folder in after for name in folder), before
@@ -184,7 +184,7 @@ def test_no_more_than_the_slots_run_at_once() -> None:
 
         running = 0
 
-        async def counted(*arguments: object) -> Outcome:
+        async def counted(*arguments: object) -> SandboxOutcome:
             nonlocal most, running
             running += 1
             most = max(most, running)
@@ -212,11 +212,11 @@ def test_a_machine_without_bubblewrap_is_one_clear_error_and_nothing_runs(monkey
 
 
 def test_the_doctor_says_whether_there_is_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    status, detail, _ = diagnosed()
+    status, detail, _ = diagnose_sandbox()
     assert status == "ok"
     assert "bubblewrap works" in detail
     monkeypatch.setattr(command.shutil, "which", lambda name, path=None: None)
-    status, detail, fix = diagnosed()
+    status, detail, fix = diagnose_sandbox()
     assert status == "warn"
     assert "apt-get install bubblewrap" in fix
 
@@ -247,7 +247,7 @@ def test_a_program_that_is_not_there_fails_by_itself() -> None:
 @pytest.mark.parametrize("value", [0, -1, float("nan"), True])
 def test_there_is_no_unlimited_sandbox(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"sandbox.{field}"):
-        Limits(**{field: value})
+        SandboxLimits(**{field: value})
 
 
 def test_the_filter_is_a_program_that_the_kernel_can_take_on_both_processors() -> None:
@@ -282,11 +282,11 @@ def test_cgroups_are_found_where_they_can_be_written_only(tmp_path: Path) -> Non
     for folder in ("memory/a", "pids,cpu", "devices", "b"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "b" / "cgroup.subtree_control").write_text("cpu memory io\n")
-    found = cgroups.find(str(tmp_path), str(own))
+    found = cgroups.find_hierarchies(str(tmp_path), str(own))
     assert [(h.controllers, h.unified) for h in found] == [
         (("memory",), False),
         (("pids", "cpu"), False),
         (("memory", "cpu"), True),
     ]
-    assert cgroups.find(str(tmp_path / "none"), str(own)) == ()
-    assert cgroups.find(str(tmp_path), str(tmp_path / "none")) == ()
+    assert cgroups.find_hierarchies(str(tmp_path / "none"), str(own)) == ()
+    assert cgroups.find_hierarchies(str(tmp_path), str(tmp_path / "none")) == ()

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from orchestrator.api import RetryableError
-from orchestrator.sandbox import Limits, Sandbox, spawner
+from orchestrator.sandbox import Sandbox, SandboxLimits, spawner
 from scripts.bench.micro.soak import marked_processes as running
 from tests.support.waiting import wait_for
 
@@ -67,7 +67,7 @@ def test_a_program_that_cannot_be_started_is_an_error_in_words() -> None:
 
 def test_a_cancelled_start_leaves_nothing_and_the_sandbox_in_order() -> None:
     async def scenario() -> None:
-        sandbox = Sandbox(Limits(wall_seconds=30.0), slots=1)
+        sandbox = Sandbox(SandboxLimits(wall_seconds=30.0), slots=1)
         mark = f"spawner-test-{os.getpid()}"
         program = [sandbox.interpreter, "-I", "-S", "-c", "import time; time.sleep(60)", mark]
         for ticks in range(12):

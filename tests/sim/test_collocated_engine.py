@@ -15,13 +15,13 @@ from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
 from orchestrator.sim.coserving.borrowed_fleet import borrowed_of
 from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
-from orchestrator.sim.coserving.serving_engine import Demand, Request, Served
-from orchestrator.sim.cost_model import Roofline
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.coserving.serving_engine import RolloutDemand, ServedLatencies, UserRequest
+from orchestrator.sim.cost_model import RooflineCosts
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.virtual_loop import run
 
-COSTS = Roofline(hardware.device("H800"), hardware.model("Qwen2.5-7B"))
+COSTS = RooflineCosts(hardware.device("H800"), hardware.model("Qwen2.5-7B"))
 SLO = Slo(0.5, 0.15)
 STEP = 0.02  # of rollouts
 REST = STEP / 2  # of the step under way when a prompt comes
@@ -37,8 +37,8 @@ class Rollouts:
         self.granted, self.at = 0.0, 0.0
         self.computed = 0.0
 
-    def demand(self) -> Demand:
-        return Demand(0, 4, STEP, 1000)
+    def demand(self) -> RolloutDemand:
+        return RolloutDemand(0, 4, STEP, 1000)
 
     def share(self, share: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -54,22 +54,22 @@ class Rollouts:
 
 def play(
     load: Load, mode: str = "", chunk: int = 2048, seconds: float = 60.0
-) -> tuple[Served, float, CollocatedEngine]:
+) -> tuple[ServedLatencies, float, CollocatedEngine]:
     """``mode``: of admission, "": nobody beside it. What users saw, and device seconds of rollouts."""
 
-    async def main() -> tuple[Served, float, CollocatedEngine]:
-        served = Served()
+    async def main() -> tuple[ServedLatencies, float, CollocatedEngine]:
+        served = ServedLatencies()
         rules = SharingRules(10_000, headroom=0.2)
         engine = CollocatedEngine("s", "both", COSTS, SLO, rules, served, lambda _: None, chunk=chunk)
         tenant = Rollouts()
         if mode:
             engine.tenant = tenant
             engine.admission = Admission(lambda tokens: STEP, lambda batch: STEP, mode=mode)  # type: ignore[arg-type]
-            engine.look()
+            engine.refresh()
         loop = asyncio.get_running_loop()
         for at, prompt, answer in load:
             await asyncio.sleep(max(0.0, at - loop.time()))
-            engine.add(Request(loop.time(), prompt, answer))
+            engine.add(UserRequest(loop.time(), prompt, answer))
         await asyncio.sleep(seconds)
         tenant.share(0.0)
         engine.close()
@@ -78,7 +78,7 @@ def play(
     return run(main())
 
 
-def first_tokens(load: Load, served: Served) -> list[float]:
+def first_tokens(load: Load, served: ServedLatencies) -> list[float]:
     """When each prompt has its own; ``load``: by time of arrival."""
     return [at + ttft for (at, _, _), ttft in zip(load, served.ttft, strict=True)]
 
@@ -163,10 +163,12 @@ def test_with_slack_one_rollout_step_stands_between_two_tokens(mode: str) -> Non
 def test_a_request_without_slack_between_its_tokens_keeps_rollouts_out_unless_only_prompts_count() -> None:
     async def main(mode: str) -> float:
         slo = Slo(0.5, 0.01)  # less than two of its steps
-        engine = CollocatedEngine("s", "both", COSTS, slo, SharingRules(9000), Served(), lambda _: None, chunk=2048)
+        engine = CollocatedEngine(
+            "s", "both", COSTS, slo, SharingRules(9000), ServedLatencies(), lambda _: None, chunk=2048
+        )
         tenant = Rollouts()
         engine.tenant, engine.admission = tenant, Admission(lambda tokens: STEP, lambda batch: STEP, mode=mode)  # type: ignore[arg-type]
-        engine.add(Request(0.0, 100, 100_000))
+        engine.add(UserRequest(0.0, 100, 100_000))
         await asyncio.sleep(20.0)
         state = engine.state()
         assert state.busy
@@ -185,10 +187,10 @@ def test_a_run_borrows_engines_that_do_both_and_autoscaling_of_them_is_refused()
     given = ["run.steps=2", "rollout.environments=48", "rollout.groups_per_step=3", "rollout.workers=1"]
     given += ["sim.tasks.frozenlake.response_tokens=300", "sim.borrowed.serving=3", "sim.borrowed.workers=3"]
     given.append("sim.borrowed.phases=collocated")
-    found = simulate(scenario("rose", given)).summary["borrowed"]
+    found = simulate(load_scenario("rose", given)).summary["borrowed"]
     assert found["generated"] > 0
     assert found["both_busy"] > 0
     assert found["ttft_late"] < 0.01
     with pytest.raises(ConfigError) as caught:
-        borrowed_of(scenario("rose", [*given, "sim.borrowed.how=autoscale"]))
+        borrowed_of(load_scenario("rose", [*given, "sim.borrowed.how=autoscale"]))
     assert caught.value.field == "sim.borrowed.phases"

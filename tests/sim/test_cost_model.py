@@ -11,19 +11,19 @@ from orchestrator.sim.cost_model import (
     SEQUENCE_SECONDS,
     STEP_SECONDS,
     EngineCosts,
-    Grained,
+    GrainedCosts,
     GrainedTraining,
     LinearCosts,
-    Roofline,
+    RooflineCosts,
     RooflineTraining,
     seconds_of,
     steps_in,
 )
-from orchestrator.sim.hardware import DEVICES, MODELS, Device, Model
+from orchestrator.sim.hardware import DEVICES, MODELS, DeviceSpec, ModelSpec
 from orchestrator.sim.simulated_cluster import engine_costs, fleet, trainer_costs
 
 EVERY = [
-    Roofline(device, model, ranks)
+    RooflineCosts(device, model, ranks)
     for device, model, ranks in itertools.product(DEVICES.values(), MODELS.values(), (1, 2, 4, 8))
     if model.weight_bytes < 0.8 * ranks * device.memory_gb * 1e9
     and device.memory_gb * ranks > 1.25e-9 * model.weight_bytes
@@ -48,13 +48,13 @@ def test_models_have_as_many_parameters_as_their_cards_say(name: str) -> None:
 def test_a_mixture_reads_all_of_itself_and_computes_with_a_tenth() -> None:
     model = MODELS["Qwen3-30B-A3B"]
     assert model.active_parameters / 1e9 == pytest.approx(3.3, rel=0.1)
-    costs = Roofline(DEVICES["H800"], model)
+    costs = RooflineCosts(DEVICES["H800"], model)
     few, many = costs.decode(1)[0], costs.decode(256)[0]
     assert few < 0.2 * many  # one token wakes 8 of 128 experts, many wake all
 
 
 @pytest.mark.parametrize("costs", EVERY, ids=lambda c: f"{c.model.name} on {c.tensor_parallel} {c.device.name}")
-def test_more_work_never_costs_less(costs: Roofline) -> None:
+def test_more_work_never_costs_less(costs: RooflineCosts) -> None:
     fixed = [costs.decode(running)[0] for running in (1, 2, 3, 8, 32, 64, 200, 400, 1000)]
     assert fixed == sorted(fixed)
     prefills = [costs.prefill(tokens, tokens * tokens / 2, 8) for tokens in (0, 1, 7, 100, 8192, 8193, 30_000)]
@@ -65,16 +65,16 @@ def test_more_work_never_costs_less(costs: Roofline) -> None:
 
 def test_more_devices_hold_more_kv_and_step_faster_where_memory_binds() -> None:
     for model in ("Qwen3-8B", "Qwen3-32B"):
-        rows = [Roofline(DEVICES["H20"], MODELS[model], ranks) for ranks in (1, 2, 4, 8)]
+        rows = [RooflineCosts(DEVICES["H20"], MODELS[model], ranks) for ranks in (1, 2, 4, 8)]
         room = [row.kv_tokens for row in rows]
         assert all(two > 2 * one for one, two in itertools.pairwise(room))
         assert rows[1].decode(64)[1] == pytest.approx(rows[0].decode(64)[1] / 2)
-    big = [Roofline(DEVICES["H800"], MODELS["Qwen2.5-32B"], ranks).decode(32)[0] for ranks in (2, 4, 8)]
+    big = [RooflineCosts(DEVICES["H800"], MODELS["Qwen2.5-32B"], ranks).decode(32)[0] for ranks in (2, 4, 8)]
     assert big == sorted(big, reverse=True)
 
 
 def test_compute_bound_work_is_faster_on_h800_and_memory_bound_work_on_h20() -> None:
-    h800, h20 = (Roofline(DEVICES[name], MODELS["Qwen3-8B"]) for name in ("H800", "H20"))
+    h800, h20 = (RooflineCosts(DEVICES[name], MODELS["Qwen3-8B"]) for name in ("H800", "H20"))
     assert h800.prefill(8192, 8192 * 8192 / 2, 1) < 0.25 * h20.prefill(8192, 8192 * 8192 / 2, 1)
     assert seconds_of(1, *_step(h20, 32, 20_000)) < seconds_of(1, *_step(h800, 32, 20_000))
 
@@ -84,13 +84,13 @@ def _step(costs: EngineCosts, running: int, each: int) -> tuple[float, float]:
     return fixed + growing * running * each, growing * running
 
 
-TOY = Device("toy", 1.0, 1e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, network_gb_s=1.25, pcie_gb_s=1.25)
-SMALL = Model("small", 1, 1000, 1000, 10, 5, 1000, head_size=100)
+TOY = DeviceSpec("toy", 1.0, 1e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, network_gb_s=1.25, pcie_gb_s=1.25)
+SMALL = ModelSpec("small", 1, 1000, 1000, 10, 5, 1000, head_size=100)
 
 
 def test_a_small_case_by_hand() -> None:
     """1 TFLOP/s and 1 GB/s; a layer with attention of 3, feed-forward of 3, and a head of 1 million parameters."""
-    costs = Roofline(TOY, SMALL, memory_share=4.0)
+    costs = RooflineCosts(TOY, SMALL, memory_share=4.0)
     assert (SMALL.shared_parameters, SMALL.parameters) == (7_000_000, 8_000_000)
     assert SMALL.kv_bytes == 2 * 5 * 100 * 2
     assert costs.kv_tokens == (4_000_000_000 - 3_000_000_000 - 16_000_000) // 2000
@@ -121,8 +121,8 @@ def test_steps_in_is_the_inverse_of_seconds_of(growth: float) -> None:
 
 
 def test_a_grained_model_costs_what_the_tokens_it_stands_for_cost() -> None:
-    costs = Roofline(DEVICES["H800"], MODELS["Qwen3-8B"])
-    coarse = Grained(costs, 16)
+    costs = RooflineCosts(DEVICES["H800"], MODELS["Qwen3-8B"])
+    coarse = GrainedCosts(costs, 16)
     assert coarse.kv_tokens == costs.kv_tokens // 16
     fine = sum(seconds_of(1, *_step(costs, 20, 1600 + at)) for at in range(160))
     first, growth = _step(coarse, 20, 100)

@@ -7,19 +7,19 @@ import pytest
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.config import Config, load_config
-from orchestrator.sim.engine_batch import Batch, Sequence
+from orchestrator.sim.engine_batch import EngineBatch, EngineSequence
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.virtual_loop import run
 
 
-def sequence(number: int, prompt: int, tokens: int, priority: int = 0, trajectory: str = "") -> Sequence:
+def sequence(number: int, prompt: int, tokens: int, priority: int = 0, trajectory: str = "") -> EngineSequence:
     name = trajectory or f"t{number}"
     request = GenerationRequest(f"r{number}", name, 0, (2,) * prompt, Sampling(tokens), "sim", priority)
-    return Sequence(request, (3,) * tokens, 0.0, number)
+    return EngineSequence(request, (3,) * tokens, 0.0, number)
 
 
-def play(batch: Batch, limit: int = 10**6) -> tuple[dict[str, int], list[tuple[int, float]]]:
+def play(batch: EngineBatch, limit: int = 10**6) -> tuple[dict[str, int], list[tuple[int, float]]]:
     """To the end, at most ``limit`` steps at a time: the step after which each ended, and what was prefilled when."""
     ended: dict[str, int] = {}
     prefilled: list[tuple[int, float]] = []
@@ -36,7 +36,7 @@ def play(batch: Batch, limit: int = 10**6) -> tuple[dict[str, int], list[tuple[i
 
 
 def test_when_kv_runs_out_the_latest_waits_and_computes_again_what_was_overwritten() -> None:
-    batch = Batch(slots=8, room=100)
+    batch = EngineBatch(slots=8, room=100)
     first, second = sequence(0, 40, 20), sequence(1, 40, 20)
     batch.add(first)
     batch.add(second)
@@ -58,7 +58,7 @@ def test_when_kv_runs_out_the_latest_waits_and_computes_again_what_was_overwritt
 
 
 def test_a_turn_finds_what_its_task_can_reuse_and_a_preempted_request_all_it_had() -> None:
-    batch = Batch(slots=1, room=None, reuse={"sim": 0.25})
+    batch = EngineBatch(slots=1, room=None, reuse={"sim": 0.25})
     batch.add(sequence(0, 40, 10, priority=5, trajectory="a"))
     assert batch.fill(0.0)[0] == 40
     batch.advance(4)
@@ -68,14 +68,14 @@ def test_a_turn_finds_what_its_task_can_reuse_and_a_preempted_request_all_it_had
     for done in list(batch.complete()):
         batch.remove(done)
     assert batch.fill(0.0)[0] == 1
-    assert (batch.prefix("b"), batch.preemptions) == (2, 1)
+    assert (batch.prefix_tokens("b"), batch.preemptions) == (2, 1)
     play(batch)
     batch.add(sequence(2, 60, 1, trajectory="a"))
     assert batch.fill(0.0)[0] == 60 - 12  # a quarter of the 50 tokens of the turn before, rounded down
 
 
 def test_who_does_not_fit_waits_until_there_is_room() -> None:
-    batch = Batch(slots=8, room=100)
+    batch = EngineBatch(slots=8, room=100)
     for number, prompt in enumerate((60, 50, 10)):
         batch.add(sequence(number, prompt, 5))
     batch.fill(0.0)
@@ -86,7 +86,7 @@ def test_who_does_not_fit_waits_until_there_is_room() -> None:
 
 
 def test_the_worst_priority_gives_way_whoever_came_last() -> None:
-    batch = Batch(slots=8, room=100)
+    batch = EngineBatch(slots=8, room=100)
     for number, priority in enumerate((7, 0, 3)):
         batch.add(sequence(number, 30, 20, priority))
     batch.fill(0.0)
@@ -96,7 +96,7 @@ def test_the_worst_priority_gives_way_whoever_came_last() -> None:
 
 
 def test_a_better_one_takes_a_slot_and_an_equal_one_waits() -> None:
-    batch = Batch(slots=1, room=None)
+    batch = EngineBatch(slots=1, room=None)
     batch.add(sequence(0, 5, 20, 1))
     batch.fill(0.0)
     batch.advance(3)
@@ -111,7 +111,7 @@ def test_a_better_one_takes_a_slot_and_an_equal_one_waits() -> None:
 
 
 def test_nobody_is_preempted_in_vain() -> None:
-    batch = Batch(slots=8, room=100)
+    batch = EngineBatch(slots=8, room=100)
     batch.add(sequence(0, 70, 5, 0))
     batch.add(sequence(1, 10, 5, 5))
     batch.fill(0.0)
@@ -122,7 +122,7 @@ def test_nobody_is_preempted_in_vain() -> None:
 
 
 def test_unused_prefixes_give_way_the_oldest_first_from_their_ends() -> None:
-    batch = Batch(slots=1, room=100)
+    batch = EngineBatch(slots=1, room=100)
     for number in range(3):
         batch.add(sequence(number, 38, 2, trajectory=f"t{number}"))
     play(batch)
@@ -137,9 +137,9 @@ def test_unused_prefixes_give_way_the_oldest_first_from_their_ends() -> None:
 def test_leaping_ends_where_single_steps_end(seed: int) -> None:
     """Random lengths and priorities in little room: preemption, queueing and prefixes included."""
 
-    def fresh() -> Batch:
+    def fresh() -> EngineBatch:
         rng = random.Random(seed)
-        batch = Batch(slots=6, room=400)
+        batch = EngineBatch(slots=6, room=400)
         for number in range(40):
             trajectory = f"t{rng.randrange(20)}-{number % 2}"
             batch.add(sequence(number, rng.randint(1, 200), rng.randint(1, 150), rng.choice((0, 0, 2)), trajectory))
@@ -155,7 +155,7 @@ def test_leaping_ends_where_single_steps_end(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_kv_never_exceeds_the_room_and_everybody_ends(seed: int) -> None:
     rng = random.Random(seed)
-    batch = Batch(slots=9, room=300)
+    batch = EngineBatch(slots=9, room=300)
     waiting = [sequence(number, rng.randint(1, 150), rng.randint(1, 150), rng.randrange(3)) for number in range(60)]
     ended = 0
     while ended < 60:
@@ -166,7 +166,7 @@ def test_kv_never_exceeds_the_room_and_everybody_ends(seed: int) -> None:
             continue
         assert len(batch.running) <= 9
         batch.advance(min(rng.randint(1, 30), batch.horizon()))
-        batch.book()
+        batch.book_tokens()
         assert batch.context == sum(one.context for one in batch.running.values()) <= 300
         for done in batch.complete():
             assert done.made == len(done.tokens)

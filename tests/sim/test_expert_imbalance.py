@@ -13,16 +13,16 @@ import pytest
 from orchestrator.api import ConfigError, ExpertWorker
 from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
-from orchestrator.policies.parallelism.engine_profile import PHASES, Layout, Point, Profile
+from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, StepLoad
 from orchestrator.profiler import load
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
-from orchestrator.sim.cost_model import LINK_EFFICIENCY, REDUCE_SECONDS, Roofline
-from orchestrator.sim.expert_imbalance import Routing, routed
+from orchestrator.sim.cost_model import LINK_EFFICIENCY, REDUCE_SECONDS, RooflineCosts
+from orchestrator.sim.expert_imbalance import ExpertRouting, costs_at_imbalance
 from orchestrator.sim.fault_injector import FaultInjector
 from orchestrator.sim.faulty_workers import faulty_workers
 from orchestrator.sim.hardware import DEVICES, MODELS
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.resizable_worker import ResizableSimWorker, roofline_profile
 from orchestrator.sim.simulated_cluster import engine_costs
 from orchestrator.sim.simulated_relay import SimWeights
@@ -36,8 +36,8 @@ SHORT = ("run.steps=6", "sim.expert_imbalance={0 = 1.0, 2 = 4.0}")
 BASE = ("sim.costs=roofline", "sim.model=Qwen3-30B-A3B", "sim.tensor_parallel=4", "rollout.weights=relay")
 
 
-def engine(tp: int, ep: int, imbalance: float = 1.0, **more: Any) -> Roofline:
-    return Roofline(H800, MIXTURE, tp, expert_parallel=ep, imbalance=imbalance, **more)
+def engine(tp: int, ep: int, imbalance: float = 1.0, **more: Any) -> RooflineCosts:
+    return RooflineCosts(H800, MIXTURE, tp, expert_parallel=ep, imbalance=imbalance, **more)
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2), (4, 4), (8, 8)])
@@ -94,7 +94,7 @@ def test_slices_narrower_than_a_kernels_tile_are_filled_up_and_whole_experts_are
 @pytest.mark.parametrize(("ep", "why"), [(3, "must divide the 4 devices"), (4, "has 0 experts")])
 def test_an_engine_that_cannot_be_cut_so_is_refused(ep: int, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"sim\.expert_parallel = {ep}: .*{why}"):
-        Roofline(H800, MODELS["Qwen3-8B"], 4, expert_parallel=ep)
+        RooflineCosts(H800, MODELS["Qwen3-8B"], 4, expert_parallel=ep)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_what_cannot_be_simulated_of_experts_is_refused_before_anything_starts(
 
 def test_workers_say_how_uneven_their_weights_route_and_cost_what_that_makes_them() -> None:
     config = load_config(None, [*BASE, "sim.expert_parallel=4", "sim.expert_imbalance={2 = 3.0, 4 = 1.5}"])
-    routing = Routing(config)
-    assert [routing.at(version) for version in range(6)] == [1.0, 1.0, 3.0, 3.0, 1.5, 1.5]
-    constant = Routing(load_config(None, [*BASE, "sim.expert_imbalance=2.5"]))
-    assert (constant.imbalance, constant.at(7)) == (2.5, 2.5)
+    routing = ExpertRouting(config)
+    assert [routing.imbalance_at(version) for version in range(6)] == [1.0, 1.0, 3.0, 3.0, 1.5, 1.5]
+    constant = ExpertRouting(load_config(None, [*BASE, "sim.expert_imbalance=2.5"]))
+    assert (constant.imbalance, constant.imbalance_at(7)) == (2.5, 2.5)
 
     async def seen() -> list[tuple[float, float]]:
         weights, found = SimWeights(), []
@@ -167,7 +167,7 @@ def test_workers_say_how_uneven_their_weights_route_and_cost_what_that_makes_the
         return found
 
     even = engine_costs(config)
-    assert run(seen()) == [(skew, routed(even, skew).decode(8)[0]) for skew in (1.0, 3.0, 3.0, 1.5)]
+    assert run(seen()) == [(skew, costs_at_imbalance(even, skew).decode(8)[0]) for skew in (1.0, 3.0, 3.0, 1.5)]
 
 
 def test_simulated_workers_may_have_whole_experts_behind_their_faults_too() -> None:
@@ -191,10 +191,10 @@ def test_simulated_workers_may_have_whole_experts_behind_their_faults_too() -> N
 # -- profile and rule
 
 
-def table(*layouts: Layout) -> Profile:
+def table(*layouts: EngineLayout) -> EngineProfile:
     """A decode step takes 1 s at any size, at imbalance 3 of whole experts 2 s; a prefill half of that."""
     points = [
-        Point(phase, layout, batch, tokens, seconds * (1.0 if phase == "decode" else 0.5), imbalance=uneven)
+        ProfilePoint(phase, layout, batch, tokens, seconds * (1.0 if phase == "decode" else 0.5), imbalance=uneven)
         for phase in PHASES
         for layout in layouts
         for batch in (1, 8)
@@ -202,11 +202,11 @@ def table(*layouts: Layout) -> Profile:
         for uneven, seconds in ((1.0, 1.0), (3.0, 2.0))
         if uneven == 1.0 or layout.ep > 1
     ]
-    return Profile(points)
+    return EngineProfile(points)
 
 
 def test_a_profile_reads_routing_patterns_between_those_it_was_measured_at_and_beyond() -> None:
-    slices, whole = Layout(4), Layout(4, 4)
+    slices, whole = EngineLayout(4), EngineLayout(4, 4)
     profile = table(slices, whole)
     assert [profile.decode_seconds(4, 32, whole, skew) for skew in (1.0, 2.0, 3.0, 4.0)] == [1.0, 1.5, 2.0, 2.5]
     assert profile.prefill_seconds(32, 4, whole, 2.0) == 0.75
@@ -218,11 +218,11 @@ def test_a_profile_reads_routing_patterns_between_those_it_was_measured_at_and_b
     assert [outside.decode_seconds(16, 128, whole, skew) for skew in (1.0, 3.0)] == [3.0, 6.0]
     assert outside.decode_seconds(8, 64, whole, 3.0) == 2.0
     with pytest.raises(ValueError, match="at least 1"):
-        Point("decode", whole, 1, 1, 1.0, imbalance=0.5)
+        ProfilePoint("decode", whole, 1, 1, 1.0, imbalance=0.5)
 
 
 def test_the_file_of_a_profile_keeps_the_routing_patterns(tmp_path: Path) -> None:
-    profile, file = table(Layout(2, 2)), ProfileFile(tmp_path / "p.json", ProfileKey("m", "e", "d"))
+    profile, file = table(EngineLayout(2, 2)), ProfileFile(tmp_path / "p.json", ProfileKey("m", "e", "d"))
     for point in profile._points():
         file.add(point)
     file.save()
@@ -232,45 +232,53 @@ def test_the_file_of_a_profile_keeps_the_routing_patterns(tmp_path: Path) -> Non
 
 def test_the_rule_goes_by_what_the_profile_knows_of_uneven_routing_not_by_a_guess() -> None:
     """At an imbalance of 3 a guess of a half of each step would double it, as measured here; of 1 % nearly nothing."""
-    slices, whole = Layout(4), Layout(4, 4)
-    even = Profile([replace(point, seconds=point.seconds * 1.2) for point in table(slices)._points()])
-    profile = Profile([*even._points(), *table(whole)._points()])
+    slices, whole = EngineLayout(4), EngineLayout(4, 4)
+    even = EngineProfile([replace(point, seconds=point.seconds * 1.2) for point in table(slices)._points()])
+    profile = EngineProfile([*even._points(), *table(whole)._points()])
     for share in (0.01, 0.9):
         planner = ParallelismPlanner(4, [slices, whole], profile, expert_share=share)
-        planner.changed(whole, 1.0)
+        planner.confirm_change(whole, 1.0)
         took = profile.rollout_seconds([50] * 8, 16, whole, 1, 3.0)
-        plan = planner.after(StepLoad(1, took, [50] * 8, 16, imbalance=3.0))
+        plan = planner.plan_next_step(StepLoad(1, took, [50] * 8, 16, imbalance=3.0))
         assert (plan.changes, plan.layout) == (True, slices)
         gained = took - profile.rollout_seconds([50] * 8, 16, slices)
         assert plan.gain == pytest.approx(gained)
-        planner.changed(slices, 1.0)
-        back = planner.after(StepLoad(1, took - gained, [50] * 8, 16, imbalance=1.2))
+        planner.confirm_change(slices, 1.0)
+        back = planner.plan_next_step(StepLoad(1, took - gained, [50] * 8, 16, imbalance=1.2))
         assert back.layout == whole, "a little unevenness costs less than slices do"
 
 
 def test_experts_are_looked_at_where_what_the_preemptions_ask_for_does_not_pay() -> None:
-    slices, whole = Layout(2), Layout(2, 2)
-    profile = Profile([*table(slices, whole)._points(), *table(Layout(4), Layout(4, 4))._points()])
-    planner = ParallelismPlanner(4, [slices, whole, Layout(4), Layout(4, 4)], profile)
-    planner.changed(whole, 0.0)
+    slices, whole = EngineLayout(2), EngineLayout(2, 2)
+    profile = EngineProfile([*table(slices, whole)._points(), *table(EngineLayout(4), EngineLayout(4, 4))._points()])
+    planner = ParallelismPlanner(4, [slices, whole, EngineLayout(4), EngineLayout(4, 4)], profile)
+    planner.confirm_change(whole, 0.0)
     took = profile.rollout_seconds([50] * 8, 16, whole, 2, 2.0)
-    planner.after(StepLoad(1, took, [50] * 8, 16, imbalance=1.0))
-    planner.changed(whole, 20.0)
-    plan = planner.after(StepLoad(9, took, [50] * 8, 16, imbalance=2.0))  # twice as many devices: half as many engines
+    planner.plan_next_step(StepLoad(1, took, [50] * 8, 16, imbalance=1.0))
+    planner.confirm_change(whole, 20.0)
+    plan = planner.plan_next_step(
+        StepLoad(9, took, [50] * 8, 16, imbalance=2.0)
+    )  # twice as many devices: half as many engines
     assert plan.layout == slices
     assert plan.reason.startswith("preemptions rose from 1 to 9; but TP 4, EP 4 would gain")
     assert "experts: TP 2 is expected to be faster at an imbalance of 2" in plan.reason
 
 
 def test_the_simulated_profile_knows_layouts_of_experts_at_several_imbalances() -> None:
-    config = scenario("experts")
+    config = load_scenario("experts")
     profile = roofline_profile(config)
-    assert Layout(1) in profile.layouts
-    assert {layout for layout in profile.layouts if layout.ep > 1} == {Layout(2, 2), Layout(4, 4), Layout(8, 8)}
-    costs = routed(engine_costs(config, "", 4, expert_ranks=4), 2.0)
+    assert EngineLayout(1) in profile.layouts
+    assert {layout for layout in profile.layouts if layout.ep > 1} == {
+        EngineLayout(2, 2),
+        EngineLayout(4, 4),
+        EngineLayout(8, 8),
+    }
+    costs = costs_at_imbalance(engine_costs(config, "", 4, expert_ranks=4), 2.0)
     fixed_seconds, growing = costs.decode(16)
     tokens = config.rollout.engine.max_model_len
-    assert profile.decode_seconds(16, tokens, Layout(4, 4), 2.0) == pytest.approx(fixed_seconds + growing * 16 * tokens)
+    assert profile.decode_seconds(16, tokens, EngineLayout(4, 4), 2.0) == pytest.approx(
+        fixed_seconds + growing * 16 * tokens
+    )
 
 
 # -- whole runs
@@ -287,7 +295,7 @@ def rollouts(result: SimResult) -> list[float]:
 
 @pytest.fixture(scope="module")
 def planned() -> tuple[Config, SimResult]:
-    config = scenario("experts", SHORT)
+    config = load_scenario("experts", SHORT)
     return config, simulate(config)
 
 
@@ -309,7 +317,7 @@ def test_a_run_whose_experts_get_uneven_leaves_expert_parallelism_pays_for_it_an
     stood = [one for one in events if one.get("stage") == "reshape"]
     assert stood[0]["end"] - stood[0]["start"] == pytest.approx(changes[0]["seconds"], abs=1e-5)
     assert changes[0]["seconds"] >= config.sim.start_seconds, "the change is charged, on the clock of the run"
-    without = simulate(fixed(Layout(4, 4), *SHORT))
+    without = simulate(fixed(EngineLayout(4, 4), *SHORT))
     mine, theirs = rollouts(result), rollouts(without)
     assert mine[:3] == pytest.approx(theirs[:3]), "the same run until then"
     assert all(one < 0.95 * other for one, other in zip(mine[3:], theirs[3:], strict=True))
@@ -322,7 +330,7 @@ def test_a_run_whose_experts_get_uneven_leaves_expert_parallelism_pays_for_it_an
 
 def test_when_routing_is_even_again_it_comes_back() -> None:
     given = ["run.steps=5", "sim.expert_imbalance={0 = 4.0, 2 = 1.0}", "rollout.planner.calm_steps=3"]
-    plans = [one for one in events_of(simulate(scenario("experts", given))) if one["kind"] == "plan"]
+    plans = [one for one in events_of(simulate(load_scenario("experts", given))) if one["kind"] == "plan"]
     assert [one["ep"] for one in plans] == [4, 1, 1, 4, 4]
 
 
@@ -341,14 +349,14 @@ def test_with_faults_engines_with_experts_are_cut_anew_and_nothing_is_lost(seed:
     given = [f"run.seed={seed}", "run.steps=4", "sim.fault_rate=0.02", "rollout.worker_restarts=4"]
     given += ["rollout.environments=32", "rollout.groups_per_step=4", "sim.expert_imbalance={0 = 1.0, 1 = 4.0}"]
     given += ["rollout.stall_timeout=600", "rollout.trajectory_timeout=3600", "rollout.collective_timeout=20"]
-    result = simulate(scenario("experts", given))
+    result = simulate(load_scenario("experts", given))
     assert result.ledger["in_flight"] == 0
     assert result.injected
     assert any(one["kind"] == "plan" and one["ep"] > 1 for one in events_of(result))
 
 
 def test_settings_by_version_survive_the_way_through_a_runs_folder() -> None:
-    config = scenario("experts")
+    config = load_scenario("experts")
     again = Config.model_validate(json.loads(config.model_dump_json()))
     assert again.sim.expert_imbalance == {0: 1.0, 6: 4.0, 14: 1.0}
     assert again == config

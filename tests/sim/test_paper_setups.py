@@ -17,15 +17,15 @@ from orchestrator.sim.ablation import (
     FEATURES,
     PLANNED,
     SYNCHRONOUS,
-    Feature,
+    AblationFeature,
     ablate,
     ablation_svg,
-    planned,
-    synchronous,
-    table,
+    format_rows,
+    planner_setup,
+    synchronous_setup,
 )
 from orchestrator.sim.cost_model import CHUNK_TOKENS, seconds_of
-from orchestrator.sim.paper_setups import measure, scenario
+from orchestrator.sim.paper_setups import load_scenario, measure
 from orchestrator.sim.simulated_cluster import engine_costs, fleet, trainer_costs
 from scripts.bench import describe
 from scripts.bench.papers import printed, simulated
@@ -39,17 +39,19 @@ NAMES = sorted(file.name.removesuffix(".toml") for file in (files("orchestrator.
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_scenario_loads_and_its_engines_exist(name: str) -> None:
-    config = scenario(name)
+    config = load_scenario(name)
     assert all(engine_costs(config, hardware).kv_tokens for hardware in set(fleet(config)))
     text = (files("orchestrator.sim") / "scenarios" / f"{name}.toml").read_text(encoding="utf-8")
     assert text.startswith(("# Roll", "# Heddle", "# ROSE"))  # its source
-    assert scenario(name, scale=4).batch_trajectories * 4 <= config.batch_trajectories + 3 * config.rollout.group_size
+    assert (
+        load_scenario(name, scale=4).batch_trajectories * 4 <= config.batch_trajectories + 3 * config.rollout.group_size
+    )
 
 
 def test_an_nth_of_a_setup_trains_an_nth_of_the_batch_in_the_same_time() -> None:
-    whole, part = (trainer_costs(scenario("rollart", scale=scale)) for scale in (1, 8))
+    whole, part = (trainer_costs(load_scenario("rollart", scale=scale)) for scale in (1, 8))
     assert part.train([64]) == pytest.approx(whole.train([64] * 8))
-    doubled = trainer_costs(scenario("rollart", ["sim.trainer_gpus=64"])).train([64] * 8)
+    doubled = trainer_costs(load_scenario("rollart", ["sim.trainer_gpus=64"])).train([64] * 8)
     assert whole.train([64] * 8) / 2 < doubled < whole.train([64] * 8)  # twice the GPUs are not twice as fast
 
 
@@ -68,7 +70,7 @@ def test_every_rung_and_fleet_of_the_papers_is_a_valid_config() -> None:
         assert all(config_of(model, name, 8, 5).rollout.workers for name in FLEETS)
     assert config_of_task("gem-math", "H20", 64).rollout.workers == 6
     with pytest.raises(ConfigError, match="scenario"):
-        scenario("nobody's")
+        load_scenario("nobody's")
 
 
 def small(overrides: Sequence[str]) -> Config:
@@ -84,9 +86,9 @@ def small(overrides: Sequence[str]) -> Config:
 
 def test_an_ablation_compares_each_feature_with_all_on_seed_by_seed() -> None:
     features = (
-        Feature("async", (), ("run.mode=sync_plus", "rollout.alpha=0")),
-        Feature("fast rewards", ("sim.reward_seconds=0",), ("sim.reward_seconds=40",)),
-        Feature("nothing", (), ()),
+        AblationFeature("async", (), ("run.mode=sync_plus", "rollout.alpha=0")),
+        AblationFeature("fast rewards", ("sim.reward_seconds=0",), ("sim.reward_seconds=40",)),
+        AblationFeature("nothing", (), ()),
     )
     rows = ablate(2, features, small)
     assert [row.name for row in rows] == ["", "async", "fast rewards", "nothing"]
@@ -94,7 +96,7 @@ def test_an_ablation_compares_each_feature_with_all_on_seed_by_seed() -> None:
     assert rows[2].ratio > 1.05
     assert rows[3].ratios == (1.0, 1.0)
     assert rows[2].seconds[0] / rows[0].seconds[0] == pytest.approx(rows[2].ratios[0])
-    assert "fast rewards" in table(rows)
+    assert "fast rewards" in format_rows(rows)
     assert {"async", "fast rewards", "nothing", "all on"} <= set(ElementTree.fromstring(ablation_svg(rows)).itertext())
     with pytest.raises(ConfigError):
         ablate(0, features, small)
@@ -104,17 +106,17 @@ def test_features_have_names_of_their_own_and_valid_overrides() -> None:
     assert len({feature.name for feature in FEATURES}) == len(FEATURES)
     on = [override for feature in FEATURES for override in feature.on]
     for feature in FEATURES:
-        assert scenario("rollart", [*on, *feature.off], 16) != scenario("rollart", on, 16)
-    for features, base in ((SYNCHRONOUS, synchronous), (PLANNED, planned)):
+        assert load_scenario("rollart", [*on, *feature.off], 16) != load_scenario("rollart", on, 16)
+    for features, base in ((SYNCHRONOUS, synchronous_setup), (PLANNED, planner_setup)):
         for feature in features:
             assert base([*feature.on, *feature.off]) != base(feature.on)
-    assert planned(PLANNED[0].off).rollout.workers * 2 == planned(()).rollout.workers == 16
+    assert planner_setup(PLANNED[0].off).rollout.workers * 2 == planner_setup(()).rollout.workers == 16
 
 
 def test_the_command_line_ablates_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speed = Feature("speed", (), ("sim.decode_seconds_per_step=0.5",))
+    speed = AblationFeature("speed", (), ("sim.decode_seconds_per_step=0.5",))
     monkeypatch.setattr("orchestrator.sim.ablation.FEATURES", (speed,))
     config = tmp_path / "c.toml"
     config.write_text(

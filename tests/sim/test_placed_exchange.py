@@ -20,7 +20,7 @@ from orchestrator.config import Config, parse_config, to_json
 from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.sim import simulated_run as sim
-from orchestrator.sim.movable_worker import Moves, MovingWorker
+from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
 from orchestrator.sim.simulated_forecasts import equip
 from scripts.bench.micro.ledger_faults import config_of
 
@@ -128,7 +128,7 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
     config, own = placed(seed)
     lives, put, init = [0], TrajectoryPlacer._put, LLMProxy.__init__
     proxies: dict[int, LLMProxy] = {}
-    moves: defaultdict[int, Moves] = defaultdict(Moves)
+    moves: defaultdict[int, TurnMoves] = defaultdict(TurnMoves)
 
     def with_market(parts: Components, config: Config, workers: Any) -> None:
         equip(parts, config, workers)
@@ -151,7 +151,7 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
 
     with monkeypatch.context() as patch:
         patch.setattr(sim, "equip", with_market)
-        patch.setattr(sim, "SimWorker", lambda *given: MovingWorker(*given, moves=moves[lives[0]]))  # a life's own
+        patch.setattr(sim, "SimWorker", lambda *given: MovableSimWorker(*given, moves=moves[lives[0]]))  # a life's own
         patch.setattr(LLMProxy, "__init__", known)
         patch.setattr(TrajectoryPlacer, "_put", watched)
         result = sim.simulate(config, strict=False)

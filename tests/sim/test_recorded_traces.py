@@ -75,7 +75,7 @@ def test_a_trace_has_the_lengths_times_and_rewards_of_the_store(folder: Path) ->
         assert trace.reset_seconds == pytest.approx(0.5)
         assert [(turn.observation, turn.response) for turn in trace.turns] == list(shape(original)[1])  # type: ignore[arg-type]
     for number in (0, 14, MOST - 1):
-        assert traces.told(traces.opening(number)) == traces.episodes[number % len(originals)]
+        assert traces.episode_of(traces.opening(number)) == traces.episodes[number % len(originals)]
     assert len(load_traces(folder / "trajectories", 4).episodes) == 4
 
 

@@ -11,10 +11,10 @@ import pytest
 from orchestrator.api import ConfigError, GenerationRequest, ResizableWorker, RetryableError, Sampling
 from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing
-from orchestrator.sim.movable_worker import Moves
+from orchestrator.sim.movable_worker import TurnMoves
 from orchestrator.sim.paper_setups import rollpacker
 from orchestrator.sim.resizable_worker import ResizableSimWorker, planner_of, roofline_profile
 from orchestrator.sim.simulated_cluster import engine_costs
@@ -44,7 +44,7 @@ def test_requests_say_in_new_engines_what_they_would_have_said_in_the_old_ones(a
     config = roofline(("sim.costs=linear", "sim.response_tokens_mean=60"))
 
     async def answers(tp: int) -> list[Any]:
-        weights, moves, said = SimWeights(), Moves(), []
+        weights, moves, said = SimWeights(), TurnMoves(), []
         weights.put(3)
         workers = [
             ResizableSimWorker(f"sim-{i}", config, weights, lambda *turn: said.append(turn), moves=moves)
@@ -99,11 +99,13 @@ def test_the_profile_is_the_cost_models_own_and_has_no_layout_that_does_not_fit(
     profile, costs = roofline_profile(config), engine_costs(config, "", 2)
     fixed, growing = costs.decode(8)
     tokens = config.rollout.engine.max_model_len // 2
-    assert profile.decode_seconds(8, tokens, Layout(2)) == pytest.approx(fixed + growing * 8 * tokens)
-    assert profile.shape(Layout(2)).kv_tokens == costs.kv_tokens
-    assert profile.layouts == (Layout(1), Layout(2), Layout(4))
+    assert profile.decode_seconds(8, tokens, EngineLayout(2)) == pytest.approx(fixed + growing * 8 * tokens)
+    assert profile.shape(EngineLayout(2)).kv_tokens == costs.kv_tokens
+    assert profile.layouts == (EngineLayout(1), EngineLayout(2), EngineLayout(4))
     wide = roofline(("rollout.engine.max_model_len=2080", "sim.model=Qwen2.5-32B"), 8)
-    assert roofline_profile(wide).layouts == (Layout(2), Layout(4), Layout(8)), "65 of 80 GB are weights at TP 1"
+    assert roofline_profile(wide).layouts == (EngineLayout(2), EngineLayout(4), EngineLayout(8)), (
+        "65 of 80 GB are weights at TP 1"
+    )
     planner = planner_of(wide, SimTask(wide))
     assert planner is not None
     assert planner.layout.tp >= 2

@@ -15,7 +15,7 @@ from orchestrator.borrowing.server_exchange import Offer
 from orchestrator.components import Components
 from orchestrator.sim import simulated_run as sim
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.paper_setups import load_scenario
 
 SMALL = (
     "run.steps=4",
@@ -58,7 +58,7 @@ class Chance:
         return Offer(name, share=self._rng.random(), lends=chance < 0.8)
 
     def worker(self, url: str) -> BorrowedWorker:
-        self._workers[url].come()
+        self._workers[url].gain_device()
         return self._workers[url]
 
     def note_taken(self, worker: BorrowedWorker) -> None:
@@ -67,7 +67,7 @@ class Chance:
     async def leave(self, worker: BorrowedWorker) -> None:
         found = self._workers[worker.name]
         if found.present:
-            found.leave()
+            found.lose_device()
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def exchanging(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Any]:
 
         with monkeypatch.context() as patch:
             patch.setattr(sim, "equip", with_market)
-            return sim.simulate(scenario("rose", [*SMALL, f"rollout.workers={own}"]))
+            return sim.simulate(load_scenario("rose", [*SMALL, f"rollout.workers={own}"]))
 
     return play
 

@@ -19,10 +19,10 @@ from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
 from orchestrator.sim.coserving.borrowed_fleet import borrowed_of
 from orchestrator.sim.coserving.serving_cluster import read_trace
-from orchestrator.sim.coserving.serving_engine import PAGE, Request, Served, ServingEngine
+from orchestrator.sim.coserving.serving_engine import PAGE, ServedLatencies, ServingEngine, UserRequest
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
-from orchestrator.sim.cost_model import Roofline
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.cost_model import RooflineCosts
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import SimWorker
@@ -108,7 +108,7 @@ async def seconds_of(shares: list[tuple[float, float]]) -> tuple[float, float]:
     at = begun
     for wait, share in shares:
         at += wait
-        changes.append(asyncio.get_running_loop().call_at(at, worker.share, share))
+        changes.append(asyncio.get_running_loop().call_at(at, worker.set_share, share))
     await worker.add([request("a"), request("b")])
     done: list[Completion] = []
     while len(done) < 2:
@@ -140,7 +140,7 @@ def test_what_makes_no_progress_for_two_seconds_is_handed_back_with_its_tokens()
         worker, _ = await borrowed(config("sim.response_tokens_mean=200"))
         begun = now()
         await worker.add([request("a")])
-        asyncio.get_running_loop().call_at(begun + 10.5 * STEP, worker.share, 1e-9)
+        asyncio.get_running_loop().call_at(begun + 10.5 * STEP, worker.set_share, 1e-9)
         (given_back,) = await worker.completions()
         assert given_back.finish_reason == "abort"
         assert len(given_back.token_ids) == 10
@@ -163,12 +163,12 @@ def test_a_smaller_budget_takes_unused_prefixes_first_then_the_requests_of_least
         held = worker.pages
         await worker.add([request("least", 40, priority=5), request("most", 40, priority=1)])
         await asyncio.sleep(4.5 * STEP)
-        worker.room(30)  # 120 tokens: two of three
+        worker.set_room(30)  # 120 tokens: two of three
         await asyncio.sleep(STEP)
         assert held > 0
         assert worker.pages <= 30
         assert worker.handed_back == 0, "the prefix that nobody used was enough"
-        worker.room(15)
+        worker.set_room(15)
         (given_back,) = await worker.completions()
         assert (given_back.request_id, given_back.finish_reason) == ("least/0", "abort")
         assert given_back.token_ids
@@ -193,12 +193,12 @@ def test_a_step_after_any_budget_no_more_is_held_and_every_request_ends_once(bud
 
         task = asyncio.create_task(collect())
         for pages, steps in budgets:
-            worker.room(pages)
+            worker.set_room(pages)
             await asyncio.sleep(1.01 * STEP)
             running = len(worker._batch.running)
             assert worker._batch.held <= max(4 * pages, 0) + running  # the token of the step itself
             await asyncio.sleep(steps * STEP)
-        worker.room(1000)
+        worker.set_room(1000)
         await asyncio.wait_for(task, 300)
         assert len({item.request_id for item in done}) == 6
         assert {item.finish_reason for item in done} <= {"stop", "length", "abort"}
@@ -212,11 +212,11 @@ def test_a_prefix_that_nobody_uses_goes_when_its_lease_is_over() -> None:
         worker, _ = await borrowed(config(), lease=3.0)
         await worker.add([request("a", 40)])
         await worker.completions()
-        assert worker._batch.prefix("a") > 0
+        assert worker._batch.prefix_tokens("a") > 0
         await asyncio.sleep(2.9)
-        assert worker._batch.prefix("a") > 0
+        assert worker._batch.prefix_tokens("a") > 0
         await asyncio.sleep(0.2)
-        assert worker._batch.prefix("a") == 0
+        assert worker._batch.prefix_tokens("a") == 0
         await worker.close()
 
     run(main())
@@ -230,13 +230,13 @@ def test_a_device_that_is_taken_hands_back_what_it_had_and_does_not_answer_until
         worker, _ = await borrowed(config("sim.response_tokens_mean=200"))
         await worker.add([request("a")])
         await asyncio.sleep(5.5 * STEP)
-        worker.leave()
+        worker.lose_device()
         (given_back,) = await worker.completions()
         assert (given_back.finish_reason, len(given_back.token_ids)) == ("abort", 5)
         for _ in range(2):
             with pytest.raises(Exception, match=r"it has no device|is dead"):
                 await worker.restart() if worker._dead else await worker.completions()
-        worker.come()
+        worker.gain_device()
         begun = now()
         await worker.restart()
         assert now() - begun == pytest.approx(5.0)
@@ -248,16 +248,18 @@ def test_a_device_that_is_taken_hands_back_what_it_had_and_does_not_answer_until
 # Beside a serving engine.
 
 
-def serve(tenant: bool, role: str, arrivals: list[tuple[float, int, int]], mode: str = "dual") -> tuple[Served, float]:
+def serve(
+    tenant: bool, role: str, arrivals: list[tuple[float, int, int]], mode: str = "dual"
+) -> tuple[ServedLatencies, float]:
     """Play requests on one engine, alone or with a rollout engine that never runs out of work; device seconds of the
     latter."""
 
-    async def main() -> tuple[Served, float]:
+    async def main() -> tuple[ServedLatencies, float]:
         device, model = hardware.device("H800"), hardware.model("Qwen2.5-7B")
-        served, costs = Served(), Roofline(device, model)
+        served, costs = ServedLatencies(), RooflineCosts(device, model)
         rules = SharingRules(10_000, headroom=0.2)
         engine = ServingEngine("s", role, costs, Slo(0.5, 0.15), rules, served, lambda _: None)  # type: ignore[arg-type]
-        own = Roofline(device, hardware.model("Qwen3-8B"))
+        own = RooflineCosts(device, hardware.model("Qwen3-8B"))
         given = ["sim.costs=roofline", "sim.response_tokens_mean=100000", "sim.response_tokens_max=2000"]
         worker, _ = await borrowed(config(*given, "rollout.engine.max_model_len=4096"), kv_bytes=own.model.kv_bytes)
         if tenant:
@@ -267,12 +269,12 @@ def serve(tenant: bool, role: str, arrivals: list[tuple[float, int, int]], mode:
                 mode=mode,  # type: ignore[arg-type]
             )
             engine.admission = admission
-            worker.sit(engine)
-            engine.open()
+            worker.move_to_engine(engine)
+            engine.begin_rl_step()
             await worker.add([request(f"r{number}", 64, 2000) for number in range(4)])
         for at, prompt, answer in arrivals:
             await asyncio.sleep(max(0.0, at - now()))
-            one = Request(now(), prompt, answer, now(), float(answer - 1))
+            one = UserRequest(now(), prompt, answer, now(), float(answer - 1))
             engine.add(one)
         await asyncio.sleep(5.0)
         engine.close()
@@ -287,7 +289,7 @@ ARRIVALS = [(1.0 + 0.4 * number, 1000 + 300 * (number % 4), 20 + number) for num
 
 
 def test_serving_waits_for_one_admitted_step_at_most() -> None:
-    own = Roofline(hardware.device("H800"), hardware.model("Qwen3-8B"))
+    own = RooflineCosts(hardware.device("H800"), hardware.model("Qwen3-8B"))
     fixed, growing = own.decode(4)
     step = fixed + growing * 4 * 2100
     alone, _ = serve(False, "prefill", ARRIVALS)
@@ -299,7 +301,7 @@ def test_serving_waits_for_one_admitted_step_at_most() -> None:
 
 
 def test_between_two_tokens_of_serving_stands_one_admitted_step_at_most() -> None:
-    own = Roofline(hardware.device("H800"), hardware.model("Qwen3-8B"))
+    own = RooflineCosts(hardware.device("H800"), hardware.model("Qwen3-8B"))
     fixed, growing = own.decode(4)
     step = fixed + growing * 4 * 2100
     alone, _ = serve(False, "decode", ARRIVALS)
@@ -320,7 +322,7 @@ def test_prompts_that_leave_no_slack_keep_rollouts_off_the_device() -> None:
 
 
 def test_a_burst_with_slack_enough_is_held_up_by_one_step_and_not_by_one_for_each_prompt() -> None:
-    own = Roofline(hardware.device("H800"), hardware.model("Qwen3-8B"))
+    own = RooflineCosts(hardware.device("H800"), hardware.model("Qwen3-8B"))
     fixed, growing = own.decode(4)
     crowd = [(1.0, 2000, 2)] * 5
     alone, _ = serve(False, "prefill", crowd)
@@ -336,7 +338,7 @@ def test_a_burst_with_slack_enough_is_held_up_by_one_step_and_not_by_one_for_eac
 
 
 def small(*overrides: str) -> SimResult:
-    return simulate(scenario("rose", [*SMALL, *overrides]))
+    return simulate(load_scenario("rose", [*SMALL, *overrides]))
 
 
 @pytest.mark.parametrize("how", ["coserve", "multiplex", "autoscale", "spot", "serverless"])
@@ -374,20 +376,22 @@ def test_tasks_go_by_class_over_a_fleet_and_what_is_borrowed(monkeypatch: pytest
         await add(worker, requests)
 
     monkeypatch.setattr(SimWorker, "add", seen)
-    found = simulate(scenario("rollart", [*_TWO_CLASSES, "rollout.routing.fallback=false"], 16))
+    found = simulate(load_scenario("rollart", [*_TWO_CLASSES, "rollout.routing.fallback=false"], 16))
     assert found.summary["borrowed"]["generated"] > 0
     assert went["gem-math"] | went["gem-game"] == {("H20", False), ("H20", True)}
     assert went["frozenlake"] | went["webshop"] == {("H800", False)}, "none of that class is borrowed"
     for workers in went.values():
         workers.clear()
-    simulate(scenario("rollart", [*_TWO_CLASSES, "rollout.routing.fallback=false", "sim.borrowed.device=H800"], 16))
+    simulate(
+        load_scenario("rollart", [*_TWO_CLASSES, "rollout.routing.fallback=false", "sim.borrowed.device=H800"], 16)
+    )
     assert went["frozenlake"] | went["webshop"] == {("H800", False), ("H800", True)}
     assert went["gem-math"] | went["gem-game"] == {("H20", False)}
 
 
 def test_a_borrowed_worker_costs_what_its_class_costs_and_is_of_no_class_where_none_is_named() -> None:
     def steps(*overrides: str) -> set[tuple[str, float]]:
-        given = scenario("rose", [*SMALL, "sim.borrowed.workers=2", *overrides])
+        given = load_scenario("rose", [*SMALL, "sim.borrowed.workers=2", *overrides])
         fleet = borrowed_of(given)
         assert fleet is not None
         made = fleet.workers(1, SimWeights(), None, None, None)
@@ -403,7 +407,7 @@ def test_a_borrowed_worker_costs_what_its_class_costs_and_is_of_no_class_where_n
 
 
 def test_serving_alone_sees_the_same_requests_and_what_is_late_there_is_not_the_rollouts_doing() -> None:
-    given = scenario("rose", [*SMALL, "sim.borrowed.workers=3", "sim.borrowed.speed=4.0", "sim.borrowed.ttft=0.3"])
+    given = load_scenario("rose", [*SMALL, "sim.borrowed.workers=3", "sim.borrowed.speed=4.0", "sim.borrowed.ttft=0.3"])
     result = simulate(given)
     report, alone = result.summary["borrowed"], serving_alone(given, result.summary["seconds"])
     assert alone["requests"] == report["requests"] > 100
@@ -432,7 +436,7 @@ def test_bad_input_is_named() -> None:
         with pytest.raises(ConfigError) as caught:
             small("sim.borrowed.workers=3", override)
         assert caught.value.field == field
-    assert borrowed_of(scenario("rose")) is None
+    assert borrowed_of(load_scenario("rose")) is None
 
 
 def test_a_trace_of_ones_own_is_read_and_a_broken_one_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import SimResult, simulate
 from tests.support.sim_markets import BATCH, STEPS, shape
 
@@ -31,7 +31,7 @@ SMALL = (  # of rose.toml
 
 
 def play(*overrides: str) -> tuple[SimResult, list[dict[str, Any]]]:
-    found = simulate(scenario("rose", [*SMALL, *overrides]))
+    found = simulate(load_scenario("rose", [*SMALL, *overrides]))
     assert found.ledger["trained"] == 2 * 32
     assert found.unaccounted == 0
     events = [json.loads(line) for line in found.events.splitlines()]
@@ -82,7 +82,7 @@ def test_a_server_whose_serving_engine_ends_is_replaced_by_another() -> None:
     assert found.summary["borrowed"]["outages"] > 3
     assert "gone" in reasons(events)
     assert [event for event in events if event["kind"] == "borrowed" and event["reason"] == "used least"]
-    assert simulate(scenario("rose", [*SMALL, "sim.borrowed.outage_seconds=5"])).events == found.events
+    assert simulate(load_scenario("rose", [*SMALL, "sim.borrowed.outage_seconds=5"])).events == found.events
 
 
 def test_trajectories_that_are_placed_by_length_are_placed_anew_when_servers_end() -> None:
@@ -115,7 +115,7 @@ def test_a_crowded_server_goes_back() -> None:
 )
 def test_what_is_not_played_is_one_clear_error(overrides: tuple[str, ...], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        simulate(scenario("rose", [*SMALL, *overrides]))
+        simulate(load_scenario("rose", [*SMALL, *overrides]))
     assert caught.value.field == field
 
 

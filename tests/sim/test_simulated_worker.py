@@ -10,7 +10,7 @@ from orchestrator.api import CommandError, Completion, GenerationRequest, Manage
 from orchestrator.config import Config, load_config
 from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.fault_injector import FaultInjector, FaultyWorker
-from orchestrator.sim.seeded_draws import END, response
+from orchestrator.sim.seeded_draws import END, draw_response
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWorker
 from orchestrator.sim.virtual_loop import run
@@ -90,7 +90,7 @@ def timed(main: Coroutine[Any, Any, None]) -> float:
 
 def test_a_step_costs_what_the_linear_model_says() -> None:
     settings = config("sim.update_seconds=0.0")
-    tokens = len(response(0, "a", 0, settings.sim.response_tokens_mean, 246))
+    tokens = len(draw_response(0, "a", 0, settings.sim.response_tokens_mean, 246))
 
     async def main() -> None:
         worker, _ = await worker_at_version_0(settings)
@@ -148,8 +148,8 @@ def test_responses_do_not_depend_on_the_worker_or_the_company() -> None:
 
 def test_an_update_on_the_way_splits_the_versions_and_charges_the_prefill_again() -> None:
     settings = config("sim.update_seconds=3.0", "sim.response_tokens_mean=200")
-    name = next(f"t{n}" for n in range(100) if len(response(0, f"t{n}", 0, 200.0, 246)) > 100)
-    total = len(response(0, name, 0, 200.0, 246))
+    name = next(f"t{n}" for n in range(100) if len(draw_response(0, f"t{n}", 0, 200.0, 246)) > 100)
+    total = len(draw_response(0, name, 0, 200.0, 246))
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -303,7 +303,7 @@ def test_spoilt_weights_keep_the_worker_suspended_until_an_update_succeeds() -> 
         worker, weights = await worker_at_version_0(config())
         await worker.suspend()
         with pytest.raises(CommandError, match="half-way"):
-            worker.spoil()
+            worker.spoil_weights()
         with pytest.raises(CommandError) as refused:
             await worker.resume()
         assert refused.value.code == "weights_unusable"

@@ -11,11 +11,11 @@ from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
 from orchestrator.sim.cost_model import KV_SECONDS
 from orchestrator.sim.hardware import MODELS
-from orchestrator.sim.paper_setups import measure, scenario
+from orchestrator.sim.paper_setups import load_scenario, measure
 from orchestrator.sim.simulated_cluster import engine_costs
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.split_worker import PartedSpeech
+from orchestrator.sim.split_worker import SplitSpeech
 
 SMALL = ["run.steps=2", "rollout.environments=32", "rollout.groups_per_step=4", "sim.trainer_gpus=8", "sim.grain=1"]
 SMALL += ["rollout.engine.max_model_len=8192", "sim.tasks.swe-bench.response_max=400"]
@@ -26,7 +26,7 @@ FLEET = ["rollout.workers=4", "sim.fleet={H800=2, H20=2}"]
 
 def apart(*overrides: str, prefill: str = "H800", decode: str = "H20") -> Config:
     classes = [f"rollout.disaggregation.prefill={prefill}", f"rollout.disaggregation.decode={decode}"]
-    return scenario("rollart-swe", [*SMALL, *FLEET, *ON, *classes, *overrides])
+    return load_scenario("rollart-swe", [*SMALL, *FLEET, *ON, *classes, *overrides])
 
 
 def moves(result: SimResult) -> list[dict[str, object]]:
@@ -63,7 +63,7 @@ def test_kv_takes_the_time_of_its_bytes_over_the_given_link() -> None:
 @pytest.mark.parametrize("workload", ["plain", "tasks"])
 def test_the_first_token_of_a_turn_does_not_depend_on_how_many_are_asked_for(workload: str) -> None:
     config = apart() if workload == "tasks" else load_config(None, ["sim.response_tokens_mean=3"])
-    speech = PartedSpeech(config, None)
+    speech = SplitSpeech(config, None)
     firsts = 0
     for number in range(200):
         context, whole = (2, 5, 9), speech.response((2, 5, 9), f"t{number}", 0, 64)

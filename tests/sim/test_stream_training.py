@@ -160,10 +160,10 @@ def test_feeds_that_are_lost_repeated_or_late_change_no_batch(
     def draw(self: FaultInjector, where: str, possible: Sequence[str]) -> str:
         if where != "trainer.feed" or self.rng.random() < 0.5:
             return ""
-        self.record(kind, where)
+        self.record_fault(kind, where)
         return kind
 
-    monkeypatch.setattr(FaultInjector, "draw", draw)
+    monkeypatch.setattr(FaultInjector, "draw_fault", draw)
     result = simulate(config(("sync_plus", 0), "sim.fault_rate=1e-9", "sim.faults=['delay']"))
     assert result.injected.get(f"{kind} trainer.feed", 0) >= 3
     restarts = sum(step["metrics"]["stream_restarts"] for step in events(result, "step"))

@@ -18,7 +18,7 @@ from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summary_of
 from orchestrator.policies.batching.round_planner import RoundPlanner
 from orchestrator.rollout import Rollout
-from orchestrator.sim.epoch_audit import account
+from orchestrator.sim.epoch_audit import account_epochs
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.tail_batching import Rounds
 from scripts.bench.micro import ledger_faults
@@ -64,7 +64,7 @@ def journal(result: SimResult) -> list[dict[str, Any]]:
 def test_each_prompt_is_trained_once_an_epoch_and_late_ones_in_long_rounds(mode: tuple[str, int]) -> None:
     result = simulate(config(mode))
     rounds = events_of(result, "round")
-    found = account(result.journal.decode().splitlines(), EPOCH, left=range(2 * EPOCH, 100))
+    found = account_epochs(result.journal.decode().splitlines(), EPOCH, left=range(2 * EPOCH, 100))
     assert not found.violations
     assert found.epochs(EPOCH) == 2
     assert sorted(found.trained) == list(range(2 * EPOCH))
@@ -108,7 +108,7 @@ def test_a_short_round_is_shorter_than_a_plain_one_and_all_rounds_together_too(m
 
 def test_dynamic_sampling_discards_by_design_says_how_many_and_never_queues_them() -> None:
     result = simulate(config(("sync_plus", 0), "rollout.dynamic_sampling=true", "rollout.group_size=2", "run.steps=8"))
-    found = account(result.journal.decode().splitlines(), EPOCH, left=range(1000))
+    found = account_epochs(result.journal.decode().splitlines(), EPOCH, left=range(1000))
     events = events_of(result, "round")
     assert sum(event["discarded"] for event in events) == events[-1]["discarded_ever"] > 0
     groups: dict[int, list[str]] = {}
@@ -193,14 +193,14 @@ def test_a_prompt_that_is_queued_though_it_is_trained_is_caught(monkeypatch: pyt
 
 
 def test_an_epoch_that_begins_before_the_one_before_it_is_done_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = RoundPlanner.begin
+    honest = RoundPlanner.begin_round
 
     def hasty(self: RoundPlanner) -> Any:
         if self._end is not None and self._end - self._next < 4:
             self._end += EPOCH
         return honest(self)
 
-    monkeypatch.setattr(RoundPlanner, "begin", hasty)
+    monkeypatch.setattr(RoundPlanner, "begin_round", hasty)
     monkeypatch.setattr(RoundPlanner, "_behind", lambda self: False)
     assert "is not trained yet" in failures(config(("sync_plus", 0)))
 

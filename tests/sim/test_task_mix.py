@@ -7,9 +7,9 @@ import pytest
 
 from orchestrator.api import Prompt
 from orchestrator.config import Config, load_config
-from orchestrator.sim.seeded_draws import END, stream
+from orchestrator.sim.seeded_draws import END, random_stream
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.task_mix import Workload
+from orchestrator.sim.task_mix import TaskMix
 from orchestrator.sim.twins import SimTask
 from orchestrator.sim.virtual_loop import run
 
@@ -54,10 +54,10 @@ def test_prompts_are_of_the_tasks_in_their_shares() -> None:
 
 
 def test_responses_have_the_declared_mean_and_members_of_a_group_resemble_each_other() -> None:
-    workload = Workload(config("sim.tasks.math.response_max=200000"))
+    workload = TaskMix(config("sim.tasks.math.response_max=200000"))
     groups = []
     for prompt in range(400):
-        opening = workload.opening("math", stream(prompt))
+        opening = workload.opening("math", random_stream(prompt))
         lengths = [len(workload.response(opening, f"{prompt}-{member}", 0, 10**6)) for member in range(6)]
         groups.append([length * 16 for length in lengths])
     everybody = [length for group in groups for length in group]
@@ -67,8 +67,8 @@ def test_responses_have_the_declared_mean_and_members_of_a_group_resemble_each_o
 
 
 def test_a_response_ends_at_the_task_s_own_limit() -> None:
-    workload = Workload(config("sim.tasks.math.response_max=160"))
-    opening = workload.opening("math", stream(1))
+    workload = TaskMix(config("sim.tasks.math.response_max=160"))
+    opening = workload.opening("math", random_stream(1))
     lengths = [workload.response(opening, f"t{number}", 0, 10**6) for number in range(40)]
     assert max(map(len, lengths)) == 10
     assert any(tokens[-1] != END for tokens in lengths)
@@ -76,7 +76,7 @@ def test_a_response_ends_at_the_task_s_own_limit() -> None:
 
 def test_responses_grow_with_each_batch_of_prompts_and_not_where_nothing_was_said_of_it() -> None:
     given = config("sim.tasks.math.response_growth=1600", "sim.tasks.math.response_sigma=0")
-    workload = Workload(given)
+    workload = TaskMix(given)
 
     async def lengths(split: str, count: int) -> dict[str, int]:
         task, found = SimTask(given), {}
@@ -90,8 +90,8 @@ def test_responses_grow_with_each_batch_of_prompts_and_not_where_nothing_was_sai
         grown = 3000 + 1600 * (int(key.rsplit("-", 1)[1]) // 4)
         assert tokens == pytest.approx(min(grown, 8192), abs=16), "8192 is where the task cuts them off"
     assert set(run(lengths("heldout", 40)).values()) <= {2992, 3008}
-    assert workload.stage(Prompt("train-0-99999", "math", 1, "")) == 61
-    assert workload.stage(Prompt("train-0-99999", "game", 1, "")) == 0
+    assert workload.batch_stage(Prompt("train-0-99999", "math", 1, "")) == 61
+    assert workload.batch_stage(Prompt("train-0-99999", "game", 1, "")) == 0
     assert simulate(given).unaccounted == 0
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from orchestrator.config import Config
-from orchestrator.sim.paper_setups import scenario
-from orchestrator.sim.seeded_draws import stream
+from orchestrator.sim.paper_setups import load_scenario
+from orchestrator.sim.seeded_draws import random_stream
 
 STEPS, BATCH = 2, 16
 
 
 def shape(seed: int) -> Config:
     """Few workers of its own, both rules; servers that crowd, are not needed, end unforeseen or by load; faults of every kind."""
-    draw = stream(seed, "shape", "market")
+    draw = random_stream(seed, "shape", "market")
     given = {
         "run.seed": seed,
         "run.steps": STEPS,
@@ -50,4 +50,4 @@ def shape(seed: int) -> Config:
         "sim.borrowed.reload_seconds": draw.choice((2.0, 20.0)),
         "sim.fault_rate": draw.choice((0.0, 0.01, 0.03)),
     }
-    return scenario("rose", [f"{key}={value}" for key, value in given.items()])
+    return load_scenario("rose", [f"{key}={value}" for key, value in given.items()])

@@ -15,11 +15,11 @@ import numpy as np
 from orchestrator.api import MetadataStore, Relay, ShardKey
 from orchestrator.transfer import (
     CorruptWeightsError,
+    HostedWeights,
     MemoryMetadata,
     MemoryRelay,
     Publisher,
     RelayEndpoint,
-    Resident,
     Subscriber,
     shard_routing,
 )
@@ -181,10 +181,10 @@ class Rig:
     def subscriber(self, name: str = "") -> Subscriber:
         return Subscriber(self.endpoint, self.relay.handle(), self.metadata, codec=XorCodec(), name=name)
 
-    def resident(self, regions: list[shard_routing.Region] | None = None, name: str = "") -> Resident:
-        return Resident(self.subscriber(name), regions, XorCodec())
+    def resident(self, regions: list[shard_routing.Region] | None = None, name: str = "") -> HostedWeights:
+        return HostedWeights(self.subscriber(name), regions, XorCodec())
 
-    def head(self) -> heads.Head:
+    def head(self) -> heads.JobHead:
         return update_head(self.metadata, self.endpoint.job, lambda head: head)
 
     def versions(self) -> list[tuple[int, str]]:
@@ -197,9 +197,9 @@ def whole(model: Weights) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in model.items()}
 
 
-def read(resident: Resident, model: Weights) -> dict[str, bytes]:
+def read(resident: HostedWeights, model: Weights) -> dict[str, bytes]:
     """Everything that it holds."""
     return {
-        name: resident.region(shard_routing.Region(name, shard_routing.whole(values.shape))).tobytes()
+        name: resident.region(shard_routing.Region(name, shard_routing.whole_box(values.shape))).tobytes()
         for name, values in model.items()
     }

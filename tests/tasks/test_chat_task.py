@@ -116,7 +116,7 @@ def test_an_expert_who_speaks_with_the_tokenizer_gets_the_tasks_own_reward(folde
         for shown, (question, answer), turn in zip(seen, expert, turns, strict=False):
             messages.append(Message("user", question.strip()))
             context += shown
-            assert tuple(context) == task.chat.whole(messages, ""), "the template's own ids"
+            assert tuple(context) == task.chat.encode_conversation(messages, ""), "the template's own ids"
             messages.append(Message("assistant", answer))
             context += turn
         assert seen[-1] == ()
@@ -178,7 +178,7 @@ def test_examples_are_the_experts_episodes_of_the_training_split(folder: Path, n
     assert not any(episode[: len(held)] == held for held in heldout for episode in episodes)
     prompt = next(task.prompts("train", 0))
     ([seen, *_], _), ([plain, *_], _) = (play(each, prompt, [said(each, "nothing")]) for each in (task, bare))
-    assert seen == task.chat.whole((*task.first, Message("user", inner.play(prompt.payload).start())), "")
+    assert seen == task.chat.encode_conversation((*task.first, Message("user", inner.play(prompt.payload).start())), "")
     assert len(plain) < len(seen) <= task.max_prompt_tokens
 
 

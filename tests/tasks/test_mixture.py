@@ -49,7 +49,7 @@ def test_a_part_plays_in_the_mixture_as_it_does_alone(mixed: MixtureTask, name: 
     prompt = next(prompt for prompt in mixed.prompts("train", 0) if prompt.task == name)
     own = [task.words.turn(said) for _, said in task.expert(prompt.payload)]
     words = mixed.words_of[name]
-    spoken = [words.shared(turn) for turn in own]
+    spoken = [words.to_mixture(turn) for turn in own]
     assert all(turn[-1] == mixed.end_id for turn in spoken)
 
     async def play(environment: object, turns: list[tuple[int, ...]]) -> list[StepResult]:
@@ -58,7 +58,7 @@ def test_a_part_plays_in_the_mixture_as_it_does_alone(mixed: MixtureTask, name: 
 
     alone = asyncio.run(play(task.environment(), own))
     among = asyncio.run(play(mixed.environment(), spoken))
-    assert [words.own(result.observation.token_ids) for result in among] == [r.observation.token_ids for r in alone]
+    assert [words.to_part(result.observation.token_ids) for result in among] == [r.observation.token_ids for r in alone]
     assert [(result.reward, result.done) for result in among] == [(result.reward, result.done) for result in alone]
     assert among[-1].done
     assert mixed.played(name, spoken) == own
@@ -68,9 +68,9 @@ def test_a_part_plays_in_the_mixture_as_it_does_alone(mixed: MixtureTask, name: 
 
 def test_a_word_that_the_part_has_not_is_no_answer_of_it(mixed: MixtureTask) -> None:
     nim, household = mixed.words_of["nim"], mixed.words_of["household"]
-    stranger = household.shared((7,))
-    assert nim.own((*stranger, mixed.end_id)) == (NimTask.words.pad_id, NimTask.words.end_id)
-    assert NimTask.words.said(nim.own((*stranger, mixed.end_id))) is None
+    stranger = household.to_mixture((7,))
+    assert nim.to_part((*stranger, mixed.end_id)) == (NimTask.words.pad_id, NimTask.words.end_id)
+    assert NimTask.words.said(nim.to_part((*stranger, mixed.end_id))) is None
     assert len(mixed.vocabulary) % 32 == 0
     assert len(set(mixed.vocabulary)) == len(mixed.vocabulary)
 

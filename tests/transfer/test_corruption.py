@@ -400,11 +400,13 @@ def test_a_manifest_that_contradicts_itself_is_refused(rig: Rig, change: Callabl
 
 
 def test_an_absurd_manifest_size_is_refused_before_memory_is_taken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def grow(head: heads.Head) -> heads.Head:
+    def grow(head: heads.JobHead) -> heads.JobHead:
         *others, last = head.published
         size = manifests.MAX_MANIFEST_BYTES + 1
-        larger = heads.Published(last.attempt, size, last.manifest_checksum)
-        return heads.Head(**{**{name: getattr(head, name) for name in head.__slots__}, "published": (*others, larger)})
+        larger = heads.PublishedVersion(last.attempt, size, last.manifest_checksum)
+        return heads.JobHead(
+            **{**{name: getattr(head, name) for name in head.__slots__}, "published": (*others, larger)}
+        )
 
     update_head(rig.metadata, "job", grow)
     monkeypatch.setattr(rig.relay, "size", lambda _: manifests.MAX_MANIFEST_BYTES + 1)

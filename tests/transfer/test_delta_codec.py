@@ -12,11 +12,18 @@ from orchestrator.api import ConfigError
 from orchestrator.transfer import CorruptWeightsError, delta
 from orchestrator.transfer.delta import delta_codec, rans, sparse_segments
 from orchestrator.transfer.delta import delta_format as wire
-from orchestrator.transfer.delta.bf16_line import advance, line, retreat, steps_between, unzigzag, zigzag
-from orchestrator.transfer.delta.codec_backend import Backend, Reference
+from orchestrator.transfer.delta.bf16_line import (
+    advance_values,
+    retreat_values,
+    steps_between,
+    to_line,
+    unzigzag,
+    zigzag,
+)
+from orchestrator.transfer.delta.codec_backend import CodecBackend, NumpyCodec
 from orchestrator.transfer.delta.native_codec import native
 
-BACKENDS = [Reference(), *([library] if (library := native()) else [])]
+BACKENDS = [NumpyCodec(), *([library] if (library := native()) else [])]
 NAMES = [type(backend).__name__ for backend in BACKENDS]
 ODD = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F81, 0xFFFF, 0x3F80, 0x7F7F]
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "int64", "something"]
@@ -37,7 +44,7 @@ def stepped(old: np.ndarray, density: float, seed: int) -> np.ndarray:
     """``old`` with a share of its words one step up or down."""
     random = np.random.default_rng(seed)
     hit = random.random(old.size) < density
-    return np.where(hit, advance(old, random.choice(np.array([-1, 1], np.int16), old.size)), old)
+    return np.where(hit, advance_values(old, random.choice(np.array([-1, 1], np.int16), old.size)), old)
 
 
 @st.composite
@@ -60,16 +67,16 @@ def pairs(draw: st.DrawFn) -> tuple[str, Bytes, Bytes]:
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
 @settings(max_examples=60)
 @given(pairs(), st.integers(1, 3))
-def test_a_change_brings_every_bit_and_takes_it_back(backend: Backend, pair: tuple, threads: int) -> None:
+def test_a_change_brings_every_bit_and_takes_it_back(backend: CodecBackend, pair: tuple, threads: int) -> None:
     dtype, old, new = pair
-    change = delta.encode(old, new, dtype, threads=threads, backend=backend)
+    change = delta.encode_change(old, new, dtype, threads=threads, backend=backend)
     base = old.copy()
-    log = delta.apply(change.data, base, threads=threads, backend=backend)
+    log = delta.apply_change(change.data, base, threads=threads, backend=backend)
     assert base.tobytes() == new.tobytes()
-    delta.undo(log)
+    delta.undo_change(log)
     assert base.tobytes() == old.tobytes()
     values = base.view(f"<u{delta_codec.WIDTHS.get(dtype, 1)}")
-    for at, found in delta.changes(change.data, old, backend=backend):
+    for at, found in delta.read_changes(change.data, old, backend=backend):
         values[at] = found
     assert base.tobytes() == new.tobytes()
 
@@ -77,7 +84,7 @@ def test_a_change_brings_every_bit_and_takes_it_back(backend: Backend, pair: tup
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
 @settings(max_examples=30)
 @given(pairs())
-def test_each_encoding_brings_every_bit(backend: Backend, pair: tuple) -> None:
+def test_each_encoding_brings_every_bit(backend: CodecBackend, pair: tuple) -> None:
     dtype, old, new = pair
     width = delta_codec.WIDTHS.get(dtype, 1)
     made = [delta_codec._encode_planes(known, new, width, 1, backend) for known in (old, None)]
@@ -86,20 +93,20 @@ def test_each_encoding_brings_every_bit(backend: Backend, pair: tuple) -> None:
     assert {"delta-xor", "dense-planes"} <= {change.encoding for change in made}
     for change in made:
         base = old.copy()
-        log = delta.apply(change.data, base, backend=backend)
+        log = delta.apply_change(change.data, base, backend=backend)
         assert base.tobytes() == new.tobytes()
-        delta.undo(log)
+        delta.undo_change(log)
         assert base.tobytes() == old.tobytes()
 
 
 def test_the_line_is_monotone_and_every_pattern_comes_back() -> None:
     bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
-    assert np.array_equal(line(line(bits)), bits)
+    assert np.array_equal(to_line(to_line(bits)), bits)
     floats = (bits.astype(np.uint32) << 16).view(np.float32)
-    order = np.argsort(line(bits).view(np.int16), kind="stable")
+    order = np.argsort(to_line(bits).view(np.int16), kind="stable")
     ordered = floats[order][~np.isnan(floats[order])]
     assert (np.diff(ordered) >= 0).all()
-    assert line(np.array([0x8000, 0x0000], np.uint16)).view(np.int16).tolist() == [-1, 0]
+    assert to_line(np.array([0x8000, 0x0000], np.uint16)).view(np.int16).tolist() == [-1, 0]
 
 
 def test_any_pattern_reaches_any_other_by_a_step() -> None:
@@ -107,8 +114,8 @@ def test_any_pattern_reaches_any_other_by_a_step() -> None:
     for target in ODD:
         new = np.full_like(old, target)
         steps = steps_between(old, new)
-        assert np.array_equal(advance(old, steps), new)
-        assert np.array_equal(retreat(new, steps), old)
+        assert np.array_equal(advance_values(old, steps), new)
+        assert np.array_equal(retreat_values(new, steps), old)
     steps = np.arange(-32768, 32768).astype(np.int16)
     steps = steps[steps != 0]
     assert np.array_equal(unzigzag(zigzag(steps)), steps)
@@ -119,7 +126,7 @@ def test_any_pattern_reaches_any_other_by_a_step() -> None:
 def test_a_changed_weight_costs_little_more_than_its_entropy(density: float, most: float) -> None:
     old = weights(1, 400_000)
     new = stepped(old, density, 2)
-    change = delta.encode(as_bytes(old), as_bytes(new), "bfloat16")
+    change = delta.encode_change(as_bytes(old), as_bytes(new), "bfloat16")
     gaps = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) / density
     assert change.encoding == "delta-sparse"
     assert (gaps + 1) / 8 < change.data.size / change.changed < min(most, 1.06 * (gaps + 1) / 8)
@@ -128,33 +135,33 @@ def test_a_changed_weight_costs_little_more_than_its_entropy(density: float, mos
 def test_an_unchanged_shard_is_a_header() -> None:
     old = as_bytes(weights(0, 5_000_000))
     for dtype in ("bfloat16", "float32"):
-        change = delta.encode(old, old, dtype)
+        change = delta.encode_change(old, old, dtype)
         assert change.data.size < 0.0005 * old.size
-        assert not list(delta.changes(change.data, old))
+        assert not list(delta.read_changes(change.data, old))
 
 
 def test_dense_is_taken_where_it_is_smaller() -> None:
     random = np.random.default_rng(0)
     noise, other = random.integers(0, 256, (2, 200_000), np.uint8)
-    assert delta.encode(noise, other, "bfloat16").encoding == "dense-raw"
+    assert delta.encode_change(noise, other, "bfloat16").encoding == "dense-raw"
     old, new = as_bytes(weights(1, 100_000)), as_bytes(weights(2, 100_000))
-    change = delta.encode(old, new, "bfloat16")
+    change = delta.encode_change(old, new, "bfloat16")
     assert change.encoding == "dense-planes"
     assert change.data.size < 0.75 * new.size
-    assert delta.encode(None, new, "bfloat16").encoding == "dense-planes"
+    assert delta.encode_change(None, new, "bfloat16").encoding == "dense-planes"
     hit = random.random(old.size // 2) < 0.3
     replaced = as_bytes(np.where(hit, new.view(np.uint16), old.view(np.uint16)))
-    assert delta.encode(old, replaced, "bfloat16").encoding == "delta-xor"
+    assert delta.encode_change(old, replaced, "bfloat16").encoding == "delta-xor"
     masters = random.normal(0, 0.02, 50_000).astype(np.float32)
     moved = masters + random.normal(0, 1e-6, masters.size).astype(np.float32)
-    assert delta.encode(as_bytes(masters), as_bytes(moved), "float32").encoding == "delta-xor"
+    assert delta.encode_change(as_bytes(masters), as_bytes(moved), "float32").encoding == "delta-xor"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_a_reader_of_a_slice_gets_its_positions_only(backend: Backend) -> None:
+def test_a_reader_of_a_slice_gets_its_positions_only(backend: CodecBackend) -> None:
     old = weights(3, 300_000)
     new = stepped(old, 0.4, 4)
-    data = delta.encode(as_bytes(old), as_bytes(new), "bfloat16", backend=backend).data
+    data = delta.encode_change(as_bytes(old), as_bytes(new), "bfloat16", backend=backend).data
     assert delta.open_change(data).header.segments > 1
     for start, stop in (
         (0, 300_000),
@@ -165,22 +172,22 @@ def test_a_reader_of_a_slice_gets_its_positions_only(backend: Backend) -> None:
         (299_999, 400_000),
     ):
         mine = old[start:stop].copy()
-        for positions, steps in delta.steps(data, start, stop, backend=backend):
-            mine[positions - start] = delta.advance(mine[positions - start], steps)
+        for positions, steps in delta.read_steps(data, start, stop, backend=backend):
+            mine[positions - start] = delta.advance_values(mine[positions - start], steps)
         assert np.array_equal(mine, new[start:stop])
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_a_reader_of_a_slice_gets_its_edits_whatever_the_encoding(backend: Backend) -> None:
+def test_a_reader_of_a_slice_gets_its_edits_whatever_the_encoding(backend: CodecBackend) -> None:
     random = np.random.default_rng(7)
     old = random.integers(0, 1 << 32, 150_000, np.uint32)
     near = np.where(random.random(old.size) < 0.1, old ^ 3, old)
     words, moved = weights(8, 150_000), stepped(weights(8, 150_000), 0.05, 9)
     made = [
-        (old, near, delta.encode(as_bytes(old), as_bytes(near), "float32", backend=backend)),
-        (words, moved, delta.encode(as_bytes(words), as_bytes(moved), "bfloat16", backend=backend)),
-        (words, moved, delta.encode(None, as_bytes(moved), "bfloat16", backend=backend)),
-        (old, old[::-1], delta.encode(as_bytes(old), as_bytes(old[::-1].copy()), "uint8", backend=backend)),
+        (old, near, delta.encode_change(as_bytes(old), as_bytes(near), "float32", backend=backend)),
+        (words, moved, delta.encode_change(as_bytes(words), as_bytes(moved), "bfloat16", backend=backend)),
+        (words, moved, delta.encode_change(None, as_bytes(moved), "bfloat16", backend=backend)),
+        (old, old[::-1], delta.encode_change(as_bytes(old), as_bytes(old[::-1].copy()), "uint8", backend=backend)),
     ]
     made[3] = (made[3][0].view(np.uint8), as_bytes(old[::-1].copy()), made[3][2])
     found = ("delta-xor", "delta-sparse", "dense-planes", "dense-raw")
@@ -196,21 +203,21 @@ def test_a_reader_of_a_slice_gets_its_edits_whatever_the_encoding(backend: Backe
             (149_999, 900_000),
         ):
             mine = before.copy()
-            for edit in delta.edits(opened, start, stop, backend=backend):
+            for edit in delta.read_edits(opened, start, stop, backend=backend):
                 assert edit.positions.size == edit.operand.size
-                mine[edit.positions] = edit.new(mine[edit.positions])
+                mine[edit.positions] = edit.new_values(mine[edit.positions])
             expected = before.copy()
             expected[start:stop] = after[start:stop]
             assert np.array_equal(mine, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_what_an_accelerator_gathered_gives_the_same_change(backend: Backend) -> None:
+def test_what_an_accelerator_gathered_gives_the_same_change(backend: CodecBackend) -> None:
     old = weights(5, 50_000)
     new = stepped(old, 0.05, 6)
     positions = np.flatnonzero(old != new)
     steps = steps_between(old[positions], new[positions])
-    whole = delta.encode(as_bytes(old), as_bytes(new), "bfloat16", backend=backend)
+    whole = delta.encode_change(as_bytes(old), as_bytes(new), "bfloat16", backend=backend)
     assert delta.encode_steps(positions, steps, old.size, backend=backend).data.tobytes() == whole.data.tobytes()
     for bad, step in (
         (positions[::-1], steps),
@@ -232,15 +239,15 @@ def sealed_again(data: Bytes) -> Bytes:
     return data
 
 
-def refused(data: Bytes, old: Bytes, backend: Backend) -> bool:
+def refused(data: Bytes, old: Bytes, backend: CodecBackend) -> bool:
     """Whether it was refused; base must then be what it was, and else must come back."""
     base = old.copy()
     try:
-        log = delta.apply(data, base, threads=2, backend=backend)
+        log = delta.apply_change(data, base, threads=2, backend=backend)
     except CorruptWeightsError:
         assert base.tobytes() == old.tobytes()
         return True
-    delta.undo(log)
+    delta.undo_change(log)
     assert base.tobytes() == old.tobytes()
     return False
 
@@ -253,18 +260,18 @@ def sample(kind: str) -> tuple[Bytes, Bytes]:
     known = as_bytes(old)
     if kind == "sparse":
         positions = np.flatnonzero(old != new)
-        parts = [Reference().sparse_encode(old, new, 12, 0, 10)[:2]]
+        parts = [NumpyCodec().sparse_encode(old, new, 12, 0, 10)[:2]]
         return delta_codec._sealed("delta-sparse", 2, 12, old.size, positions.size, parts).data, known
     if kind == "raw":
-        return delta.encode(
+        return delta.encode_change(
             None, np.random.default_rng(0).integers(0, 256, known.size, np.uint8), "bfloat16"
         ).data, known
-    return delta_codec._encode_planes(known if kind == "xor" else None, as_bytes(new), 2, 1, Reference()).data, known
+    return delta_codec._encode_planes(known if kind == "xor" else None, as_bytes(new), 2, 1, NumpyCodec()).data, known
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
 @pytest.mark.parametrize("kind", ["sparse", "xor", "planes", "raw"])
-def test_damage_is_refused_and_the_base_stays(kind: str, backend: Backend) -> None:
+def test_damage_is_refused_and_the_base_stays(kind: str, backend: CodecBackend) -> None:
     data, old = sample(kind)
     assert not refused(data, old, backend)
     random = np.random.default_rng(1)
@@ -327,16 +334,16 @@ def test_no_number_of_a_header_is_believed(at: int, width: int, value: int) -> N
 def test_numbers_that_do_not_fit_one_another_are_refused_when_opened(
     log: int, segments: int, elements: int, changed: int, payload: int
 ) -> None:
-    def sealed(header: delta.Header) -> Bytes:
-        return wire.seal(header, np.zeros(header.segments, np.uint32), [np.zeros(header.payload, np.uint8)])
+    def sealed(header: delta.ChangeHeader) -> Bytes:
+        return wire.seal_change(header, np.zeros(header.segments, np.uint32), [np.zeros(header.payload, np.uint8)])
 
-    assert delta.open_change(sealed(delta.Header("delta-sparse", 2, 12, 2, 8192, 0, 0))).payload.size == 0
+    assert delta.open_change(sealed(delta.ChangeHeader("delta-sparse", 2, 12, 2, 8192, 0, 0))).payload.size == 0
     with pytest.raises(CorruptWeightsError):
-        delta.open_change(sealed(delta.Header("delta-sparse", 2, log, segments, elements, changed, payload)))
+        delta.open_change(sealed(delta.ChangeHeader("delta-sparse", 2, log, segments, elements, changed, payload)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_escapes_must_fit_their_symbols(backend: Backend) -> None:
+def test_escapes_must_fit_their_symbols(backend: CodecBackend) -> None:
     data = np.frombuffer(
         sparse_segments.encode_segment(np.array([1, 2, 9]), np.array([300, 1, -1], np.int16)), np.uint8
     )
@@ -358,21 +365,21 @@ def test_a_change_for_another_array_is_refused() -> None:
     data, old = sample("sparse")
     for other in (old[:-2].copy(), np.append(old, old)):
         with pytest.raises(CorruptWeightsError, match="layout"):
-            delta.apply(data, other)
+            delta.apply_change(data, other)
         with pytest.raises(CorruptWeightsError, match="layout"):
-            list(delta.changes(data, other))
+            list(delta.read_changes(data, other))
     fixed = old.copy()
     fixed.flags.writeable = False
     with pytest.raises(ConfigError):
-        delta.apply(data, fixed)
+        delta.apply_change(data, fixed)
     with pytest.raises(ConfigError):
-        delta.encode(old, old[:-2].copy(), "bfloat16")
+        delta.encode_change(old, old[:-2].copy(), "bfloat16")
     with pytest.raises(ConfigError):
-        delta.encode(None, old[:-1].copy(), "bfloat16")
+        delta.encode_change(None, old[:-1].copy(), "bfloat16")
     with pytest.raises(ConfigError):
-        delta.encode(old[::2], old[::2], "bfloat16")
+        delta.encode_change(old[::2], old[::2], "bfloat16")
     with pytest.raises(ConfigError):
-        next(delta.steps(sample("xor")[0]))
+        next(delta.read_steps(sample("xor")[0]))
 
 
 @settings(max_examples=60)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError, ShardKey
-from orchestrator.transfer import CorruptWeightsError, Publisher, Resident, Subscriber, delta, shard_routing
+from orchestrator.transfer import CorruptWeightsError, HostedWeights, Publisher, Subscriber, delta, shard_routing
 from orchestrator.transfer.delta_compression import DeltaCodec
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
@@ -24,9 +24,9 @@ class Float(twins.Rig):  # type: ignore[misc,name-defined]
         self.codec = codec
         self.publishers = [Publisher(self.endpoint, self.relay, self.metadata, codec=codec)]
 
-    def resident(self, regions: Any = None, name: str = "") -> Resident:
+    def resident(self, regions: Any = None, name: str = "") -> HostedWeights:
         subscriber = Subscriber(self.endpoint, self.relay.handle(), self.metadata, codec=self.codec)
-        return Resident(subscriber, regions, self.codec)
+        return HostedWeights(subscriber, regions, self.codec)
 
 
 @pytest.mark.parametrize("compress_full", [False, True])
@@ -62,7 +62,7 @@ def test_float32_routers_and_dense_changes_travel_too() -> None:
         new = value.reshape(-1).view(np.uint8)
         rig.publishers[0].publish_shards(version, [(key, new, old)], version - 1)
         resident.advance(version)
-        assert np.array_equal(resident.region(Region("router", shard_routing.whole((8, 64)))), new)
+        assert np.array_equal(resident.region(Region("router", shard_routing.whole_box((8, 64)))), new)
         old = new
 
 
@@ -112,6 +112,6 @@ def test_a_change_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         next(codec.edits("dense-raw", data, 4000, 2))
     raw = old.view(np.uint8)
     edits = list(codec.edits("raw", raw, 4000, 2, 10, 20))
-    assert [edit.new(np.zeros(10, np.uint16)).tolist() for edit in edits] == [list(range(10, 20))]
+    assert [edit.new_values(np.zeros(10, np.uint16)).tolist() for edit in edits] == [list(range(10, 20))]
     with pytest.raises(CorruptWeightsError, match="layout"):
         next(codec.edits("raw", raw, 4001, 2))

@@ -26,7 +26,7 @@ from orchestrator.transfer import (
 )
 from orchestrator.transfer import subscriber as subscribers
 from orchestrator.transfer.filesystem_relay import FsspecRelay
-from orchestrator.transfer.shard_routing import Region, whole
+from orchestrator.transfer.shard_routing import Region, whole_box
 from tests.support import transfer_twins as twins
 
 fsspec = pytest.importorskip("fsspec")
@@ -84,11 +84,11 @@ def test_versions_travel_through_a_file_system(url: str, monkeypatch: pytest.Mon
     for version in range(4):
         model = twins.weights(version)
         publisher.publish_shards(version, twins.shards(twins.cut(model, 1)[0], model))
-    got = subscriber.fetch_regions(subscriber.manifest(3), [Region(n, whole(v.shape)) for n, v in model.items()])
+    got = subscriber.fetch_regions(subscriber.manifest(3), [Region(n, whole_box(v.shape)) for n, v in model.items()])
     assert {region.tensor: data.tobytes() for region, data in got} == twins.whole(model)
     [(_, few)] = subscriber.fetch_regions(subscriber.manifest(3), [Region("norm", ((0, 16),))])
     assert np.array_equal(few.view(np.uint16), model["norm"][:16])
-    assert publisher.collect() == 0
+    assert publisher.collect_garbage() == 0
     fs, root = fsspec.core.url_to_fs(url)
     left = {path.split("/job/1/")[1].split("/")[0] for path in fs.find(root)}
     assert left == {"2", "3"}

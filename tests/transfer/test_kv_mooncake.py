@@ -20,8 +20,8 @@ from orchestrator.config import parse_config
 from orchestrator.runtime import kv_setup as runtime_kv
 from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.transfer import kv_mooncake
-from orchestrator.transfer.kv_mooncake import MooncakeCarrier, Spans, check_device
-from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, digests, fetch
+from orchestrator.transfer.kv_mooncake import MooncakeCarrier, SpanAllocator, check_device
+from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, digests, fetch_blocks
 from vllm_rlplugin.kv.mover import KvOptions
 from vllm_rlplugin.options import FrontendOptions
 
@@ -111,7 +111,7 @@ def test_blocks_come_over_mooncake_bit_for_bit_and_their_place_is_free_again(
         socket.socket, "recv_into", lambda *args: received.append(stock(*args)) or received[-1], raising=False
     )
     for _ in range(3):
-        found = fetch(source.server, TOKEN, ask(), WIDTH, carrier)
+        found = fetch_blocks(source.server, TOKEN, ask(), WIDTH, carrier)
         assert found.carrier == "mooncake"
         np.testing.assert_array_equal(found.payload, rows())
     assert sum(received) < BLOCKS * WIDTH / 10, "the connection carries headers and digests only"
@@ -122,12 +122,12 @@ def test_blocks_come_over_mooncake_bit_for_bit_and_their_place_is_free_again(
 def test_a_side_without_mooncake_gets_and_gives_the_same_blocks_over_plain_tcp(
     source: Source, carrier: MooncakeCarrier
 ) -> None:
-    plain = fetch(source.server, TOKEN, ask(), WIDTH)
+    plain = fetch_blocks(source.server, TOKEN, ask(), WIDTH)
     assert plain.carrier == "tcp"
     np.testing.assert_array_equal(plain.payload, rows())
     server = KvServer(lambda asked: KvBlocks(asked.first, rows(), asked.facts), TOKEN)
     try:
-        found = fetch(server.place, TOKEN, ask(), WIDTH, carrier)
+        found = fetch_blocks(server.place, TOKEN, ask(), WIDTH, carrier)
     finally:
         server.close()
     assert found.carrier == "tcp"
@@ -137,7 +137,7 @@ def test_a_side_without_mooncake_gets_and_gives_the_same_blocks_over_plain_tcp(
 def test_who_has_another_token_is_told_no_place(source: Source, carrier: MooncakeCarrier) -> None:
     free = source.say()
     with pytest.raises(KvRefused) as refused:
-        fetch(source.server, "another", ask(2.0), WIDTH, carrier)
+        fetch_blocks(source.server, "another", ask(2.0), WIDTH, carrier)
     assert refused.value.reason in ("unreachable", "unauthorized")
     assert source.say() == free
 
@@ -153,10 +153,10 @@ def test_what_is_read_after_its_place_was_used_for_something_else_is_refused_by_
     source.say("spoil")
     server = KvServer(lambda asked: KvBlocks(asked.first, rows(), asked.facts), TOKEN, carrier=Elsewhere(source.kept))
     try:
-        assert fetch(server.place, TOKEN, ask(), WIDTH, carrier).carrier == "mooncake"
+        assert fetch_blocks(server.place, TOKEN, ask(), WIDTH, carrier).carrier == "mooncake"
         source.say("spoil")
         with pytest.raises(KvRefused) as refused:
-            fetch(server.place, TOKEN, ask(), WIDTH, carrier)
+            fetch_blocks(server.place, TOKEN, ask(), WIDTH, carrier)
         assert refused.value.reason == "damaged"
     finally:
         source.say("spoil")
@@ -229,14 +229,14 @@ os._exit(0)
 
 
 def test_places_are_never_given_twice() -> None:
-    spans = Spans(5 * 4096)
-    starts = [spans.take(4000) for _ in range(5)]
+    spans = SpanAllocator(5 * 4096)
+    starts = [spans.allocate(4000) for _ in range(5)]
     assert starts == [0, 4096, 8192, 12288, 16384]
-    assert spans.take(1) == -1
-    spans.give(4096)
-    spans.give(8192)
-    assert spans.take(3 * 4096) == -1
-    assert spans.take(2 * 4096) == 4096
+    assert spans.allocate(1) == -1
+    spans.free_span(4096)
+    spans.free_span(8192)
+    assert spans.allocate(3 * 4096) == -1
+    assert spans.allocate(2 * 4096) == 4096
 
 
 def test_rdma_without_a_device_is_one_clear_error_before_anything_starts(

@@ -24,7 +24,7 @@ from orchestrator.api.tls import SYSTEM, Tls
 from orchestrator.config import parse_config
 from orchestrator.runtime.kv_setup import check, kv_arguments
 from orchestrator.transfer import kv_wire
-from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, fetch
+from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, fetch_blocks
 from tests.house.test_tls import Authority
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
 from vllm_rlplugin.options import FrontendOptions
@@ -124,7 +124,9 @@ def wiretap(place: str) -> Iterator[tuple[str, bytearray]]:
 
 def refused(place: str, context: ssl.SSLContext | None = None, **options: Any) -> KvRefused:
     with pytest.raises(KvRefused) as found:
-        fetch(place, options.pop("token", TOKEN), ask(options.pop("limit", 5.0)), WIDTH, None, context, **options)
+        fetch_blocks(
+            place, options.pop("token", TOKEN), ask(options.pop("limit", 5.0)), WIDTH, None, context, **options
+        )
     return found.value
 
 
@@ -134,12 +136,12 @@ def test_blocks_come_over_tls_as_they_were_sent_and_nobody_on_the_way_can_read_t
     with serving(good) as place:
         assert place.startswith("tls://127.0.0.1:")
         with wiretap(place) as (way, seen):
-            np.testing.assert_array_equal(fetch(way, TOKEN, ask(), WIDTH, None, trusting).payload, rows())
+            np.testing.assert_array_equal(fetch_blocks(way, TOKEN, ask(), WIDTH, None, trusting).payload, rows())
         assert len(seen) > BLOCKS * WIDTH
         assert block not in seen
         assert b"nonce" not in seen
     with serving(SYSTEM) as place, wiretap(place) as (way, seen):  # so the comparison above can fail
-        fetch(way, TOKEN, ask(), WIDTH)
+        fetch_blocks(way, TOKEN, ask(), WIDTH)
         assert block in seen
         assert b"nonce" in seen
 
@@ -180,7 +182,7 @@ def test_a_server_that_verifies_clients_gives_to_those_of_its_authority_only(
     engine, stranger = Engine(), Authority(tmp_path, "stranger").make("somebody")
     with serving(replace(good, verify_clients=True), engine) as place:
         own = authority.make("client", "DNS:client").client()
-        np.testing.assert_array_equal(fetch(place, TOKEN, ask(), WIDTH, None, own).payload, rows())
+        np.testing.assert_array_equal(fetch_blocks(place, TOKEN, ask(), WIDTH, None, own).payload, rows())
         for client in (Tls(authority=good.authority), Tls(stranger.certificate, stranger.key, good.authority)):
             assert refused(place, client.client()).reason in ("untrusted", "unreachable")
         assert refused(place, own, token="another").reason in ("unauthorized", "unreachable")
@@ -204,7 +206,7 @@ def test_clients_that_never_finish_a_handshake_do_not_stop_the_next_one_and_a_si
         try:
             with socket.create_connection(kv_wire.parse_place(place)) as rude:
                 rude.sendall(b"GET / HTTP/1.1\r\n\r\n")  # no handshake at all
-            assert len(fetch(place, TOKEN, ask(20.0), WIDTH, None, trusting).payload) == BLOCKS
+            assert len(fetch_blocks(place, TOKEN, ask(20.0), WIDTH, None, trusting).payload) == BLOCKS
         finally:
             for client in silent:
                 client.close()
@@ -220,7 +222,7 @@ def test_an_address_of_a_network_needs_tls_on_both_sides_unless_that_is_said(goo
         KvServer(engine, TOKEN, OWN)
     with serving(good, engine, host=OWN) as place:
         assert place.startswith(f"tls://{OWN}:")
-        found = fetch(place, TOKEN, ask(), WIDTH, None, Tls(authority=good.authority).client())
+        found = fetch_blocks(place, TOKEN, ask(), WIDTH, None, Tls(authority=good.authority).client())
         np.testing.assert_array_equal(found.payload, rows())
         assert (
             refused(place.removeprefix(kv_wire.TLS)).reason == "plain"
@@ -229,7 +231,7 @@ def test_an_address_of_a_network_needs_tls_on_both_sides_unless_that_is_said(goo
     with serving(SYSTEM, engine, host=OWN, allow_plain=True) as place:
         found_plain = refused(place)
         assert (found_plain.reason, "tls.certificate" in found_plain.detail) == ("plain", True)
-        assert len(fetch(place, TOKEN, ask(), WIDTH, None, None, True).payload) == BLOCKS
+        assert len(fetch_blocks(place, TOKEN, ask(), WIDTH, None, None, True).payload) == BLOCKS
     assert engine.asked == 2
 
 

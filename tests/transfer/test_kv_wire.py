@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.transfer import kv_wire
-from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, fetch
+from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, fetch_blocks
 
 TOKEN = "a token of this test"
 WIDTH = 4096
@@ -91,7 +91,7 @@ def through(place: str, spoil: Callable[[bytes, int], bytes]) -> Iterator[str]:
 
 def reason_of(place: str, *, token: str = TOKEN, limit: float = 5.0, width: int = WIDTH) -> str:
     with pytest.raises(KvRefused) as refused:
-        fetch(place, token, ask(limit=limit), width)
+        fetch_blocks(place, token, ask(limit=limit), width)
     return refused.value.reason
 
 
@@ -103,7 +103,7 @@ def test_what_arrives_is_what_was_sent_and_the_question_arrives_whole() -> None:
         return answer(request)
 
     with serving(how) as place:
-        found = fetch(place, TOKEN, ask(), WIDTH)
+        found = fetch_blocks(place, TOKEN, ask(), WIDTH)
     np.testing.assert_array_equal(found.payload, answer(ask()).payload)
     np.testing.assert_array_equal(asked[0].token_ids, ask().token_ids)
     assert (asked[0].first, dict(asked[0].facts)) == (2, FACTS)
@@ -170,7 +170,7 @@ def test_a_block_with_one_wrong_bit_is_refused(byte: int) -> None:
                 sizes.append(len(data))
                 return data
 
-            fetch(way, TOKEN, ask(), WIDTH)
+            fetch_blocks(way, TOKEN, ask(), WIDTH)
             total_of_answer = sum(sizes)
         with through(place, spoil) as way:
             assert reason_of(way) == "damaged"
@@ -212,7 +212,7 @@ def test_what_the_engine_refuses_arrives_with_its_reason() -> None:
         raise KvRefused("differs", "weights: v3 asked for, v4 here")
 
     with serving(refuses) as place, pytest.raises(KvRefused, match="v4 here") as refused:
-        fetch(place, TOKEN, ask(), WIDTH)
+        fetch_blocks(place, TOKEN, ask(), WIDTH)
     assert refused.value.reason == "differs"
 
 
@@ -248,14 +248,14 @@ def test_a_client_that_talks_nonsense_leaves_the_server_serving(nonsense: bytes)
     with serving() as place:
         with socket.create_connection(kv_wire.parse_place(place)) as client:
             client.sendall(nonsense)
-        assert len(fetch(place, TOKEN, ask(), WIDTH).payload) == 8
+        assert len(fetch_blocks(place, TOKEN, ask(), WIDTH).payload) == 8
 
 
 def test_as_many_silent_clients_as_are_served_at_a_time_do_not_stop_the_next_one_for_ever() -> None:
     server = KvServer(answer, TOKEN, limit=0.3)
     silent = [socket.create_connection(kv_wire.parse_place(server.place)) for _ in range(kv_wire.CLIENTS)]
     try:
-        assert len(fetch(server.place, TOKEN, ask(limit=20.0), WIDTH).payload) == 8
+        assert len(fetch_blocks(server.place, TOKEN, ask(limit=20.0), WIDTH).payload) == 8
     finally:
         for client in silent:
             client.close()

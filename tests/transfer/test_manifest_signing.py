@@ -70,12 +70,12 @@ class Job:
         old = None if base == heads.FULL else values(base)
         self.publisher.publish_shards(version, [(KEY, values(version), old)], base)
 
-    def head(self) -> heads.Head:
+    def head(self) -> heads.JobHead:
         found = self.metadata.get(heads.head_key("job"))
         assert found is not None
         return heads.decode_head(found[0])
 
-    def set_head(self, head: heads.Head) -> None:
+    def set_head(self, head: heads.JobHead) -> None:
         found = self.metadata.get(heads.head_key("job"))
         assert found is not None
         assert self.metadata.compare_and_set(heads.head_key("job"), heads.encode_head(head), found[1])

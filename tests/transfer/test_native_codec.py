@@ -13,15 +13,15 @@ import pytest
 
 from orchestrator.transfer import CorruptWeightsError
 from orchestrator.transfer.delta import delta_codec, native_codec
-from orchestrator.transfer.delta.bf16_line import advance
-from orchestrator.transfer.delta.codec_backend import Reference
-from orchestrator.transfer.delta.native_codec import LEVELS, Native
+from orchestrator.transfer.delta.bf16_line import advance_values
+from orchestrator.transfer.delta.codec_backend import NumpyCodec
+from orchestrator.transfer.delta.native_codec import LEVELS, NativeCodec
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = [str(CSRC / f"{name}.c") for name in ("level", "rans", "gather", "sparse", "planes")]
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="no C compiler here")]
-REFERENCE = Reference()
+REFERENCE = NumpyCodec()
 
 
 def compile_to(target: Path, *options: str) -> Path:
@@ -32,19 +32,19 @@ def compile_to(target: Path, *options: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Native:
+def library(tmp_path_factory: pytest.TempPathFactory) -> NativeCodec:
     """Of the sources as they are now, not of the last install."""
     target = tmp_path_factory.mktemp("native") / "_native.ctypes.so"
-    return Native(compile_to(target, "-O3", "-shared", "-fPIC", "-fvisibility=hidden", *SOURCES))
+    return NativeCodec(compile_to(target, "-O3", "-shared", "-fPIC", "-fvisibility=hidden", *SOURCES))
 
 
 @pytest.fixture(params=LEVELS)
-def at_level(request: pytest.FixtureRequest, library: Native) -> Iterator[Native]:
+def at_level(request: pytest.FixtureRequest, library: NativeCodec) -> Iterator[NativeCodec]:
     """The library at one instruction set; skipped where this CPU lacks it."""
-    if library.use(request.param) != request.param:
+    if library.use_level(request.param) != request.param:
         pytest.skip(f"this CPU has no {request.param}")
     yield library
-    library.use(LEVELS[-1])
+    library.use_level(LEVELS[-1])
 
 
 def cases() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -55,10 +55,10 @@ def cases() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for spread in (1, 3, 200, 40_000):
                 old = random.integers(0, 1 << 16, count).astype(np.uint16)
                 steps = random.integers(-spread, spread + 1, count).astype(np.int16)
-                yield old, np.where(random.random(count) < density, advance(old, steps), old)
+                yield old, np.where(random.random(count) < density, advance_values(old, steps), old)
 
 
-def test_the_bytes_are_those_of_the_reference(at_level: Native) -> None:
+def test_the_bytes_are_those_of_the_reference(at_level: NativeCodec) -> None:
     for old, new in cases():
         segments = -(-old.size >> 12)
         expected, lengths, changed = REFERENCE.sparse_encode(old, new, 12, 0, segments)
@@ -79,7 +79,7 @@ def test_the_bytes_are_those_of_the_reference(at_level: Native) -> None:
             assert np.array_equal(base, old)
 
 
-def test_decoded_steps_are_those_of_the_reference(at_level: Native) -> None:
+def test_decoded_steps_are_those_of_the_reference(at_level: NativeCodec) -> None:
     for old, new in cases():
         if not old.size:
             continue
@@ -91,7 +91,7 @@ def test_decoded_steps_are_those_of_the_reference(at_level: Native) -> None:
             assert np.array_equal(found, expected)
 
 
-def test_planes_are_those_of_the_reference(at_level: Native) -> None:
+def test_planes_are_those_of_the_reference(at_level: NativeCodec) -> None:
     random = np.random.default_rng(1)
     for width in (1, 2, 4, 8):
         for elements in (0, 1, 33, 5000):
@@ -109,7 +109,7 @@ def test_planes_are_those_of_the_reference(at_level: Native) -> None:
                 assert base.tobytes() == new.tobytes()
 
 
-def test_gathering_is_exact_beyond_a_segment(at_level: Native) -> None:
+def test_gathering_is_exact_beyond_a_segment(at_level: NativeCodec) -> None:
     old = np.random.default_rng(2).integers(0, 1 << 16, 300_001).astype(np.uint16)
     new = old.copy()
     where = np.r_[0, 4095, 4096, 5000:5130, 299_999, 300_000]
@@ -120,7 +120,7 @@ def test_gathering_is_exact_beyond_a_segment(at_level: Native) -> None:
     assert np.array_equal(news, new[where])
 
 
-def test_a_damaged_segment_ends_the_call_after_the_whole_ones_before_it(at_level: Native) -> None:
+def test_a_damaged_segment_ends_the_call_after_the_whole_ones_before_it(at_level: NativeCodec) -> None:
     old = np.zeros(3 << 12, np.uint16)
     new = old + (np.arange(old.size) % 9 == 0).astype(np.uint16)
     data, lengths, _ = at_level.sparse_encode(old, new, 12, 0, 3)
@@ -133,19 +133,19 @@ def test_a_damaged_segment_ends_the_call_after_the_whole_ones_before_it(at_level
     assert np.array_equal(base, np.r_[new[: 1 << 12], old[1 << 12 :]])
 
 
-def test_both_write_the_same_change_whatever_the_threads(library: Native) -> None:
+def test_both_write_the_same_change_whatever_the_threads(library: NativeCodec) -> None:
     random = np.random.default_rng(3)
     old = (random.normal(0, 0.02, 700_000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     for density in (0.001, 0.2):
         new = np.where(random.random(old.size) < density, old + np.uint16(1), old)
         before, after = old.view(np.uint8), new.view(np.uint8)
-        expected = delta_codec.encode(before, after, "bfloat16", backend=REFERENCE)
+        expected = delta_codec.encode_change(before, after, "bfloat16", backend=REFERENCE)
         for threads in (1, 2, 5):
-            change = delta_codec.encode(before, after, "bfloat16", threads=threads, backend=library)
+            change = delta_codec.encode_change(before, after, "bfloat16", threads=threads, backend=library)
             assert change.data.tobytes() == expected.data.tobytes()
 
 
-def test_arguments_that_do_not_fit_are_refused(library: Native) -> None:
+def test_arguments_that_do_not_fit_are_refused(library: NativeCodec) -> None:
     words = np.zeros(5000, np.uint16)
     with pytest.raises(ValueError, match="refused its arguments"):
         library.sparse_encode(words, words, 12, 0, 3)
@@ -162,7 +162,7 @@ def test_the_status_says_what_is_live_and_why(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(native_codec, "__file__", str(tmp_path / "native.py"))
     monkeypatch.setattr(native_codec, "_loaded", native_codec._loaded.__wrapped__)
     assert "no C compiler" in native_codec.native_status()["reason"]
-    assert isinstance(delta_codec.default_backend(), Reference)
+    assert isinstance(delta_codec.default_backend(), NumpyCodec)
     (tmp_path / "_native.ctypes.so").write_bytes(b"not a library")
     assert native_codec.native_status()["live"] == "numpy"
     assert "_native.ctypes.so" in native_codec.native_status()["reason"]
@@ -174,8 +174,8 @@ def test_the_portable_path_needs_nothing_of_x86(tmp_path: Path) -> None:
     compile_to(
         tmp_path / "portable.so", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-DRLC_PORTABLE_ONLY", *SOURCES
     )
-    portable = Native(tmp_path / "portable.so")
-    assert (portable.level, portable.use("avx512")) == ("portable", "portable")
+    portable = NativeCodec(tmp_path / "portable.so")
+    assert (portable.level, portable.use_level("avx512")) == ("portable", "portable")
     old = np.arange(5000, dtype=np.uint16)
     new = old ^ (old % 11 == 0)
     data, _, _ = portable.sparse_encode(old, new, 12, 0, 2)

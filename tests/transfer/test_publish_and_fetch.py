@@ -63,7 +63,7 @@ class Rig:
     def subscriber(self) -> Subscriber:
         return Subscriber(self.endpoint, self.relay.handle(), self.metadata)
 
-    def head(self) -> heads.Head:
+    def head(self) -> heads.JobHead:
         return update_head(self.metadata, self.endpoint.job, lambda head: head)
 
     def read(self, version: int) -> Weights:
@@ -217,7 +217,7 @@ def test_a_publication_that_fails_at_any_put_leaves_the_old_version_readable(at:
     publisher._relay = rig.relay
     publisher.publish(2, stream(weights(2)))
     assert same(rig.read(2), weights(2))
-    publisher.collect()
+    publisher.collect_garbage()
     assert len(rig.relay.keys()) == 2 * OBJECTS
 
 
@@ -288,7 +288,7 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_is_told() -> None
     # Both go on with later versions, and nothing of the loser stays.
     loser.publish(8, stream(weights(8)))
     winner.publish(9, stream(weights(9)))
-    assert winner.collect() == 0
+    assert winner.collect_garbage() == 0
     assert len(rig.relay.keys()) == 2 * OBJECTS
 
 
@@ -325,7 +325,7 @@ def test_a_resumed_run_publishes_its_version_again_and_the_abandoned_ones_vanish
     resumed.publish(5, stream(weights(55)))
     assert same(rig.read(5), weights(55))
     assert rig.subscriber().epoch() == 2
-    assert resumed.collect() == 0
+    assert resumed.collect_garbage() == 0
     assert all(key.startswith("rlc/job/2/") for key in rig.relay.keys())  # noqa: SIM118
 
 
@@ -348,7 +348,7 @@ def test_a_publisher_of_an_abandoned_epoch_is_locked_out_even_in_the_middle() ->
         zombie.publish(2, stream(weights(2)))
     assert rig.subscriber().latest_version() == 1
     assert same(rig.read(1), weights(11))
-    assert resumed.collect() == 0
+    assert resumed.collect_garbage() == 0
     assert len(rig.relay.keys()) == OBJECTS
 
 
@@ -391,7 +391,7 @@ def test_only_the_last_versions_are_kept() -> None:
     publisher = rig.publisher()
     for version in range(7):
         publisher.publish(version, stream(weights(version)))
-    assert publisher.collect() == 0
+    assert publisher.collect_garbage() == 0
     assert sorted({int(key.split("/")[3]) for key in rig.relay.keys()}) == [4, 5, 6]  # noqa: SIM118
     for version in (4, 5, 6):
         assert same(rig.read(version), weights(version))
@@ -407,11 +407,11 @@ def test_a_leased_object_is_not_forced_out_but_removed_later() -> None:
     rig.relay.lease(leased)
     for version in (1, 2, 3):
         publisher.publish(version, stream(weights(version)))
-    assert publisher.collect() == 1  # version 0 waits, version 1 is gone
+    assert publisher.collect_garbage() == 1  # version 0 waits, version 1 is gone
     assert leased in rig.relay.keys()  # noqa: SIM118
     assert not [key for key in rig.relay.keys() if "/1/full/" in key]  # noqa: SIM118
     rig.relay.release(leased)
-    assert publisher.collect() == 0
+    assert publisher.collect_garbage() == 0
     assert not [key for key in rig.relay.keys() if "/0/full/" in key]  # noqa: SIM118
 
 
@@ -434,7 +434,7 @@ def test_what_a_dead_publisher_left_behind_is_removed_by_the_next_run() -> None:
     resumed = rig.publisher()
     resumed.rollback(0)
     resumed.publish(0, stream(weights(0)))
-    assert resumed.collect() == 0
+    assert resumed.collect_garbage() == 0
     assert len(rig.relay.keys()) == OBJECTS
 
 
@@ -446,7 +446,7 @@ def test_what_a_dead_publisher_left_behind_goes_when_another_publishes_that_vers
     assert len(rig.relay.keys()) == 3
     publisher = rig.publisher()
     publisher.publish(0, stream(weights(0)))
-    assert publisher.collect() == 0
+    assert publisher.collect_garbage() == 0
     assert len(rig.relay.keys()) == OBJECTS
     assert same(rig.read(0), weights(0))
 

@@ -59,12 +59,14 @@ def test_what_ranks_publish_together_is_read_as_one_version(ranks: int) -> None:
     assert results[0].bytes == sum(values.nbytes for values in model.values())
     manifest = rig.subscriber().manifest(4)
     assert sum(size > 0 for size in manifest.buckets) == results[0].buckets
-    assert sorted(manifest.shards, key=shard_routing.label) == sorted(
+    assert sorted(manifest.shards, key=shard_routing.shard_label) == sorted(
         (replace(key, bucket=shard.bucket) for keys in twins.cut(model, ranks) for key in keys for shard in
-         manifest.shards if shard_routing.label(shard) == shard_routing.label(key)), key=shard_routing.label
+         manifest.shards if shard_routing.shard_label(shard) == shard_routing.shard_label(key)), key=shard_routing.shard_label
     )  # fmt: skip
     got = dict(
-        rig.subscriber().fetch_regions(manifest, [Region(n, shard_routing.whole(v.shape)) for n, v in model.items()])
+        rig.subscriber().fetch_regions(
+            manifest, [Region(n, shard_routing.whole_box(v.shape)) for n, v in model.items()]
+        )
     )
     assert {region.tensor: data.tobytes() for region, data in got.items()} == twins.whole(model)
 
@@ -154,7 +156,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_old_version_stays(broken:
     rig.publish(2, new)
     resident.advance(2)
     assert twins.read(resident, new) == twins.whole(new)
-    assert rig.publishers[0].collect() == 0
+    assert rig.publishers[0].collect_garbage() == 0
     assert len(rig.relay.keys()) == 2 * objects  # nothing of the failed attempt stays
 
 
@@ -192,7 +194,7 @@ def test_what_a_dead_rank_leaves_is_collected_by_the_next_run(dead: int) -> None
     rig.publishers = rig.open(2)
     rig.together(lambda one, _: one.rollback(1))
     rig.publish(1, twins.weights(1))
-    assert rig.publishers[0].collect() == 0
+    assert rig.publishers[0].collect_garbage() == 0
     assert len(rig.relay.keys()) == objects
 
 
@@ -213,20 +215,22 @@ def test_two_trainers_that_publish_the_same_version_the_second_is_refused_on_all
 
 
 def test_a_share_that_is_not_one_is_refused() -> None:
-    share = manifests.Share({1: 200}, [ShardKey("w", -1, 0, 0, (4,), "uint8", "raw", 1)], [manifests.Piece(0, 4, 5, 5)])
+    share = manifests.RankShare(
+        {1: 200}, [ShardKey("w", -1, 0, 0, (4,), "uint8", "raw", 1)], [manifests.StoredShard(0, 4, 5, 5)]
+    )
     good = manifests.encode_share(share)
-    empty = manifests.encode_share(manifests.Share())
-    assert manifests.merge([empty, good]).buckets == {1: 200}
+    empty = manifests.encode_share(manifests.RankShare())
+    assert manifests.merge_shares([empty, good]).buckets == {1: 200}
     for wrong in ([good, empty], [empty, good, good], [empty, good[:-1]], [empty, b"\x01"], [empty, b""]):
         with pytest.raises(CorruptWeightsError) as caught:
-            manifests.merge(wrong)
+            manifests.merge_shares(wrong)
         assert caught.value.reason == "manifest"
     with pytest.raises(CorruptWeightsError, match="w: comes 2 times"):
-        manifests.merge([manifests.encode_share(replace_bucket(share, 0)), good])
+        manifests.merge_shares([manifests.encode_share(replace_bucket(share, 0)), good])
 
 
-def replace_bucket(share: manifests.Share, bucket: int) -> manifests.Share:
-    return manifests.Share({bucket: 200}, [replace(share.shards[0], bucket=bucket)], share.pieces)
+def replace_bucket(share: manifests.RankShare, bucket: int) -> manifests.RankShare:
+    return manifests.RankShare({bucket: 200}, [replace(share.shards[0], bucket=bucket)], share.pieces)
 
 
 # --- control cost
@@ -346,7 +350,7 @@ def test_a_rank_records_more_buckets_before_it_writes_them() -> None:
     assert twins.read(resident, model) == twins.whole(model)
     rig.together(lambda one, _: one.rollback(1))
     rig.publish(1, twins.weights(1))
-    assert rig.publishers[0].collect() == 0
+    assert rig.publishers[0].collect_garbage() == 0
     assert {version for version, _ in rig.versions()} == {1}
 
 

@@ -59,13 +59,13 @@ def test_a_url_that_cannot_be_used_is_one_error_that_shows_no_password(url: str,
 def test_the_password_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
-    assert module.password({}) is None
-    assert module.password({PASSWORD: SECRET}) == SECRET
-    assert module.password({PASSWORD: "other", PASSWORD_FILE: str(file)}) == SECRET
+    assert module.redis_password({}) is None
+    assert module.redis_password({PASSWORD: SECRET}) == SECRET
+    assert module.redis_password({PASSWORD: "other", PASSWORD_FILE: str(file)}) == SECRET
     file.write_text("\n")
     for named in (str(file), str(tmp_path / "none")):
         with pytest.raises(ConfigError) as caught:
-            module.password({PASSWORD_FILE: named})
+            module.redis_password({PASSWORD_FILE: named})
         assert caught.value.field == PASSWORD_FILE
 
 

@@ -102,7 +102,7 @@ def engine_parameters(model: Model, tp: int, pp: int) -> Iterator[tuple[str, lis
         values, dim = model.tensors[name]
         dim = max(dim, 0)
         size = values.shape[dim]
-        box = list(shard_routing.whole(values.shape))
+        box = list(shard_routing.whole_box(values.shape))
         box[dim] = size * rank // parts, size * (rank + 1) // parts
         return Region(name, tuple(box))
 
@@ -136,11 +136,11 @@ def test_every_element_of_every_engine_shard_is_written_exactly_once_with_the_ri
     for name, regions in engine_parameters(model, tp, pp):
         for region in regions:
             expected = taken(model.tensors[region.tensor][0], region.box)
-            shape = shard_routing.extent(region.box)
+            shape = shard_routing.box_shape(region.box)
             found = np.zeros_like(expected)
             written = np.zeros(shape, dtype=int)
             for part in index.parts(region):
-                held = shard_routing.extent(shard_routing.box_of(keys[part.shard]))
+                held = shard_routing.box_shape(shard_routing.box_of(keys[part.shard]))
                 shard_routing.copy_part(part, stored[part.shard], held, found, shape)
                 written[tuple(slice(*bounds) for bounds in part.target)] += 1
             assert (written == 1).all(), f"{name}: {region}"
@@ -159,16 +159,16 @@ def test_the_runs_of_a_box_are_its_bytes_in_order(drawn: list[tuple[int, int, in
     box = tuple((min(a, b), max(a, b)) for _, a, b in drawn)
     data = np.arange(math.prod(shape) * itemsize)
     expected = data.reshape(*shape, itemsize)[tuple(slice(*bounds) for bounds in box)].reshape(-1)
-    found = list(shard_routing.runs(shape, box, itemsize))
+    found = list(shard_routing.byte_runs(shape, box, itemsize))
     got = np.concatenate([data[offset : offset + length] for offset, length in found] or [data[:0]])
     assert np.array_equal(got, expected)
     assert all(offset + length < after for (offset, length), (after, _) in pairwise(found))  # else one run would do
 
 
 def test_rows_are_one_run_and_columns_are_one_a_row() -> None:
-    assert list(shard_routing.runs((8, 4), ((2, 5), (0, 4)), 2)) == [(16, 24)]
-    assert list(shard_routing.runs((3, 4), ((0, 3), (1, 2)), 2)) == [(2, 2), (10, 2), (18, 2)]
-    assert list(shard_routing.runs((), (), 4)) == [(0, 4)]
+    assert list(shard_routing.byte_runs((8, 4), ((2, 5), (0, 4)), 2)) == [(16, 24)]
+    assert list(shard_routing.byte_runs((3, 4), ((0, 3), (1, 2)), 2)) == [(2, 2), (10, 2), (18, 2)]
+    assert list(shard_routing.byte_runs((), (), 4)) == [(0, 4)]
 
 
 @given(st.data())
@@ -199,9 +199,9 @@ def test_a_strided_view_is_found_again_in_the_box_around_it(data: st.DataObject)
     extra = tuple(
         (data.draw(st.integers(0, a)), data.draw(st.integers(b, size))) for (a, b), size in zip(box, shape, strict=True)
     )
-    for around in (box, shard_routing.around(box, extra), shard_routing.whole(shape)):
+    for around in (box, shard_routing.enclosing_box(box, extra), shard_routing.whole_box(shape)):
         held = tensor[tuple(slice(*bounds) for bounds in around)].copy()
-        start, steps = shard_routing.rebased(shape, around, offset, view.shape, stride)
+        start, steps = shard_routing.rebase_view(shape, around, offset, view.shape, stride)
         again = np.lib.stride_tricks.as_strided(held.reshape(-1)[start:], view.shape, [8 * step for step in steps])
         assert np.array_equal(again, view)
 
@@ -256,4 +256,4 @@ def test_what_was_not_published_is_refused_by_name() -> None:
 
 
 def test_labels_name_the_slice() -> None:
-    assert [shard_routing.label(shard) for shard in SHARDS] == ["w[0:0:4]", "w[0:4:9]", "w[0:9:10]", "n"]
+    assert [shard_routing.shard_label(shard) for shard in SHARDS] == ["w[0:0:4]", "w[0:4:9]", "w[0:9:10]", "n"]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.transfer import (
     CorruptWeightsError,
+    HostedWeights,
     MemoryMetadata,
     MemoryRelay,
     RelayError,
-    Resident,
     SnapshotPolicy,
     Subscriber,
     VersionTakenError,
@@ -25,9 +25,15 @@ from orchestrator.transfer import (
     version_leases,
 )
 from orchestrator.transfer import job_head as heads
-from orchestrator.transfer.job_head import FULL, Attempt, Published
-from orchestrator.transfer.publisher import Plan
-from orchestrator.transfer.retention import Holder, by_differences, from_snapshot, retained, route
+from orchestrator.transfer.job_head import FULL, PublishAttempt, PublishedVersion
+from orchestrator.transfer.publisher import PublishPlan
+from orchestrator.transfer.retention import (
+    VersionHolder,
+    by_differences,
+    choose_route,
+    from_snapshot,
+    retained_versions,
+)
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
 
@@ -46,7 +52,7 @@ def chained(rig: Any, first: int, last: int, snapshots: tuple[int, ...] = ()) ->
             rig.publish(version, model)
 
 
-def holds(resident: Resident, model: Any) -> bool:
+def holds(resident: HostedWeights, model: Any) -> bool:
     return bool(twins.read(resident, model) == twins.whole(model))
 
 
@@ -96,7 +102,7 @@ def test_who_holds_an_old_version_takes_the_way_with_fewer_bytes() -> None:
     assert holds(resident, rig.model[4])
     newcomer = rig.resident()
     newcomer.advance(4)
-    full, last = rig.head().find(3), rig.head().find(4)
+    full, last = rig.head().find_version(3), rig.head().find_version(4)
     assert full.payload_bytes < newcomer.fetched_bytes <= full.payload_bytes + last.payload_bytes
 
 
@@ -106,7 +112,7 @@ def test_a_missing_base_is_resolved_by_a_snapshot() -> None:
     resident = rig.resident()
     resident.advance(1)
     chained(rig, 2, 5, snapshots=(4,))  # nobody said that version 1 is held
-    rig.publishers[0].collect()
+    rig.publishers[0].collect_garbage()
     assert rig.versions() == [(4, "full"), (5, "delta-4")]
     resident.advance(5)
     assert holds(resident, rig.model[5])
@@ -134,7 +140,7 @@ def test_a_relay_that_lost_its_memory_is_said_and_filled_again() -> None:
     with pytest.raises(RelayError, match="missing"):
         resident.advance(2)
     assert holds(resident, rig.model[1])
-    assert rig.publishers[0].plan(SnapshotPolicy()) == Plan(FULL, True)
+    assert rig.publishers[0].plan_next(SnapshotPolicy()) == PublishPlan(FULL, True)
     rig.publish(2, rig.model[2])
     resident.advance(2)
     assert holds(resident, rig.model[2])
@@ -175,24 +181,24 @@ def test_a_snapshot_beside_a_difference_must_have_its_content() -> None:
     resident = rig.resident()
     resident.advance(1)
     assert holds(resident, model)
-    rig.publishers[0].collect()
+    rig.publishers[0].collect_garbage()
     assert rig.versions() == [(0, "full"), (1, "delta-0"), (1, "full")]
 
 
 def test_the_policy_asks_for_a_snapshot_every_k_differences_or_when_the_chain_outweighs_it() -> None:
     rig, policy = twins.Rig(), SnapshotPolicy(every=3, weight=0.9)
     one = rig.publishers[0]
-    assert one.plan(policy) == Plan(FULL, True)
+    assert one.plan_next(policy) == PublishPlan(FULL, True)
     chained(rig, 0, 0)
     for version in (1, 2, 3):
-        assert one.plan(policy) == Plan(version - 1, False)
+        assert one.plan_next(policy) == PublishPlan(version - 1, False)
         chained(rig, version, version)
-    assert one.plan(policy) == Plan(3, True)
-    assert one.plan(SnapshotPolicy(every=9)) == Plan(3, False)
-    assert one.plan(SnapshotPolicy(every=9, weight=0.05)) == Plan(3, True)
-    assert one.plan(SnapshotPolicy(every=0)) == Plan(FULL, True)
+    assert one.plan_next(policy) == PublishPlan(3, True)
+    assert one.plan_next(SnapshotPolicy(every=9)) == PublishPlan(3, False)
+    assert one.plan_next(SnapshotPolicy(every=9, weight=0.05)) == PublishPlan(3, True)
+    assert one.plan_next(SnapshotPolicy(every=0)) == PublishPlan(FULL, True)
     chained(rig, 4, 4, snapshots=(4,))
-    assert one.plan(policy) == Plan(4, False)
+    assert one.plan_next(policy) == PublishPlan(4, False)
     for wrong in ({"every": -1}, {"every": True}, {"weight": 0}, {"weight": float("nan")}):
         with pytest.raises(ConfigError, match=r"relay\.snapshot"):
             SnapshotPolicy(**wrong)
@@ -205,14 +211,14 @@ def test_a_subscriber_for_whom_no_chain_leads_anywhere_gets_a_snapshot_with_the_
     rig.relay.remove(objects(rig, 0)[0])  # a part of the store went away with the machine that lent it
     with pytest.raises(RelayError, match="missing"):
         lost.advance(2)
-    assert rig.publishers[0].plan(policy) == Plan(2, False)
+    assert rig.publishers[0].plan_next(policy) == PublishPlan(2, False)
     lost._subscriber.ask_snapshot()
-    assert rig.publishers[0].plan(policy) == Plan(2, True)
+    assert rig.publishers[0].plan_next(policy) == PublishPlan(2, True)
     chained(rig, 3, 3, snapshots=(3,))
     lost.advance(3)
     assert holds(lost, rig.model[3])
     lost._subscriber.hold(3)
-    assert rig.publishers[0].plan(policy) == Plan(3, False)
+    assert rig.publishers[0].plan_next(policy) == PublishPlan(3, False)
 
 
 # --- retention
@@ -230,14 +236,14 @@ def test_who_speaks_in_an_epoch_before_its_first_version_holds_up_no_publication
     assert rig.versions() == [(1, "full")]
 
 
-def entry(version: int, base: int = FULL, size: int = 1) -> Published:
-    return Published(Attempt(1, version, 0, 1, base), 1, 1, size)
+def entry(version: int, base: int = FULL, size: int = 1) -> PublishedVersion:
+    return PublishedVersion(PublishAttempt(1, version, 0, 1, base), 1, 1, size)
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[Published, ...]:
+def histories(draw: st.DrawFn) -> tuple[PublishedVersion, ...]:
     """Versions with gaps; each a snapshot, a difference to the one before, or both."""
-    found: list[Published] = []
+    found: list[PublishedVersion] = []
     version = last = -1
     for number in range(draw(st.integers(1, 10))):
         version += draw(st.integers(1, 3))
@@ -252,10 +258,10 @@ def histories(draw: st.DrawFn) -> tuple[Published, ...]:
 
 @given(histories(), st.integers(1, 4), st.lists(st.integers(-1, 25), max_size=4), st.integers(-1, 25))
 def test_what_is_kept_is_what_somebody_needs_and_can_be_read(
-    published: tuple[Published, ...], keep: int, held: list[int], fetching: int
+    published: tuple[PublishedVersion, ...], keep: int, held: list[int], fetching: int
 ) -> None:
-    holders = [*(Holder(version) for version in held), Holder(-1, fetching)]
-    kept = retained(published, keep, holders)
+    holders = [*(VersionHolder(version) for version in held), VersionHolder(-1, fetching)]
+    kept = retained_versions(published, keep, holders)
     versions = sorted({item.attempt.version for item in published})
     for target in versions[-keep:]:
         way = from_snapshot(kept, target)
@@ -270,27 +276,27 @@ def test_what_is_kept_is_what_somebody_needs_and_can_be_read(
     needed += [way for version in held if (way := by_differences(published, version, versions[-1]))]
     recent = {item for item in published if item.attempt.version in versions[-keep:]}
     assert set(kept) == recent | {item for way in needed for item in way}
-    assert retained(kept, keep, holders) == kept
+    assert retained_versions(kept, keep, holders) == kept
     assert list(kept) == sorted(kept, key=published.index)
 
 
 @given(histories(), st.integers(-1, 25))
-def test_a_route_begins_at_what_is_held_or_at_a_snapshot(published: tuple[Published, ...], held: int) -> None:
+def test_a_route_begins_at_what_is_held_or_at_a_snapshot(published: tuple[PublishedVersion, ...], held: int) -> None:
     target = published[-1].attempt.version
-    way = route(published, held, target)
+    way = choose_route(published, held, target)
     at = held
     for step in way:
         assert step.attempt.base in (FULL, at)
         at = step.attempt.version
     assert at == target
     with pytest.raises(RelayError, match="no chain"):
-        route(published, 3, 99)
+        choose_route(published, 3, 99)
 
 
 def test_the_last_snapshot_and_the_chain_after_it_stay() -> None:
     rig = twins.Rig(keep_versions=2)
     chained(rig, 0, 7, snapshots=(3,))
-    rig.publishers[0].collect()
+    rig.publishers[0].collect_garbage()
     assert rig.versions() == [(3, "full"), *((version, f"delta-{version - 1}") for version in (4, 5, 6, 7))]
 
 
@@ -300,7 +306,7 @@ def test_what_a_live_subscriber_needs_stays_until_its_lease_runs_out() -> None:
     subscriber = rig.subscriber("engine")
     subscriber.hold(1)
     chained(rig, 2, 4, snapshots=(3,))
-    rig.publishers[0].collect()
+    rig.publishers[0].collect_garbage()
     assert rig.versions() == [(2, "delta-1"), (3, "delta-2"), (3, "full"), (4, "delta-3")]
     rig.now += 599
     subscriber.hold(1)
@@ -310,9 +316,9 @@ def test_what_a_live_subscriber_needs_stays_until_its_lease_runs_out() -> None:
     assert by_differences(rig.head().published, 1, 6)
     rig.now += 10
     chained(rig, 7, 7)
-    rig.publishers[0].collect()
+    rig.publishers[0].collect_garbage()
     assert rig.versions() == [(3, "full"), *((version, f"delta-{version - 1}") for version in (4, 5, 6, 7))]
-    assert version_leases.read(rig.metadata, "job") == {}
+    assert version_leases.read_leases(rig.metadata, "job") == {}
 
 
 def test_what_is_being_fetched_stays() -> None:
@@ -320,7 +326,7 @@ def test_what_is_being_fetched_stays() -> None:
     chained(rig, 0, 1)
     rig.subscriber("newcomer").hold(-1, fetching=1)
     chained(rig, 2, 4, snapshots=(4,))
-    rig.publishers[0].collect()
+    rig.publishers[0].collect_garbage()
     assert rig.versions() == [(0, "full"), (1, "delta-0"), (4, "delta-3"), (4, "full")]
 
 
@@ -328,32 +334,32 @@ def test_no_clock_is_compared_with_another() -> None:
     """A subscriber says no time at all; the collector measures on its own clock, from when it first sees a word."""
     metadata, now = MemoryMetadata(), 1e9
     watch = version_leases.LeaseWatch(metadata, "job", lambda: now)
-    version_leases.say(metadata, "job", "a", 1, Holder(4), 10)
-    version_leases.say(metadata, "job", "b", 2, Holder(5), 10)
-    assert watch.live(1) == [Holder(4)]
+    version_leases.renew_lease(metadata, "job", "a", 1, VersionHolder(4), 10)
+    version_leases.renew_lease(metadata, "job", "b", 2, VersionHolder(5), 10)
+    assert watch.live_holders(1) == [VersionHolder(4)]
     now -= 1e6  # a clock that was set back makes no lease shorter
-    assert watch.live(1) == [Holder(4)]
+    assert watch.live_holders(1) == [VersionHolder(4)]
     now += 1e6 + 10
-    version_leases.say(metadata, "job", "a", 1, Holder(6), 10)
-    assert watch.live(1) == [Holder(6)]
+    version_leases.renew_lease(metadata, "job", "a", 1, VersionHolder(6), 10)
+    assert watch.live_holders(1) == [VersionHolder(6)]
     now += 9
-    assert watch.live(1) == [Holder(6)]
+    assert watch.live_holders(1) == [VersionHolder(6)]
     late = version_leases.LeaseWatch(metadata, "job", lambda: now)  # a collector that starts anew gives a whole lease
     now += 2
-    assert watch.live(1) == []
-    version_leases.say(metadata, "job", "a", 1, Holder(6), 10)
-    assert late.live(1) == [Holder(6)]
+    assert watch.live_holders(1) == []
+    version_leases.renew_lease(metadata, "job", "a", 1, VersionHolder(6), 10)
+    assert late.live_holders(1) == [VersionHolder(6)]
 
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"\xc1", b"\x80", version_leases.encode({})[:-1], version_leases.encode({}).replace(b"\x01", b"\x02"),
-     version_leases.encode({"a": version_leases.Lease(1, Holder(1), 0, 10)}).replace(b"\x95", b"\x94"),
-     version_leases.encode({"a": version_leases.Lease(1, Holder("x"), 0, 10)})],
+    [b"", b"\xc1", b"\x80", version_leases.encode_leases({})[:-1], version_leases.encode_leases({}).replace(b"\x01", b"\x02"),
+     version_leases.encode_leases({"a": version_leases.VersionLease(1, VersionHolder(1), 0, 10)}).replace(b"\x95", b"\x94"),
+     version_leases.encode_leases({"a": version_leases.VersionLease(1, VersionHolder("x"), 0, 10)})],
 )  # fmt: skip
 def test_a_damaged_lease_record_is_told(value: bytes) -> None:
     with pytest.raises(CorruptWeightsError) as caught:
-        version_leases.decode(value)
+        version_leases.decode_leases(value)
     assert caught.value.reason == "format"
 
 
@@ -528,7 +534,7 @@ def test_a_pull_that_ends_at_any_read_leaves_the_old_weights(error: Exception) -
     chained(rig, 0, 3)
     for at in range(40):
         subscriber = rig.subscriber()
-        resident = Resident(subscriber, None, twins.XorCodec())
+        resident = HostedWeights(subscriber, None, twins.XorCodec())
         resident.advance(1)
         subscriber._relay = Dying(rig.relay, at, error)
         try:
@@ -558,8 +564,8 @@ def test_the_head_record_keeps_kinds_contents_and_sizes() -> None:
     assert [(item.attempt.version, item.attempt.kind) for item in head.published] == [
         (0, "full"), (1, "delta-0"), (2, "delta-1"), (2, "full"), (3, "delta-2")
     ]  # fmt: skip
-    assert head.find(2).attempt.base == FULL
-    assert head.find(2, 1).content == head.find(2).content != head.find(3).content
-    assert head.find(2, 7) is None
-    assert shard_routing.label(rig.subscriber().manifest(3).shards[0]) == "embed[0:0:32]"
+    assert head.find_version(2).attempt.base == FULL
+    assert head.find_version(2, 1).content == head.find_version(2).content != head.find_version(3).content
+    assert head.find_version(2, 7) is None
+    assert shard_routing.shard_label(rig.subscriber().manifest(3).shards[0]) == "embed[0:0:32]"
     assert replace(head, floor=1) != head

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from orchestrator.api import ConfigError, RetryableError, RunError
-from orchestrator.hooks import VLLM, Installed
+from orchestrator.hooks import VLLM, InstalledComponent
 from tests.support import sleep_twins
 from tests.vllm.test_activation import finished, play, turn
 from vllm_rlplugin import command_flags
@@ -69,8 +69,8 @@ def test_vllm_serve_sets_it_for_a_cuda_build_only(monkeypatch: pytest.MonkeyPatc
     from vllm_rlplugin import is_cpu_build
 
     for version, expected in (("0.32.0", True), ("0.32.0+cpu", None)):
-        installed = Installed(VLLM, "vllm", version)
-        monkeypatch.setattr(command_flags, "check", lambda _, found=installed: found)
+        installed = InstalledComponent(VLLM, "vllm", version)
+        monkeypatch.setattr(command_flags, "check_version", lambda _, found=installed: found)
         monkeypatch.setattr(command_flags, "activate", lambda **_: None)
         monkeypatch.setattr(command_flags, "_applied", False)
         monkeypatch.setenv(command_flags.ALLOWED, command_flags.PLUGIN)

@@ -13,12 +13,12 @@ from orchestrator.hooks import (
     COMPONENTS,
     PYTHON,
     VLLM,
-    Component,
     Patch,
     PatchRegister,
+    TestedComponent,
     VersionRange,
-    check,
-    find,
+    check_version,
+    find_version,
     missing_names,
     parse_release,
     signature_mismatches,
@@ -91,26 +91,28 @@ def test_every_component_prints_its_range_and_reads_it_back() -> None:
 
 
 def test_the_running_interpreter_is_a_tested_one() -> None:
-    assert check(PYTHON).version.startswith("3.1")
+    assert check_version(PYTHON).version.startswith("3.1")
 
 
 def test_an_untested_version_is_refused_with_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tested_versions, "installed_version", lambda names: (names[0], "0.99.0"))
     with pytest.raises(ConfigError, match=r"not tested.*>=0\.32,<0\.34") as caught:
-        check(VLLM)
+        check_version(VLLM)
     assert (caught.value.field, caught.value.value) == ("vLLM", "0.99.0")
 
 
 def test_a_missing_component_is_refused_with_the_tested_range() -> None:
-    missing = Component("Nothing", ("rl-coserve-no-such-distribution",), VersionRange.parse(">=1,<2"), ())
-    assert find(missing) is None
+    missing = TestedComponent("Nothing", ("rl-coserve-no-such-distribution",), VersionRange.parse(">=1,<2"), ())
+    assert find_version(missing) is None
     with pytest.raises(ConfigError, match=r"not installed.*>=1,<2"):
-        check(missing)
+        check_version(missing)
 
 
 def test_the_first_distribution_that_is_there_provides_the_component() -> None:
-    component = Component("pytest", ("rl-coserve-no-such-distribution", "pytest"), VersionRange.parse(">=8,<99"), ())
-    assert check(component).distribution == "pytest"
+    component = TestedComponent(
+        "pytest", ("rl-coserve-no-such-distribution", "pytest"), VersionRange.parse(">=8,<99"), ()
+    )
+    assert check_version(component).distribution == "pytest"
 
 
 class _Engine:

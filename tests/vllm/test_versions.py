@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.hooks import VLLM, find, signature_mismatches
+from orchestrator.hooks import VLLM, find_version, signature_mismatches
 from orchestrator.hooks.source_signatures import SourceTree, imported_names
 from vllm_rlplugin import hookpoints
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
@@ -62,7 +62,7 @@ def other() -> SourceTree:
 
 
 def test_the_two_versions_are_different_and_both_in_the_tested_range() -> None:
-    found = find(VLLM)
+    found = find_version(VLLM)
     assert found is not None
     versions = (found[1], vllm_sources.OTHER_VERSION)
     assert versions[0].split("+")[0] != versions[1]

@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-from orchestrator.policies.serving.judge_residency import BUFFERS, JudgeMemory, Residency, plan, spread
+from orchestrator.policies.serving.judge_residency import (
+    BUFFERS,
+    JudgeMemory,
+    JudgeResidency,
+    plan_residency,
+    spread_layers,
+)
 from vllm_rlplugin.judge.layer_store import HostLayers, LayerMover, make_mover
 
 
@@ -74,19 +80,19 @@ class StreamedModel:
         self._queue: list[int] = []  # streamed layers, in the order of a pass
         self._filled: dict[int, int] = {}  # streamed layer -> buffer that it is in, or on its way to
         self._next = 0  # place in the queue of what is brought next
-        self.residency = Residency(count, (), 0, 0)
-        self.arrange(spread(self.memory, 0, count if resident is None else resident, buffers))
+        self.residency = JudgeResidency(count, (), 0, 0)
+        self.arrange(spread_layers(self.memory, 0, count if resident is None else resident, buffers))
         for index, layer in enumerate(self._layers):
             layer.register_forward_pre_hook(self._before(index))
             layer.register_forward_hook(self._after(index))
 
-    def fit(self, tokens: int, free: int) -> Residency:
+    def fit(self, tokens: int, free: int) -> JudgeResidency:
         """Arrange for sequences of ``tokens`` in ``free`` bytes of the device, what the model has now included. ValueError:
         it cannot run, and nothing changed."""
-        self.arrange(plan(self.memory, tokens, free, self._buffers))
+        self.arrange(plan_residency(self.memory, tokens, free, self._buffers))
         return self.residency
 
-    def arrange(self, residency: Residency) -> None:
+    def arrange(self, residency: JudgeResidency) -> None:
         """Between two passes: bring what is to be resident, drop what is not, buffers first where memory gets less."""
         if self._mover is not None:
             self._mover.close()

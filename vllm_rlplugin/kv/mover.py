@@ -28,7 +28,7 @@ from orchestrator.api import ConfigError, KvMove, KvMoved, RetryableError
 from orchestrator.api.tls import SYSTEM, Tls, check_listener
 from orchestrator.api.urls import is_loopback
 from orchestrator.transfer.kv_mooncake import MooncakeCarrier, check_device
-from orchestrator.transfer.kv_wire import Carrier, KvAsk, KvBlocks, KvRefused, KvServer, fetch
+from orchestrator.transfer.kv_wire import Carrier, KvAsk, KvBlocks, KvRefused, KvServer, fetch_blocks
 
 PIECE_BYTES = 4 << 20  # of KV that go between the front end and its engine at a time: neither stands still for longer
 NODE = "node"  # as a host: this machine's own address
@@ -142,7 +142,7 @@ class KvMover:
             if have < asked["blocks"]:
                 ask = KvAsk(tokens, have, asked["facts"], move.limit)
                 found = await asyncio.to_thread(
-                    fetch,
+                    fetch_blocks,
                     move.source,
                     self._options.token,
                     ask,

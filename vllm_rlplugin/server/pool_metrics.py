@@ -110,7 +110,7 @@ class PoolMetrics:
         rollouts, serving, slo = found["rollouts"], found["serving"], found["slo"]
         pages = serving["pages"] if serving is not None else 0
         self._now, self._lends = min(1.0, pages / found["pages"]), found["most"] != 0
-        self._use.saw(time.monotonic(), self._now)
+        self._use.add_sample(time.monotonic(), self._now)
         state: Mapping[str, Any] = slo["state"] if slo is not None else {}
         for name, value in {
             "pages": found["pages"],

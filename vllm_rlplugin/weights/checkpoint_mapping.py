@@ -31,7 +31,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from orchestrator.transfer.shard_routing import Box, around, bounding_box, rebased
+from orchestrator.transfer.shard_routing import Box, bounding_box, enclosing_box, rebase_view
 
 _ATEN = torch.ops.aten
 # Methods whose process_weights_after_loading leaves the weights what was loaded (on CPU it makes a packed copy beside).
@@ -78,7 +78,7 @@ class Slice:
 
     def cut_box(self, shape: Sequence[int], box: Box, part: torch.Tensor) -> torch.Tensor:
         """The same as :meth:`cut_from`, of a tensor that has only ``box`` of the checkpoint tensor; a view."""
-        offset, stride = rebased(shape, box, self.offset, self.size, self.stride)
+        offset, stride = rebase_view(shape, box, self.offset, self.size, self.stride)
         flat = part.reshape(-1)
         return flat.as_strided(self.size, stride, flat.storage_offset() + offset)
 
@@ -122,7 +122,7 @@ class CheckpointMapping:
             shape = layout[tensor].shape
             read = [item.box(shape) for item in slices if 0 not in item.size]
             if read:
-                found[tensor] = functools.reduce(around, read)
+                found[tensor] = functools.reduce(enclosing_box, read)
         return found
 
     def holds_for(self, model: torch.nn.Module) -> bool:

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from orchestrator.transfer import CorruptWeightsError, DeltaCodec, Region, Resident, StoredManifest, Subscriber
+from orchestrator.transfer import CorruptWeightsError, DeltaCodec, HostedWeights, Region, StoredManifest, Subscriber
 from orchestrator.transfer.bucket import Bytes
-from orchestrator.transfer.delta import Edit
+from orchestrator.transfer.delta import ShardEdit
 from orchestrator.transfer.job_head import FULL
-from orchestrator.transfer.shard_routing import Box, box_of, elements, extent, label
+from orchestrator.transfer.shard_routing import Box, box_elements, box_of, box_shape, shard_label
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, Fill, Slice
 from vllm_rlplugin.weights.digests import digest_for, digest_of_parts, xxh3
 from vllm_rlplugin.weights.element_places import LivePlace, LivePlaces, cover_shard
@@ -91,7 +91,7 @@ class DeltaUpdate:
 
 def make_origin(manifest: StoredManifest, places: Mapping[int, Sequence[LivePlace]]) -> WeightsOrigin:
     """What is live once this version is."""
-    shards = {label(manifest.shards[number]): manifest.pieces[number].digest for number in places}
+    shards = {shard_label(manifest.shards[number]): manifest.pieces[number].digest for number in places}
     return WeightsOrigin(manifest.epoch, manifest.version, manifest.content(), shards)
 
 
@@ -139,12 +139,12 @@ class DeltaBuilder:
             self.fetched_bytes += sum(manifest.pieces[number].length for number in needed)
             digests.update(origin.shards)
 
-    def compare_resident(self, resident: Resident, published: CheckpointLayout, regions: Iterable[Region]) -> None:
+    def compare_resident(self, resident: HostedWeights, published: CheckpointLayout, regions: Iterable[Region]) -> None:
         """Take in what a resident holds of tensors that cannot be followed in place: what differs from what is live."""
         for region in regions:
             self._check()
             spec = published[region.tensor]
-            part = torch.from_numpy(resident.region(region)).view(spec.dtype).view(extent(region.box))
+            part = torch.from_numpy(resident.region(region)).view(spec.dtype).view(box_shape(region.box))
             for item in self._base.mapping.slices_of(region.tensor):
                 self._compare_slice(item, spec.shape, region.box, part)
 
@@ -183,16 +183,16 @@ class DeltaBuilder:
         spans = [place.position_range() for place in places]
         start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
         width = places[0].view.element_size()
-        for edit in self._codec.edits(key.encoding, stored, elements(box_of(key)), width, start, stop):
+        for edit in self._codec.edits(key.encoding, stored, box_elements(box_of(key)), width, start, stop):
             for place in places:
                 self._edit_place(place, edit)
-        self._changed[label(key)] = places
-        self._expected[label(key)] = manifest.pieces[number].digest
+        self._changed[shard_label(key)] = places
+        self._expected[shard_label(key)] = manifest.pieces[number].digest
 
-    def _edit_place(self, place: LivePlace, edit: Edit) -> None:
+    def _edit_place(self, place: LivePlace, edit: ShardEdit) -> None:
         chosen, index = place.locate(edit.positions)
         if index.size:
-            self._edits_of(place.slice).add_change(index, edit.only(chosen).new)
+            self._edits_of(place.slice).add_change(index, edit.select(chosen).new_values)
 
     def _edits_of(self, item: Slice) -> SliceEdits:
         found = self._edits.get(item)
@@ -214,7 +214,7 @@ class DeltaBuilder:
         """Whether this rank has all of a shard; then it is proved, with a copy of it that is dropped at once."""
         whole = cover_shard(places)
         if len(whole) > 1:
-            assembled = torch.empty(extent(box_of(whole[0].key)), dtype=whole[0].view.dtype, device=self._device)
+            assembled = torch.empty(box_shape(box_of(whole[0].key)), dtype=whole[0].view.dtype, device=self._device)
             for place in whole:
                 assembled[tuple(slice(*bounds) for bounds in place.source)] = self._predict_place(place)
             self._compare_digest(name, xxh3(assembled))
@@ -247,7 +247,7 @@ class DeltaBuilder:
 
 
 def _label(manifest: StoredManifest, number: int) -> str:
-    return label(manifest.shards[number])
+    return shard_label(manifest.shards[number])
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

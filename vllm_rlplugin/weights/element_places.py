@@ -24,7 +24,7 @@ import torch
 
 from orchestrator.api import ShardKey
 from orchestrator.transfer import Region
-from orchestrator.transfer.shard_routing import Box, ShardIndex, box_of, elements, extent
+from orchestrator.transfer.shard_routing import Box, ShardIndex, box_elements, box_of, box_shape
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, Slice
 
 Index = npt.NDArray[Any]  # positions, int64 or int32
@@ -102,15 +102,15 @@ class LivePlace:
     @property
     def has_whole_shard(self) -> bool:
         """Whether it has all of the shard."""
-        return extent(self.source) == extent(box_of(self.key))
+        return box_shape(self.source) == box_shape(box_of(self.key))
 
     def position_range(self) -> tuple[int, int]:
         """All positions of the shard that lie here are in this range of them; not all of the range need be."""
         last = self.slice.offset + sum((count - 1) * stride for count, stride, _ in self.dims)
         if self.key.dim > 0:
-            return 0, elements(box_of(self.key))
+            return 0, box_elements(box_of(self.key))
         begin = self.key.start * math.prod(self.key.global_shape[1:]) if self.key.dim == 0 else 0
-        return max(self.slice.offset - begin, 0), min(last + 1 - begin, elements(box_of(self.key)))
+        return max(self.slice.offset - begin, 0), min(last + 1 - begin, box_elements(box_of(self.key)))
 
     def locate(self, positions: Index) -> tuple[Chosen, Index]:
         """Which of these ascending positions in the shard lie here, and where in the slice's live memory."""
@@ -162,7 +162,7 @@ def cover_shard(places: Sequence[LivePlace]) -> list[LivePlace]:
         for place, box in enumerate(boxes)
         for number in range(place)
     )
-    whole = sum(elements(box) for box in boxes) == elements(box_of(places[0].key))
+    whole = sum(box_elements(box) for box in boxes) == box_elements(box_of(places[0].key))
     return parts if apart and whole else []
 
 
@@ -175,7 +175,7 @@ def _spot(item: Slice, shape: tuple[int, ...]) -> BoxSlice | None:
     if found is None:
         return None
     box, strides = found
-    return BoxSlice(item, ordered, box, item.target.as_strided(extent(box), strides, item.target.storage_offset()))
+    return BoxSlice(item, ordered, box, item.target.as_strided(box_shape(box), strides, item.target.storage_offset()))
 
 
 def _box(dims: Sequence[Dim], offset: int, shape: tuple[int, ...]) -> tuple[Box, list[int]] | None:

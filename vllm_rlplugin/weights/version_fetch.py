@@ -10,7 +10,7 @@ Guarantees:
 * Where versions travel as differences and there is a mapping, a version is followed from what is live
   (:mod:`vllm_rlplugin.weights.delta_update`): what is staged is as large as the change. Where that cannot be (the first
   update, damaged weights, a chain that is gone, a full snapshot that is smaller) all of it is staged, and nothing stays
-  behind. Without a mapping what differences are applied to stays on the host (:class:`Resident`): this rank's shards,
+  behind. Without a mapping what differences are applied to stays on the host (:class:`HostedWeights`): this rank's shards,
   once, as published.
 * Nothing here writes to the model.
 """
@@ -29,10 +29,10 @@ from orchestrator.api import CoserveError, Meeting, RetryableError, RunError, We
 from orchestrator.transfer import (
     CorruptWeightsError,
     DeltaCodec,
+    HostedWeights,
     Region,
     RelayEndpoint,
     RelayError,
-    Resident,
     StoredManifest,
     Subscriber,
 )
@@ -78,7 +78,7 @@ class VersionFetcher:
 
         self._codec = DeltaCodec(threads=endpoint.codec_threads)
         self._differences = endpoint.snapshot_every > 0
-        self._resident: tuple[StagingPlan, list[Region], Resident] | None = (
+        self._resident: tuple[StagingPlan, list[Region], HostedWeights] | None = (
             None  # what is kept of what was published, for which plan
         )
 
@@ -269,7 +269,7 @@ class VersionFetcher:
             raise
 
     def _fetch_delta(
-        self, subscriber: Subscriber, staging: VersionStaging, base: DeltaBase, kept: Resident | None
+        self, subscriber: Subscriber, staging: VersionStaging, base: DeltaBase, kept: HostedWeights | None
     ) -> StagedVersion | None:
         """By differences from what is live; None where that cannot be."""
         origin = base.origin
@@ -286,13 +286,13 @@ class VersionFetcher:
             _logger.warning("weight version %d is taken whole, not by differences: %s", staging.version, error)
             return None
 
-    def _resident_of(self, subscriber: Subscriber, staging: VersionStaging) -> Resident | None:
+    def _resident_of(self, subscriber: Subscriber, staging: VersionStaging) -> HostedWeights | None:
         """What holds the published values that are not where they could be followed in place; None: there are none."""
         if not staging.kept:
             self._resident = None
             return None
         if self._resident is None or self._resident[0] is not staging.plan or self._resident[1] != staging.kept:
-            self._resident = staging.plan, staging.kept, Resident(subscriber, staging.kept, self._codec)
+            self._resident = staging.plan, staging.kept, HostedWeights(subscriber, staging.kept, self._codec)
         return self._resident[2]
 
 

@@ -26,14 +26,14 @@ import torch
 from orchestrator.api import RetryableError, WeightManifest
 from orchestrator.transfer import (
     DeltaCodec,
+    HostedWeights,
     Region,
-    Resident,
     StoredManifest,
     Subscriber,
 )
 from orchestrator.transfer.job_head import FULL
-from orchestrator.transfer.shard_assembly import Assembler
-from orchestrator.transfer.shard_routing import extent, whole
+from orchestrator.transfer.shard_assembly import RegionAssembler
+from orchestrator.transfer.shard_routing import box_shape, whole_box
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, TensorSpec
 from vllm_rlplugin.weights.collective_receiver import Transmission
 from vllm_rlplugin.weights.delta_update import DeltaBase, DeltaBuilder, DeltaUpdate, WeightsOrigin, make_origin
@@ -110,7 +110,7 @@ class VersionStaging:
         ignored = match_layout(manifest, plan)
         self._published = tensor_specs(manifest)
         if plan.mapping is None:
-            boxes = {name: whole(spec.shape) for name, spec in self._published.items() if name not in ignored}
+            boxes = {name: whole_box(spec.shape) for name, spec in self._published.items() if name not in ignored}
         else:
             boxes = plan.mapping.tensor_boxes(self._published)
         self.regions = [Region(name, box) for name, box in boxes.items()]
@@ -134,7 +134,7 @@ class VersionStaging:
             return self._finish()
 
     def from_anything(
-        self, subscriber: Subscriber, manifest: StoredManifest, codec: DeltaCodec, kept: Resident | None
+        self, subscriber: Subscriber, manifest: StoredManifest, codec: DeltaCodec, kept: HostedWeights | None
     ) -> StagedVersion:
         """All of it, by whatever there is: a full snapshot, or one and the differences after it, put together here."""
         known = {region.tensor for region in self.kept}
@@ -145,7 +145,7 @@ class VersionStaging:
             if manifest.base_version == FULL:
                 self._add_snapshot(subscriber, manifest, others)
             elif others:
-                made = Resident(subscriber, others, codec)
+                made = HostedWeights(subscriber, others, codec)
                 made.advance(self.version, self.check_wanted)
                 self._add_resident(made, others)
             if self.places is not None:
@@ -158,7 +158,7 @@ class VersionStaging:
         codec: DeltaCodec,
         base: DeltaBase,
         chain: Sequence[StoredManifest],
-        kept: Resident | None,
+        kept: HostedWeights | None,
     ) -> StagedVersion:
         """By differences to what is live. Nothing of this staging is touched when it raises."""
         places = self.places
@@ -184,7 +184,7 @@ class VersionStaging:
 
     def from_trainer(self, coming: Transmission) -> StagedVersion:
         """As from a snapshot; known by its content once all has come."""
-        assembler = Assembler(coming.shards, self.regions)
+        assembler = RegionAssembler(coming.shards, self.regions)
 
         def use(place: int, data: Bytes) -> None:
             self.check_wanted()
@@ -204,7 +204,7 @@ class VersionStaging:
             self._staged.bytes += data.nbytes
             self._add_tensor(region, data)
 
-    def _add_resident(self, resident: Resident, regions: Sequence[Region]) -> None:
+    def _add_resident(self, resident: HostedWeights, regions: Sequence[Region]) -> None:
         self._staged.bytes += resident.fetched_bytes
         for region in regions:
             self.check_wanted()
@@ -213,7 +213,7 @@ class VersionStaging:
     def _add_tensor(self, region: Region, data: Bytes) -> None:
         since = time.perf_counter()
         spec = self._published[region.tensor]
-        part = torch.from_numpy(data).view(spec.dtype).view(extent(region.box))
+        part = torch.from_numpy(data).view(spec.dtype).view(box_shape(region.box))
         if self._cutter is None:
             self._staged.tensors[region.tensor] = part.clone()
         else:

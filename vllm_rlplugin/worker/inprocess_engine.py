@@ -38,7 +38,7 @@ from orchestrator.api import (
     VersionSpans,
     merge_spans,
 )
-from orchestrator.hooks import VLLM, check
+from orchestrator.hooks import VLLM, check_version
 from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
@@ -119,7 +119,7 @@ class EngineCounts:
 
 def prepare_process(threads: int, kv_pool: bool = False) -> bool:
     """Set the environment an in-process engine needs, before vLLM is imported. True when vLLM is its CPU build."""
-    installed = check(VLLM)
+    installed = check_version(VLLM)
     on_cpu = is_cpu_build(installed)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

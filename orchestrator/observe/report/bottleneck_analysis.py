@@ -11,7 +11,13 @@ from typing import Any
 
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.timeline import lanes, shares
-from orchestrator.policies.episodes.run_bottleneck import Turns, environments_wanted, ratio, suggestion, verdict
+from orchestrator.policies.episodes.run_bottleneck import (
+    TurnSeconds,
+    bottleneck_of,
+    environments_to_try,
+    environments_wanted,
+    generation_ratio,
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ def analyse(run: RunLog) -> Analysis | None:
     engine = seen["busy"] / seen["usable"]
     gpu = seen["gpu"] / seen["gpu_samples"] if seen["gpu_samples"] else None
     generating = seen["generate_seconds"]
-    turns = Turns(int(seen["turns"]), generating, max(0.0, seen["episode_seconds"] - generating))
+    turns = TurnSeconds(int(seen["turns"]), generating, max(0.0, seen["episode_seconds"] - generating))
     busy = engine if gpu is None else gpu
     wanted = environments_wanted(turns, workers)
     full = environments_wanted(turns, workers, most) if most else None
@@ -60,7 +66,7 @@ def analyse(run: RunLog) -> Analysis | None:
     span = sum(working.values())
     trained = sum(working.get(state, 0.0) for state in ("train", "stream"))
     return Analysis(
-        verdict=verdict(busy),
+        verdict=bottleneck_of(busy),
         measured_by="NVML" if gpu is not None else "no GPU: engine busy share instead",
         engine_busy=round(engine, 6),
         gpu_busy=round(gpu, 6) if gpu is not None else None,
@@ -72,9 +78,9 @@ def analyse(run: RunLog) -> Analysis | None:
         environments=environments,
         environments_busy=wanted,
         environments_full=full,
-        environments_suggested=suggestion(busy, environments, wanted, full),
+        environments_suggested=environments_to_try(busy, environments, wanted, full),
         trainer_busy=round(trained / span, 6) if span else 0.0,
-        generation_to_training=_rounded(ratio(trained, seen["busy"] * run.sample_seconds)),
+        generation_to_training=_rounded(generation_ratio(trained, seen["busy"] * run.sample_seconds)),
     )
 
 

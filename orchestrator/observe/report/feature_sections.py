@@ -14,7 +14,7 @@ from orchestrator.observe.report.page_parts import card, figure, section, table
 from orchestrator.observe.report.page_text import count, duration, percent, plural, significant, tag
 from orchestrator.observe.report.run_log import PoolSnapshot, RunLog
 from orchestrator.observe.report.summary import borrowed_of, rounds_of, serving_of
-from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
 
 
 def bottleneck(run: RunLog) -> str:
@@ -87,7 +87,7 @@ def parallelism(run: RunLog) -> str:
 def _layout(event: Mapping[str, Any], experts: bool) -> str:
     """Of a plan or a change; logs of before have no experts."""
     tp, ep = int(event["tp"]), int(event.get("ep", 1))
-    return str(Layout(tp, ep)) if experts else str(tp)
+    return str(EngineLayout(tp, ep)) if experts else str(tp)
 
 
 def _seen(plan: Mapping[str, Any], experts: bool) -> list[str]:

@@ -40,7 +40,7 @@ class Spans:
         """A turn is over; times are the loop's."""
         if self._left <= 0:
             return
-        worker = self._proxy.router.holder(episode.id, episode.prompt.task)
+        worker = self._proxy.router.prefix_holder(episode.id, episode.prompt.task)
         name = self._proxy.states[worker].worker.name if worker >= 0 else ""
         times = [round(at + self._offset, 6) for at in (asked, answered, begun, ended)]
         line = json.dumps([episode.id, len(episode.turns) - 1, name, *times], separators=(",", ":")) + "\n"

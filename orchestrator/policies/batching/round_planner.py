@@ -74,8 +74,8 @@ class Round:
 
 
 class RoundPlanner:
-    """:meth:`begin` a round; :meth:`launch` while it gives something; tell it what becomes of groups; :meth:`close` it when P0
-    prompts are ready, :meth:`defer` its losers, :meth:`end` it."""
+    """:meth:`begin_round` a round; :meth:`launch_next` while it gives something; tell it what becomes of groups;
+    :meth:`close_round` it when P0 prompts are ready, :meth:`defer` its losers, :meth:`end_round` it."""
 
     def __init__(self, rules: RoundRules) -> None:
         self.rules = rules
@@ -95,10 +95,10 @@ class RoundPlanner:
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Round:
+    def begin_round(self) -> Round:
         """What the next round is, from what is queued and what is left of the epoch."""
         rules, held = self.rules, len(self._ready)
-        lane = next((lane for lane in LANES if self.queued(lane) >= rules.prompts), "")
+        lane = next((lane for lane in LANES if self.queue_length(lane) >= rules.prompts), "")
         left = math.inf if self._end is None else held + len(self._again) + self._end - self._next
         closing = left < rules.prompts or self._behind()
         if lane or closing:
@@ -112,15 +112,15 @@ class RoundPlanner:
         self._index += 1
         return self.round
 
-    def wanted(self) -> int:
+    def members_wanted(self) -> int:
         """Members of the group that should be launched now; 0: none should."""
         found = self._source()
         if not found or self.round is None:
             return 0
         return self.round.members if found in ("again", "fresh") else self.rules.responses
 
-    def launch(self) -> int:
-        """Take the number that :meth:`wanted` speaks of. Raises ValueError when there is none."""
+    def launch_next(self) -> int:
+        """Take the number that :meth:`members_wanted` speaks of. Raises ValueError when there is none."""
         now, found = self.round, self._source()
         if now is None or not found:
             raise ValueError("nothing is to be launched")
@@ -192,12 +192,12 @@ class RoundPlanner:
         if self.round is not None:
             self.round.target = min(self.round.target, self.rules.prompts)
 
-    def close(self) -> None:
+    def close_round(self) -> None:
         """P0 prompts are ready: nothing is launched until the next round begins."""
         if self.round is not None:
             self.round.over = True
 
-    def end(self, seconds: float, taken: Iterable[int]) -> None:
+    def end_round(self, seconds: float, taken: Iterable[int]) -> None:
         """The round took ``seconds``, and ``taken`` are the batch: they count for no later round."""
         now = self.round
         for number in taken:
@@ -205,19 +205,19 @@ class RoundPlanner:
             self._taken[number] = None
         if now is not None and self.search is not None and not (now.kind == SHORT and now.closing):
             deferred = now.deferred + now.diverted
-            self.search.ended(seconds, self.rules.prompts, long=now.kind == LONG, deferred=deferred)
+            self.search.round_ended(seconds, self.rules.prompts, long=now.kind == LONG, deferred=deferred)
         self.round = None
 
     # -- what becomes of a prompt ------------------------------------------------------------------------------------
 
-    def ready(self, number: int) -> None:
+    def mark_ready(self, number: int) -> None:
         """It has its responses. Idempotent."""
         if self._running.pop(number, None) is not None:
             self._ready[number] = None
 
-    def lost(self, number: int) -> None:
+    def mark_lost(self, number: int) -> None:
         """Its group cannot be trained: it is launched again, ``tries`` times at most."""
-        if not self._leave(number):
+        if not self._remove_number(number):
             return
         self._losses[number] = self._losses.get(number, 0) + 1
         if self.round is not None:
@@ -230,7 +230,7 @@ class RoundPlanner:
 
     def discard(self, number: int) -> None:
         """Dynamic sampling does not want it (equal rewards): it is done with, by design."""
-        if self._leave(number):
+        if self._remove_number(number):
             self._losses.pop(number, None)
             self.discarded += 1
             if self.round is not None:
@@ -256,7 +256,7 @@ class RoundPlanner:
             del self._taken[number]
             self._losses.pop(number, None)
 
-    def _leave(self, number: int) -> bool:
+    def _remove_number(self, number: int) -> bool:
         """Out of the round; whether it was in it."""
         return self._running.pop(number, None) is not None or self._ready.pop(number, 0) is None
 
@@ -274,7 +274,7 @@ class RoundPlanner:
         """Launched and not ready, in order of launching."""
         return list(self._running)
 
-    def queued(self, lane: str = "") -> int:
+    def queue_length(self, lane: str = "") -> int:
         """Length of the long-prompt queue, or of one lane of it."""
         return sum(not lane or other == lane for other in self._queue.values())
 
@@ -307,7 +307,7 @@ class RoundPlanner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`. What was running or ready counts as running until :meth:`ready`, :meth:`lost` or
+        """Go on from :meth:`state`. What was running or ready counts as running until :meth:`mark_ready`, :meth:`mark_lost` or
         :meth:`discard` says what the checkpoint's buffer has of it; then call :meth:`settle`. Raises ValueError for what is no
         state; then this planner is of no use."""
         try:

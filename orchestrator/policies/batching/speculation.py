@@ -24,9 +24,9 @@ class EtaSearch:
     def __init__(self, grid: Sequence[float]) -> None:
         self._grid = tuple(grid)
         self._costs: list[float] = []  # seconds a prompt, of the values that had their period
-        self._begin()
+        self._begin_period()
 
-    def _begin(self) -> None:
+    def _begin_period(self) -> None:
         """A period begins."""
         self._seconds = 0.0  # of its short rounds
         self._rounds = 0
@@ -49,24 +49,24 @@ class EtaSearch:
         """Seconds a trained prompt, by eta."""
         return dict(zip(self._grid, self._costs, strict=False))
 
-    def ended(self, seconds: float, prompts: int, *, long: bool, deferred: int = 0) -> None:
+    def round_ended(self, seconds: float, prompts: int, *, long: bool, deferred: int = 0) -> None:
         """A round took ``seconds`` and gave ``prompts`` to train on; ``deferred`` others go to long rounds."""
         if self.done or (long and not self._rounds):
             return  # a second long round on end is of the value before
         if long:
-            self._end(self._seconds + seconds * self._deferred / max(1, prompts))
+            self._end_period(self._seconds + seconds * self._deferred / max(1, prompts))
             return
         self._seconds += seconds
         self._rounds += 1
         self._prompts += prompts
         self._deferred += deferred
         if self._rounds >= UNDEFERRED and not self._deferred:
-            self._end(self._seconds)
+            self._end_period(self._seconds)
 
-    def _end(self, seconds: float) -> None:
+    def _end_period(self, seconds: float) -> None:
         """A period took so many seconds."""
         self._costs.append(seconds / max(1, self._prompts + self._deferred))
-        self._begin()
+        self._begin_period()
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -76,7 +76,7 @@ class EtaSearch:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self._costs = [float(cost) for cost in state["costs"]][: len(self._grid)]
-        self._begin()
+        self._begin_period()
         if "deferred" in state:  # else of an older version, whose period begins anew
             self._seconds, self._rounds = float(state["seconds"]), int(state["rounds"])
             self._prompts, self._deferred = int(state["prompts"]), int(state["deferred"])

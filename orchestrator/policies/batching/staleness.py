@@ -52,7 +52,7 @@ class StartGate:
         launched for one batch (RollArt 6.2 gives the order of it, O(alpha E))."""
         return self.alpha * self.environments + math.ceil(self.batch * self.redundancy)
 
-    def bound(self, lead: int) -> int:
+    def most_under_way(self, lead: int) -> int:
         """The largest number of trajectories between start and training."""
         batches = self.alpha + 1 - lead
         if self.batches is not None:
@@ -62,14 +62,16 @@ class StartGate:
 
     def may_start(self, group_size: int, in_flight: int, waiting: int, lead: int) -> bool:
         """Whether a whole group may start, given trajectories in flight and those finished but not yet in training."""
-        return in_flight + group_size <= self.environments and in_flight + waiting + group_size <= self.bound(lead)
+        return in_flight + group_size <= self.environments and in_flight + waiting + group_size <= self.most_under_way(
+            lead
+        )
 
-    def reason(self, group_size: int, in_flight: int, waiting: int, lead: int) -> str:
+    def refusal_reason(self, group_size: int, in_flight: int, waiting: int, lead: int) -> str:
         """Why a group may not start, in words."""
         if in_flight + group_size > self.environments:
             return f"{in_flight} of {self.environments} environments busy"
         ahead = in_flight + waiting
-        bound = self.bound(lead)
+        bound = self.most_under_way(lead)
         if bound == self.limit:
             return f"{ahead} trajectories ahead of the trainer, rollout.buffer_limit = {bound}"
         return f"{ahead} trajectories ahead of the trainer, {bound} can be trained within alpha = {self.alpha}"

@@ -29,7 +29,7 @@ Unit = tuple[int, ...]  # ids of the GPUs of one communication group: they roll 
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     """Final context lengths (tokens) of past trajectories; ``longest`` is the most that one can have."""
 
     history: Sequence[int]
@@ -73,7 +73,7 @@ class KvLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class TriggerDecision:
     """What one milestone decided. ``freed`` empty: aborted, for ``reason``.
 
     ``engines`` and ``replicas`` are indices into the rollout units that give up their GPUs and into the training units that
@@ -100,7 +100,7 @@ class StreamTrigger:
         rollout: Sequence[Unit],
         training: Sequence[Unit],
         limit: KvLimit,
-        lengths: Lengths,
+        lengths: LengthDistribution,
         *,
         low: float = 0.2,
         high: float = 0.5,
@@ -122,7 +122,7 @@ class StreamTrigger:
         self._tried = 0  # finished at the last attempt
         self._blocks = _inseparable(self._rollout, self._training)
 
-    def observe(self, finished: int, held: Sequence[Sequence[int]]) -> Attempt | None:
+    def observe(self, finished: int, held: Sequence[Sequence[int]]) -> TriggerDecision | None:
         """After every finished request. ``held[i]``: present context lengths (tokens) of the unfinished requests of
         ``rollout[i]``, those that wait included. None when this is no milestone, or when GPUs were freed before."""
         if len(held) != len(self._rollout):
@@ -135,15 +135,15 @@ class StreamTrigger:
         engines = self._half([sum(lengths) for lengths in held])
         if engines is None:
             reason = "half of the GPUs cannot be freed without splitting a communication group"
-            return Attempt((), fraction=float(fraction), reason=reason)
+            return TriggerDecision((), fraction=float(fraction), reason=reason)
         peak = self._peak(engines, held)
         if peak > 1.0:
             reason = f"projected KV is {peak:.2f} of what a unit that stays can hold"
-            return Attempt((), fraction=float(fraction), peak=peak, reason=reason)
+            return TriggerDecision((), fraction=float(fraction), peak=peak, reason=reason)
         self.decided = True
         freed = sorted(gpu for engine in engines for gpu in self._rollout[engine])
         replicas = tuple(index for index, unit in enumerate(self._training) if set(unit) & set(freed))
-        return Attempt(tuple(freed), tuple(engines), replicas, float(fraction), peak)
+        return TriggerDecision(tuple(freed), tuple(engines), replicas, float(fraction), peak)
 
     def _half(self, cost: Sequence[int]) -> list[int] | None:
         """Engines with exactly half of the rollout GPUs, in whole inseparable blocks; None when there are none."""

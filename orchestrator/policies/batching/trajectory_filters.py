@@ -32,7 +32,7 @@ class TrajectoryFilter(Protocol):
         """It passed all filters: remember what is needed to judge later ones."""
 
 
-class Stateless:
+class StatelessFilter:
     """A filter that remembers nothing."""
 
     def keep(self, trajectory: Trajectory) -> None:
@@ -40,7 +40,7 @@ class Stateless:
 
 
 @dataclass(frozen=True, slots=True)
-class Completeness(Stateless):
+class CompletenessFilter(StatelessFilter):
     """Leaves out what an error cut short, what holds no token of the policy, and, when asked, what was truncated.
 
     A truncated episode is a failure of the agent in most tasks (it did not get there in time) and carries signal.
@@ -58,7 +58,7 @@ class Completeness(Stateless):
 
 
 @dataclass(frozen=True, slots=True)
-class Quality(Stateless):
+class QualityFilter(StatelessFilter):
     """Leaves out rewards outside ``[low, high]``, which the task's author considers anomalous. None: no limit."""
 
     low: float | None = None
@@ -75,7 +75,7 @@ class Quality(Stateless):
 
 
 @dataclass(frozen=True, slots=True)
-class Repetition(Stateless):
+class RepetitionFilter(StatelessFilter):
     """Leaves out a trajectory that says the same over and over: more than ``limit`` of its action n-grams have occurred in
     it before. Below ``n`` action tokens it has no n-gram and passes."""
 
@@ -88,7 +88,7 @@ class Repetition(Stateless):
         return "repetition" if grams and 1.0 - len(set(grams)) / len(grams) > self.limit else ""
 
 
-class Similarity:
+class SimilarityFilter:
     """Leaves out a trajectory that says what others have just said (the echo trap): more than ``limit`` of its distinct
     action n-grams occur in the last ``window`` trajectories of the same task that were kept, its own group's not counted:
     those answer the same prompt, and are compared with each other on purpose."""
@@ -153,7 +153,7 @@ class FilterChain:
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class BatchBalance:
     """No kind of group has more than ``share`` of a batch's groups while there is another kind to wait for.
 
     ``by``: "task", or "difficulty": hard (less than a third of the members have a reward above 0), easy (more than two
@@ -163,7 +163,7 @@ class Balance:
     by: str
     share: float
 
-    def kind(self, group: Sequence[Trajectory]) -> str:
+    def kind_of(self, group: Sequence[Trajectory]) -> str:
         """The kind of a complete group."""
         if self.by == "task":
             return group[0].task
@@ -172,15 +172,15 @@ class Balance:
             return "hard"
         return "easy" if 3 * positive > 2 * len(group) else "medium"
 
-    def most(self, wanted: int) -> int:
+    def most_of_kind(self, wanted: int) -> int:
         """Groups of one kind that a batch of ``wanted`` groups may hold."""
         return max(1, math.ceil(self.share * wanted))
 
-    def pick(self, ready: Sequence[str], taken: Sequence[str], wanted: int) -> int | None:
+    def pick_group(self, ready: Sequence[str], taken: Sequence[str], wanted: int) -> int | None:
         """Which of the ready groups comes next, given their kinds in order of completion and the kinds of those in the
         batch: the earliest of the kind that is rarest in it. None: every kind that is ready has its share already."""
         have = Counter(taken)
-        below = [index for index, kind in enumerate(ready) if have[kind] < self.most(wanted)]
+        below = [index for index, kind in enumerate(ready) if have[kind] < self.most_of_kind(wanted)]
         return min(below, key=lambda index: (have[ready[index]], index), default=None)
 
 

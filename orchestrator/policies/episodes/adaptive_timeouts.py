@@ -65,7 +65,7 @@ class AdaptiveTimeouts:
         """Seconds for each test case of a prompt whose number is known; all others have ``most``."""
         return [self._limit(anchor) for anchor in self._anchors.get(prompt, ())]
 
-    def note(self, prompt: str, times: Sequence[CaseTime], *, correct: bool) -> None:
+    def record_times(self, prompt: str, times: Sequence[CaseTime], *, correct: bool) -> None:
         """One answer was judged: how its test cases went, as far as they ran, in their order. ``correct``: it passed all."""
         counts = self.counts
         for time in times:

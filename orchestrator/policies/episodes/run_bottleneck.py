@@ -15,7 +15,7 @@ GPU_BOUND = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnSeconds:
     """What the turns of trained trajectories took: seconds in all. ``generate``: waiting in an engine's queue included;
     ``environment``: all else, the start of the environment included."""
 
@@ -24,14 +24,14 @@ class Turns:
     environment: float
 
 
-def verdict(busy: float) -> str:
+def bottleneck_of(busy: float) -> str:
     """From the share of the time that the GPUs are busy while trajectories are in flight."""
     if busy < ENVIRONMENT_BOUND:
         return "environment-bound"
     return "GPU-bound" if busy > GPU_BOUND else "balanced"
 
 
-def environments_wanted(turns: Turns, workers: int, concurrent: float = 1.0) -> int | None:
+def environments_wanted(turns: TurnSeconds, workers: int, concurrent: float = 1.0) -> int | None:
     """Environments that keep ``concurrent`` requests in each engine on average; None where nothing was generated. A lower
     bound: with them, generation itself may take longer."""
     if turns.generate <= 0 or workers <= 0:
@@ -39,7 +39,7 @@ def environments_wanted(turns: Turns, workers: int, concurrent: float = 1.0) -> 
     return math.ceil(round(workers * concurrent * (turns.generate + turns.environment) / turns.generate, 9))
 
 
-def suggestion(busy: float, environments: int, wanted: int | None, filling: int | None) -> int:
+def environments_to_try(busy: float, environments: int, wanted: int | None, filling: int | None) -> int:
     """How many environments to try next: what keeps engines busy where they are not, more by the share that is missing
     where that is not enough, never more than fill them; where the GPUs are the bottleneck, no more than there are."""
     if busy >= ENVIRONMENT_BOUND or wanted is None:
@@ -48,6 +48,6 @@ def suggestion(busy: float, environments: int, wanted: int | None, filling: int 
     return max(environments, min(more, filling) if filling is not None else more)
 
 
-def ratio(train: float, generation: float) -> float | None:
+def generation_ratio(train: float, generation: float) -> float | None:
     """GPU-seconds of generation for one of training; None where nothing was trained."""
     return generation / train if train > 0 else None

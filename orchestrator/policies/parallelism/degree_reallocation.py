@@ -21,15 +21,15 @@ from statistics import NormalDist
 from typing import Any
 
 from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
-from orchestrator.policies.placement.worker_load import Loads, Rates, place_loads, sorted_loads
+from orchestrator.policies.placement.worker_load import TrajectoryLoads, WorkerRates, place_loads, sorted_loads
 
-RatesOfDegree = Callable[[int], Rates]  # devices -> what an engine does
+RatesOfDegree = Callable[[int], WorkerRates]  # devices -> what an engine does
 MARGIN = 0.05  # by which degrees that differ must be better than equal ones
 _MEMORY = 0.5  # weight of the newest of several measurements of a change
 
 
 @dataclass(frozen=True, slots=True)
-class Reallocated:
+class DegreePlan:
     """For the next step. ``gain``: seconds a step expected of ``degrees`` over the present ones; ``cost``: seconds charged.
     ``makespan``, ``present``: of the model, best and now. ``reason``: why it changes, or why not although others are better."""
 
@@ -42,7 +42,7 @@ class Reallocated:
     present: float = 0.0
 
 
-class Reallocation:
+class DegreeReallocator:
     """One run's. ``options``: degrees on offer; ``degrees``: those that it begins with, of all ``devices``. Raises ValueError."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Reallocation:
         self._measured = False
         self._failed: dict[tuple[int, ...], str] = {}
 
-    def begin(self, loads: Loads) -> None:
+    def choose_first(self, loads: TrajectoryLoads) -> None:
         """Before anything was started: the degrees that are best for these loads."""
         if loads.count:
             rates = {degree: self._rates_of(degree) for degree in self.options}
@@ -89,34 +89,34 @@ class Reallocation:
         self.degrees, self._cost, self._measured = degrees, float(state["cost"]), bool(state["measured"])
         return True
 
-    def after(self, loads: Loads, seconds: float, steps_left: int) -> Reallocated:
+    def plan_next_step(self, loads: TrajectoryLoads, seconds: float, steps_left: int) -> DegreePlan:
         """A step has ended. ``loads``: what is expected of the next one; ``seconds``: that this one's rollout took. Whoever
-        carries it out says :meth:`changed` or :meth:`failed`."""
+        carries it out says :meth:`confirm_change` or :meth:`reject_change`."""
         if not loads.count:
-            return Reallocated(self.degrees, reason="nothing is known of the next step's lengths")
+            return DegreePlan(self.degrees, reason="nothing is known of the next step's lengths")
         rates = {degree: self._rates_of(degree) for degree in self.options}
         found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
         present = place_loads(loads, [rates[degree] for degree in self.degrees])[1]
         share = 1.0 - found.makespan / present if present > 0 else 0.0
         gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)
-        answer = Reallocated(self.degrees, False, "", gain, self._cost, found.makespan, present)
+        answer = DegreePlan(self.degrees, False, "", gain, self._cost, found.makespan, present)
         if found.degrees == self.degrees or share <= 0:
             return answer
-        named = written(found.degrees)
+        named = format_degrees(found.degrees)
         if why := self._failed.get(found.degrees):
             return _because(answer, f"{named} did not come up: {why}")
         if gain * horizon <= self._cost:
             text = f"{named} would gain {gain:.3g} s a step over {horizon} steps, and costs {self._cost:.3g} s"
             return _because(answer, text)
         text = f"{named} gains {share:.0%} of a step"
-        return Reallocated(found.degrees, True, text, gain, self._cost, found.makespan, present)
+        return DegreePlan(found.degrees, True, text, gain, self._cost, found.makespan, present)
 
-    def changed(self, degrees: Sequence[int], seconds: float) -> None:
+    def confirm_change(self, degrees: Sequence[int], seconds: float) -> None:
         """The change was made; ``seconds``: engines stood still for so long."""
         self.degrees = tuple(sorted(degrees, reverse=True))
         self._charge(seconds)
 
-    def failed(self, degrees: Sequence[int], seconds: float, why: str) -> None:
+    def reject_change(self, degrees: Sequence[int], seconds: float, why: str) -> None:
         """The engines did not come up so, and have the old degrees again."""
         self._failed[tuple(sorted(degrees, reverse=True))] = why
         self._charge(seconds)
@@ -132,7 +132,7 @@ class Reallocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedTrajectory:
     """A trajectory that has ended. Tokens: ``said`` by the policy, of its ``prompt``, ``heard`` later; ``gap``: seconds of its
     environment."""
 
@@ -142,7 +142,9 @@ class Ended:
     gap: float = 0.0
 
 
-def expected_loads(ended: Sequence[Ended], in_flight: Sequence[float], count: int, longest: float = math.inf) -> Loads:
+def expected_loads(
+    ended: Sequence[EndedTrajectory], in_flight: Sequence[float], count: int, longest: float = math.inf
+) -> TrajectoryLoads:
     """Of the ``count`` trajectories of the next step: those in flight by their forecasts (tokens to come), the others as those
     that ended, evenly over their lengths. ``longest``: context that ends one.
 
@@ -166,12 +168,12 @@ def expected_loads(ended: Sequence[Ended], in_flight: Sequence[float], count: in
     )[0]
 
 
-def prior_loads(tokens: float, sigma: float, count: int, longest: float = math.inf) -> Loads:
+def prior_loads(tokens: float, sigma: float, count: int, longest: float = math.inf) -> TrajectoryLoads:
     """Of the ``count`` trajectories of the first step, of which only the mean of their ``tokens`` is known, and ``sigma``, the
     deviation of its logarithm: evenly over the quantiles of the log-normal distribution."""
     middle, spread = math.log(tokens) - sigma * sigma / 2, NormalDist()
     scores = [spread.inv_cdf((number + 0.5) / count) for number in range(count)]
-    ended = [Ended(max(1, round(math.exp(middle + sigma * score)))) for score in scores]
+    ended = [EndedTrajectory(max(1, round(math.exp(middle + sigma * score)))) for score in scores]
     return expected_loads(ended, [], count, longest)
 
 
@@ -179,12 +181,12 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def written(degrees: Sequence[int]) -> str:
+def format_degrees(degrees: Sequence[int]) -> str:
     """For people: 4+2+1+1."""
     return "+".join(map(str, degrees))
 
 
-def _because(answer: Reallocated, reason: str) -> Reallocated:
-    return Reallocated(
+def _because(answer: DegreePlan, reason: str) -> DegreePlan:
+    return DegreePlan(
         answer.degrees, False, reason, answer.gain, answer.cost, makespan=answer.makespan, present=answer.present
     )

@@ -1,6 +1,6 @@
 """What an engine's steps cost: a table of measured points, read by interpolation (RollPacker 4.1).
 
-A :class:`Profile` is what ``rl-coserve profile`` measured: seconds of a prefill and of a decode step over layout, batch and
+A :class:`EngineProfile` is what ``rl-coserve profile`` measured: seconds of a prefill and of a decode step over layout, batch and
 length, and per layout the KV memory, the weights and the start of the engine. Planner, simulator and admission read it.
 
 Guarantees:
@@ -33,7 +33,7 @@ _SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a measurement
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Layout:
+class EngineLayout:
     """How one engine is cut: ``tp`` devices share every layer; of a mixture of experts, ``ep`` of them share out whole
     experts instead of slices of each (1: slices). ``ep`` divides ``tp``."""
 
@@ -49,13 +49,13 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ProfilePoint:
     """One measurement. Prefill: ``seconds`` until all of ``batch`` prompts of ``tokens`` each are computed. Decode: ``seconds``
     of one step of ``batch`` sequences with contexts of ``tokens``. Medians; ``spread``: (longest - shortest) / median.
     ``imbalance``: tokens of the fullest device's experts over the mean (:class:`orchestrator.api.WorkerStats`), 1: even."""
 
     phase: Phase
-    layout: Layout
+    layout: EngineLayout
     batch: int
     tokens: int
     seconds: float
@@ -78,20 +78,20 @@ class EngineShape:
     time, in tokens; ``start_seconds``: until it was ready, weights loaded.
     """
 
-    layout: Layout
+    layout: EngineLayout
     kv_bytes_per_token: float
     kv_tokens: int
     weight_bytes: int
     start_seconds: float
 
 
-class Profile:
+class EngineProfile:
     """Read-only. ``shapes`` and ``points`` in any order; of two points at one place the later counts."""
 
-    def __init__(self, points: Iterable[Point], shapes: Iterable[EngineShape] = ()) -> None:
+    def __init__(self, points: Iterable[ProfilePoint], shapes: Iterable[EngineShape] = ()) -> None:
         self.shapes = {shape.layout: shape for shape in shapes}
-        self._curves: dict[tuple[Phase, Layout], _Rows] = {}
-        self._uneven: dict[tuple[Phase, Layout], dict[float, _Rows]] = {}  # at imbalances above 1
+        self._curves: dict[tuple[Phase, EngineLayout], _Rows] = {}
+        self._uneven: dict[tuple[Phase, EngineLayout], dict[float, _Rows]] = {}  # at imbalances above 1
         for point in points:
             at = point.phase, point.layout
             if point.imbalance == 1.0:
@@ -100,16 +100,16 @@ class Profile:
                 rows = self._uneven.setdefault(at, {}).setdefault(point.imbalance, {})
             rows.setdefault(point.batch, {})[point.tokens] = point.seconds
 
-    def _points(self) -> Iterator[Point]:
+    def _points(self) -> Iterator[ProfilePoint]:
         """All that it is made of."""
         every = [(at, 1.0, rows) for at, rows in self._curves.items()]
         every += [(at, uneven, rows) for at, known in self._uneven.items() for uneven, rows in known.items()]
         for (phase, layout), imbalance, rows in every:
             for batch, row in rows.items():
                 for tokens, seconds in row.items():
-                    yield Point(phase, layout, batch, tokens, seconds, imbalance=imbalance)
+                    yield ProfilePoint(phase, layout, batch, tokens, seconds, imbalance=imbalance)
 
-    def scaled(self, decode: float) -> Profile:
+    def scaled(self, decode: float) -> EngineProfile:
         """This one with decode steps that take ``decode`` times as long, in every layout: what was measured of one layout under
         way says that of the machine. Raises ValueError for what is no factor."""
         if not 0 < decode < float("inf"):
@@ -118,9 +118,11 @@ class Profile:
             replace(point, seconds=point.seconds * (decode if point.phase == "decode" else 1.0))
             for point in self._points()
         ]
-        return Profile(points, self.shapes.values())
+        return EngineProfile(points, self.shapes.values())
 
-    def extended(self, batch: float, context: float, layout: Layout, seconds: float, imbalance: float = 1.0) -> Profile:
+    def extended(
+        self, batch: float, context: float, layout: EngineLayout, seconds: float, imbalance: float = 1.0
+    ) -> EngineProfile:
         """This one with a decode step of this size, outside of what was measured of ``layout``, taking ``seconds`` at an
         ``imbalance``. Other sizes out there, and other imbalances, take as many times what was read of them before; what was
         measured, and other layouts, stay. Raises KeyError for a layout without any measurement, ValueError for seconds that
@@ -133,15 +135,15 @@ class Profile:
             for count in sorted(contexts):
                 before = self.decode_seconds(size, count, layout, uneven)
                 found = before if self.covers(size, count, layout) else factor * before
-                points.append(Point("decode", layout, size, count, found, imbalance=uneven))
-        return Profile(points, self.shapes.values())
+                points.append(ProfilePoint("decode", layout, size, count, found, imbalance=uneven))
+        return EngineProfile(points, self.shapes.values())
 
-    def knows_routing(self, layout: Layout) -> bool:
+    def knows_routing(self, layout: EngineLayout) -> bool:
         """Whether this layout was measured at more than one imbalance."""
         return ("decode", layout) in self._uneven
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[EngineLayout, ...]:
         """Those with both phases, in order."""
         return tuple(
             sorted(
@@ -150,34 +152,36 @@ class Profile:
         )
 
     def prefill_seconds(
-        self, tokens: float, batch: float = 1, layout: Layout = Layout(), imbalance: float = 1.0
+        self, tokens: float, batch: float = 1, layout: EngineLayout = EngineLayout(), imbalance: float = 1.0
     ) -> float:
         """Until ``batch`` prompts of ``tokens`` each are computed, nothing of them cached."""
         return self._read("prefill", layout, batch, tokens, imbalance)
 
-    def decode_seconds(self, batch: float, context: float, layout: Layout = Layout(), imbalance: float = 1.0) -> float:
+    def decode_seconds(
+        self, batch: float, context: float, layout: EngineLayout = EngineLayout(), imbalance: float = 1.0
+    ) -> float:
         """Of one step of ``batch`` sequences, each with a context of ``context`` tokens."""
         return self._read("decode", layout, batch, context, imbalance)
 
-    def sizes(self, phase: Phase, layout: Layout) -> tuple[list[int], list[int]]:
+    def sizes(self, phase: Phase, layout: EngineLayout) -> tuple[list[int], list[int]]:
         """Batches and lengths that were measured, ascending. KeyError: nothing was."""
         rows = self._curves[phase, layout]
         return sorted(rows), sorted({tokens for row in rows.values() for tokens in row})
 
-    def covers(self, batch: float, context: float, layout: Layout = Layout()) -> bool:
+    def covers(self, batch: float, context: float, layout: EngineLayout = EngineLayout()) -> bool:
         """Whether decode steps of this size lie between measured ones."""
         rows = self._curves.get(("decode", layout), {})
         sizes = [tokens for row in rows.values() for tokens in row]
         return bool(sizes) and batch <= max(rows) and context <= max(sizes)
 
-    def shape(self, layout: Layout) -> EngineShape:
+    def shape(self, layout: EngineLayout) -> EngineShape:
         """Memory and start of the engine in this layout. KeyError: not measured."""
         if layout not in self.shapes:
             raise KeyError(f"{layout} was not profiled; there are: {', '.join(map(str, sorted(self.shapes)))}")
         return self.shapes[layout]
 
     def rollout_seconds(
-        self, lengths: Sequence[int], prompt: int, layout: Layout, engines: int = 1, imbalance: float = 1.0
+        self, lengths: Sequence[int], prompt: int, layout: EngineLayout, engines: int = 1, imbalance: float = 1.0
     ) -> float:
         """Seconds to generate responses of ``lengths`` tokens to prompts of ``prompt`` tokens, on ``engines`` of this layout:
         dealt out in turn and begun in this order, as many at a time as the KV cache holds at their mean final length, each
@@ -186,7 +190,7 @@ class Profile:
             return 0.0
         return max(self._one_engine(lengths[index::engines], prompt, layout, imbalance) for index in range(engines))
 
-    def _one_engine(self, lengths: Sequence[int], prompt: int, layout: Layout, imbalance: float) -> float:
+    def _one_engine(self, lengths: Sequence[int], prompt: int, layout: EngineLayout, imbalance: float) -> float:
         if not lengths:
             return 0.0
         mean = sum(lengths) / len(lengths)
@@ -214,7 +218,7 @@ class Profile:
                 started -= begun[step].pop()
         return seconds
 
-    def _read(self, phase: Phase, layout: Layout, batch: float, tokens: float, imbalance: float) -> float:
+    def _read(self, phase: Phase, layout: EngineLayout, batch: float, tokens: float, imbalance: float) -> float:
         rows = self._curves.get((phase, layout))
         if rows is None:
             raise KeyError(f"{phase} of {layout} was not profiled; there are: {', '.join(map(str, self.layouts))}")
@@ -250,7 +254,7 @@ def _along(curve: Mapping[_Size, float], at: float) -> float:
     return curve[left] + slope * (at - left)
 
 
-def point_to_dict(point: Point) -> dict[str, Any]:
+def point_to_dict(point: ProfilePoint) -> dict[str, Any]:
     """Plain data, for a file."""
     names: dict[str, Any] = {"phase": point.phase, "tp": point.layout.tp, "ep": point.layout.ep, "batch": point.batch}
     if point.imbalance != 1.0:
@@ -258,11 +262,11 @@ def point_to_dict(point: Point) -> dict[str, Any]:
     return {**names, "tokens": point.tokens, "seconds": point.seconds, "spread": point.spread}
 
 
-def point_from_dict(data: Mapping[str, Any]) -> Point:
+def point_from_dict(data: Mapping[str, Any]) -> ProfilePoint:
     """Raises KeyError, TypeError, ValueError or OverflowError for what is none."""
-    layout = Layout(int(data["tp"]), int(data["ep"]))
+    layout = EngineLayout(int(data["tp"]), int(data["ep"]))
     numbers = (int(data["batch"]), int(data["tokens"]), float(data["seconds"]), float(data["spread"]))
-    return Point(data["phase"], layout, *numbers, imbalance=float(data.get("imbalance", 1.0)))
+    return ProfilePoint(data["phase"], layout, *numbers, imbalance=float(data.get("imbalance", 1.0)))
 
 
 def shape_to_dict(shape: EngineShape) -> dict[str, Any]:
@@ -274,7 +278,7 @@ def shape_to_dict(shape: EngineShape) -> dict[str, Any]:
 def shape_from_dict(data: Mapping[str, Any]) -> EngineShape:
     """Raises KeyError, TypeError, ValueError or OverflowError for what is none."""
     shape = EngineShape(
-        Layout(int(data["tp"]), int(data["ep"])),
+        EngineLayout(int(data["tp"]), int(data["ep"])),
         float(data["kv_bytes_per_token"]),
         int(data["kv_tokens"]),
         int(data["weight_bytes"]),

@@ -11,12 +11,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from orchestrator.policies.parallelism.engine_profile import Layout, Profile
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 
 KEPT = 16
 
 
-class Costs(Protocol):
+class StepCosts(Protocol):
     """Seconds of a step's two parts."""
 
     def prefill(self, tokens: int) -> float:
@@ -25,7 +25,7 @@ class Costs(Protocol):
     def decode(self, batch: int) -> float:
         """Of one token for each of so many sequences."""
 
-    def saw(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
+    def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
         """A step with so much in it took so long; ``shared``: something else ran on the device meanwhile."""
 
 
@@ -48,15 +48,15 @@ class LearnedCosts:
         self._decode: dict[int, _Size] = {}
 
     def prefill(self, tokens: int) -> float:
-        """See :class:`Costs`."""
+        """See :class:`StepCosts`."""
         return self._read(self._prefill, tokens)
 
     def decode(self, batch: int) -> float:
-        """See :class:`Costs`."""
+        """See :class:`StepCosts`."""
         return self._read(self._decode, batch)
 
-    def saw(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
-        """See :class:`Costs`. Of a step with both parts, the prefill is what exceeds the decoding."""
+    def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
+        """See :class:`StepCosts`. Of a step with both parts, the prefill is what exceeds the decoding."""
         if tokens:
             if batch and self._decode:
                 seconds = max(seconds - self.decode(batch), seconds / 4)
@@ -80,18 +80,18 @@ class LearnedCosts:
 class ProfiledCosts:
     """Of a file that ``rl-coserve profile`` made; ``context``: tokens of a typical sequence that decodes."""
 
-    def __init__(self, profile: Profile, context: int, layout: Layout | None = None) -> None:
-        self._profile, self._context, self._layout = profile, context, layout or Layout()
+    def __init__(self, profile: EngineProfile, context: int, layout: EngineLayout | None = None) -> None:
+        self._profile, self._context, self._layout = profile, context, layout or EngineLayout()
 
     def prefill(self, tokens: int) -> float:
-        """See :class:`Costs`."""
+        """See :class:`StepCosts`."""
         return self._profile.prefill_seconds(tokens, 1, self._layout) if tokens else 0.0
 
     def decode(self, batch: int) -> float:
-        """See :class:`Costs`."""
+        """See :class:`StepCosts`."""
         return self._profile.decode_seconds(batch, self._context, self._layout) if batch else 0.0
 
-    def saw(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
+    def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
         """Nothing: the profile stands, and the guard of admission covers what it has wrong."""
 
 

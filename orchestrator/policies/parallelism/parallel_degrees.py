@@ -3,8 +3,8 @@
 A worker of model-parallel degree 8 makes a token sooner than one of degree 1, eight of degree 1 make more tokens in all. Given
 the predicted lengths and what each degree does, :func:`allocate` splits a GPU budget into workers and says what makespan the best
 placement on them has. What a degree does is either the paper's interference by group size
-(:class:`orchestrator.policies.placement.group_placement.Speed`), or what a profile says of whole groups, KV and tool
-calls included (:class:`orchestrator.policies.placement.worker_load.Rates`, :func:`allocate_loads`). Guarantees:
+(:class:`orchestrator.policies.placement.group_placement.WorkerSpeed`), or what a profile says of whole groups, KV and tool
+calls included (:class:`orchestrator.policies.placement.worker_load.WorkerRates`, :func:`allocate_loads`). Guarantees:
 
 * The degrees sum to the budget and come in descending order, the order in which the placement takes the longest first.
 * The answer is the best of all allocations, for any budget: within a given makespan, the furthest that the longest-first order
@@ -25,15 +25,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.policies.placement.group_placement import Fill, Speed, cut, most, search
-from orchestrator.policies.placement.worker_load import Loads, Rates, place_loads
+from orchestrator.policies.placement.group_placement import Fill, WorkerSpeed, cut_groups, most_within, search_makespan
+from orchestrator.policies.placement.worker_load import TrajectoryLoads, WorkerRates, place_loads
 
 # From this trajectory on, within so many seconds, likely number: how many a worker takes, their seconds, those of one more.
 Take = Callable[[int, float, int], tuple[int, float, float]]
 
 
 @dataclass(frozen=True)
-class Allocation:
+class DegreeAllocation:
     """``degrees`` of the workers, descending; ``makespan``: seconds of the best placement; ``exact``: nothing is better;
     ``tried``: questions that were asked, or allocations that were looked at."""
 
@@ -44,7 +44,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Annealing:
+class AnnealingSchedule:
     """Constants of Algorithm 2. ``cooling`` a step; it ends when the temperature is ``final`` of the first makespan."""
 
     cooling: float = 0.98
@@ -55,7 +55,9 @@ class Annealing:
             raise ValueError(f"{self}: both between 0 and 1")
 
 
-def allocate(lengths: Sequence[float], budget: int, speeds: Mapping[int, Speed], *, per_server: int = 8) -> Allocation:
+def allocate(
+    lengths: Sequence[float], budget: int, speeds: Mapping[int, WorkerSpeed], *, per_server: int = 8
+) -> DegreeAllocation:
     """Split ``budget`` GPUs. ``lengths``: predicted tokens, any order. ``speeds``: by degree, in GPUs.
 
     Raises ValueError when no allocation uses the budget up, or none holds all trajectories.
@@ -70,40 +72,40 @@ def allocate(lengths: Sequence[float], budget: int, speeds: Mapping[int, Speed],
 
 
 def allocate_loads(
-    loads: Loads, budget: int, rates: Mapping[int, Rates], *, per_server: int = 8, margin: float = 0.0
-) -> Allocation:
+    loads: TrajectoryLoads, budget: int, rates: Mapping[int, WorkerRates], *, per_server: int = 8, margin: float = 0.0
+) -> DegreeAllocation:
     """As :func:`allocate`, of what a profile says of groups: ``rates`` by degree, in GPUs. Degrees that differ pay while
     forecasts hold, and cost when they do not: equal ones are kept unless others promise ``margin`` (a share) less."""
     usable = _usable(budget, rates, per_server)
     takes: dict[int, Take] = {degree: _loading(loads, rates[degree]) for degree in usable}
-    least = min(loads.seconds(rates[degree], 0, min(1, loads.count)) for degree in usable)
-    most_of_all = max(loads.seconds(rates[degree], 0, loads.count) for degree in usable)
+    least = min(loads.group_seconds(rates[degree], 0, min(1, loads.count)) for degree in usable)
+    most_of_all = max(loads.group_seconds(rates[degree], 0, loads.count) for degree in usable)
     found = _best(takes, budget, loads.count, least, most_of_all)
     equal = [(place_loads(loads, [rates[d[0]]] * len(d))[1], d) for d in _uniform(budget, usable)]
     makespan, degrees = min(equal, default=(math.inf, ()))
     if makespan * (1.0 - margin) > found.makespan:
         return found
-    return Allocation(degrees, makespan, makespan <= found.makespan, found.tried + len(equal))
+    return DegreeAllocation(degrees, makespan, makespan <= found.makespan, found.tried + len(equal))
 
 
 def _taking(costs: list[float], lengths: Sequence[float]) -> Take:
     def take(start: int, limit: float, _: int) -> tuple[int, float, float]:
-        taken, beyond = most(costs, lengths[start], limit)
+        taken, beyond = most_within(costs, lengths[start], limit)
         taken = min(taken, len(lengths) - start)
         return taken, costs[taken - 1] * lengths[start] if taken else 0.0, beyond
 
     return take
 
 
-def _loading(loads: Loads, rates: Rates) -> Take:
-    return lambda start, limit, hint: loads.most(rates, start, limit, hint)
+def _loading(loads: TrajectoryLoads, rates: WorkerRates) -> Take:
+    return lambda start, limit, hint: loads.most_within(rates, start, limit, hint)
 
 
-def _best(takes: Mapping[int, Take], budget: int, count: int, least: float, first: float) -> Allocation:
+def _best(takes: Mapping[int, Take], budget: int, count: int, least: float, first: float) -> DegreeAllocation:
     """The allocation with the smallest makespan. ``least``: no makespan is below it; ``first``: any allocation that holds all
     has one within it. Raises ValueError when none does."""
     if not count:
-        return Allocation(next(_uniform(budget, list(takes))), 0.0, True, 0)
+        return DegreeAllocation(next(_uniform(budget, list(takes))), 0.0, True, 0)
     asked = 0
 
     def ask(limit: float) -> Fill[tuple[int, ...]]:
@@ -111,10 +113,10 @@ def _best(takes: Mapping[int, Take], budget: int, count: int, least: float, firs
         asked += 1
         return _reach(takes, budget, count, limit)
 
-    found = search(ask, least, first, count)
+    found = search_makespan(ask, least, first, count)
     if found is None:
         raise ValueError(f"no allocation of {budget} GPUs holds {count} trajectories")
-    return Allocation(found[0], found[1], True, asked)
+    return DegreeAllocation(found[0], found[1], True, asked)
 
 
 def _reach(takes: Mapping[int, Take], budget: int, count: int, limit: float) -> Fill[tuple[int, ...]]:
@@ -143,23 +145,23 @@ def _reach(takes: Mapping[int, Take], budget: int, count: int, limit: float) -> 
 
 
 def anneal(
-    lengths: Sequence[float] | Loads,
+    lengths: Sequence[float] | TrajectoryLoads,
     budget: int,
-    kinds: Mapping[int, Speed] | Mapping[int, Rates],
+    kinds: Mapping[int, WorkerSpeed] | Mapping[int, WorkerRates],
     rng: random.Random,
     *,
     per_server: int = 8,
-    annealing: Annealing | None = None,
-) -> Allocation:
-    """As :func:`allocate`, or with :class:`Loads` as :func:`allocate_loads`, by Algorithm 2."""
+    annealing: AnnealingSchedule | None = None,
+) -> DegreeAllocation:
+    """As :func:`allocate`, or with :class:`TrajectoryLoads` as :func:`allocate_loads`, by Algorithm 2."""
     usable = _usable(budget, kinds, per_server)
-    search_ = _Search(lengths if isinstance(lengths, Loads) else _longest_first(lengths), kinds)
+    search_ = _Search(lengths if isinstance(lengths, TrajectoryLoads) else _longest_first(lengths), kinds)
     for degrees in _uniform(budget, usable):
         search_.cost(degrees)
-    _anneal(search_, budget, usable, rng, annealing or Annealing())
+    _anneal(search_, budget, usable, rng, annealing or AnnealingSchedule())
     if not search_.best:
         raise ValueError(f"no allocation of {budget} GPUs holds all trajectories")
-    return Allocation(search_.best, search_.makespan, False, search_.tried)
+    return DegreeAllocation(search_.best, search_.makespan, False, search_.tried)
 
 
 def _usable(budget: int, kinds: Mapping[int, object], per_server: int) -> list[int]:
@@ -190,7 +192,9 @@ def count_allocations(budget: int, degrees: Sequence[int]) -> int:
 class _Search:
     """The best allocation seen so far."""
 
-    def __init__(self, lengths: Sequence[float] | Loads, kinds: Mapping[int, Speed] | Mapping[int, Rates]) -> None:
+    def __init__(
+        self, lengths: Sequence[float] | TrajectoryLoads, kinds: Mapping[int, WorkerSpeed] | Mapping[int, WorkerRates]
+    ) -> None:
         self._lengths = lengths
         self._kinds = kinds
         self.best: tuple[int, ...] = ()
@@ -205,13 +209,13 @@ class _Search:
             self.best, self.makespan = degrees, makespan
         return makespan
 
-    def _makespan(self, workers: Sequence[Speed | Rates]) -> float:
-        if isinstance(self._lengths, Loads):
-            return place_loads(self._lengths, [worker for worker in workers if isinstance(worker, Rates)])[1]
-        speeds = [worker for worker in workers if isinstance(worker, Speed)]
+    def _makespan(self, workers: Sequence[WorkerSpeed | WorkerRates]) -> float:
+        if isinstance(self._lengths, TrajectoryLoads):
+            return place_loads(self._lengths, [worker for worker in workers if isinstance(worker, WorkerRates)])[1]
+        speeds = [worker for worker in workers if isinstance(worker, WorkerSpeed)]
         if sum(speed.capacity for speed in speeds) < len(self._lengths):
             return math.inf
-        return cut(self._lengths, speeds)[1]
+        return cut_groups(self._lengths, speeds)[1]
 
 
 def _uniform(budget: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -220,7 +224,9 @@ def _uniform(budget: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (degree,) * (budget // degree)
 
 
-def _anneal(search: _Search, budget: int, degrees: Sequence[int], rng: random.Random, constants: Annealing) -> None:
+def _anneal(
+    search: _Search, budget: int, degrees: Sequence[int], rng: random.Random, constants: AnnealingSchedule
+) -> None:
     """Algorithm 2. Worse allocations are accepted with the chance exp(-(cost - current) / temperature)."""
     current = _random(budget, degrees, rng)
     cost = search.cost(current)

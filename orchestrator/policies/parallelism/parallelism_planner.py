@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from orchestrator.policies.parallelism.engine_profile import Layout, Profile
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 
 FORGET = 8
 _MEMORY = 0.5  # weight of the newest of several measurements of one thing
@@ -57,7 +57,7 @@ class StepLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """A decode step as a run's steps were: ``batch`` sequences of ``context`` tokens, ``seconds``."""
 
     batch: float
@@ -66,32 +66,32 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayoutPlan:
     """For the next step. ``reason``: why it changes, or why not although the rule asked; "" where it did not ask. ``gain``:
     seconds a step expected of it, None: unknown; ``cost``: seconds charged. ``reprofile``: measure this layout again;
     ``scaled``: the profile's decode times were scaled by that now, None: they were not. ``measured``: what was added to it."""
 
-    layout: Layout
+    layout: EngineLayout
     changes: bool = False
     reason: str = ""
     gain: float | None = None
     cost: float = 0.0
-    reprofile: Layout | None = None
+    reprofile: EngineLayout | None = None
     scaled: float | None = None
-    measured: Measured | None = None
+    measured: MeasuredStep | None = None
 
 
 def layouts_of(
     devices: int, per_server: int, *, heads: int = 0, most: int = 0, experts: bool = False
-) -> tuple[Layout, ...]:
+) -> tuple[EngineLayout, ...]:
     """Powers of two that devices and servers are divided by, and the attention ``heads`` (0: not known); at most ``most``
     (0: any). ``experts``: each also with whole experts a device."""
     found, tp = [], 1
     while tp <= min(devices, per_server, most or devices):
         if devices % tp == 0 and per_server % tp == 0 and (not heads or heads % tp == 0):
-            found.append(Layout(tp))
+            found.append(EngineLayout(tp))
             if experts and tp > 1:
-                found.append(Layout(tp, tp))
+                found.append(EngineLayout(tp, tp))
         tp *= 2
     return tuple(found)
 
@@ -104,8 +104,8 @@ class ParallelismPlanner:
     def __init__(
         self,
         devices: int,
-        layouts: Sequence[Layout],
-        profile: Profile | None = None,
+        layouts: Sequence[EngineLayout],
+        profile: EngineProfile | None = None,
         *,
         rise: float = 1.05,
         calm_steps: int = 4,
@@ -125,13 +125,13 @@ class ParallelismPlanner:
         self._calm = 0  # steps on end without preemption
         self._ratio: float | None = None  # measured over predicted, of steps without preemption
         self._seen: dict[
-            Layout, tuple[float, int]
+            EngineLayout, tuple[float, int]
         ] = {}  # seconds a generated token, and in which step that was known last
         self._steps = 0
         self._cost: float | None = None  # of a change, measured
-        self._failed: dict[Layout, str] = {}
+        self._failed: dict[EngineLayout, str] = {}
         self._astray: list[
-            tuple[float, bool, Measured]
+            tuple[float, bool, MeasuredStep]
         ] = []  # of steps on end that leave the profile: times over its; whether that was measured; what they were
         self._asked = False  # for re-profiling
         self.correction = 1.0  # what decode times of the profile as it was read have been scaled by
@@ -139,7 +139,7 @@ class ParallelismPlanner:
             raise ValueError("no layout is possible: none divides the devices, or none of them was profiled")
         self.layout = self._candidates()[0]
 
-    def first(self, lengths: Sequence[int], prompt: int) -> Layout:
+    def choose_first(self, lengths: Sequence[int], prompt: int) -> EngineLayout:
         """Begin with what the profile predicts to be best for these lengths; without a profile with the least TP."""
         if self.profile is not None and lengths:
             profile = self.profile
@@ -152,8 +152,10 @@ class ParallelismPlanner:
             )
         return self.layout
 
-    def after(self, load: StepLoad, steps_left: int | None = None) -> Plan:
-        """A step has ended: what is for the next one. Whoever carries it out says :meth:`changed` or :meth:`failed`."""
+    def plan_next_step(self, load: StepLoad, steps_left: int | None = None) -> LayoutPlan:
+        """A step has ended: what is for the next one. Whoever carries it out says :meth:`confirm_change` or
+        :meth:`reject_change`.
+        """
         self._measure(load)
         previous, self._previous = self._previous, load.preemptions
         self._calm = 0 if load.preemptions else self._calm + 1
@@ -161,10 +163,10 @@ class ParallelismPlanner:
         plan = self._plan(load, previous, steps_left)
         return replace(plan, reprofile=reprofile, scaled=scaled, measured=measured)
 
-    def _plan(self, load: StepLoad, previous: int | None, steps_left: int | None) -> Plan:
+    def _plan(self, load: StepLoad, previous: int | None, steps_left: int | None) -> LayoutPlan:
         horizon = self._calm_steps if steps_left is None else min(self._calm_steps, steps_left)
         target, why = self._asked_for(load, previous)
-        asked = Plan(self.layout, reason=why) if target is None else self._weighed(target, why, load, horizon)
+        asked = LayoutPlan(self.layout, reason=why) if target is None else self._weighed(target, why, load, horizon)
         if asked.changes:
             return asked
         other, gained = self._experts(load, horizon)
@@ -172,39 +174,39 @@ class ParallelismPlanner:
             return asked
         return self._weighed(other, f"{asked.reason}; {gained}" if asked.reason else gained, load, horizon)
 
-    def _weighed(self, target: Layout, why: str, load: StepLoad, horizon: int) -> Plan:
+    def _weighed(self, target: EngineLayout, why: str, load: StepLoad, horizon: int) -> LayoutPlan:
         """Whether what was asked for pays."""
         gain, cost = self._gain(target, load), self._price(target)
         if gain is not None and gain * horizon <= cost:
             found = f"{why}; but {target} would gain {gain:.3g} s a step over {horizon} steps, and costs {cost:.3g} s"
-            return Plan(self.layout, False, found, gain, cost)
+            return LayoutPlan(self.layout, False, found, gain, cost)
         if not horizon:
-            return Plan(self.layout, False, f"{why}; but no step is left", gain, cost)
-        return Plan(target, True, why, gain, cost)
+            return LayoutPlan(self.layout, False, f"{why}; but no step is left", gain, cost)
+        return LayoutPlan(target, True, why, gain, cost)
 
-    def changed(self, layout: Layout, seconds: float) -> None:
+    def confirm_change(self, layout: EngineLayout, seconds: float) -> None:
         """The change was made; ``seconds``: generation stood still for so long."""
         self.layout = layout
         self._calm = 0
         self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
 
-    def failed(self, layout: Layout, seconds: float, why: str) -> None:
+    def reject_change(self, layout: EngineLayout, seconds: float, why: str) -> None:
         """The engines did not come up in this layout, and have the old one again."""
         self._failed[layout] = why
         self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
 
-    def reprofiled(self, profile: Profile) -> None:
+    def replace_profile(self, profile: EngineProfile) -> None:
         """What was asked for was measured."""
         self.profile = profile
         self._ratio = None
         self._astray, self._asked = [], False
         self.correction = 1.0
 
-    def _candidates(self) -> list[Layout]:
+    def _candidates(self) -> list[EngineLayout]:
         known = self.profile.layouts if self.profile is not None else self._layouts
         return [layout for layout in self._layouts if layout in known and layout not in self._failed]
 
-    def _asked_for(self, load: StepLoad, previous: int | None) -> tuple[Layout | None, str]:
+    def _asked_for(self, load: StepLoad, previous: int | None) -> tuple[EngineLayout | None, str]:
         """The rule of 4.2."""
         if previous is not None and load.preemptions > self._rise * previous:
             why = f"preemptions rose from {previous} to {load.preemptions}"
@@ -215,7 +217,7 @@ class ParallelismPlanner:
                 return self._scaled(self.layout.tp // 2, f"no preemption in {self._calm_steps} steps")
         return None, ""
 
-    def _scaled(self, tp: int, why: str) -> tuple[Layout | None, str]:
+    def _scaled(self, tp: int, why: str) -> tuple[EngineLayout | None, str]:
         found = [layout for layout in self._candidates() if layout.tp == tp]
         if not found:
             largest = f"; {self.layout} stays: TP {tp} is not possible"
@@ -223,7 +225,7 @@ class ParallelismPlanner:
         alike = [layout for layout in found if (layout.ep > 1) == (self.layout.ep > 1)]
         return (alike or found)[0], why
 
-    def _experts(self, load: StepLoad, horizon: int) -> tuple[Layout | None, str]:
+    def _experts(self, load: StepLoad, horizon: int) -> tuple[EngineLayout | None, str]:
         """The other way to cut the experts at the same TP, where what it gains is expected to exceed its cost."""
         others = [layout for layout in self._candidates() if layout.tp == self.layout.tp and layout != self.layout]
         for other in others:
@@ -232,7 +234,7 @@ class ParallelismPlanner:
                 return other, f"experts: {other} is expected to be faster at an imbalance of {load.imbalance:.3g}"
         return None, ""
 
-    def _predicted(self, layout: Layout, load: StepLoad) -> float | None:
+    def _predicted(self, layout: EngineLayout, load: StepLoad) -> float | None:
         if self.profile is None or not load.lengths:
             return None
         engines = self._devices // layout.tp
@@ -240,11 +242,11 @@ class ParallelismPlanner:
         seconds = self.profile.rollout_seconds(load.lengths, max(1, load.prompt), layout, engines, uneven)
         return seconds * self._waits(self.profile, layout, uneven)
 
-    def _waits(self, profile: Profile, layout: Layout, imbalance: float) -> float:
+    def _waits(self, profile: EngineProfile, layout: EngineLayout, imbalance: float) -> float:
         """How many times what the profile says a step takes for its fullest device; 1 where the profile has measured that."""
         return 1.0 if profile.knows_routing(layout) else 1.0 + self._expert_share * (imbalance - 1.0)
 
-    def _expected(self, layout: Layout, load: StepLoad) -> float | None:
+    def _expected(self, layout: EngineLayout, load: StepLoad) -> float | None:
         """Seconds of this load in a layout; None: nobody knows."""
         tokens = sum(load.lengths)
         if layout == self.layout:
@@ -255,11 +257,11 @@ class ParallelismPlanner:
         predicted = self._predicted(layout, load)
         return None if predicted is None else predicted * (1.0 if self._ratio is None else self._ratio)
 
-    def _gain(self, target: Layout, load: StepLoad) -> float | None:
+    def _gain(self, target: EngineLayout, load: StepLoad) -> float | None:
         then = self._expected(target, load)
         return None if then is None else load.seconds - then
 
-    def _price(self, target: Layout) -> float:
+    def _price(self, target: EngineLayout) -> float:
         if self._cost is not None:
             return self._cost
         shape = self.profile.shapes.get(target) if self.profile is not None else None
@@ -276,11 +278,11 @@ class ParallelismPlanner:
             ratio = load.seconds / predicted
             self._ratio = ratio if self._ratio is None else _blend(self._ratio, ratio)
 
-    def _diverges(self, load: StepLoad) -> tuple[Layout | None, float | None, Measured | None]:
+    def _diverges(self, load: StepLoad) -> tuple[EngineLayout | None, float | None, MeasuredStep | None]:
         """(the layout to profile anew, what the profile was scaled by, what was added), None where there is nothing to do."""
         if self.profile is None or not load.token_seconds:
             return None, None, None
-        now = Measured(load.batch, load.context, load.token_seconds)
+        now = MeasuredStep(load.batch, load.context, load.token_seconds)
         uneven = _imbalance(self.layout, load)
         expected = self.profile.decode_seconds(now.batch, now.context, self.layout, uneven)
         ratio = now.seconds / (expected * self._waits(self.profile, self.layout, uneven))
@@ -311,7 +313,7 @@ class ParallelismPlanner:
         return 1 / self._divergence <= ratio <= self._divergence
 
 
-def _imbalance(layout: Layout, load: StepLoad) -> float:
+def _imbalance(layout: EngineLayout, load: StepLoad) -> float:
     """What devices wait for: with slices of experts for nobody; none of a few devices has more than all tokens."""
     return min(load.imbalance, float(layout.ep))
 
@@ -320,12 +322,12 @@ def _blend(old: float, new: float) -> float:
     return (1 - _MEMORY) * old + _MEMORY * new
 
 
-def replay(planner: ParallelismPlanner, preemptions: Sequence[int], load: StepLoad) -> list[Plan]:
+def replay_preemptions(planner: ParallelismPlanner, preemptions: Sequence[int], load: StepLoad) -> list[LayoutPlan]:
     """What the planner says to a recorded series of preemption counts, every change made at once and for nothing."""
     plans = []
     for count in preemptions:
-        plan = planner.after(replace(load, preemptions=count))
+        plan = planner.plan_next_step(replace(load, preemptions=count))
         if plan.changes:
-            planner.changed(plan.layout, 0.0)
+            planner.confirm_change(plan.layout, 0.0)
         plans.append(plan)
     return plans

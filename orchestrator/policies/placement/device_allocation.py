@@ -26,7 +26,7 @@ def kind_of(hardware: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class DevicePool:
     """The devices of one class: ids, each of the server ``id // per_server``. ``failed``: those nobody is given."""
 
     hardware: str
@@ -36,7 +36,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DeviceWish:
     """A worker asks for ``devices`` devices of class ``hardware``. ``owner``: the job that it belongs to."""
 
     worker: str
@@ -46,25 +46,25 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class DeviceBinding:
     """What it got. ``fallback``: why it is not of the class that was wished for, in words; "" when it is."""
 
-    wish: Wish
+    wish: DeviceWish
     hardware: str
     devices: tuple[int, ...]
     fallback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AllocationView:
     """All pools and bindings. ``compatible``: class -> the classes that may stand in for it, in order; where a class is not
     in it, all of its kind may."""
 
-    pools: tuple[Pool, ...]
-    bindings: Mapping[str, Binding] = field(default_factory=dict)
+    pools: tuple[DevicePool, ...]
+    bindings: Mapping[str, DeviceBinding] = field(default_factory=dict)
     compatible: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def pool(self, hardware: str) -> Pool | None:
+    def pool(self, hardware: str) -> DevicePool | None:
         """That of a class, or None."""
         return next((pool for pool in self.pools if pool.hardware == hardware), None)
 
@@ -84,7 +84,7 @@ class View:
         return [name for name in dict.fromkeys(order) if name in known]
 
 
-def bind(view: View, wish: Wish) -> tuple[View, Binding]:
+def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView, DeviceBinding]:
     """Give a worker its devices. Raises ConfigError (an id twice, a class that no pool serves, more devices than there are)
     and RetryableError (all are in use or failed)."""
     if wish.worker in view.bindings:
@@ -101,7 +101,7 @@ def bind(view: View, wish: Wish) -> tuple[View, Binding]:
     for hardware in candidates:
         devices = _pick(view, hardware, wish.devices)
         if devices:
-            binding = Binding(wish, hardware, devices, _why(view, wish, hardware))
+            binding = DeviceBinding(wish, hardware, devices, _why(view, wish, hardware))
             return replace(view, bindings={**view.bindings, wish.worker: binding}), binding
     biggest = max(_largest(view, hardware) for hardware in candidates)
     if wish.devices > biggest:
@@ -111,32 +111,32 @@ def bind(view: View, wish: Wish) -> tuple[View, Binding]:
     raise RetryableError(f"{wish.worker} wants {wish.devices} devices of {wish.hardware}, but none are left ({states})")
 
 
-def release(view: View, workers: Iterable[str]) -> View:
+def release_workers(view: AllocationView, workers: Iterable[str]) -> AllocationView:
     """These workers gave their devices back. Unknown ones are ignored."""
     gone = frozenset(workers)
     return replace(view, bindings={name: item for name, item in view.bindings.items() if name not in gone})
 
 
-def fail(view: View, hardware: str, devices: Sequence[int]) -> View:
+def fail_devices(view: AllocationView, hardware: str, devices: Sequence[int]) -> AllocationView:
     """These devices are not to be used until they are repaired. Workers on them keep their binding: see ``rebind``."""
     return _marked(view, hardware, devices, broken=True)
 
 
-def repair(view: View, hardware: str, devices: Sequence[int]) -> View:
+def repair_devices(view: AllocationView, hardware: str, devices: Sequence[int]) -> AllocationView:
     """They may be used again."""
     return _marked(view, hardware, devices, broken=False)
 
 
-def rebind(view: View, worker: str) -> tuple[View, Binding]:
+def rebind_worker(view: AllocationView, worker: str) -> tuple[AllocationView, DeviceBinding]:
     """Give a worker other devices, as if it asked now; its old ones are free if they are healthy. Where there are none, the
     view stays as it is and the errors are those of ``bind``."""
     present = view.bindings.get(worker)
     if present is None:
         raise ConfigError("resources.worker", worker, "no worker with this id is bound")
-    return bind(release(view, [worker]), present.wish)
+    return bind_worker(release_workers(view, [worker]), present.wish)
 
 
-def _pick(view: View, hardware: str, count: int) -> tuple[int, ...]:
+def _pick(view: AllocationView, hardware: str, count: int) -> tuple[int, ...]:
     pool, free = view.pool(hardware), view.free(hardware)
     if pool is None or len(free) < count:
         return ()
@@ -152,7 +152,7 @@ def _pick(view: View, hardware: str, count: int) -> tuple[int, ...]:
     return tuple(sorted([device for devices in whole for device in devices][:count]))
 
 
-def _largest(view: View, hardware: str) -> int:
+def _largest(view: AllocationView, hardware: str) -> int:
     """What the pool could give one worker if it were empty and healthy."""
     pool = view.pool(hardware)
     if pool is None:
@@ -160,7 +160,7 @@ def _largest(view: View, hardware: str) -> int:
     return len(pool.devices)
 
 
-def _why(view: View, wish: Wish, hardware: str) -> str:
+def _why(view: AllocationView, wish: DeviceWish, hardware: str) -> str:
     if hardware == wish.hardware:
         return ""
     if view.pool(wish.hardware) is None:
@@ -168,7 +168,7 @@ def _why(view: View, wish: Wish, hardware: str) -> str:
     return f"{wish.hardware} has {len(view.free(wish.hardware))} devices free of {wish.devices} wished for"
 
 
-def _marked(view: View, hardware: str, devices: Sequence[int], *, broken: bool) -> View:
+def _marked(view: AllocationView, hardware: str, devices: Sequence[int], *, broken: bool) -> AllocationView:
     pool = view.pool(hardware)
     unknown = [device for device in devices if pool is None or device not in pool.devices]
     if pool is None or unknown:
@@ -178,5 +178,5 @@ def _marked(view: View, hardware: str, devices: Sequence[int], *, broken: bool) 
     return replace(view, pools=tuple(marked if item is pool else item for item in view.pools))
 
 
-def _said(binding: Binding) -> str:
+def _said(binding: DeviceBinding) -> str:
     return f"{binding.hardware} {', '.join(map(str, binding.devices))}"

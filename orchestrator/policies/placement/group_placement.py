@@ -1,7 +1,7 @@
 """Which worker rolls out which trajectories, so that the slowest worker is done as early as possible (Heddle 5.2, 6.1).
 
 A worker that holds ``k`` trajectories, the longest of ``L`` tokens, needs ``L x T x F(k)`` seconds: ``T`` is its time per
-token alone, ``F`` the interference of ``k`` that run together. Guarantees of :func:`place`:
+token alone, ``F`` the interference of ``k`` that run together. Guarantees of :func:`place_groups`:
 
 * The trajectories, in descending order of their predicted lengths, are cut into contiguous groups, one a worker, in the
   workers' order. For workers that are alike no partition at all is faster (Heddle, lemma 5.1); workers that differ are
@@ -35,7 +35,7 @@ Fill = tuple[Found, float, float, int]
 
 
 @dataclass(frozen=True)
-class Speed:
+class WorkerSpeed:
     """What one kind of worker does with a number of trajectories at once.
 
     ``token_seconds``: per token with one trajectory. ``interference``: entry ``k - 1`` is F(k), dimensionless, nondecreasing,
@@ -63,7 +63,7 @@ class Speed:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class GroupPlacement:
     """``order``: indices of the trajectories, longest first, equals in their own order; shape [n], int64. Worker ``i`` holds
     ``order[starts[i]:starts[i + 1]]``. ``makespan`` in seconds."""
 
@@ -81,7 +81,7 @@ class Placement:
         return [end - start for start, end in itertools.pairwise(self.starts)]
 
 
-def place(lengths: Sequence[float] | NDArray[np.float64], workers: Sequence[Speed]) -> Placement:
+def place_groups(lengths: Sequence[float] | NDArray[np.float64], workers: Sequence[WorkerSpeed]) -> GroupPlacement:
     """The cut with the smallest makespan.
 
     ``lengths``: predicted tokens, one entry a trajectory, in any order. ``workers``: in the order in which they take the
@@ -95,8 +95,8 @@ def place(lengths: Sequence[float] | NDArray[np.float64], workers: Sequence[Spee
         raise ValueError("workers: at least one")
     order = descending(values)
     ordered: Any = values[order]
-    starts, makespan = cut(memoryview(ordered), workers)  # few of them are looked at: no list of all
-    return Placement(order, tuple(starts), makespan)
+    starts, makespan = cut_groups(memoryview(ordered), workers)  # few of them are looked at: no list of all
+    return GroupPlacement(order, tuple(starts), makespan)
 
 
 def descending(values: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -110,8 +110,10 @@ def descending(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.argsort(-values, kind="stable") if (ordered[1:] > ordered[:-1]).any() else order
 
 
-def cut(longest_first: Sequence[float], workers: Sequence[Speed], below: float = math.inf) -> tuple[list[int], float]:
-    """As :func:`place`, of lengths in descending order: where each group starts (one more entry than workers), makespan.
+def cut_groups(
+    longest_first: Sequence[float], workers: Sequence[WorkerSpeed], below: float = math.inf
+) -> tuple[list[int], float]:
+    """As :func:`place_groups`, of lengths in descending order: where each group starts (one more entry than workers), makespan.
 
     Nothing below ``below`` exists: ``([], inf)``, after one question. Searches over many sets of workers pass their best.
     """
@@ -126,10 +128,12 @@ def cut(longest_first: Sequence[float], workers: Sequence[Speed], below: float =
     else:
         first = _enough(longest_first, workers)
     least = longest_first[0] * min(table[0] for table in costs)
-    return search(lambda limit: _fill(longest_first, costs, limit), least, first, count) or ([], math.inf)
+    return search_makespan(lambda limit: _fill(longest_first, costs, limit), least, first, count) or ([], math.inf)
 
 
-def search(ask: Callable[[float], Fill[Found]], least: float, first: float, count: int) -> tuple[Found, float] | None:
+def search_makespan(
+    ask: Callable[[float], Fill[Found]], least: float, first: float, count: int
+) -> tuple[Found, float] | None:
     """What has the smallest makespan of all that ``ask`` can find for ``count`` trajectories, and that makespan. ``least``: no
     makespan is below it; ``first``: the first limit that is asked for; None: nothing is within it.
 
@@ -165,7 +169,7 @@ def _guess(low: float, high: float, short: Sequence[tuple[float, int]], count: i
     return math.sqrt(low) * math.sqrt(high)
 
 
-def _enough(lengths: Sequence[float], workers: Sequence[Speed]) -> float:
+def _enough(lengths: Sequence[float], workers: Sequence[WorkerSpeed]) -> float:
     """A makespan that surely fits: that of shares alike, or of full workers where shares alike are too many for one."""
     share = -(-len(lengths) // len(workers))
     if share <= min(worker.capacity for worker in workers):
@@ -203,7 +207,7 @@ def _fill(lengths: Sequence[float], costs: Sequence[list[float]], limit: float) 
     return [], makespan, following, position
 
 
-def most(table: list[float], length: float, limit: float) -> tuple[int, float]:
+def most_within(table: list[float], length: float, limit: float) -> tuple[int, float]:
     """How many trajectories, the longest of ``length``, a worker of these costs ends within ``limit``, and what one more takes.
     The same as in the loop above, which is its inlined form for speed."""
     if table[-1] * length <= limit:

@@ -28,7 +28,7 @@ class _Line:
     squares: float = 0.0
     products: float = 0.0
 
-    def saw(self, tokens: int, seconds: float, keep: float) -> None:
+    def add_point(self, tokens: int, seconds: float, keep: float) -> None:
         self.count += 1
         for name, value in (
             ("weight", 1.0),
@@ -68,7 +68,7 @@ class BreakEven:
         self._move, self._compute = _Line(), _Line()
         self._asked = 0
 
-    def pays(self, tokens: int) -> bool:
+    def move_pays(self, tokens: int) -> bool:
         """Whether to move the KV of a context of so many tokens."""
         if tokens < self.least:
             return False
@@ -79,10 +79,10 @@ class BreakEven:
         better = expected[0] < expected[1]
         return not better if self._asked % self._explore == 0 else better
 
-    def saw(self, moved: bool, tokens: int, seconds: float) -> None:
+    def record_turn(self, moved: bool, tokens: int, seconds: float) -> None:
         """A turn took ``seconds`` to its first token, with its prefix moved, or computed. What is no number is ignored."""
         if tokens > 0 and math.isfinite(seconds) and seconds >= 0:
-            (self._move if moved else self._compute).saw(tokens, seconds, self._keep)
+            (self._move if moved else self._compute).add_point(tokens, seconds, self._keep)
 
     def expected(self, tokens: int) -> tuple[float, float]:
         """Seconds to the first token (moved, computed)."""
@@ -90,7 +90,7 @@ class BreakEven:
         return move_fixed + move_each * tokens, fixed + each * tokens
 
     @property
-    def tokens(self) -> float:
+    def break_even_tokens(self) -> float:
         """From so many tokens on a move is expected to pay; 0: always, infinite: never (or nothing is known yet)."""
         if not (self._move.count and self._compute.count):
             return math.inf

@@ -20,7 +20,7 @@ How = Literal["stay", "transfer", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class WorkerPartition:
     """``workers`` in the order of the placement, fastest first, and the ``sizes`` of their groups when it was made."""
 
     workers: tuple[int, ...]
@@ -38,7 +38,7 @@ class Partition:
         place = bisect_right(ends, rank / scale if scale else 0.0)
         return self.workers[min(place, _last(self.sizes))]
 
-    def target(self, current: int, rank: int, least: int, most: int, active: int) -> int:
+    def target_worker(self, current: int, rank: int, least: int, most: int, active: int) -> int:
         """Where a trajectory of ``rank`` belongs. ``least`` and ``most``: the ranks that it might have by its forecast's
         interval, ``least`` the one of the longest. ``current``: where it is, -1: nowhere yet."""
         wanted = self.worker_of(rank, active)
@@ -54,7 +54,7 @@ def _last(sizes: Sequence[int]) -> int:
     return max(index for index, size in enumerate(sizes) if size)
 
 
-def decide(gain: float, transfer: float | None, recompute: float, gap: float = 0.0) -> How:
+def choose_transfer(gain: float, transfer: float | None, recompute: float, gap: float = 0.0) -> How:
     """Whether a move pays, all in seconds. ``gain``: that the trajectory ends sooner on its new worker; ``transfer``: to send its
     KV there, None: it cannot be sent; ``recompute``: to prefill its context there; ``gap``: that the environment still takes,
     in which a transfer costs nothing. The break-even of the two is where ``transfer - gap = recompute``."""
@@ -66,7 +66,7 @@ def decide(gain: float, transfer: float | None, recompute: float, gap: float = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TrajectoryMove:
     """``length``: predicted tokens, the longest goes first."""
 
     trajectory: str
@@ -75,20 +75,22 @@ class Move:
     length: float
 
 
-class Transmissions:
-    """The transmission scheduler: :meth:`ask`, then :meth:`start` whenever something changed, :meth:`end` for each."""
+class TransmissionScheduler:
+    """The transmission scheduler: :meth:`request_move`, then :meth:`start_moves` whenever something changed,
+    :meth:`end_move` for each.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, Move] = {}
-        self._running: dict[str, Move] = {}
+        self._waiting: dict[str, TrajectoryMove] = {}
+        self._running: dict[str, TrajectoryMove] = {}
 
-    def ask(self, move: Move) -> None:
+    def request_move(self, move: TrajectoryMove) -> None:
         """A trajectory is to be moved; a request of it that still waits is replaced."""
         if move.trajectory in self._running:
             raise ValueError(f"{move.trajectory} is being sent")
         self._waiting[move.trajectory] = move
 
-    def start(self) -> list[Move]:
+    def start_moves(self) -> list[TrajectoryMove]:
         """Those that begin now: longest first, none with an endpoint of another that begins or runs."""
         busy = {end for move in self._running.values() for end in (move.source, move.target)}
         begun = []
@@ -100,12 +102,12 @@ class Transmissions:
             self._running[move.trajectory] = self._waiting.pop(move.trajectory)
         return begun
 
-    def end(self, trajectory: str) -> None:
+    def end_move(self, trajectory: str) -> None:
         """It was sent, or could not be, or is not wanted any more. Unknown ones are ignored."""
         self._running.pop(trajectory, None)
         self._waiting.pop(trajectory, None)
 
-    def running(self, trajectory: str) -> bool:
+    def is_moving(self, trajectory: str) -> bool:
         """Whether it is under way."""
         return trajectory in self._running
 

@@ -1,10 +1,10 @@
 """What a group of trajectories takes on a worker, KV and tool calls included (Heddle 5.1, 5.2: the interference factor).
 
 Heddle's F depends on the size of the group alone. On real engines how long the trajectories are matters as much: their contexts
-are read in every step, and when their KV does not fit they wait for each other. :class:`Rates` is what a kind of worker does,
-read from a :class:`~orchestrator.policies.parallelism.engine_profile.Profile` (a run's: the file of ``rl-coserve
-profile``; the simulator's: its cost model, through the same class). :class:`Loads` is a set of trajectories, and what
-any contiguous group of it takes:
+are read in every step, and when their KV does not fit they wait for each other. :class:`WorkerRates` is what a kind of
+worker does, read from a :class:`~orchestrator.policies.parallelism.engine_profile.EngineProfile` (a run's: the file of
+``rl-coserve profile``; the simulator's: its cost model, through the same class). :class:`TrajectoryLoads` is a set of
+trajectories, and what any contiguous group of it takes:
 
 * Lengths are forecasts: a mean and the spread of what it may be. Of many that are forecast to be alike some become long, on
   whatever worker they are: the longest of a group is the largest over its first 1, 2, 4, ... members of the length that the
@@ -33,8 +33,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.policies.parallelism.engine_profile import Layout, Profile
-from orchestrator.policies.placement.group_placement import Fill, descending, search
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
+from orchestrator.policies.placement.group_placement import Fill, descending, search_makespan
 
 _NORMAL = NormalDist()
 SCORE = _NORMAL.inv_cdf(0.9)  # the upper end of an interval of 80 %, in standard deviations
@@ -42,7 +42,7 @@ _KV_SHARE = 0.9  # of the room is in use when sequences come and go; the rest is
 
 
 @dataclass(frozen=True, eq=False)
-class Rates:
+class WorkerRates:
     """What one kind of worker does. ``steps``: seconds of a decode step of 1, 2, ... sequences without context, nondecreasing;
     beyond the table it goes on as its last two. ``context``: seconds a step for each token in their contexts; ``prefill``: of a
     token that is new; ``room``: tokens whose KV it holds; ``slots``: sequences at a time. Raises ValueError."""
@@ -68,7 +68,7 @@ class Rates:
         object.__setattr__(self, "key", (steps, self.context, self.prefill, self.room, self.slots))
         object.__setattr__(self, "last", steps[-1] - steps[-2] if len(steps) > 1 else 0.0)
 
-    def step(self, running: float) -> float:
+    def step_seconds(self, running: float) -> float:
         """Seconds of a step of so many sequences, without their contexts; linear between whole numbers."""
         place = running - 1.0
         if place <= 0:
@@ -79,7 +79,7 @@ class Rates:
         return self.steps[below] + (place - below) * (self.steps[below + 1] - self.steps[below])
 
 
-def rates_of(profile: Profile, layout: Layout, slots: int) -> Rates:
+def rates_of(profile: EngineProfile, layout: EngineLayout, slots: int) -> WorkerRates:
     """Of an engine with this layout. Raises KeyError for one that was not profiled."""
     batches, contexts = profile.sizes("decode", layout)
     small, large = contexts[0], contexts[-1]
@@ -96,10 +96,10 @@ def rates_of(profile: Profile, layout: Layout, slots: int) -> Rates:
     _, prompts = profile.sizes("prefill", layout)
     length = prompts[len(prompts) // 2]
     room = float(profile.shape(layout).kv_tokens) if layout in profile.shapes else math.inf
-    return Rates(tuple(steps), slope, profile.prefill_seconds(length, 1, layout) / length, room, slots)
+    return WorkerRates(tuple(steps), slope, profile.prefill_seconds(length, 1, layout) / length, room, slots)
 
 
-class Loads:
+class TrajectoryLoads:
     """Trajectories in the order of the placement. Arrays of shape [n], longest first: mean of the ``tokens`` that each will still
     say; ``contexts``: that it has; ``new``: of these, that no worker has computed yet; ``gaps``: seconds of its environment
     still to come; ``spreads``: standard deviation of the logarithm of what ``tokens`` may be. ``grows``: context for a token
@@ -154,7 +154,7 @@ class Loads:
             size *= 2
         return found
 
-    def seconds(self, rates: Rates, start: int, count: int) -> float:
+    def group_seconds(self, rates: WorkerRates, start: int, count: int) -> float:
         """What ``count`` trajectories from ``start`` on take on such a worker."""
         if count < 1:
             return 0.0
@@ -165,14 +165,14 @@ class Loads:
         if steps <= 0:
             return self.gaps[start] + new
         alone = rates.steps[0]
-        beside = steps * (rates.step(said / steps) - alone) + rates.context * read + new
+        beside = steps * (rates.step_seconds(said / steps) - alone) + rates.context * read + new
         total, gap = alone * steps + beside, self.gaps[start]
         if not gap:
             return total
         whole = total + gap  # of t (t - gap) = alone x steps x t + beside (t - gap): the others go on in the gaps
         return (whole + math.sqrt(max(0.0, whole * whole - 4 * beside * gap))) / 2
 
-    def most(self, rates: Rates, start: int, limit: float, hint: int = 0) -> tuple[int, float, float]:
+    def most_within(self, rates: WorkerRates, start: int, limit: float, hint: int = 0) -> tuple[int, float, float]:
         """How many from ``start`` on end within ``limit``, what they take, and what one more takes. ``hint``: a likely number."""
         left = self.count - start
         low, high = 0, left + 1  # low fit, high do not
@@ -180,7 +180,7 @@ class Loads:
         at = min(max(1, hint), left)
         width = 1
         while high - low > 1:
-            seconds = self.seconds(rates, start, at)
+            seconds = self.group_seconds(rates, start, at)
             if seconds <= limit:
                 low, taken = at, seconds
             else:
@@ -206,23 +206,25 @@ def sorted_loads(
     spreads: Sequence[float],
     grows: float = 1.0,
     longest: float = math.inf,
-) -> tuple[Loads, NDArray[np.int64]]:
-    """:class:`Loads` of trajectories in any order, and that order: indices, longest first, equals in their own order."""
+) -> tuple[TrajectoryLoads, NDArray[np.int64]]:
+    """:class:`TrajectoryLoads` of trajectories in any order, and that order: indices, longest first, equals in their
+    own order.
+    """
     values = np.asarray(tokens, dtype=np.float64)
     if values.size and not (values.min() >= 0 and values.max() < math.inf):
         raise ValueError("tokens: finite numbers, 0 or more")
     order = descending(values)
     known, fresh, waits, off = (np.asarray(array, np.float64)[order] for array in (contexts, new, gaps, spreads))
-    return Loads(values[order], known, fresh, waits, off, grows, longest), order
+    return TrajectoryLoads(values[order], known, fresh, waits, off, grows, longest), order
 
 
-class Pace:
+class TurnStatistics:
     """What the turns of each task were like so far, in the mean: what forecasts of tokens and turns do not say."""
 
     def __init__(self) -> None:
         self._turns: dict[str, list[float]] = {}  # task -> said, heard, gaps, their seconds, prompts, their tokens
 
-    def turn(self, task: str, said: int, heard: int, first: bool) -> None:
+    def record_turn(self, task: str, said: int, heard: int, first: bool) -> None:
         """A turn is over. ``heard``: tokens before it that were new; of the first turn, the prompt."""
         known = self._turns.setdefault(task, [0.0] * 6)
         known[0] += said
@@ -232,13 +234,13 @@ class Pace:
         else:
             known[1] += heard
 
-    def gap(self, task: str, seconds: float) -> None:
+    def record_gap(self, task: str, seconds: float) -> None:
         """An environment took so long for a turn."""
         known = self._turns.setdefault(task, [0.0] * 6)
         known[2] += 1
         known[3] += seconds
 
-    def grows(self, tasks: Iterable[str]) -> float:
+    def context_growth(self, tasks: Iterable[str]) -> float:
         """Tokens of context for one that is said."""
         known = [self._turns[task] for task in tasks if task in self._turns]
         said = sum(one[0] for one in known)
@@ -249,32 +251,32 @@ class Pace:
         known = self._turns.get(task)
         return known[3] / known[2] if known and known[2] else 0.0
 
-    def opening(self, task: str) -> float:
+    def prompt_tokens(self, task: str) -> float:
         """Tokens of a prompt; 0 while unknown."""
         known = self._turns.get(task)
         return known[5] / known[4] if known and known[4] else 0.0
 
 
-def place_loads(loads: Loads, workers: Sequence[Rates]) -> tuple[list[int], float]:
+def place_loads(loads: TrajectoryLoads, workers: Sequence[WorkerRates]) -> tuple[list[int], float]:
     """The cut with the smallest makespan: where each worker's group starts, one more entry than ``workers``, which are in the
     order in which they take the groups, fastest first. Raises ValueError without workers."""
     if not workers:
         raise ValueError("workers: at least one")
     if not loads.count:
         return [0] * (len(workers) + 1), 0.0
-    first = max(loads.seconds(worker, 0, loads.count) for worker in workers)
-    least = min(loads.seconds(worker, 0, 1) for worker in workers)
-    found = search(lambda limit: _fill(loads, workers, limit), least, first, loads.count)
+    first = max(loads.group_seconds(worker, 0, loads.count) for worker in workers)
+    least = min(loads.group_seconds(worker, 0, 1) for worker in workers)
+    found = search_makespan(lambda limit: _fill(loads, workers, limit), least, first, loads.count)
     assert found is not None  # each worker alone ends within ``first``
     return found
 
 
-def _fill(loads: Loads, workers: Sequence[Rates], limit: float) -> Fill[list[int]]:
+def _fill(loads: TrajectoryLoads, workers: Sequence[WorkerRates], limit: float) -> Fill[list[int]]:
     """As that of the placement by sizes alone."""
     starts, position, makespan, following, taken = [0], 0, 0.0, math.inf, 0
     for worker in workers:
         if position < loads.count:
-            taken, seconds, beyond = loads.most(worker, position, limit, taken)
+            taken, seconds, beyond = loads.most_within(worker, position, limit, taken)
             makespan, following = max(makespan, seconds), min(following, beyond)
             position += taken
         starts.append(position)

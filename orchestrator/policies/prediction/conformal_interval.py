@@ -25,7 +25,7 @@ RATE = 0.01
 _WIDEST = 0.5  # level of a tail: beyond the median it would be no tail
 
 
-class Conformal:
+class ConformalIntervals:
     """Residuals by class (of turns, say), the last ``window`` of each; ``coverage`` of the intervals, half of what is missed on
     either side. ``rate`` 0: not adaptive."""
 

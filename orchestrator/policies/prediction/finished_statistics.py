@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.policies.prediction.length_features import Past, Progress
+from orchestrator.policies.prediction.length_features import HistoryFeatures, TrajectoryProgress
 
 _PROMPTS = 20_000  # that are remembered, the least recently finished forgotten first
 _MEMBERS = 32  # trajectories of a prompt that are
 _TURNS = 256  # beyond, one turn is like the other
 
 
-class Memory:
+class FinishedStatistics:
     """What finished trajectories say without a model: by prompt, by task, over all."""
 
     def __init__(self, prior_tokens: float, prior_turns: float = 1.0) -> None:
@@ -24,7 +24,7 @@ class Memory:
         self.prompts: dict[str, list[list[int]]] = {}  # task and prompt -> said, of each trajectory
         self.tasks: dict[str, list[list[float]]] = {}  # "" is all -> by turn: number, sum of logs of tokens, of turns
 
-    def add(self, task: str, prompt: str, said: Sequence[int], floor: Sequence[tuple[float, float]]) -> None:
+    def add_trajectory(self, task: str, prompt: str, said: Sequence[int], floor: Sequence[tuple[float, float]]) -> None:
         """``floor``: logarithms of remaining tokens and turns before each turn, as they are learned."""
         key = f"{task}\n{prompt}"
         members = self.prompts.pop(key, [])
@@ -69,14 +69,16 @@ class Memory:
     def _left(self, task: str, prompt: str, turn: int) -> list[int]:
         return [sum(said[turn:]) for said in self.prompts.get(f"{task}\n{prompt}", []) if len(said) > turn]
 
-    def whole(self, task: str, prompt: str) -> tuple[float, float, str]:
+    def whole_length(self, task: str, prompt: str) -> tuple[float, float, str]:
         """Mean logarithm of all tokens of the prompt's trajectories, else of the task's; of turns of the task's."""
         tokens, turns, source = self.of_task(task, 0)
         mean, number = self.of_prompt(task, prompt, 0)
         return (mean, turns, "prompt") if number else (tokens, turns, source)
 
-    def past(self, progress: Progress) -> Past:
+    def features_of(self, progress: TrajectoryProgress) -> HistoryFeatures:
         """For the vector of features: the prompt's mean is drawn to the task's while there are few."""
         task, turns, source = self.of_task(progress.task, progress.turns)
         mean, number = self.of_prompt(progress.task, progress.prompt, progress.turns)
-        return Past((mean * number + task) / (number + 1.0), task, number, turns, "prompt" if number else source)
+        return HistoryFeatures(
+            (mean * number + task) / (number + 1.0), task, number, turns, "prompt" if number else source
+        )

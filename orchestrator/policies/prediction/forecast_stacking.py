@@ -27,7 +27,7 @@ _FACTOR = 4.0  # scales stay within this, either way
 _STEPS = 400
 
 
-class Stack:
+class ForecastStack:
     """``experts`` a row; ``wider``: the wider class of each class; ``memory`` in rows. Values are not negative, of any unit."""
 
     def __init__(self, experts: int, wider: Sequence[int], memory: float) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.policies.prediction.length_features import DENSE, PIECES, Progress, pieces
+from orchestrator.policies.prediction.length_features import DENSE, PIECES, TrajectoryProgress, pieces
 
 Array = NDArray[np.float64]
 OUTPUTS = 2  # logarithms of remaining tokens and turns, less those of the history
@@ -36,11 +36,11 @@ class Encoder(Protocol):
 
     kind: str  # what it is: a saved one of another kind is not loaded
 
-    def predict(self, rows: Sequence[Progress], numbers: Array) -> Array:
+    def predict(self, rows: Sequence[TrajectoryProgress], numbers: Array) -> Array:
         """Shape [n, OUTPUTS], finite."""
         ...
 
-    def learn(self, rows: Sequence[Progress], numbers: Array, targets: Array, weight: float) -> None:
+    def learn(self, rows: Sequence[TrajectoryProgress], numbers: Array, targets: Array, weight: float) -> None:
         """Rows of one trajectory, each counting ``weight``."""
         ...
 
@@ -104,13 +104,13 @@ class HashedEncoder:
         width = 2 * PIECES + DENSE + OUTPUTS + 1  # pieces, numbers, targets, weight
         self._rows: NDArray[np.float32] = np.zeros((kept, width), np.float32)
 
-    def predict(self, rows: Sequence[Progress], numbers: Array) -> Array:
+    def predict(self, rows: Sequence[TrajectoryProgress], numbers: Array) -> Array:
         """See the protocol."""
         bags = np.stack([_bags(row) for row in rows])
         made = self._forward(bags, self._numbers.normal(numbers))[-1]
         return np.asarray(np.clip(made, -CLIP, CLIP) * self._targets.spread + self._targets.mean)
 
-    def learn(self, rows: Sequence[Progress], numbers: Array, targets: Array, weight: float) -> None:
+    def learn(self, rows: Sequence[TrajectoryProgress], numbers: Array, targets: Array, weight: float) -> None:
         """See the protocol."""
         for row, shown, wanted in zip(rows, numbers, targets, strict=True):
             place = self._numbers.rows % len(self._rows)
@@ -190,5 +190,5 @@ class HashedEncoder:
             self.weights[name] -= _RATE * step + (0.0 if name == "level" else _DECAY * self.weights[name])
 
 
-def _bags(row: Progress) -> Array:
+def _bags(row: TrajectoryProgress) -> Array:
     return np.concatenate([pieces(row.prompt_ids, 1), pieces(row.tail_ids, 2)])

@@ -31,7 +31,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrajectoryProgress:
     """A trajectory at a turn boundary. ``prompt_ids``: its first observation, ``tail_ids``: the end of its context (at most
     what is looked at of either is kept); ``heard`` and ``said``: tokens of the observations and of the responses so far;
     ``tool_seconds``: that the environment took after each response."""
@@ -57,7 +57,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class HistoryFeatures:
     """What finished trajectories say of one at this turn: mean log(1 + remaining tokens) of those that came this far, of the same
     prompt (drawn to the task's while there are few) and of the same task, and how many of the prompt there were; mean
     log(1 + remaining turns), and whose these are. A model learns what a trajectory differs from this by."""
@@ -69,14 +69,14 @@ class Past:
     source: str = "prior"
 
 
-def boundaries(trajectory: Trajectory) -> list[Progress]:
+def turn_boundaries(trajectory: Trajectory) -> list[TrajectoryProgress]:
     """What was known of a finished trajectory before its first turn, and after each but the last, while the environment worked:
     when its forecasts were made."""
     turns = trajectory.turns
     return [progress_of(trajectory.id, trajectory.prompt, turns[: after + 1], after) for after in range(len(turns))]
 
 
-def progress_of(trajectory: str, prompt: Prompt, turns: Sequence[Turn], over: int) -> Progress:
+def progress_of(trajectory: str, prompt: Prompt, turns: Sequence[Turn], over: int) -> TrajectoryProgress:
     """After ``over`` turns of these. The first observation is known then, whether the turn that it belongs to is over or not."""
     done = turns[:over]
     context: list[int] = []
@@ -87,7 +87,7 @@ def progress_of(trajectory: str, prompt: Prompt, turns: Sequence[Turn], over: in
         if turn.context is not None or len(context) >= TAIL_TOKENS:
             break
     first = turns[0].observation_ids
-    return Progress(
+    return TrajectoryProgress(
         trajectory,
         prompt.task,
         prompt.key,
@@ -99,7 +99,7 @@ def progress_of(trajectory: str, prompt: Prompt, turns: Sequence[Turn], over: in
     )
 
 
-def encode(progress: Progress, past: Past, bends: Vector) -> Vector:
+def encode_features(progress: TrajectoryProgress, past: HistoryFeatures, bends: Vector) -> Vector:
     """The vector, shape [SIZE]. ``bends``: see :func:`make_bends`."""
     said, heard, turns = progress.said, progress.heard, progress.turns
     last, before = (said[-1] if turns else 0), (said[-2] if turns > 1 else 0)

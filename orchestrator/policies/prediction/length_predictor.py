@@ -5,18 +5,18 @@ says where it is from (``source``): the model, or what stands in for it until it
 the task, of all tasks, the configured prior). The same trajectories in the same order and the same seed give the same forecasts.
 Saved and loaded it goes on as it was; what is saved is arrays and JSON, no code.
 
-:class:`Progressive` learns online: each finished trajectory is decomposed into (what was known before a turn, what came after),
-as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say what is left: what
-finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge regression on
-:mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an encoder of the tokens
-(:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
+:class:`ProgressivePredictor` learns online: each finished trajectory is decomposed into (what was known before a turn,
+what came after), as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say
+what is left: what finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge
+regression on :mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an
+encoder of the tokens (:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
 :mod:`orchestrator.policies.prediction.forecast_stacking` weighs them by their errors on what came next, by turn and by
 how much is known of the prompt: where one of the baselines is best, it is followed. The forecast is a mean, not a
 median: that is what loads add up from.
 
 Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is
 long. Intervals are adaptive conformal ones, by the same classes (:mod:`orchestrator.policies.prediction.conformal_interval`).
-:func:`prompt_only` and :class:`History` are what it is compared with (Heddle 7.2), :class:`Oracle` knows.
+:func:`prompt_only` and :class:`HistoryPredictor` are what it is compared with (Heddle 7.2), :class:`OraclePredictor` knows.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from numpy.typing import NDArray
 
 from orchestrator.policies.prediction import forecast_stacking
 from orchestrator.policies.prediction.array_file import read_arrays
-from orchestrator.policies.prediction.conformal_interval import Conformal
-from orchestrator.policies.prediction.finished_statistics import Memory
-from orchestrator.policies.prediction.forecast_stacking import Stack
+from orchestrator.policies.prediction.conformal_interval import ConformalIntervals
+from orchestrator.policies.prediction.finished_statistics import FinishedStatistics
+from orchestrator.policies.prediction.forecast_stacking import ForecastStack
 from orchestrator.policies.prediction.history_encoder import Encoder, HashedEncoder
 from orchestrator.policies.prediction.length_features import (
     BENT,
     DENSE,
     HASHES,
     VERSION,
-    Past,
-    Progress,
+    HistoryFeatures,
+    TrajectoryProgress,
     Vector,
-    encode,
+    encode_features,
     make_bends,
 )
-from orchestrator.policies.prediction.ridge_regression import Array, Ridge
+from orchestrator.policies.prediction.ridge_regression import Array, RidgeRegression
 
 EXPERTS = ("prompt", "median", "history", "prompt-only", "ridge", "encoder")
 
@@ -65,7 +65,7 @@ _UNSURE = 3.0  # logarithm of the factor that stands for an infinite bound
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class LengthForecast:
     """Remaining tokens (the mean, so to say) with an interval around them, and remaining turns."""
 
     tokens: float
@@ -76,11 +76,11 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LengthOutcome:
     """A trajectory that ended. ``before``: what was known before each of its turns; ``said``: tokens of each response;
     ``complete``: it came to its own end (or to a limit of the task), nobody cut it off."""
 
-    before: tuple[Progress, ...]
+    before: tuple[TrajectoryProgress, ...]
     said: tuple[int, ...]
     complete: bool
 
@@ -88,9 +88,9 @@ class Outcome:
 class LengthPredictor(Protocol):
     """See the module."""
 
-    def forecast(self, progress: Progress) -> Forecast: ...
+    def forecast(self, progress: TrajectoryProgress) -> LengthForecast: ...
 
-    def learn(self, outcome: Outcome) -> None: ...
+    def learn(self, outcome: LengthOutcome) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Row:
     bounds: tuple[float, float]
 
 
-class Progressive:
+class ProgressivePredictor:
     """The predictor. ``prior_tokens``: of a whole trajectory, until there is something to learn from; ``coverage`` of the
     intervals; ``memory`` in rows (turns) after which one counts a third; solved anew every ``every`` rows; ``encoder`` None: the
     hashed one. ``prompt_only``: the ridge regression alone, and shown nothing but the prompt."""
@@ -131,11 +131,13 @@ class Progressive:
         self._every, self._seed = every, seed
         self._prompt_only = prompt_only
         penalties = np.concatenate([np.full(DENSE, 1.0), np.full(2 * HASHES, 10.0), np.full(BENT, 5.0)])
-        self._ridge = Ridge(penalties, 2, STAGES, memory)
-        self._conformal = Conformal(STAGES * _KNOWN, window, coverage)
+        self._ridge = RidgeRegression(penalties, 2, STAGES, memory)
+        self._conformal = ConformalIntervals(STAGES * _KNOWN, window, coverage)
         self._encoder = encoder or HashedEncoder(seed=seed)
-        self.stack = Stack(len(EXPERTS), [stage for _ in range(_KNOWN) for stage in range(STAGES)], _STACK_MEMORY)
-        self.memory = Memory(prior_tokens)
+        self.stack = ForecastStack(
+            len(EXPERTS), [stage for _ in range(_KNOWN) for stage in range(STAGES)], _STACK_MEMORY
+        )
+        self.memory = FinishedStatistics(prior_tokens)
         self._asked: dict[tuple[str, int], _Row] = {}  # of trajectories that go on, by turn
         self._new = 0
         self._most = 0.0  # the largest logarithm of remaining tokens that ever was
@@ -146,17 +148,17 @@ class Progressive:
         """Whether the model speaks."""
         return self.version > 0
 
-    def forecast(self, progress: Progress) -> Forecast:
+    def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """Never fails. Costs some hundred microseconds."""
         shown = _start_of(progress) if self._prompt_only else progress
-        past = self.memory.past(shown)
+        past = self.memory.features_of(shown)
         tokens, turns, source = past.prompt, past.turns, past.source
         if not self._prompt_only or not progress.turns:
-            seen = self._asked[progress.trajectory, progress.turns] = self._look((shown,))[0]
+            seen = self._asked[progress.trajectory, progress.turns] = self._rows_of((shown,))[0]
             if len(self._asked) > _ASKED:
                 del self._asked[next(iter(self._asked))]
         else:
-            seen = self._look((shown,))[0]
+            seen = self._rows_of((shown,))[0]
         if self.ready:
             tokens, turns, source = seen.combined, seen.turns, "model"
         low, high = seen.bounds if self.ready else (-math.inf, math.inf)
@@ -170,12 +172,14 @@ class Progressive:
                 max(1.0, made[2] - progress.generated),
             )
             turns = math.log1p(max(0.0, _unlog(turns) - progress.turns))
-        return Forecast(*made, _unlog(turns), source)
+        return LengthForecast(*made, _unlog(turns), source)
 
-    def _look(self, rows: Sequence[Progress]) -> list[_Row]:
+    def _rows_of(self, rows: Sequence[TrajectoryProgress]) -> list[_Row]:
         """What the experts say of turn boundaries now, and what is made of it."""
-        pasts = [self.memory.past(one) for one in rows]
-        vectors: Array = np.stack([encode(one, past, self._bends) for one, past in zip(rows, pasts, strict=True)])
+        pasts = [self.memory.features_of(one) for one in rows]
+        vectors: Array = np.stack(
+            [encode_features(one, past, self._bends) for one, past in zip(rows, pasts, strict=True)]
+        )
         stages = [_stage(one.turns) for one in rows]
         base = np.array([(past.prompt, past.turns) for past in pasts])
         ridge = base + self._ridge.predict(vectors, stages)
@@ -193,13 +197,13 @@ class Progressive:
             found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index], bounds))
         return found
 
-    def _experts(self, one: Progress, past: Past, ridge: float, encoded: float) -> list[float]:
+    def _experts(self, one: TrajectoryProgress, past: HistoryFeatures, ridge: float, encoded: float) -> list[float]:
         """Logarithms of remaining tokens, in the order of ``EXPERTS``."""
         median = self.memory.median(one.task, one.prompt, one.turns)
-        history = self.memory.whole(one.task, one.prompt)[0]
+        history = self.memory.whole_length(one.task, one.prompt)[0]
         start = _start_of(one)
-        first = self.memory.past(start)
-        learned = self._ridge.predict(encode(start, first, self._bends)[None, :], (0,))[0, 0]
+        first = self.memory.features_of(start)
+        learned = self._ridge.predict(encode_features(start, first, self._bends)[None, :], (0,))[0, 0]
         whole = min(first.prompt + float(learned), self._most)
         return [
             past.prompt,
@@ -210,7 +214,7 @@ class Progressive:
             encoded,
         ]
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """A trajectory that ended: each of its turns as it was seen when it was asked for, since what has ended meanwhile (short
         siblings before long ones) says how long it was. Costs some milliseconds, and some tens of them every ``every`` rows."""
         if not outcome.said:
@@ -218,7 +222,7 @@ class Progressive:
         before = outcome.before[:1] if self._prompt_only else outcome.before
         seen = [self._asked.pop((one.trajectory, one.turns), None) for one in before]
         now = iter(
-            self._look([one for one, row in zip(before, seen, strict=True) if row is None]) if None in seen else ()
+            self._rows_of([one for one, row in zip(before, seen, strict=True) if row is None]) if None in seen else ()
         )
         rows = [next(now) if row is None else row for row in seen]
         vectors, base = np.stack([row.vector for row in rows]), np.array([row.base for row in rows])
@@ -240,7 +244,9 @@ class Progressive:
             self._encoder.learn(before, vectors[:, :DENSE], targets, weight)
         first = outcome.before[0]
         if outcome.complete:
-            self.memory.add(first.task, first.prompt, outcome.said, [(row[0], row[1]) for row in values.tolist()])
+            self.memory.add_trajectory(
+                first.task, first.prompt, outcome.said, [(row[0], row[1]) for row in values.tolist()]
+            )
         self._most = max(self._most, float(values[0, 0]))
         self._new += len(rows)
         rows_so_far = self._ridge.counts[0]
@@ -248,13 +254,13 @@ class Progressive:
         if rows_so_far >= _LEAST_ROWS and due:
             self._solve()
 
-    def _as_unknown(self, before: Sequence[Progress], said: Sequence[int]) -> None:
+    def _as_unknown(self, before: Sequence[TrajectoryProgress], said: Sequence[int]) -> None:
         """Calibrates the intervals of prompts of which nothing is known on one that is known, as if it were not: where prompts
         come again all those that were new came early, when the model said something else."""
         strangers = [
             replace(one, prompt="\0nobody's") for one in before if self._conformal.has_room(_stage(one.turns), _FRESH)
         ]
-        for one, row in zip(strangers, self._look(strangers) if strangers else (), strict=True):
+        for one, row in zip(strangers, self._rows_of(strangers) if strangers else (), strict=True):
             value = math.log1p(sum(said[one.turns :]))
             self._conformal.add(row.kind, value - row.combined, row.bounds)
 
@@ -344,54 +350,54 @@ class Progressive:
         self._conformal.sorted, self._conformal.tails = ordered, tails
 
 
-def prompt_only(prior_tokens: float, *, coverage: float = 0.8, seed: int = 0) -> Progressive:
+def prompt_only(prior_tokens: float, *, coverage: float = 0.8, seed: int = 0) -> ProgressivePredictor:
     """The same regression, shown nothing but the prompt (Zhong et al., in Heddle 7.2): one guess for the whole trajectory."""
-    return Progressive(prior_tokens, coverage=coverage, seed=seed, prompt_only=True)
+    return ProgressivePredictor(prior_tokens, coverage=coverage, seed=seed, prompt_only=True)
 
 
-class History:
+class HistoryPredictor:
     """What the prompt's finished trajectories had in the mean, else the task's (He et al., Qin et al., in Heddle 7.2); what was
     said already is taken off."""
 
     def __init__(self, prior_tokens: float) -> None:
-        self.memory = Memory(prior_tokens)
+        self.memory = FinishedStatistics(prior_tokens)
 
-    def forecast(self, progress: Progress) -> Forecast:
+    def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """See the protocol."""
-        tokens, turns, source = self.memory.whole(progress.task, progress.prompt)
+        tokens, turns, source = self.memory.whole_length(progress.task, progress.prompt)
         left = max(1.0, _unlog(tokens) - progress.generated)
-        return Forecast(left, 0.0, 20.0 * left, max(0.0, _unlog(turns) - progress.turns), source)
+        return LengthForecast(left, 0.0, 20.0 * left, max(0.0, _unlog(turns) - progress.turns), source)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """See the protocol."""
         if outcome.said and outcome.complete:
             first = outcome.before[0]
-            self.memory.add(first.task, first.prompt, outcome.said, _logs(outcome.said))
+            self.memory.add_trajectory(first.task, first.prompt, outcome.said, _logs(outcome.said))
 
 
-class Oracle:
+class OraclePredictor:
     """Knows. ``said``: by trajectory, tokens of each of its responses. For simulations and recorded trajectories."""
 
     def __init__(self, said: Mapping[str, Sequence[int]]) -> None:
         self._said = said
 
-    def forecast(self, progress: Progress) -> Forecast:
+    def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """See the protocol."""
         left = self._said[progress.trajectory][progress.turns :]
         tokens = float(sum(left))
-        return Forecast(tokens, tokens, tokens, float(len(left)), "oracle")
+        return LengthForecast(tokens, tokens, tokens, float(len(left)), "oracle")
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: LengthOutcome) -> None:
         """There is nothing that it could learn."""
 
 
-def sound(forecast: Forecast) -> bool:
+def is_usable(forecast: LengthForecast) -> bool:
     """Whether it can be used: numbers, none of them negative. What comes from another process is looked at first."""
     values = (forecast.tokens, forecast.low, forecast.high, forecast.turns)
     return all(isinstance(value, float | int) and 0 <= value < math.inf for value in values)
 
 
-def _start_of(progress: Progress) -> Progress:
+def _start_of(progress: TrajectoryProgress) -> TrajectoryProgress:
     """The same trajectory before its first turn."""
     return replace(progress, tail_ids=(), heard=progress.heard[:1], said=(), tool_seconds=())
 
@@ -419,15 +425,15 @@ def _logs(said: Sequence[int]) -> list[tuple[float, float]]:
 
 
 __all__ = [
-    "Forecast",
-    "History",
+    "FinishedStatistics",
+    "HistoryPredictor",
+    "LengthForecast",
+    "LengthOutcome",
     "LengthPredictor",
-    "Memory",
-    "Oracle",
-    "Outcome",
-    "Progress",
-    "Progressive",
+    "OraclePredictor",
+    "ProgressivePredictor",
+    "TrajectoryProgress",
     "Vector",
+    "is_usable",
     "prompt_only",
-    "sound",
 ]

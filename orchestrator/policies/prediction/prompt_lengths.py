@@ -23,7 +23,7 @@ LEAST = 8
 _MEMORY = 0.5  # weight of the newest of several lengths of one prompt
 
 
-class Predictor(Protocol):
+class PromptLengthPredictor(Protocol):
     """``predict``: tokens of the prompt's longest response, None: not known. It must be fast: it is asked in the event loop."""
 
     def __call__(self, prompt: Prompt, /) -> float | None: ...
@@ -36,10 +36,10 @@ class LengthHistory:
         self._tokens: dict[str, float] = {}
 
     def __call__(self, prompt: Prompt, /) -> float | None:
-        """See :class:`Predictor`."""
+        """See :class:`PromptLengthPredictor`."""
         return self._tokens.get(prompt.key)
 
-    def seen(self, prompt: Prompt, tokens: int) -> None:
+    def record_length(self, prompt: Prompt, tokens: int) -> None:
         """It was trained; its longest response had so many."""
         known = self._tokens.get(prompt.key, float(tokens))
         self._tokens[prompt.key] = (1 - _MEMORY) * known + _MEMORY * tokens
@@ -61,10 +61,10 @@ class ForecastLengths:
         self._tokens: dict[str, float] = {}
 
     def __call__(self, prompt: Prompt, /) -> float | None:
-        """See :class:`Predictor`."""
+        """See :class:`PromptLengthPredictor`."""
         return self._tokens.get(prompt.key)
 
-    def seen(self, prompt: Prompt, tokens: float) -> None:
+    def record_length(self, prompt: Prompt, tokens: float) -> None:
         """A trajectory of it ended: what it said, and what was still expected of it if it did not come to its own end."""
         known = self._tokens.get(prompt.key, tokens)
         self._tokens[prompt.key] = max(tokens, (1 - _MEMORY) * known + _MEMORY * tokens)
@@ -81,7 +81,7 @@ class ForecastLengths:
 class LongPrompts:
     """Asks ``predict`` and compares with what it said of the last :data:`WINDOW` prompts."""
 
-    def __init__(self, predict: Predictor) -> None:
+    def __init__(self, predict: PromptLengthPredictor) -> None:
         self.predict = predict
         self._newest: deque[float] = deque()
         self._sorted: list[float] = []

@@ -1,8 +1,8 @@
 """Ridge regression that is trained row by row.
 
-Guarantees of :class:`Ridge`: its weights are those of the weighted least squares over all rows so far, an old row counting
-``exp(-age / memory)`` with its age in rows, each weight penalised in units of its feature's own variance (so that scaling a
-feature changes nothing); memory and time for a row do not grow.
+Guarantees of :class:`RidgeRegression`: its weights are those of the weighted least squares over all rows so far, an old
+row counting ``exp(-age / memory)`` with its age in rows, each weight penalised in units of its feature's own variance
+(so that scaling a feature changes nothing); memory and time for a row do not grow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FACTORS = (1.0, 10.0, 100.0, 1e4)
 _ERRORS = 10.0  # errors are forgotten so much sooner than rows
 
 
-class Ridge:
+class RidgeRegression:
     """``penalties``: one a feature, in rows; feature 0 is constant 1. ``outputs``: how many values are predicted. ``classes`` of
     rows; ``factors`` of the penalties. For a class there are the weights of all rows and those of its own rows, with each
     factor; those are used whose predictions were best so far, each made before its row was learned. So what little data says

@@ -24,7 +24,7 @@ from typing import NamedTuple
 Arrival = tuple[float, str]  # time of arrival in any unit, and the request id, which breaks ties
 
 
-class Waiting(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A request that could start now. ``priority`` is its own, also when it is overdue; ``tokens`` it has to compute."""
 
     priority: int
@@ -33,7 +33,7 @@ class Waiting(NamedTuple):
     overdue: bool = False
 
 
-class Running(NamedTuple):
+class RunningRequest(NamedTuple):
     """A running request. ``tokens``: how many it computes this step; ``protected``: overdue and within its quantum."""
 
     priority: int
@@ -42,7 +42,7 @@ class Running(NamedTuple):
     protected: bool = False
 
 
-class Waited(NamedTuple):
+class QueueWait(NamedTuple):
     """How many seconds a waiting request has waited since it last got a quantum, and its own priority."""
 
     seconds: float
@@ -81,8 +81,8 @@ class ProgressivePriority:
 
     def takeovers(
         self,
-        waiting: Iterable[Waiting],
-        running: Sequence[Running],
+        waiting: Iterable[WaitingRequest],
+        running: Sequence[RunningRequest],
         *,
         slots: int,
         tokens: int,
@@ -122,7 +122,7 @@ class ProgressivePriority:
             slots, blocks, tokens = slots - 1, blocks - wanted, tokens - candidate.tokens
         return found
 
-    def overdue(self, waiting: Sequence[Waited], running: Iterable[tuple[int, Arrival]]) -> list[int]:
+    def overdue(self, waiting: Sequence[QueueWait], running: Iterable[tuple[int, Arrival]]) -> list[int]:
         """Positions of those that are overdue, in order of arrival. ``running``: (own priority, arrival) of each."""
         late = [index for index, request in enumerate(waiting) if request.seconds >= self.max_wait]
         if not late:
@@ -138,12 +138,12 @@ class ProgressivePriority:
         overtaken = [index for index in late if best_later[waiting[index].arrival] < waiting[index].priority]
         return sorted(overtaken, key=lambda index: waiting[index].arrival)
 
-    def served(self, generated: int) -> bool:
+    def quantum_is_over(self, generated: int) -> bool:
         """Whether so many tokens since it was started are a quantum: its own rank and a new wait count from then on."""
         return generated >= self.quantum
 
 
-def _may_preempt(waiting: Waiting, running: Running) -> bool:
+def _may_preempt(waiting: WaitingRequest, running: RunningRequest) -> bool:
     if running.protected:
         return False
     if waiting.priority < running.priority:

@@ -25,13 +25,13 @@ class Seat:
     borrowed: bool = False
 
 
-def lowest(mask: int) -> int:
+def lowest_bit(mask: int) -> int:
     """The lowest bit that is set, of a mask that is not 0."""
     return (mask & -mask).bit_length() - 1
 
 
 @dataclass(slots=True)
-class Pool:
+class SeatPool:
     """The open workers with room of one class and tier, by level."""
 
     levels: list[int] = field(default_factory=lambda: [0])  # level -> workers, as a bit mask
@@ -54,12 +54,12 @@ class Pool:
             self.loads &= ~(1 << level)
         self.free &= ~(1 << worker)
 
-    def least(self) -> int:
+    def least_loaded(self) -> int:
         """The least loaded worker. Only when there is one."""
-        return lowest(self.levels[lowest(self.loads)])
+        return lowest_bit(self.levels[lowest_bit(self.loads)])
 
-    def following(self) -> int:
+    def next_in_turn(self) -> int:
         """The next one in turn. Only when there is one."""
         after = self.free >> (self.last + 1) << (self.last + 1)
-        self.last = lowest(after or self.free)
+        self.last = lowest_bit(after or self.free)
         return self.last

@@ -27,7 +27,16 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from orchestrator.api.errors import ConfigError, RunError
-from orchestrator.policies.routing.seats import ANY, DEDICATED_FIRST, FULL, LEAST_UTILIZED, SPREADS, Pool, Seat, lowest
+from orchestrator.policies.routing.seats import (
+    ANY,
+    DEDICATED_FIRST,
+    FULL,
+    LEAST_UTILIZED,
+    SPREADS,
+    Seat,
+    SeatPool,
+    lowest_bit,
+)
 
 CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN = "cache-affine", "least-loaded", "round-robin"
 RULES = (CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN)
@@ -39,7 +48,7 @@ DEFAULT_TASK = "default"  # names the class for tasks without one of their own (
 class _Line:
     """The turns that may use the same pools, in order of preference; the oldest first."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[SeatPool, ...]
     classes: frozenset[str]
     anywhere: int = (
         0  # its task asks for no class: so many pools of a tier are one, the least busy worker of all gets it
@@ -116,7 +125,7 @@ class TurnRouter:
         self._left = frozenset(self._classes)  # those with a worker that may still come back
         self._tiered = not self._relative and any(seat.cap and not seat.borrowed for seat in seats)
         self._tiers = [self._tiered and seat.borrowed for seat in seats]
-        self._pools = {(hardware, tier): Pool() for hardware in self._classes for tier in (False, True)}
+        self._pools = {(hardware, tier): SeatPool() for hardware in self._classes for tier in (False, True)}
         self._pool_of = [self._pools[seat.hardware, tier] for seat, tier in zip(seats, self._tiers, strict=True)]
         self.fleet = 0  # counts the workers that were retired, regained, joined or are of another class
         self._lines: dict[tuple[str, ...], _Line] = {}
@@ -126,14 +135,14 @@ class TurnRouter:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def open(self, worker: int) -> None:
+    def open_worker(self, worker: int) -> None:
         """It may be given turns. Idempotent."""
         self._keeps[worker] = False
         if not self._open[worker]:
             self._open[worker] = True
             self._list(worker)
 
-    def close(self, worker: int, *, cache_lost: bool = False) -> None:
+    def close_worker(self, worker: int, *, cache_lost: bool = False) -> None:
         """It gets none until it is opened again; those that it has stay. ``cache_lost``: it holds no prefix any more."""
         self._keeps[worker] = False
         if cache_lost:
@@ -142,37 +151,39 @@ class TurnRouter:
             self._unlist(worker)
             self._open[worker] = False
 
-    def keep(self, worker: int) -> None:
+    def keep_worker(self, worker: int) -> None:
         """It gets only turns of trajectories that it served last, and these (without ``imbalance``) first of all. For a worker
         that still has older weights than others: no trajectory goes back to them. Under a baseline it gets nothing."""
-        self.close(worker)
+        self.close_worker(worker)
         self._keeps[worker] = True
 
-    def retire(self, worker: int) -> list[str]:
+    def retire_worker(self, worker: int) -> list[str]:
         """It never comes back. Returns the waiting turns that no worker is left for; they have left the queue."""
-        self.close(worker, cache_lost=True)
+        self.close_worker(worker, cache_lost=True)
         self._retired[worker] = True
         self.fleet += 1
         return self._strand()
 
-    def regain(self, worker: int) -> None:
+    def readmit_worker(self, worker: int) -> None:
         """It was retired, and is started after all: its devices are cut anew."""
         self._retired[worker] = False
         self.fleet += 1
         self._left |= {self._seats[worker].hardware}
 
-    def reseat(self, worker: int, hardware: str) -> list[str]:
-        """It was closed, and comes back as one of this class. Returns what :meth:`retire` does, of the class that it left."""
+    def reseat_worker(self, worker: int, hardware: str) -> list[str]:
+        """It was closed, and comes back as one of this class. Returns what :meth:`retire_worker` does, of the class
+        that it left.
+        """
         if hardware == self._seats[worker].hardware:
             return []
-        self.close(worker, cache_lost=True)
+        self.close_worker(worker, cache_lost=True)
         self.fleet += 1
         self._seats[worker] = replace(self._seats[worker], hardware=hardware)
-        self._know(hardware)
+        self._know_class(hardware)
         self._pool_of[worker] = self._pools[hardware, self._tiers[worker]]
         return self._strand()
 
-    def join(self, seat: Seat) -> int:
+    def add_worker(self, seat: Seat) -> int:
         """A worker more; its place. It is closed until it is opened."""
         self._can_take(seat)
         worker = len(self._seats)
@@ -184,17 +195,17 @@ class TurnRouter:
         self._lives.append(0)
         self._heirs.append([])
         self._tiers.append(self._tiered and seat.borrowed)
-        self._know(seat.hardware)
+        self._know_class(seat.hardware)
         self._left |= {seat.hardware}
         self._pool_of.append(self._pools[seat.hardware, self._tiers[worker]])
         return worker
 
-    def _know(self, hardware: str) -> None:
+    def _know_class(self, hardware: str) -> None:
         """There is a worker of this class, perhaps the first one."""
         if hardware in self._classes:
             return
         self._classes.append(hardware)
-        self._pools.update({(hardware, tier): Pool() for tier in (False, True)})
+        self._pools.update({(hardware, tier): SeatPool() for tier in (False, True)})
         known, self._lines, self._line_of = list(self._line_of), {}, {}
         for task in known:
             self._line(task)
@@ -203,11 +214,11 @@ class TurnRouter:
             if turn.worker < 0:
                 heappush(turn.line.waiting, (turn.number, request))
 
-    def cap(self, worker: int) -> int:
+    def cap_of(self, worker: int) -> int:
         """Turns that it may have at a time, 0: any number."""
         return self._seats[worker].cap
 
-    def recap(self, worker: int, cap: int) -> None:
+    def set_cap(self, worker: int, cap: int) -> None:
         """It may have ``cap`` turns at a time from now on (0: any number); those that it has stay."""
         if cap == self._seats[worker].cap:
             return
@@ -231,28 +242,28 @@ class TurnRouter:
         waiting = [(name, turn.line) for name, turn in self._turns.items() if turn.worker < 0]
         stranded = [name for name, line in waiting if line.classes.isdisjoint(self._left)]
         for name in stranded:
-            self.leave(name)
+            self.end_turn(name)
         return stranded
 
-    def load(self, worker: int) -> int:
+    def load_of(self, worker: int) -> int:
         """Turns that it has."""
         return self._load[worker]
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
-    def ask(self, request: str, trajectory: str, task: str) -> None:
+    def queue_turn(self, request: str, trajectory: str, task: str) -> None:
         """A turn wants a worker. Raises RunError where no worker will ever serve its task."""
         line = self._line(task)
         if line.classes.isdisjoint(self._left):
-            raise self.nobody(task)
+            raise self.no_worker_error(task)
         if request in self._turns:
             raise ValueError(f"request {request} was asked for twice")
         due = self._grants + 2 * self._queued + self._patience
         turn = self._turns[request] = _Turn(self._numbers, self._key(trajectory, task), task, line, due)
         self._numbers += 1
-        self._queue(request, turn)
+        self._enqueue_turn(request, turn)
 
-    def grant(self) -> tuple[str, int] | None:
+    def grant_turn(self) -> tuple[str, int] | None:
         """Give a waiting turn its worker: (request, worker); None: nobody can go."""
         if not self._queued:
             return None
@@ -273,7 +284,7 @@ class TurnRouter:
         turn.worker = worker  # its entries in the heaps are dropped when they come to the top
         self._grants += 1
         self._queued -= 1
-        self._move(worker, 1)
+        self._change_load(worker, 1)
         holder, life = self._holder.get(turn.trajectory, (-1, 0))
         turn.prefix = holder if holder not in (-1, worker) and life == self._lives[holder] else -1
         self._holder[turn.trajectory] = (worker, self._lives[worker])
@@ -284,45 +295,47 @@ class TurnRouter:
         turn = self._turns.get(request)
         return -1 if turn is None else turn.prefix
 
-    def take_back(self, request: str) -> None:
+    def requeue_turn(self, request: str) -> None:
         """Its worker gave it up: it waits again, in its old place."""
         turn = self._turns[request]
         if turn.worker >= 0:
-            self._move(turn.worker, -1)
+            self._change_load(turn.worker, -1)
             turn.worker = -1
-            self._queue(request, turn)
+            self._enqueue_turn(request, turn)
 
-    def leave(self, request: str) -> None:
+    def end_turn(self, request: str) -> None:
         """It ended, or nobody wants it any more. Unknown ones are ignored."""
         turn = self._turns.pop(request, None)
         if turn is None:
             return
         if turn.worker >= 0:
-            self._move(turn.worker, -1)
+            self._change_load(turn.worker, -1)
         else:
             self._queued -= 1
 
-    def forget(self, trajectory: str) -> None:
+    def forget_trajectory(self, trajectory: str) -> None:
         """The trajectory ended: who holds its prefix is of no use any more."""
         self._placed.pop(trajectory, None)
         for task in ("", *self._phases):
             self._holder.pop(self._key(trajectory, task), None)
 
-    def place(self, trajectory: str, worker: int) -> None:
+    def pin_trajectory(self, trajectory: str, worker: int) -> None:
         """Its turns go to this worker from now on, whatever the rule says, while it may serve them; -1: by the rule."""
         self._placed[trajectory] = worker
 
-    def brought(self, trajectory: str, worker: int) -> None:
+    def record_prefix_copy(self, trajectory: str, worker: int) -> None:
         """Between two turns its prefix was copied to this worker."""
         self._holder[trajectory] = (worker, self._lives[worker])
 
-    def eligible(self, task: str) -> list[int]:
+    def eligible_workers(self, task: str) -> list[int]:
         """The open workers that a placement of the task's trajectories is over: of the class it asks for, or of all; borrowed
         ones where there are no others."""
         return self._meant(task, [worker for worker in range(len(self._seats)) if self._open[worker]])
 
-    def classes(self, task: str) -> frozenset[str]:
-        """Of the workers that :meth:`eligible` would name if all that may come back were open. Changes with ``fleet`` only."""
+    def worker_classes(self, task: str) -> frozenset[str]:
+        """Of the workers that :meth:`eligible_workers` would name if all that may come back were open. Changes with
+        ``fleet`` only.
+        """
         left = [worker for worker, gone in enumerate(self._retired) if not gone]
         return frozenset(self._seats[worker].hardware for worker in self._meant(task, left))
 
@@ -332,17 +345,17 @@ class TurnRouter:
         meant = meant or (usable if self._fallback else [])
         return [worker for worker in meant if not self._tiers[worker]] or meant
 
-    def holder(self, trajectory: str, task: str) -> int:
+    def prefix_holder(self, trajectory: str, task: str) -> int:
         """Who served the trajectory's last turn, of this phase if it is one, and still holds its prefix; -1: nobody."""
         worker, life = self._holder.get(self._key(trajectory, task), (-1, 0))
         return worker if worker >= 0 and life == self._lives[worker] else -1
 
-    def has(self, phase: str) -> bool:
+    def has_phase(self, phase: str) -> bool:
         """Whether a worker of this phase's class is there."""
         wanted = self._phases.get(phase)
         return any(is_open and seat.hardware == wanted for seat, is_open in zip(self._seats, self._open, strict=True))
 
-    def serves(self, task: str) -> bool:
+    def can_serve(self, task: str) -> bool:
         """Whether a worker is left, or may come back, for a task or phase."""
         return not self._line(task).classes.isdisjoint(self._left)
 
@@ -380,16 +393,16 @@ class TurnRouter:
             ends = turn.line.anywhere
             tier = pools[:ends] if any(one.free for one in pools[:ends]) else pools[ends:]
             pool = min((one for one in tier if one.free), key=lambda one: one.loads & -one.loads)
-        return pool.following() if self._rule == ROUND_ROBIN else pool.least()
+        return pool.next_in_turn() if self._rule == ROUND_ROBIN else pool.least_loaded()
 
-    def _balanced(self, line: _Line, pool: Pool, worker: int) -> bool:
+    def _balanced(self, line: _Line, pool: SeatPool, worker: int) -> bool:
         if self._relative:  # busier than it would be if it were as full as the emptiest that the turn may have
             others = line.pools[: line.anywhere] or (pool,)
-            least = min(lowest(one.loads) for one in others if one.free)
+            least = min(lowest_bit(one.loads) for one in others if one.free)
             return self._load[worker] <= least * self._seats[worker].cap / FULL + self._imbalance
         if self._skew:
-            return pool.loads.bit_length() - 1 <= self._skew * max(1, lowest(pool.loads))
-        return self._load[worker] <= lowest(pool.loads) + self._imbalance
+            return pool.loads.bit_length() - 1 <= self._skew * max(1, lowest_bit(pool.loads))
+        return self._load[worker] <= lowest_bit(pool.loads) + self._imbalance
 
     def _heir(self, worker: int, oldest: _Turn) -> str | None:
         """The oldest waiting turn whose prefix this worker holds, if it may go before the oldest of all."""
@@ -432,7 +445,7 @@ class TurnRouter:
         self._line_of[task] = line
         return line
 
-    def nobody(self, task: str) -> RunError:
+    def no_worker_error(self, task: str) -> RunError:
         """The error when no worker is left that may serve a task."""
         wanted = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ANY))
         why = f"no rollout worker is left for task {task}, which runs on class {wanted}"
@@ -440,7 +453,7 @@ class TurnRouter:
 
     # -- accounts ----------------------------------------------------------------------------------------------------
 
-    def _queue(self, request: str, turn: _Turn) -> None:
+    def _enqueue_turn(self, request: str, turn: _Turn) -> None:
         self._queued += 1
         heappush(turn.line.waiting, (turn.number, request))
         if self._rule == CACHE_AFFINE and (holder := self._holder.get(turn.trajectory)) is not None:
@@ -451,7 +464,7 @@ class TurnRouter:
         turn = self._turns.get(entry[1])
         return turn is not None and turn.worker < 0 and turn.number == entry[0]
 
-    def _move(self, worker: int, change: int) -> None:
+    def _change_load(self, worker: int, change: int) -> None:
         self._unlist(worker)
         self._load[worker] += change
         self._list(worker)

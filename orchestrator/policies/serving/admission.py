@@ -66,7 +66,7 @@ class ServingState:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedWork:
     """What may run now, as one step: ``tokens`` of prefill beside one token each of ``decode`` sequences; ``seconds``: cost."""
 
     tokens: int = 0
@@ -102,7 +102,9 @@ def arriving_slack(prompts: Iterable[int], ahead: float, slo: Slo, prefill: Call
     return slo.ttft - (ahead + cost if cost < math.inf else slo.ttft / 2)
 
 
-def floor(slo: Slo, prompt: int, batch: int, prefill: Callable[[int], float], decode: Callable[[int], float]) -> str:
+def slo_floor(
+    slo: Slo, prompt: int, batch: int, prefill: Callable[[int], float], decode: Callable[[int], float]
+) -> str:
     """Why serving alone cannot keep its SLO with such prompts and batches; "" when it can."""
     if prefill(prompt) >= slo.ttft:
         return f"a prompt of {prompt} tokens alone takes {prefill(prompt):.3f} s, the TTFT SLO is {slo.ttft:g} s"
@@ -142,7 +144,7 @@ class Admission:
         """Seconds that serving can spare from now on, guard included; infinite when there is nothing to consider."""
         if self.mode == "none":
             return math.inf
-        if self.yields(state):
+        if self.yields_to_prefill(state):
             return -math.inf
         least = state.arriving if self.mode in ("dual", "ttft") else math.inf
         if not state.busy:  # holds until serving says otherwise, however old
@@ -150,30 +152,30 @@ class Admission:
         late = now - max(state.at, state.step_end)
         if late > self._stale:
             return -math.inf
-        least = min(least, self.considered(state))
+        least = min(least, self.considered_slack(state))
         spent = self._spent[1] if self._spent[0] == state.tick else 0.0
         return (least - max(0.0, late)) / state.sharers - spent - self.guard
 
-    def yields(self, state: ServingState) -> bool:
+    def yields_to_prefill(self, state: ServingState) -> bool:
         """Whether the device is serving's until the prompts that are there have their first tokens."""
         return state.waiting and self.mode in ("dual", "ttft")
 
-    def considered(self, state: ServingState) -> float:
+    def considered_slack(self, state: ServingState) -> float:
         """The least slack of requests that are there, of those that this mode looks at."""
         ttft = state.ttft_slack if self.mode in ("dual", "ttft") else math.inf
         tpot = state.tpot_slack if self.mode in ("dual", "tpot") else math.inf
         return min(ttft, tpot)
 
-    def admit(self, state: ServingState, now: float, prefill_left: int, decoding: int) -> Admitted:
+    def admit(self, state: ServingState, now: float, prefill_left: int, decoding: int) -> AdmittedWork:
         """What may run next of ``prefill_left`` tokens to prefill and ``decoding`` sequences. Decoding goes first, as it holds KV
         memory; a chunk of prefill joins it when all of it fits."""
         if not decoding and not prefill_left:
-            return Admitted(reason="nothing to do")
-        if self.yields(state):
-            return Admitted(reason="a prompt of serving waits")
+            return AdmittedWork(reason="nothing to do")
+        if self.yields_to_prefill(state):
+            return AdmittedWork(reason="a prompt of serving waits")
         slack = self.slack(state, now)
         if slack == -math.inf:
-            return Admitted(reason="serving has not said anything for too long")
+            return AdmittedWork(reason="serving has not said anything for too long")
         batch, tokens, seconds = 0, 0, 0.0
         for count in _halves(min(decoding, self.chunk)):
             if (cost := self._decode(count)) <= slack:
@@ -186,12 +188,12 @@ class Admission:
                     break
         if not batch and not tokens:
             self._decay()
-            return Admitted(reason="serving has no slack")
+            return AdmittedWork(reason="serving has no slack")
         if state.busy:
             self._spent = (state.tick, seconds + (self._spent[1] if self._spent[0] == state.tick else 0.0))
-        return Admitted(tokens, batch, seconds)
+        return AdmittedWork(tokens, batch, seconds)
 
-    def ran(self, slack_left: float, overran: bool) -> None:
+    def record_step(self, slack_left: float, overran: bool) -> None:
         """A rollout step is over. ``slack_left``: what serving then published, below zero is a near miss; ``overran``: it took
         longer than was admitted."""
         if slack_left >= 0:

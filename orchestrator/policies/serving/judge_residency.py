@@ -36,7 +36,7 @@ class JudgeMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class JudgeResidency:
     """``streamed``: indices of the layers that are not kept, ascending; ``buffers``: how many they come through; ``bytes``: of
     all that is planned, the sequence included."""
 
@@ -51,21 +51,21 @@ class Residency:
         return self.layers - len(self.streamed)
 
 
-def plan(judge: JudgeMemory, tokens: int, free: int, buffers: int = BUFFERS) -> Residency:
+def plan_residency(judge: JudgeMemory, tokens: int, free: int, buffers: int = BUFFERS) -> JudgeResidency:
     """For a sequence of ``tokens`` and ``free`` bytes left on the device. Raises ValueError where it cannot run at all."""
     if buffers < 1:
         raise ValueError(f"buffers = {buffers}: streamed layers need at least one")
     others = judge.fixed + judge.reserve + int(judge.token * tokens)
     room = (free - others) // judge.layer
     if room >= judge.layers:
-        return Residency(judge.layers, (), 0, others + judge.layers * judge.layer)
+        return JudgeResidency(judge.layers, (), 0, others + judge.layers * judge.layer)
     if room < min(buffers, judge.layers):
         missing = others + min(buffers, judge.layers) * judge.layer - free
         raise ValueError(f"a sequence of {tokens} tokens needs {missing} bytes more than the {free} that are left")
-    return spread(judge, tokens, resident=min(room - buffers, judge.layers - 1), buffers=buffers)
+    return spread_layers(judge, tokens, resident=min(room - buffers, judge.layers - 1), buffers=buffers)
 
 
-def spread(judge: JudgeMemory, tokens: int, resident: int, buffers: int = BUFFERS) -> Residency:
+def spread_layers(judge: JudgeMemory, tokens: int, resident: int, buffers: int = BUFFERS) -> JudgeResidency:
     """With so many layers resident, whatever memory there is."""
     if not 0 <= resident <= judge.layers:
         raise ValueError(f"resident = {resident}: the judge has {judge.layers} layers")
@@ -73,10 +73,10 @@ def spread(judge: JudgeMemory, tokens: int, resident: int, buffers: int = BUFFER
     streamed = tuple((2 * index + 1) * judge.layers // (2 * count) for index in range(count))
     used = min(buffers, count)
     others = judge.fixed + judge.reserve + int(judge.token * tokens)
-    return Residency(judge.layers, streamed, used, others + (resident + used) * judge.layer)
+    return JudgeResidency(judge.layers, streamed, used, others + (resident + used) * judge.layer)
 
 
-def pass_seconds(residency: Residency, compute: float, copy: float, passes: int = 1) -> float:
+def pass_seconds(residency: JudgeResidency, compute: float, copy: float, passes: int = 1) -> float:
     """Seconds of ``passes`` through all layers, one after another, where a layer takes ``compute`` seconds and its transfer
     ``copy``: transfers run one at a time, in order, each as soon as its buffer is free, the next pass's too."""
     order = [index for _ in range(passes) for index in range(residency.layers)]

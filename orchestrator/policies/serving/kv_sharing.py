@@ -10,7 +10,7 @@ Guarantees:
 
 * A budget and the headroom together never exceed what serving used at its recent peak leaves, nor the share that is lent.
 * A cut halves the budget at once, and there is no second one before the first is complied with: one burst, one cut, unless
-  serving goes on growing. Nothing but :meth:`KvSharing.open` ever raises a budget: bursts cannot make it oscillate.
+  serving goes on growing. Nothing but :meth:`KvSharing.begin_step` ever raises a budget: bursts cannot make it oscillate.
 * A rollout engine that still holds more than its budget when the deadline is over is to be killed; serving never waits for it.
 * Every change of the budget has a revision of its own, one more than the one before.
 
@@ -50,7 +50,7 @@ class SharingRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class KvBudget:
     """What the rollout engine may own from now on. ``kill``: it did not comply; its pages come back with its death."""
 
     pages: int
@@ -81,10 +81,10 @@ class KvSharing:
 
     def __init__(self, rules: SharingRules) -> None:
         self.rules = rules
-        self.budget = Budget(0, 0, "frozen")
+        self.budget = KvBudget(0, 0, "frozen")
         self._deadline = 0.0
 
-    def open(self, now: float, serving_peak: int, rollout: int) -> Budget:
+    def begin_step(self, now: float, serving_peak: int, rollout: int) -> KvBudget:
         """An RL step begins; ``serving_peak``: most pages that serving used over the recent window; ``rollout``: pages owned now.
         A cut that is not complied with yet stays, until the step after; a budget below what is owned is a cut as well."""
         if self.budget.state == "cut":
@@ -95,32 +95,32 @@ class KvSharing:
         state: State = "open" if rollout <= pages else "cut"
         if (pages, state) != (self.budget.pages, self.budget.state):
             self._deadline = now + rules.deadline
-            self.budget = Budget(pages, self.budget.revision + 1, state)
+            self.budget = KvBudget(pages, self.budget.revision + 1, state)
         return self.budget
 
-    def observe(self, now: float, serving: int, rollout: int) -> Budget:
+    def observe(self, now: float, serving: int, rollout: int) -> KvBudget:
         """Pages that both own now. Returns the budget that holds from now on."""
         budget = self.budget
         if budget.state == "cut":
             if rollout <= budget.pages:
-                self.budget = budget = Budget(budget.pages, budget.revision, "frozen")
+                self.budget = budget = KvBudget(budget.pages, budget.revision, "frozen")
             elif now >= self._deadline:
-                return Budget(budget.pages, budget.revision, "cut", kill=True)
+                return KvBudget(budget.pages, budget.revision, "cut", kill=True)
             else:
                 return budget
         if budget.pages and self._burst(serving, budget.pages):
             pages = budget.pages // self.rules.cut
             state: State = "frozen" if rollout <= pages else "cut"
             self._deadline = now + self.rules.deadline
-            self.budget = Budget(pages, budget.revision + 1, state)
+            self.budget = KvBudget(pages, budget.revision + 1, state)
         return self.budget
 
-    def killed(self) -> Budget:
+    def record_kill(self) -> KvBudget:
         """The rollout engine is gone, and its pages are back: nothing for its successor before the next step."""
-        self.budget = Budget(0, self.budget.revision + 1, "frozen")
+        self.budget = KvBudget(0, self.budget.revision + 1, "frozen")
         return self.budget
 
-    def lend(self, now: float, share: float, rollout: int) -> Budget:
+    def limit_share(self, now: float, share: float, rollout: int) -> KvBudget:
         """The serving team says what share of the pool may be lent at most, from now on: a smaller one holds at once, as a cut; a
         larger one gives nothing before the next step begins."""
         self.rules = replace(self.rules, lent=share)
@@ -128,13 +128,13 @@ class KvSharing:
         if most < self.budget.pages:
             state: State = "frozen" if rollout <= most else "cut"
             self._deadline = now + self.rules.deadline
-            self.budget = Budget(most, self.budget.revision + 1, state)
+            self.budget = KvBudget(most, self.budget.revision + 1, state)
         return self.budget
 
-    def reclaim(self, now: float) -> Budget:
+    def reclaim_all(self, now: float) -> KvBudget:
         """The serving team wants everything back, at once."""
         self._deadline = now + self.rules.deadline
-        self.budget = Budget(0, self.budget.revision + 1, "cut")
+        self.budget = KvBudget(0, self.budget.revision + 1, "cut")
         return self.budget
 
     def _burst(self, serving: int, budget: int) -> bool:
@@ -143,7 +143,9 @@ class KvSharing:
         return serving > self.rules.pages - budget - headroom + int(self.rules.watermark * headroom)
 
 
-def victims(pages: int, idle: dict[str, int], running: dict[str, tuple[float, int]]) -> tuple[list[str], list[str]]:
+def choose_victims(
+    pages: int, idle: dict[str, int], running: dict[str, tuple[float, int]]
+) -> tuple[list[str], list[str]]:
     """What a rollout engine gives up to free so many pages: (prefixes nobody is running on, requests to abort).
 
     ``idle``: prefix -> pages, least recently used first. ``running``: request -> (priority, pages); lower priorities go first.

@@ -18,7 +18,7 @@ Guarantees:
 * One is given back when serving used more than ``crowded`` of it over the window, or lent nothing for ``patience`` seconds, and
   is taken again ``rest`` seconds later at the earliest, when it lends, and is used ``margin`` less than ``crowded``. Without a
   replacement a job keeps the ``least`` that it asked to keep: what lends nothing now may lend again.
-* Fewer are wanted only when ``idle`` seconds would have been done with fewer; more, at once (:class:`Demand`).
+* Fewer are wanted only when ``idle`` seconds would have been done with fewer; more, at once (:class:`BorrowDemand`).
 * Ties go to the GPU that joined first, so that runs repeat.
 
 A GPU here is what one serving instance computes on, whatever number of devices that is. Pure: seconds of one monotonic clock.
@@ -64,7 +64,7 @@ class RecentUse:
         self._window = window
         self._values: deque[tuple[float, float]] = deque()  # since when, share
 
-    def saw(self, now: float, share: float) -> None:
+    def add_sample(self, now: float, share: float) -> None:
         """It is ``share`` from now on. Times may not fall; of two values of one moment the later counts."""
         if self._values and self._values[-1][0] >= now:
             now = self._values.pop()[0]
@@ -107,7 +107,7 @@ BETTER, UNNEEDED = "another is used less", "not needed"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BorrowChange:
     """What a job has to do: run on ``taken``, and no more on ``given_back``; ``reasons``: of each that is given back."""
 
     taken: tuple[str, ...] = ()
@@ -116,14 +116,14 @@ class Change:
 
 
 @dataclass(slots=True)
-class Borrowing:
+class ServerBroker:
     """The serving GPUs of one cluster, and who borrowed which."""
 
     rules: BorrowRules = field(default_factory=BorrowRules)
     _gpus: dict[str, _Gpu] = field(default_factory=dict)
     _joined: int = 0
 
-    def saw(
+    def observe_gpu(
         self, gpu: str, now: float, share: float, *, lends: bool = True, before: tuple[float, float] = (0, 0)
     ) -> None:
         """A sign of life of a serving GPU, known or new: the share of its KV memory that serving uses. ``lends``: rollouts get
@@ -135,29 +135,29 @@ class Borrowing:
             found = self._gpus[gpu] = _Gpu(self._joined, RecentUse(self.rules.window), now)
             self._joined += 1
             if before[1] > 0:
-                found.use.saw(now - before[1], before[0])
+                found.use.add_sample(now - before[1], before[0])
         found.heard, found.unwanted = max(found.heard, now), ""
         found.dry = math.inf if lends else min(found.dry, now)
-        found.use.saw(now, share)
+        found.use.add_sample(now, share)
 
-    def unwanted(self, gpu: str, why: str) -> None:
+    def bar_gpu(self, gpu: str, why: str) -> None:
         """It is not to be used any more, for this reason, until there is a sign of life of it again. Unknown ones are ignored."""
         if (found := self._gpus.get(gpu)) is not None:
             found.unwanted = why
 
-    def left(self, gpu: str) -> str:
+    def remove_gpu(self, gpu: str) -> str:
         """It is no serving GPU any more, or does not answer: the job that had it, "" for none. Unknown ones are ignored."""
         found = self._gpus.pop(gpu, None)
         return "" if found is None else found.job
 
-    def silent(self, now: float) -> tuple[str, ...]:
-        """Those that have been silent too long; they are for :meth:`left`, in order of joining."""
+    def silent_gpus(self, now: float) -> tuple[str, ...]:
+        """Those that have been silent too long; they are for :meth:`remove_gpu`, in order of joining."""
         return tuple(name for name, gpu in self._gpus.items() if now - gpu.heard > self.rules.silent)
 
-    def has(self, gpu: str, job: str, now: float) -> None:
+    def record_owner(self, gpu: str, job: str, now: float) -> None:
         """A job began with it, whoever chose it. One that was not seen yet is seen now, with nothing known against it."""
         if gpu not in self._gpus:
-            self.saw(gpu, now, 0.0)
+            self.observe_gpu(gpu, now, 0.0)
         self._gpus[gpu].job = job
 
     @property
@@ -165,13 +165,13 @@ class Borrowing:
         """All, in order of joining."""
         return tuple(self._gpus)
 
-    def refused(self, gpu: str, now: float) -> None:
+    def record_refusal(self, gpu: str, now: float) -> None:
         """It could not be taken, or another job has it by its own account: nobody's here, and left alone for ``rest`` seconds.
         Unknown ones are ignored."""
         if (found := self._gpus.get(gpu)) is not None:
             found.job, found.barred = "", now + self.rules.rest
 
-    def ask(self, job: str, most: int, now: float, *, exchange: bool = True, least: int = 0) -> Change:
+    def choose_gpus(self, job: str, most: int, now: float, *, exchange: bool = True, least: int = 0) -> BorrowChange:
         """A job wants up to ``most`` GPUs. ``exchange``: an RL step begins, so it may be given others than it has. ``least``:
         of those that it has it keeps so many, whatever is wrong with them, unless others take their place."""
         if not job or most < 0:
@@ -201,7 +201,7 @@ class Borrowing:
                 and calm
             )
 
-        quiet = set(self.silent(now))
+        quiet = set(self.silent_gpus(now))
         had = [name for name, gpu in self._gpus.items() if gpu.job == job]
         why = {name: reason for name in had if (reason := wrong(name))}
         sound = by_use([name for name in had if name not in why])
@@ -225,26 +225,26 @@ class Borrowing:
                 self._gpus[name].barred = now + self.rules.rest
         for name in taken:
             self._gpus[name].job = job
-        return Change(taken, back, tuple(why[name] for name in back))
+        return BorrowChange(taken, back, tuple(why[name] for name in back))
 
-    def end(self, job: str) -> tuple[str, ...]:
+    def end_job(self, job: str) -> tuple[str, ...]:
         """The job is over: what it had is free."""
-        had = self.of(job)
+        had = self.gpus_of(job)
         for name in had:
             self._gpus[name].job = ""
         return had
 
-    def of(self, job: str) -> tuple[str, ...]:
+    def gpus_of(self, job: str) -> tuple[str, ...]:
         """What a job has, in order of joining."""
         return tuple(name for name, gpu in self._gpus.items() if gpu.job == job)
 
-    def use(self, gpu: str, now: float) -> float:
+    def recent_use(self, gpu: str, now: float) -> float:
         """Its use over the window, 0 where it is not known."""
         found = self._gpus.get(gpu)
         return 0.0 if found is None else found.use.mean(now)
 
 
-class Demand:
+class BorrowDemand:
     """How many borrowed GPUs a job needs: as many as the most turns that it had at once in the last ``idle`` seconds need beside
     the dedicated ones, up to their caps. Pure: times of one clock, which may not fall."""
 
@@ -253,7 +253,7 @@ class Demand:
         self._since: float | None = None
         self._peaks: deque[tuple[float, int]] = deque()  # when, turns; falling, the largest first
 
-    def saw(self, now: float, turns: int) -> None:
+    def observe_turns(self, now: float, turns: int) -> None:
         """So many turns were under way or waited, at most, since the last time."""
         self._since = now if self._since is None else self._since
         while self._peaks and self._peaks[-1][1] <= turns:
@@ -262,7 +262,7 @@ class Demand:
         while self._peaks[0][0] < now - self._idle:
             self._peaks.popleft()
 
-    def wanted(self, now: float, dedicated: int | None, cap: int, most: int) -> int:
+    def gpus_wanted(self, now: float, dedicated: int | None, cap: int, most: int) -> int:
         """Of ``most`` at most. ``dedicated``: turns that dedicated GPUs may have at once, None: any number; ``cap``: turns of a
         borrowed one, 0: any number. Where there is no limit nothing is known against a borrowed one: all. So until it has been
         watched for ``idle`` seconds."""

@@ -18,7 +18,7 @@ class LagWeight:
 
     decay: float = 0.0
 
-    def of(self, lag: int) -> float:
+    def weight_for(self, lag: int) -> float:
         """The weight, in (0, 1]."""
         return math.exp(-self.decay * max(0, lag))
 

@@ -28,7 +28,7 @@ _REMEMBERED = 250_000  # prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
+class AlarmBars:
     """See the module."""
 
     gap: float
@@ -53,7 +53,7 @@ WORDS = {
 }
 
 
-def answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def answer_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Lengths in generated tokens over whole episodes, and the share of episodes that ran into a limit; {} of none."""
     if not trajectories:
         return {}
@@ -66,7 +66,7 @@ def answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-class Prompts:
+class PromptRepeats:
     """The training prompts in the order they are drawn, with how many of them were drawn before. A resume draws them again,
     so it counts as if it had not been interrupted. Of more than 250,000 different ones the later ones count as new."""
 
@@ -75,7 +75,7 @@ class Prompts:
         self._seen: set[tuple[str, str]] = set()
         self._drawn = self._repeated = 0
 
-    def __iter__(self) -> Prompts:
+    def __iter__(self) -> PromptRepeats:
         return self
 
     def __next__(self) -> Prompt:
@@ -87,23 +87,23 @@ class Prompts:
             self._seen.add(key)
         return prompt
 
-    def repeated(self) -> dict[str, float]:
+    def repeated_share(self) -> dict[str, float]:
         """The share of those drawn since the last call that had been drawn before; {} when none was drawn."""
         drawn, repeated = self._drawn, self._repeated
         self._drawn = self._repeated = 0
         return {"prompts_repeated": round(repeated / drawn, 6)} if drawn else {}
 
 
-class Watch:
+class LearningWatch:
     """Compares each step with the bars. ``entropies``: of the first steps, of a run that goes on."""
 
-    def __init__(self, bars: Bars, entropies: Sequence[float] = ()) -> None:
+    def __init__(self, bars: AlarmBars, entropies: Sequence[float] = ()) -> None:
         self._bars = bars
         self.entropies: tuple[float, ...] = tuple(entropies)
         self._recent: deque[tuple[float, float, float, float]] = deque(maxlen=LAST)  # see `_entropy`
         self._said: set[str] = set()
 
-    def step(self, step: int, values: Mapping[str, float], success: float, lag: float) -> list[Alarm]:
+    def check_step(self, step: int, values: Mapping[str, float], success: float, lag: float) -> list[Alarm]:
         """Of the trainer's figures of a step, counted from 0; ``success``: its share of right answers, ``lag``: the mean of its
         trajectories, in versions, when trained."""
         behind = f"after step {step + 1}"

@@ -49,7 +49,7 @@ USED_BY: dict[str, tuple[float | None, tuple[str, ...]]] = {
 }
 
 
-class Trainer(Protocol):
+class ObjectiveSettings(Protocol):
     """The settings that the rules look at; see ``orchestrator.settings.trainer_settings``."""
 
     @property
@@ -86,19 +86,19 @@ class Trainer(Protocol):
     def grad_offload(self) -> bool: ...
 
 
-def conflicts(trainer: Trainer) -> list[tuple[str, str]]:
+def setting_conflicts(trainer: ObjectiveSettings) -> list[tuple[str, str]]:
     """(setting, how to mend it) for each setting that contradicts another; the single values are known to be valid."""
     found = [*_kl_conflicts(trainer), *_loss_conflicts(trainer), *_stream_conflicts(trainer)]
     return found + _ratio_conflicts(trainer)
 
 
-def whitens(trainer: Trainer) -> bool:
+def whitens_advantages(trainer: ObjectiveSettings) -> bool:
     """Whether advantages are normalised over the whole batch, so that none is known before all trajectories are."""
     advantage = OBJECTIVES[trainer.objective].advantage
     return advantage == "returns" or (advantage == "gae" and trainer.normalize_advantage)
 
 
-def _kl_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
+def _kl_conflicts(trainer: ObjectiveSettings) -> list[tuple[str, str]]:
     found = []
     if trainer.kl_in_reward:
         if OBJECTIVES[trainer.objective].advantage not in ("returns", "gae"):
@@ -114,7 +114,7 @@ def _kl_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
     return found
 
 
-def _loss_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
+def _loss_conflicts(trainer: ObjectiveSettings) -> list[tuple[str, str]]:
     found = []
     if OBJECTIVES[trainer.objective].sequence_ratio and trainer.loss not in (None, "sequence-mean"):
         fix = f"{trainer.objective} is defined over whole sequences: leave it out, or 'sequence-mean'"
@@ -125,7 +125,7 @@ def _loss_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
     return found
 
 
-def _ratio_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
+def _ratio_conflicts(trainer: ObjectiveSettings) -> list[tuple[str, str]]:
     found = []
     if trainer.dual_clip is not None and trainer.minibatches == 1 and trainer.ratio_to == "trainer":
         fix = "bounds a ratio that is exactly 1 with one mini-batch: set trainer.ratio_to = 'rollout', or more mini-batches"
@@ -143,7 +143,7 @@ def _ratio_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
     return found
 
 
-def _stream_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
+def _stream_conflicts(trainer: ObjectiveSettings) -> list[tuple[str, str]]:
     found = []
     if trainer.stream:
         if OBJECTIVES[trainer.objective].advantage == "returns":
@@ -151,7 +151,7 @@ def _stream_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
                 f"{trainer.objective} normalises over the whole batch, so nothing can be trained on before it is: false"
             )
             found.append(("stream", fix))
-        elif whitens(trainer):
+        elif whitens_advantages(trainer):
             fix = "must be false with trainer.stream: ppo would whiten advantages over a batch that is not there yet"
             found.append(("normalize_advantage", fix))
         if trainer.minibatches > 1:

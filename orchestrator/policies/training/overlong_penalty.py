@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Overlong:
+class OverlongPenalty:
     """``limit`` and ``buffer`` in generated tokens of a whole episode; ``limit`` 0: there is no such reward."""
 
     limit: int = 0
     buffer: int = 0
     penalty: float = 1.0
 
-    def of(self, tokens: int) -> float:
+    def penalty_for(self, tokens: int) -> float:
         """What is added to the reward of an answer of so many tokens: 0 or less."""
         over = tokens - (self.limit - self.buffer)
         if not self.limit or over <= 0:

@@ -42,16 +42,16 @@ class Autoscaler:
     def start(self) -> None:
         """All engines serve; no device is rollouts' yet."""
         for worker in self._worker.values():
-            worker.leave()
-        self._look()
+            worker.lose_device()
+        self._review_load()
 
     def _stopped(self, engine: ServingEngine) -> None:
         """It serves no more: its device is rollouts' alone."""
-        self._worker[engine.name].come()
+        self._worker[engine.name].gain_device()
 
     def _wanted(self, engine: ServingEngine) -> None:
         """It is about to load its model."""
-        self._worker[engine.name].leave()
+        self._worker[engine.name].lose_device()
 
     def _serves(self, engine: ServingEngine) -> None:
         """It has."""
@@ -62,10 +62,10 @@ class Autoscaler:
             if timer is not None:
                 timer.cancel()
 
-    def _look(self) -> None:
+    def _review_load(self) -> None:
         for role in ("prefill", "decode"):
             self._scale(role)
-        self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
+        self._timer = asyncio.get_running_loop().call_later(LOOK, self._review_load)
 
     def _scale(self, role: Role) -> None:
         now = asyncio.get_running_loop().time()
@@ -76,20 +76,20 @@ class Autoscaler:
         busy = (seen[-1] - seen[0]) / (max(1, len(seen) - 1) * LOOK * len(up))
         down = [engine for engine in mine if not engine.up and engine.name not in self._loading]
         if busy > UP and down:
-            self._take(down[0])
+            self._reclaim_device(down[0])
             self._changed[role] = now
         elif busy < DOWN and len(up) > 1 and now - self._changed[role] >= CALM and not self._loading:
-            self._give(min(up, key=lambda engine: engine.load))
+            self._lend_device(min(up, key=lambda engine: engine.load))
             self._changed[role] = now
 
-    def _give(self, engine: ServingEngine) -> None:
+    def _lend_device(self, engine: ServingEngine) -> None:
         if engine.name not in self._worker:
             return
         self.changes += 1
-        self._cluster.again(engine, engine.stop())
+        self._cluster.requeue_requests(engine, engine.stop())
         self._stopped(engine)
 
-    def _take(self, engine: ServingEngine) -> None:
+    def _reclaim_device(self, engine: ServingEngine) -> None:
         self.changes += 1
         self._wanted(engine)
 

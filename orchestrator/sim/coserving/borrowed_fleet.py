@@ -1,7 +1,7 @@
 """The borrowed workers of a simulated run: on the devices of a serving cluster, or on devices that come and go (ROSE 4 and 6).
 
 Guarantees: which serving devices the run has is said by
-:class:`orchestrator.policies.serving.server_borrowing.Borrowing`, fed once a second; nothing here is drawn but when
+:class:`orchestrator.policies.serving.server_borrowing.ServerBroker`, fed once a second; nothing here is drawn but when
 spot devices come and go, from the run's seed.
 """
 
@@ -17,16 +17,16 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.policies.serving.admission import Admission
-from orchestrator.policies.serving.server_borrowing import Borrowing, BorrowRules
+from orchestrator.policies.serving.server_borrowing import BorrowRules, ServerBroker
 from orchestrator.sim import hardware
 from orchestrator.sim.coserving.autoscaler import Autoscaler
-from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail
+from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail_latency
 from orchestrator.sim.coserving.serving_engine import ServingEngine
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
 from orchestrator.sim.coserving.simulated_market import ScaledServing, SimMarket
 from orchestrator.sim.cost_model import EngineCosts
-from orchestrator.sim.movable_worker import Moves, MovingWorker
-from orchestrator.sim.seeded_draws import stream
+from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
+from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_cluster import borrowed_class, engine_costs
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_worker import SimWorker
@@ -42,11 +42,11 @@ class BorrowedFleet:
         self._config, self.settings = config, config.sim.borrowed
         named = self.settings.device
         self._device = hardware.device(named or config.sim.device, "sim.borrowed.device" if named else "sim.device")
-        self.moves = Moves()
+        self.moves = TurnMoves()
         self.made: list[BorrowedSimWorker] = []
         self.cluster = self._serving()
         rules = config.rollout.borrowed
-        self._borrowing = Borrowing(
+        self._borrowing = ServerBroker(
             BorrowRules(self.settings.window, margin=rules.margin, crowded=rules.crowded, rest=rules.rest)
         )
         self._version = -1
@@ -72,7 +72,7 @@ class BorrowedFleet:
 
     def dedicated(self) -> Callable[..., SimWorker]:
         """Makes the run's own workers: requests move between them and the borrowed ones."""
-        return partial(MovingWorker, moves=self.moves)
+        return partial(MovableSimWorker, moves=self.moves)
 
     def workers(self, first: int, weights: SimWeights, said: Any, traces: Any, speech: Any) -> list[SimWorker]:
         """The borrowed ones, numbered from ``first``, of the class of their devices. Arguments as those of
@@ -115,7 +115,7 @@ class BorrowedFleet:
     def _mean(self, engine: str) -> tuple[float, float]:
         """Use of a device so far, and for how long it has been watched."""
         now = asyncio.get_running_loop().time()
-        return self._borrowing.use(engine, now), min(now, self.settings.window)
+        return self._borrowing.recent_use(engine, now), min(now, self.settings.window)
 
     def _admission(self, costs: EngineCosts, grain: int) -> Admission:
         """What rollouts on a device are admitted by: the engine's own costs, as a profile without error would have them."""
@@ -145,7 +145,7 @@ class BorrowedFleet:
             self._scaler = Autoscaler(self.cluster, self.made, settings.reload_seconds)
             self._scaler.start()
         elif settings.how == "spot":
-            self._market(stream(self._config.run.seed, "spot"), settings.workers)
+            self._market(random_stream(self._config.run.seed, "spot"), settings.workers)
         else:
             for worker in self.made:
                 self._later(settings.function_seconds, self._lease_over, worker)
@@ -159,13 +159,13 @@ class BorrowedFleet:
             self._scaler = ScaledServing(market, self.cluster, self.made, settings.reload_seconds)
             self._scaler.start()
         if settings.outage_seconds:
-            rng = stream(self._config.run.seed, "outages")
+            rng = random_stream(self._config.run.seed, "outages")
             self._later(rng.expovariate(1.0 / settings.outage_seconds), self._outage, rng)
 
     def _outage(self, rng: Random) -> None:
         assert self.market is not None
         assert self.cluster is not None
-        self.market.outage(rng, self.cluster.again)
+        self.market.outage(rng, self.cluster.requeue_requests)
         self._later(rng.expovariate(1.0 / self.settings.outage_seconds), self._outage, rng)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class BorrowedFleet:
         assert self.cluster is not None
         now = asyncio.get_running_loop().time()
         for engine in self.cluster.engines:
-            self._borrowing.saw(engine.name, now, engine.pages / engine.rules.pages)
+            self._borrowing.observe_gpu(engine.name, now, engine.pages / engine.rules.pages)
         self._later(_SAMPLE, self._sample)
 
     def _engine_of(self, worker: BorrowedSimWorker, version: int) -> ServingEngine | None:
@@ -198,19 +198,19 @@ class BorrowedFleet:
         assert self.cluster is not None
         if version != self._version:
             self._version = version
-            change = self._borrowing.ask(_JOB, len(self.made), asyncio.get_running_loop().time())
+            change = self._borrowing.choose_gpus(_JOB, len(self.made), asyncio.get_running_loop().time())
             back, free = set(change.given_back), [one for one in self.cluster.engines if one.name in change.taken]
             self.exchanges += len(back)
             for one in self.made:
                 if one.engine is not None and one.engine.name not in back:
                     continue
                 if free:
-                    one.sit(free.pop(0))
-                    one.come()
+                    one.move_to_engine(free.pop(0))
+                    one.gain_device()
                 else:  # nobody has one for it
-                    one.sit(None)
+                    one.move_to_engine(None)
                     if one.present:
-                        one.leave()
+                        one.lose_device()
         return worker.engine
 
     # -- devices that come and go ------------------------------------------------------------------------------------
@@ -219,9 +219,9 @@ class BorrowedFleet:
         """Spot devices: as many as the market leaves, at random between the least and all."""
         for number, worker in enumerate(self.made):
             if worker.present and number >= there:
-                worker.leave()
+                worker.lose_device()
             elif not worker.present and number < there:
-                worker.come()
+                worker.gain_device()
         least = math.ceil(self.settings.spot_low * len(self.made))
         self._later(
             rng.expovariate(1.0 / self.settings.spot_seconds), self._market, rng, rng.randint(least, len(self.made))
@@ -229,8 +229,8 @@ class BorrowedFleet:
 
     def _lease_over(self, worker: BorrowedSimWorker) -> None:
         """A function's time is up; the next one is asked for at once."""
-        worker.leave()
-        self._later(0.0, worker.come)
+        worker.lose_device()
+        self._later(0.0, worker.gain_device)
         self._later(self.settings.function_seconds + self.settings.start_seconds, self._lease_over, worker)
 
     # -- accounts ----------------------------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class BorrowedFleet:
         if self.cluster is not None:
             served, engines = self.cluster.served, self.cluster.engines
             found["requests"] = self.cluster.requests
-            found["ttft_p99"], found["ttft_late"] = tail(served.ttft, self.settings.ttft)
-            found["tpot_p99"], found["tpot_late"] = tail(served.tpot, self.settings.tpot)
+            found["ttft_p99"], found["ttft_late"] = tail_latency(served.ttft, self.settings.ttft)
+            found["tpot_p99"], found["tpot_late"] = tail_latency(served.tpot, self.settings.tpot)
             for role in dict.fromkeys(engine.role for engine in engines):
                 busy = [engine.busy_seconds for engine in engines if engine.role == role]
                 found[f"{role}_busy"] = round(sum(busy) / max(1e-9, seconds * len(busy)), 4)

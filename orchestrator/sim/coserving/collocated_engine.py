@@ -13,7 +13,7 @@ import asyncio
 from typing import Any
 
 from orchestrator.policies.serving.admission import ServingState, arriving_slack, tpot_slack, ttft_slack
-from orchestrator.sim.coserving.serving_engine import DONE, Request, ServingEngine
+from orchestrator.sim.coserving.serving_engine import DONE, ServingEngine, UserRequest
 
 
 class CollocatedEngine(ServingEngine):
@@ -23,7 +23,7 @@ class CollocatedEngine(ServingEngine):
         ServingEngine.__init__(self, *arguments, **more)
         self._chunk = chunk
         self._filled = 0  # tokens of the first prompt that are computed
-        self._mixing: list[Request] | None = None  # whose prompts the step under way completes; None: it has none
+        self._mixing: list[UserRequest] | None = None  # whose prompts the step under way completes; None: it has none
         self._takes = 0  # tokens of the first prompt after them
 
     @property
@@ -36,27 +36,27 @@ class CollocatedEngine(ServingEngine):
         """See the base class."""
         return self.pages_of(sum(one.prompt + one.answer - one.left for one in self._active) + self._filled)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: UserRequest) -> None:
         """A request arrives."""
         self._queue.append(request)
         self._prompts.append(request.prompt)
         if self._mixing is None and self.up:
             self._interrupt()
         else:
-            self.look()
+            self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Something changed; a step with prompts in it stays as it is."""
-        self.look_at_pages()
+        self.refresh_pages()
         if self._mixing is None:
             self._pace()
 
     def _interrupt(self) -> None:
         """The first prompt after none: it waits for the step under way."""
         elapsed = asyncio.get_running_loop().time() - self._began
-        self._pass()
+        self._advance_decoding()
         if not self._active or not self._cycle:
-            self._mix(self.tenant.residual() if self.tenant is not None else 0.0, 0.0)
+            self._mix(self.tenant.residual_seconds() if self.tenant is not None else 0.0, 0.0)
             return
         wait = self._cycle - elapsed % self._cycle
         for one in self._active:
@@ -83,7 +83,7 @@ class CollocatedEngine(ServingEngine):
         own = self.costs.prefill(tokens, pairs, batch) + (self.decode_seconds(batch) or self.costs.decode(0)[0])
         self.busy_seconds += own
         self._cycle = 0.0
-        self._again(asyncio.get_running_loop().time() + rolled + wait + own, self._mixed)
+        self._arm_timer(asyncio.get_running_loop().time() + rolled + wait + own, self._mixed)
         self._grant(rolled / (rolled + wait + own))
 
     def _mixed(self) -> None:
@@ -102,7 +102,7 @@ class CollocatedEngine(ServingEngine):
             self._mix(self._admitted()[1], 0.0)
         else:
             self._timer = None
-            self.look()
+            self.refresh()
 
     def answered(self, now: float) -> None:
         """Those that have all their tokens go."""

@@ -18,8 +18,8 @@ from orchestrator.policies.serving.admission import Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
 from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
-from orchestrator.sim.coserving.serving_engine import PAGE, Request, Role, Served, ServingEngine
-from orchestrator.sim.cost_model import ACTIVATION_BYTES, MEMORY_SHARE, Roofline
+from orchestrator.sim.coserving.serving_engine import PAGE, Role, ServedLatencies, ServingEngine, UserRequest
+from orchestrator.sim.cost_model import ACTIVATION_BYTES, MEMORY_SHARE, RooflineCosts
 
 Row = tuple[float, int, int]  # seconds, prompt tokens, answer tokens
 
@@ -53,11 +53,11 @@ class ServingCluster:
     busy one that decodes; where each engine does both, they stay."""
 
     def __init__(
-        self, settings: SimBorrowedSection, engines: int, device: hardware.Device, degree: int, tenant: int
+        self, settings: SimBorrowedSection, engines: int, device: hardware.DeviceSpec, degree: int, tenant: int
     ) -> None:
         """``tenant``: bytes of the rollout model's weights on a device."""
         model = hardware.model(settings.model, "sim.borrowed.model")
-        costs, self.served = Roofline(device, model, degree), Served()
+        costs, self.served = RooflineCosts(device, model, degree), ServedLatencies()
         rules = _rules(settings, device, degree, model.weight_bytes + tenant)
         slo = Slo(settings.ttft, settings.tpot)
         every = max(2, round(1 / settings.prefill))
@@ -82,7 +82,7 @@ class ServingCluster:
         self._timer: asyncio.TimerHandle | None = None
         self.requests = 0
 
-    def of(self, role: Role) -> list[ServingEngine]:
+    def engines_of(self, role: Role) -> list[ServingEngine]:
         """Those that serve, of a role."""
         return [engine for engine in self.engines if engine.role == role and engine.up]
 
@@ -106,16 +106,16 @@ class ServingCluster:
         _, prompt, answer = self._rows[self._next % len(self._rows)]
         self._next += 1
         self.requests += 1
-        self._prefill(Request(asyncio.get_running_loop().time(), prompt, answer))
+        self._prefill(UserRequest(asyncio.get_running_loop().time(), prompt, answer))
         self._arm()
 
-    def _prefill(self, request: Request) -> None:
-        min(self.of(self._entry), key=_load).add(request)
+    def _prefill(self, request: UserRequest) -> None:
+        min(self.engines_of(self._entry), key=_load).add(request)
 
-    def _decode(self, request: Request) -> None:
-        min(self.of("decode"), key=_load).add(request)
+    def _decode(self, request: UserRequest) -> None:
+        min(self.engines_of("decode"), key=_load).add(request)
 
-    def again(self, engine: ServingEngine, requests: Sequence[Request]) -> None:
+    def requeue_requests(self, engine: ServingEngine, requests: Sequence[UserRequest]) -> None:
         """What an engine that stopped had not done."""
         for request in requests:
             (self._prefill if engine.role == "prefill" else self._decode)(request)
@@ -125,7 +125,7 @@ def _load(engine: ServingEngine) -> float:
     return engine.load
 
 
-def _rules(settings: SimBorrowedSection, device: hardware.Device, degree: int, weights: int) -> SharingRules:
+def _rules(settings: SimBorrowedSection, device: hardware.DeviceSpec, degree: int, weights: int) -> SharingRules:
     """The KV pool of a device: what weights and activations of both models leave. The headroom is a share of all memory."""
     whole = device.memory_gb * 1e9 * degree
     pool = whole * MEMORY_SHARE - 2 * ACTIVATION_BYTES * degree - weights
@@ -137,7 +137,7 @@ def _rules(settings: SimBorrowedSection, device: hardware.Device, degree: int, w
     return SharingRules(int(pool / PAGE), headroom=settings.headroom * whole / pool)
 
 
-def tail(values: Sequence[float], limit: float) -> tuple[float, float]:
+def tail_latency(values: Sequence[float], limit: float) -> tuple[float, float]:
     """The 99th percentile, and the share that is beyond a limit."""
     if not values:
         return 0.0, 0.0

@@ -31,7 +31,7 @@ from orchestrator.policies.serving.admission import (
     ttft_slack,
 )
 from orchestrator.policies.serving.kv_sharing import KvSharing, SharingRules
-from orchestrator.sim.cost_model import Roofline
+from orchestrator.sim.cost_model import RooflineCosts
 
 Role = Literal["prefill", "decode", "both"]  # both: :mod:`orchestrator.sim.coserving.collocated_engine`
 PAGE = 2 << 20  # bytes (ROSE 4.1)
@@ -41,7 +41,7 @@ DONE = 1e-6  # of a token
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class UserRequest:
     """Of a user. Sizes in tokens, times in seconds of the loop."""
 
     arrived: float
@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class RolloutDemand:
     """What a rollout engine would compute next: ``prefill``: tokens that wait to be prefilled; ``decoding``: sequences;
     ``step``: seconds of its steps in the mean, as they come; ``context``: tokens in its contexts."""
 
@@ -62,19 +62,19 @@ class Demand:
     context: int
 
 
-class Tenant(Protocol):
+class RolloutTenant(Protocol):
     """The rollout engine on a device, as the device sees it."""
 
-    def demand(self) -> Demand | None:
+    def demand(self) -> RolloutDemand | None:
         """None: it has nothing to do."""
 
-    def share(self, share: float) -> None:
+    def set_share(self, share: float) -> None:
         """Its part of the device from now on."""
 
-    def residual(self) -> float:
+    def residual_seconds(self) -> float:
         """Seconds until the step in progress ends, 0 when there is none."""
 
-    def room(self, pages: int) -> None:
+    def set_room(self, pages: int) -> None:
         """It may hold so many pages from now on; what it holds beyond goes at once."""
 
     @property
@@ -83,7 +83,7 @@ class Tenant(Protocol):
 
 
 @dataclass(slots=True)
-class Served:
+class ServedLatencies:
     """What users saw: seconds to the first token, and of each further one in the mean, a value a request."""
 
     ttft: list[float] = field(default_factory=list)
@@ -97,21 +97,21 @@ class ServingEngine:
 
     name: str
     role: Role
-    costs: Roofline
+    costs: RooflineCosts
     slo: Slo
     rules: SharingRules
-    served: Served
-    on_prefilled: Callable[[Request], None]
+    served: ServedLatencies
+    on_prefilled: Callable[[UserRequest], None]
     up: bool = True
-    tenant: Tenant | None = None
+    tenant: RolloutTenant | None = None
     admission: Admission | None = None
     busy_seconds: float = 0.0  # in which it computed
-    _queue: deque[Request] = field(default_factory=deque)
-    _active: list[Request] = field(default_factory=list)
+    _queue: deque[UserRequest] = field(default_factory=deque)
+    _active: list[UserRequest] = field(default_factory=list)
     _sharing: KvSharing = field(init=False)
     _peaks: deque[tuple[float, int]] = field(default_factory=deque)
     _timer: asyncio.TimerHandle | None = None
-    _running: Request | None = None  # the prompt that is prefilled
+    _running: UserRequest | None = None  # the prompt that is prefilled
     _began: float = 0.0  # of the present pace
     _cycle: float = 0.0  # seconds of a decode step, with what is computed between two
     _own: float = 0.0  # of them serving's
@@ -150,36 +150,36 @@ class ServingEngine:
         contexts = sum(one.prompt + one.answer - one.left for one in self._active)
         return fixed + growing * contexts * batch / max(1, len(self._active))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: UserRequest) -> None:
         """A request arrives, to be prefilled or to be decoded."""
         if self.role == "decode":
-            self._pass()
+            self._advance_decoding()
             self._active.append(request)
-            self.look()
+            self.refresh()
             return
         self._queue.append(request)
         self._prompts.append(request.prompt)
         if self._running is None and self.up:
-            self._prefill(self.tenant.residual() if self.tenant is not None else 0.0)
+            self._prefill(self.tenant.residual_seconds() if self.tenant is not None else 0.0)
         else:
-            self.look()
+            self.refresh()
 
     def start(self) -> None:
         """It serves from now on."""
-        self._pass()
+        self._advance_decoding()
         self.up = True
         if self.role == "prefill" and self._running is None and self._queue:
             self._prefill(0.0)
-        self.look()
+        self.refresh()
 
-    def stop(self) -> list[Request]:
+    def stop(self) -> list[UserRequest]:
         """It serves no more; what it has not begun is for others."""
-        self._pass()
+        self._advance_decoding()
         self.up = False
         left = [*self._queue, *self._active]
         self._queue.clear()
         self._active.clear()
-        self.look()
+        self.refresh()
         return left
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class ServingEngine:
         request = self._running = self._queue.popleft()
         own = self.prefill_seconds(request.prompt)
         self.busy_seconds += own
-        self._again(_now() + wait + own, self._prefilled)
+        self._arm_timer(_now() + wait + own, self._prefilled)
         self._grant(wait / (wait + own))
 
     def _prefilled(self) -> None:
@@ -205,13 +205,13 @@ class ServingEngine:
             self._prefill(self._admitted()[1])
         else:
             self._timer = None
-            self.look()
+            self.refresh()
         if request.left:
             self.on_prefilled(request)
 
     def _decoded(self) -> None:
         self._timer = None
-        self._pass()
+        self._advance_decoding()
         now, left = _now(), []
         for one in self._active:
             if one.left > DONE:
@@ -219,9 +219,9 @@ class ServingEngine:
             else:
                 self.served.tpot.append((now - one.first) / (one.answer - 1))
         self._active = left
-        self.look()
+        self.refresh()
 
-    def _pass(self) -> None:
+    def _advance_decoding(self) -> None:
         """Bring the decoding up to date."""
         now = _now()
         seconds, self._began = now - self._began, now
@@ -233,35 +233,35 @@ class ServingEngine:
 
     # -- what the tenant gets ----------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def begin_rl_step(self) -> None:
         """An RL step begins: budgets anew."""
         if self.tenant is not None:
-            self._note()
+            self._record_peak()
             peak = self._peaks[0][1] if self._peaks else 0
-            self._sharing.open(_now(), peak, self.tenant.pages)
-            self._tell()
+            self._sharing.begin_step(_now(), peak, self.tenant.pages)
+            self._announce_budget()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Something changed, here or in the tenant: pages and time anew."""
-        self.look_at_pages()
+        self.refresh_pages()
         if self.role == "decode":
             self._pace()
         elif self._running is None:
             self._grant(1.0 if self._admitted()[0] else 0.0)
 
-    def look_at_pages(self) -> None:
+    def refresh_pages(self) -> None:
         """The tenant's budget anew."""
-        self._note()
+        self._record_peak()
         if self.tenant is not None:
             self._sharing.observe(_now(), self.pages, self.tenant.pages)
-            self._tell()
+            self._announce_budget()
 
     @property
     def budget(self) -> int:
         """Pages that its tenant may hold."""
         return self._sharing.budget.pages
 
-    def _note(self) -> None:
+    def _record_peak(self) -> None:
         now, used = _now(), self.pages
         while self._peaks and self._peaks[-1][1] <= used:
             self._peaks.pop()
@@ -269,27 +269,27 @@ class ServingEngine:
         while self._peaks[0][0] < now - PEAK_SECONDS:
             self._peaks.popleft()
 
-    def _tell(self) -> None:
+    def _announce_budget(self) -> None:
         """The budget, where it changed."""
         assert self.tenant is not None
         pages = self._sharing.budget.pages
         if pages != self._given:
             self._given = pages
-            self.tenant.room(pages)
+            self.tenant.set_room(pages)
 
     def _pace(self) -> None:
         """How fast tokens come from now on, and what is left for the tenant between them."""
-        self._pass()
+        self._advance_decoding()
         batch = len(self._active) if self.up else 0
         part, step = self._admitted()
         if not batch:
             self._cycle = 0.0
-            self._again(None, self._decoded)
+            self._arm_timer(None, self._decoded)
             self._grant(part)
             return
         self._own = self.decode_seconds(batch)
         self._cycle = self._own + step
-        self._again(_now() + min(one.left for one in self._active) * self._cycle, self._decoded)
+        self._arm_timer(_now() + min(one.left for one in self._active) * self._cycle, self._decoded)
         self._grant(part * step / self._cycle)
 
     def _admitted(self) -> tuple[float, float]:
@@ -300,7 +300,7 @@ class ServingEngine:
         assert self.admission is not None
         now, state = _now(), self.state()
         if state.busy:
-            self.admission.ran(self.admission.considered(state), overran=False)  # costs are exact
+            self.admission.record_step(self.admission.considered_slack(state), overran=False)  # costs are exact
         found = self.admission.admit(state, now, demand.prefill, demand.decoding)
         if not found.seconds:
             return 0.0, 0.0
@@ -325,9 +325,9 @@ class ServingEngine:
 
     def _grant(self, share: float) -> None:
         if self.tenant is not None:
-            self.tenant.share(max(NEVER, share))
+            self.tenant.set_share(max(NEVER, share))
 
-    def _again(self, when: float | None, call: Callable[[], None]) -> None:
+    def _arm_timer(self, when: float | None, call: Callable[[], None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if when is None else asyncio.get_running_loop().call_at(when, call)

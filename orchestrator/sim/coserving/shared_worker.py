@@ -17,15 +17,15 @@ from typing import Any
 
 from orchestrator.api import RetryableError, UpdateResult, WorkerStats
 from orchestrator.policies.serving.admission import CHUNK, STALL_SECONDS
-from orchestrator.policies.serving.kv_sharing import victims
-from orchestrator.sim.coserving.serving_engine import NEVER, PAGE, Demand, ServingEngine
+from orchestrator.policies.serving.kv_sharing import choose_victims
+from orchestrator.sim.coserving.serving_engine import NEVER, PAGE, RolloutDemand, ServingEngine
 from orchestrator.sim.cost_model import CHUNK_TOKENS, seconds_of, steps_in
-from orchestrator.sim.movable_worker import MovingWorker
+from orchestrator.sim.movable_worker import MovableSimWorker
 
 _LITTLE = 1e-9  # seconds
 
 
-class BorrowedSimWorker(MovingWorker):
+class BorrowedSimWorker(MovableSimWorker):
     """A :class:`~orchestrator.api.BorrowedWorker`. ``engine``: whose device it is on, None: it has one for itself.
     ``kv_bytes``: of a simulated token; ``lease``: seconds, 0: it has no prefix cache. ``moved``: asked with each
     version for the engine to be on."""
@@ -63,8 +63,8 @@ class BorrowedSimWorker(MovingWorker):
     def _at(self, seconds: float) -> float:
         return self._wall + (seconds - self._spent) / self._share
 
-    def share(self, share: float) -> None:
-        """See :class:`~orchestrator.sim.coserving.serving_engine.Tenant`."""
+    def set_share(self, share: float) -> None:
+        """See :class:`~orchestrator.sim.coserving.serving_engine.RolloutTenant`."""
         if share == self._share:
             return
         self._spent, self._wall = self._clock(), asyncio.get_running_loop().time()
@@ -83,8 +83,8 @@ class BorrowedSimWorker(MovingWorker):
             self._stall.cancel()
             self._stall = None
 
-    def demand(self) -> Demand | None:
-        """See :class:`~orchestrator.sim.coserving.serving_engine.Tenant`."""
+    def demand(self) -> RolloutDemand | None:
+        """See :class:`~orchestrator.sim.coserving.serving_engine.RolloutTenant`."""
         if self._leap is None:
             return None
         prefill = max(0.0, self._leap_start - self._clock())
@@ -93,7 +93,7 @@ class BorrowedSimWorker(MovingWorker):
         decode = seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
         step = (prefill + decode) / (chunks + self._leap_steps * self._grain)
         running = len(self._batch.running)
-        return Demand(chunks * CHUNK, running, step, self._batch.context * self._grain)
+        return RolloutDemand(chunks * CHUNK, running, step, self._batch.context * self._grain)
 
     @property
     def _greedy(self) -> bool:
@@ -103,8 +103,8 @@ class BorrowedSimWorker(MovingWorker):
     def _chunk_seconds(self, tokens: int) -> float:
         return max(_LITTLE, self._costs.prefill(max(1, tokens // self._grain), 0.0, 1))
 
-    def residual(self) -> float:
-        """See :class:`~orchestrator.sim.coserving.serving_engine.Tenant`."""
+    def residual_seconds(self) -> float:
+        """See :class:`~orchestrator.sim.coserving.serving_engine.RolloutTenant`."""
         if self._leap is None:
             return 0.0
         now = self._clock()
@@ -118,17 +118,17 @@ class BorrowedSimWorker(MovingWorker):
 
     @property
     def pages(self) -> int:
-        """See :class:`~orchestrator.sim.coserving.serving_engine.Tenant`."""
+        """See :class:`~orchestrator.sim.coserving.serving_engine.RolloutTenant`."""
         return math.ceil(self._batch.held * self._kv_bytes / PAGE)
 
-    def room(self, pages: int) -> None:
-        """See :class:`~orchestrator.sim.coserving.serving_engine.Tenant`."""
+    def set_room(self, pages: int) -> None:
+        """See :class:`~orchestrator.sim.coserving.serving_engine.RolloutTenant`."""
         self._room = int(pages * PAGE / self._kv_bytes)
         self._batch.resize(self._room)
         if (excess := self._batch.context - self._room) > 0:
-            self._batch.book()
+            self._batch.book_tokens()
             running = {name: (-float(one.request.priority), one.context) for name, one in self._batch.running.items()}
-            for name in victims(excess, {}, running)[1]:
+            for name in choose_victims(excess, {}, running)[1]:
                 self.handed_back += 1
                 self._give_up(self._batch.running[name].request.request_id)
 
@@ -172,12 +172,12 @@ class BorrowedSimWorker(MovingWorker):
         if self._waits is None and self._batch.waiting():
             self._waits = asyncio.get_running_loop().call_later(STALL_SECONDS, self._impatient)
         if self.engine is not None:
-            self.engine.look()
+            self.engine.refresh()
 
     def _end_leap(self) -> None:
         super()._end_leap()
         if self._leap is None and self.engine is not None and not self._dead:
-            self.engine.look()
+            self.engine.refresh()
         self._watch_progress()
 
     def _impatient(self) -> None:
@@ -224,16 +224,16 @@ class BorrowedSimWorker(MovingWorker):
         """See the protocol. An RL step begins: the device may be another one, and budgets are anew."""
         engine = self.moved(version)
         if engine is not self.engine or not self._activated:
-            self.sit(engine)
+            self.move_to_engine(engine)
             self._activated = True
             self.recovering_seconds += self._activation
             await asyncio.sleep(self._activation)
         result = await super().update(version)
         if self.engine is not None:
-            self.engine.open()
+            self.engine.begin_rl_step()
         return result
 
-    def sit(self, engine: ServingEngine | None) -> None:
+    def move_to_engine(self, engine: ServingEngine | None) -> None:
         """It is on the device of this serving engine from now on."""
         if self.engine is not None:
             self.engine.tenant = None
@@ -241,7 +241,7 @@ class BorrowedSimWorker(MovingWorker):
         if engine is not None:
             engine.tenant = self
         else:
-            self.share(1.0)
+            self.set_share(1.0)
 
     async def stats(self) -> WorkerStats:
         """See the protocol. Its capacity is its budget."""
@@ -250,7 +250,7 @@ class BorrowedSimWorker(MovingWorker):
             return found
         return replace(found, kv_capacity=self._room // self._engine.block_size)
 
-    def leave(self) -> None:
+    def lose_device(self) -> None:
         """Its device is taken from it; it was told just in time to hand back what it had."""
         self.present = False
         if not self._dead:
@@ -266,11 +266,11 @@ class BorrowedSimWorker(MovingWorker):
     def release(self) -> None:
         """The run gives it back: deactivated, it waits on its device for whoever borrows it next."""
         if self.present:
-            self.leave()
-        self.sit(None)
+            self.lose_device()
+        self.move_to_engine(None)
         self._activated = False
 
-    def come(self) -> None:
+    def gain_device(self) -> None:
         """There is a device for it."""
         self.present = True
 

@@ -1,7 +1,7 @@
 """The servers that a simulated run may borrow, exchanged while it goes on by the production's own
 :class:`~orchestrator.borrowing.server_exchange.Exchange`, with its
-:class:`~orchestrator.policies.serving.server_borrowing.Borrowing` and
-:class:`~orchestrator.policies.serving.server_borrowing.Demand` (ROSE 4, 4.3).
+:class:`~orchestrator.policies.serving.server_borrowing.ServerBroker` and
+:class:`~orchestrator.policies.serving.server_borrowing.BorrowDemand` (ROSE 4, 4.3).
 
 One rollout engine beside each serving engine; the run begins with ``sim.borrowed.workers`` of them, and has so many at most.
 Serving engines may end: unforeseen (``sim.borrowed.outage_seconds``), or because their load is low (``scaled``). What ends takes
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from orchestrator.api import BorrowedWorker, ManagedWorker
 from orchestrator.borrowing.server_exchange import Offer
 from orchestrator.sim.coserving.autoscaler import Autoscaler
-from orchestrator.sim.coserving.serving_engine import Request, ServingEngine
+from orchestrator.sim.coserving.serving_engine import ServingEngine, UserRequest
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class SimMarket:
         worker, engine = self._pairs[url]
         self._had.add(url)
         if engine.up:
-            worker.come()
+            worker.gain_device()
         found = self._workers[url]
         assert isinstance(found, BorrowedWorker)
         return found
@@ -100,24 +100,24 @@ class SimMarket:
 
     # -- serving engines that end --------------------------------------------------------------------------------------
 
-    def ended(self, engine: ServingEngine, *, warned: bool) -> None:
+    def engine_ended(self, engine: ServingEngine, *, warned: bool) -> None:
         """It serves no more, and is gone. ``warned``: its rollout engine had the time to hand back what it had."""
         for name, (worker, beside) in self._pairs.items():
             if beside is not engine or name not in self._had or not worker.present:
                 continue
             if warned:
-                worker.leave()
+                worker.lose_device()
             else:
                 worker.present = False
                 worker.die()
 
-    def began(self, engine: ServingEngine) -> None:
+    def engine_began(self, engine: ServingEngine) -> None:
         """It serves again, and so may its rollout engine."""
         for name, (worker, beside) in self._pairs.items():
             if beside is engine and name in self._had:
-                worker.come()
+                worker.gain_device()
 
-    def outage(self, rng: Random, again: Callable[[ServingEngine, Sequence[Request]], None]) -> None:
+    def outage(self, rng: Random, again: Callable[[ServingEngine, Sequence[UserRequest]], None]) -> None:
         """One of the engines ends, of those that leave another of their role; ``again``: takes what it had not done."""
         up = [engine for _, engine in self._pairs.values() if engine.up]
         several = [one for one in up if sum(other.role == one.role for other in up) > 1]
@@ -126,12 +126,12 @@ class SimMarket:
         engine = rng.choice(several)
         self.outages += 1
         again(engine, engine.stop())
-        self.ended(engine, warned=rng.random() < 0.5)
+        self.engine_ended(engine, warned=rng.random() < 0.5)
         self._timers.append(asyncio.get_running_loop().call_later(self._reload, self._back, engine))
 
     def _back(self, engine: ServingEngine) -> None:
         engine.start()
-        self.began(engine)
+        self.engine_began(engine)
 
 
 class ScaledServing(Autoscaler):
@@ -145,16 +145,16 @@ class ScaledServing(Autoscaler):
 
     def start(self) -> None:
         """All engines serve."""
-        self._look()
+        self._review_load()
 
     def _stopped(self, engine: ServingEngine) -> None:
-        self._market.ended(engine, warned=True)
+        self._market.engine_ended(engine, warned=True)
 
     def _wanted(self, engine: ServingEngine) -> None:
         """It is nobody's meanwhile."""
 
     def _serves(self, engine: ServingEngine) -> None:
-        self._market.began(engine)
+        self._market.engine_began(engine)
 
 
 def _always(engine: ServingEngine) -> Callable[[int], ServingEngine | None]:

@@ -8,42 +8,42 @@ for edit in edits(change.data): ...          # for a reader that hosts a slice: 
 opened = open_change(change.data)            # checks it once: all of these take it instead of the bytes
 """
 
-from orchestrator.transfer.delta.bf16_line import advance, retreat, steps_between
+from orchestrator.transfer.delta.bf16_line import advance_values, retreat_values, steps_between
 from orchestrator.transfer.delta.delta_codec import (
-    Change,
-    Edit,
+    ShardChange,
+    ShardEdit,
     UndoLog,
-    apply,
-    changes,
-    edits,
-    encode,
+    apply_change,
+    encode_change,
     encode_steps,
-    sizes,
-    steps,
-    undo,
+    encoded_sizes,
+    read_changes,
+    read_edits,
+    read_steps,
+    undo_change,
 )
-from orchestrator.transfer.delta.delta_format import ENCODINGS, NEEDS_BASE, Header, Opened, open_change
+from orchestrator.transfer.delta.delta_format import ENCODINGS, NEEDS_BASE, ChangeHeader, OpenedChange, open_change
 from orchestrator.transfer.delta.native_codec import native_status
 
 __all__ = [
     "ENCODINGS",
     "NEEDS_BASE",
-    "Change",
-    "Edit",
-    "Header",
-    "Opened",
+    "ChangeHeader",
+    "OpenedChange",
+    "ShardChange",
+    "ShardEdit",
     "UndoLog",
-    "advance",
-    "apply",
-    "changes",
-    "edits",
-    "encode",
+    "advance_values",
+    "apply_change",
+    "encode_change",
     "encode_steps",
+    "encoded_sizes",
     "native_status",
     "open_change",
-    "retreat",
-    "sizes",
-    "steps",
+    "read_changes",
+    "read_edits",
+    "read_steps",
+    "retreat_values",
     "steps_between",
-    "undo",
+    "undo_change",
 ]

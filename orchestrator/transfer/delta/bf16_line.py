@@ -15,7 +15,7 @@ Words = npt.NDArray[np.uint16]
 Steps = npt.NDArray[np.int16]
 
 
-def line(bits: Words) -> Words:
+def to_line(bits: Words) -> Words:
     """Bits to integers (as uint16, modulo 2^16) and back."""
     mirror = np.where(bits >> 15, np.uint16(0x7FFF), np.uint16(0))
     integers: Words = np.bitwise_xor(bits, mirror)
@@ -24,17 +24,17 @@ def line(bits: Words) -> Words:
 
 def steps_between(old: Words, new: Words) -> Steps:
     """``new - old`` on the line. 0 where the bits are the same, and only there."""
-    return (line(new) - line(old)).view(np.int16)
+    return (to_line(new) - to_line(old)).view(np.int16)
 
 
-def advance(values: Words, steps: Steps) -> Words:
+def advance_values(values: Words, steps: Steps) -> Words:
     """The values ``steps`` further on the line: what the publisher has, from what the engine has."""
-    return line(line(values) + steps.view(np.uint16))
+    return to_line(to_line(values) + steps.view(np.uint16))
 
 
-def retreat(values: Words, steps: Steps) -> Words:
-    """Takes :func:`advance` back, bit for bit."""
-    return line(line(values) - steps.view(np.uint16))
+def retreat_values(values: Words, steps: Steps) -> Words:
+    """Takes :func:`advance_values` back, bit for bit."""
+    return to_line(to_line(values) - steps.view(np.uint16))
 
 
 def zigzag(steps: Steps) -> Words:

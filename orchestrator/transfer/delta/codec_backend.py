@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 import orchestrator.transfer.delta.byte_planes as byte_planes
 import orchestrator.transfer.delta.sparse_segments as sparse_segments
-from orchestrator.transfer.delta.bf16_line import Steps, Words, advance, retreat, steps_between
+from orchestrator.transfer.delta.bf16_line import Steps, Words, advance_values, retreat_values, steps_between
 from orchestrator.transfer.delta.rans import Bytes
 from orchestrator.transfer.delta.sparse_segments import Positions
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
@@ -19,7 +19,7 @@ Lengths = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedSegments:
     """What a call that writes did: whole segments, in order, and then perhaps an error. ``changed``: 0 if not counted."""
 
     segments: int
@@ -27,7 +27,7 @@ class Applied:
     error: Exception | None
 
 
-class Backend(Protocol):
+class CodecBackend(Protocol):
     """Segments ``first`` to ``last - 1`` of a shard, each of ``1 << log`` elements; arrays are contiguous."""
 
     def sparse_encode(self, old: Words, new: Words, log: int, first: int, last: int) -> tuple[Bytes, Lengths, int]:
@@ -46,7 +46,7 @@ class Backend(Protocol):
 
     def sparse_apply(
         self, data: Bytes, lengths: Lengths, base: Words, log: int, first: int, last: int, sign: int
-    ) -> Applied:
+    ) -> AppliedSegments:
         """Add (``sign`` 1) or take back (-1) the steps of segments, in place; ``base`` is the whole shard."""
         ...
 
@@ -58,12 +58,12 @@ class Backend(Protocol):
 
     def planes_apply(
         self, data: Bytes, lengths: Lengths, base: Bytes, width: int, log: int, first: int, last: int, xor: bool
-    ) -> Applied:
+    ) -> AppliedSegments:
         """Write (or XOR in) the planes of segments, in place; ``base`` is the whole shard."""
         ...
 
 
-class Reference:
+class NumpyCodec:
     """In NumPy: slower, but what the bytes mean is written here."""
 
     def sparse_encode(self, old: Words, new: Words, log: int, first: int, last: int) -> tuple[Bytes, Lengths, int]:
@@ -93,19 +93,19 @@ class Reference:
 
     def sparse_apply(
         self, data: Bytes, lengths: Lengths, base: Words, log: int, first: int, last: int, sign: int
-    ) -> Applied:
+    ) -> AppliedSegments:
         done = changed = at = 0
         for length, (begin, end) in zip(lengths.tolist(), _bounds(base.size, log, first, last), strict=True):
             try:
                 positions, steps = sparse_segments.decode_segment(data[at : at + length], end - begin)
             except CorruptWeightsError as error:
-                return Applied(done, changed, error)
+                return AppliedSegments(done, changed, error)
             words = base[begin:end]
-            words[positions] = (advance if sign > 0 else retreat)(words[positions], steps)
+            words[positions] = (advance_values if sign > 0 else retreat_values)(words[positions], steps)
             at += length
             done += 1
             changed += positions.size
-        return Applied(done, changed, None)
+        return AppliedSegments(done, changed, None)
 
     def planes_encode(
         self, old: Bytes | None, new: Bytes, width: int, log: int, first: int, last: int
@@ -120,18 +120,18 @@ class Reference:
 
     def planes_apply(
         self, data: Bytes, lengths: Lengths, base: Bytes, width: int, log: int, first: int, last: int, xor: bool
-    ) -> Applied:
+    ) -> AppliedSegments:
         rows = base.reshape(-1, width)
         done = at = 0
         for length, (begin, end) in zip(lengths.tolist(), _bounds(rows.shape[0], log, first, last), strict=True):
             try:
                 values = byte_planes.decode_segment(data[at : at + length], end - begin, width)
             except CorruptWeightsError as error:
-                return Applied(done, 0, error)
+                return AppliedSegments(done, 0, error)
             rows[begin:end] = rows[begin:end] ^ values if xor else values
             at += length
             done += 1
-        return Applied(done, 0, None)
+        return AppliedSegments(done, 0, None)
 
 
 def _bounds(elements: int, log: int, first: int, last: int) -> list[tuple[int, int]]:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 import orchestrator.transfer.delta.delta_format as wire
 from orchestrator.api import ConfigError
-from orchestrator.transfer.delta.bf16_line import Steps, Words, advance
-from orchestrator.transfer.delta.codec_backend import Applied, Backend, Lengths, Reference
-from orchestrator.transfer.delta.delta_format import Bytes, Header, Opened
+from orchestrator.transfer.delta.bf16_line import Steps, Words, advance_values
+from orchestrator.transfer.delta.codec_backend import AppliedSegments, CodecBackend, Lengths, NumpyCodec
+from orchestrator.transfer.delta.delta_format import Bytes, ChangeHeader, OpenedChange
 from orchestrator.transfer.delta.native_codec import native
 from orchestrator.transfer.delta.sparse_segments import Positions
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
@@ -33,7 +33,7 @@ _TARGET = 32768  # changes in a segment: enough that its 0.3 KB of tables are be
 _WINDOW, _WINDOWS = 4096, 64  # what is looked at to guess the density
 
 
-class Change(NamedTuple):
+class ShardChange(NamedTuple):
     """A shard's change on the wire. ``encoding`` is what ``ShardKey.encoding`` says; ``changed``: 0 if nobody counted."""
 
     encoding: str
@@ -43,13 +43,15 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UndoLog:
-    """What :func:`undo` needs: the array that was changed, and either the change itself (``old`` None) or the old values."""
+    """What :func:`undo_change` needs: the array that was changed, and either the change itself (``old`` None) or the
+    old values.
+    """
 
     base: Bytes
-    opened: Opened
+    opened: OpenedChange
     segments: int
     old: Bytes | None
-    backend: Backend
+    backend: CodecBackend
 
     @property
     def bytes(self) -> int:
@@ -57,15 +59,17 @@ class UndoLog:
         return self.opened.payload.nbytes if self.old is None else self.old.nbytes
 
 
-def default_backend() -> Backend:
+def default_backend() -> CodecBackend:
     """The native library where it could be loaded, else NumPy."""
-    return native() or Reference()
+    return native() or NumpyCodec()
 
 
 # -- encode ------------------------------------------------------------------------------------------------------------
 
 
-def encode(old: Bytes | None, new: Bytes, dtype: str, *, threads: int = 1, backend: Backend | None = None) -> Change:
+def encode_change(
+    old: Bytes | None, new: Bytes, dtype: str, *, threads: int = 1, backend: CodecBackend | None = None
+) -> ShardChange:
     """The change from ``old`` to ``new``: uint8 arrays of equal length, contiguous; ``old`` None: no base is known.
 
     Raises ConfigError for arrays that do not fit each other or ``dtype`` (an unknown dtype is taken as single bytes).
@@ -78,7 +82,7 @@ def encode(old: Bytes | None, new: Bytes, dtype: str, *, threads: int = 1, backe
             raise ConfigError("old", old.size, f"must have the {new.size} B of the new values")
     work = backend or default_backend()
     raw = wire.HEADER_BYTES + new.size
-    best: Change | None = None
+    best: ShardChange | None = None
     if old is not None and dtype in ON_THE_LINE:
         best = _encode_sparse(old.view(np.uint16), new.view(np.uint16), threads, work)
         if best.data.size <= raw // 8:  # 30 % of the weights changed by an optimizer are below that
@@ -88,12 +92,12 @@ def encode(old: Bytes | None, new: Bytes, dtype: str, *, threads: int = 1, backe
         if best is None or found.data.size < best.data.size:
             best = found
     if best is None or best.data.size >= raw:
-        header = Header(wire.RAW, width, 0, 0, new.size // width, 0, new.size)
-        return Change(wire.RAW, wire.seal(header, np.empty(0, np.uint32), [new]), 0)
+        header = ChangeHeader(wire.RAW, width, 0, 0, new.size // width, 0, new.size)
+        return ShardChange(wire.RAW, wire.seal_change(header, np.empty(0, np.uint32), [new]), 0)
     return best
 
 
-def sizes(old: Bytes, new: Bytes, dtype: str, *, backend: Backend | None = None) -> dict[str, int]:
+def encoded_sizes(old: Bytes, new: Bytes, dtype: str, *, backend: CodecBackend | None = None) -> dict[str, int]:
     """Bytes of the change in each encoding that can carry it: to find where one overtakes another."""
     work, width = backend or default_backend(), WIDTHS.get(dtype, 1)
     made = [_encode_planes(known, new, width, 1, work) for known in (old, None)]
@@ -102,7 +106,9 @@ def sizes(old: Bytes, new: Bytes, dtype: str, *, backend: Backend | None = None)
     return {wire.RAW: wire.HEADER_BYTES + new.size, **{change.encoding: change.data.size for change in made}}
 
 
-def encode_steps(positions: Positions, steps: Steps, elements: int, *, backend: Backend | None = None) -> Change:
+def encode_steps(
+    positions: Positions, steps: Steps, elements: int, *, backend: CodecBackend | None = None
+) -> ShardChange:
     """A sparse change of ``elements`` 16-bit floats from what an accelerator gathered.
 
     ``positions`` int64 in strictly ascending order, ``steps`` int16 (:func:`.line.steps_between`), none of them 0.
@@ -117,11 +123,11 @@ def encode_steps(positions: Positions, steps: Steps, elements: int, *, backend: 
         payload, lengths = (backend or default_backend()).sparse_encode_steps(*contiguous, elements, log, 0, segments)
     except ValueError as error:
         raise ConfigError("positions", positions.size, str(error)) from error
-    header = Header(wire.SPARSE, 2, log, segments, elements, positions.size, payload.size)
-    return Change(wire.SPARSE, wire.seal(header, lengths, [payload]), positions.size)
+    header = ChangeHeader(wire.SPARSE, 2, log, segments, elements, positions.size, payload.size)
+    return ShardChange(wire.SPARSE, wire.seal_change(header, lengths, [payload]), positions.size)
 
 
-def _encode_sparse(old: Words, new: Words, threads: int, work: Backend) -> Change:
+def _encode_sparse(old: Words, new: Words, threads: int, work: CodecBackend) -> ShardChange:
     log = _guess_log(old, new)
     segments = wire.segments_of(new.size, log)
     parts = _in_threads(lambda first, last: work.sparse_encode(old, new, log, first, last), segments, threads)
@@ -129,7 +135,7 @@ def _encode_sparse(old: Words, new: Words, threads: int, work: Backend) -> Chang
     return _sealed(wire.SPARSE, 2, log, new.size, changed, [part[:2] for part in parts])
 
 
-def _encode_planes(old: Bytes | None, new: Bytes, width: int, threads: int, work: Backend) -> Change:
+def _encode_planes(old: Bytes | None, new: Bytes, width: int, threads: int, work: CodecBackend) -> ShardChange:
     log, elements = wire.PLANES_LOG, new.size // width
     parts = _in_threads(
         lambda first, last: work.planes_encode(old, new, width, log, first, last),
@@ -141,11 +147,11 @@ def _encode_planes(old: Bytes | None, new: Bytes, width: int, threads: int, work
 
 def _sealed(
     encoding: str, width: int, log: int, elements: int, changed: int, parts: list[tuple[Bytes, Lengths]]
-) -> Change:
+) -> ShardChange:
     payload = sum(part.size for part, _ in parts)
-    header = Header(encoding, width, log, wire.segments_of(elements, log), elements, changed, payload)
+    header = ChangeHeader(encoding, width, log, wire.segments_of(elements, log), elements, changed, payload)
     lengths = np.concatenate([np.empty(0, np.uint32), *(lengths for _, lengths in parts)])
-    return Change(encoding, wire.seal(header, lengths, [part for part, _ in parts]), changed)
+    return ShardChange(encoding, wire.seal_change(header, lengths, [part for part, _ in parts]), changed)
 
 
 def _guess_log(old: Words, new: Words) -> int:
@@ -165,8 +171,11 @@ def _log(changed: int, elements: int) -> int:
 # -- apply -------------------------------------------------------------------------------------------------------------
 
 
-def apply(data: Bytes | Opened, base: Bytes, *, threads: int = 1, backend: Backend | None = None) -> UndoLog:
-    """Change ``base`` (uint8, contiguous, writable) in place; returns what :func:`undo` needs. ``data``: or the change opened.
+def apply_change(
+    data: Bytes | OpenedChange, base: Bytes, *, threads: int = 1, backend: CodecBackend | None = None
+) -> UndoLog:
+    """Change ``base`` (uint8, contiguous, writable) in place; returns what :func:`undo_change` needs. ``data``: or the
+    change opened.
 
     The log holds a copy of a sparse change, which is as good as the old values at a fifth of their size, or the old array
     where all of it was replaced. ``data`` is not needed any more. Raises CorruptWeightsError, and then base is as before;
@@ -182,7 +191,7 @@ def apply(data: Bytes | Opened, base: Bytes, *, threads: int = 1, backend: Backe
         raise CorruptWeightsError("layout", detail)
     work = backend or default_backend()
     if header.encoding in wire.NEEDS_BASE:
-        opened = Opened(header, opened.lengths, opened.starts, opened.payload.copy())
+        opened = OpenedChange(header, opened.lengths, opened.starts, opened.payload.copy())
         log = UndoLog(base, opened, header.segments, None, work)
     else:
         log = UndoLog(base, opened, header.segments, base.copy(), work)
@@ -202,8 +211,8 @@ def apply(data: Bytes | Opened, base: Bytes, *, threads: int = 1, backend: Backe
     return log
 
 
-def undo(log: UndoLog) -> None:
-    """Bring back the bits that were there before :func:`apply`. Once, and before anything else changed the array."""
+def undo_change(log: UndoLog) -> None:
+    """Bring back the bits that were there before :func:`apply_change`. Once, and before anything else changed the array."""
     _revert(log, [(0, log.segments)])
 
 
@@ -217,7 +226,9 @@ def _revert(log: UndoLog, spans: list[tuple[int, int]]) -> None:
             raise done.error
 
 
-def _run(opened: Opened, base: Bytes, sign: int, threads: int, work: Backend) -> list[tuple[int, Applied]]:
+def _run(
+    opened: OpenedChange, base: Bytes, sign: int, threads: int, work: CodecBackend
+) -> list[tuple[int, AppliedSegments]]:
     return _in_threads(
         lambda first, last: (first, _apply_segments(opened, base, sign, first, last, work)),
         opened.header.segments,
@@ -225,7 +236,9 @@ def _run(opened: Opened, base: Bytes, sign: int, threads: int, work: Backend) ->
     )
 
 
-def _apply_segments(opened: Opened, base: Bytes, sign: int, first: int, last: int, work: Backend) -> Applied:
+def _apply_segments(
+    opened: OpenedChange, base: Bytes, sign: int, first: int, last: int, work: CodecBackend
+) -> AppliedSegments:
     header = opened.header
     data, lengths = opened.segments(first, last), opened.lengths[first:last]
     if header.encoding == wire.SPARSE:
@@ -237,8 +250,8 @@ def _apply_segments(opened: Opened, base: Bytes, sign: int, first: int, last: in
 # -- read --------------------------------------------------------------------------------------------------------------
 
 
-def steps(
-    data: Bytes | Opened, start: int = 0, stop: int | None = None, *, backend: Backend | None = None
+def read_steps(
+    data: Bytes | OpenedChange, start: int = 0, stop: int | None = None, *, backend: CodecBackend | None = None
 ) -> Iterator[tuple[Positions, Steps]]:
     """Positions (int64, in the shard, ascending) and steps of a sparse change, a segment at a time; no base needed.
 
@@ -254,7 +267,7 @@ def steps(
     work = backend or default_backend()
     total = 0
     for index in range(max(start, 0) >> header.log, wire.segments_of(max(stop, 0), header.log)):
-        begin, end = header.segment(index)
+        begin, end = header.segment_bounds(index)
         positions, found = work.sparse_decode(opened.segments(index, index + 1), end - begin)
         total += positions.size
         if not positions.size:
@@ -269,28 +282,28 @@ def steps(
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
+class ShardEdit:
     """What a change does to some elements: ``positions`` (int64, in the shard, ascending), and how they get their values."""
 
     positions: Positions
     operand: npt.NDArray[Any]  # steps on the line, bits to flip, or the new values
     encoding: str
 
-    def new(self, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def new_values(self, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The new values of these elements from their old ones: unsigned integers of the tensor's width."""
         if self.encoding == wire.SPARSE:
-            return advance(old, self.operand)
+            return advance_values(old, self.operand)
         found: npt.NDArray[Any] = old ^ self.operand if self.encoding == wire.XOR else self.operand
         return found
 
-    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Edit:
+    def select(self, chosen: slice | npt.NDArray[np.bool_]) -> ShardEdit:
         """Some of them."""
-        return Edit(self.positions[chosen], self.operand[chosen], self.encoding)
+        return ShardEdit(self.positions[chosen], self.operand[chosen], self.encoding)
 
 
-def edits(
-    data: Bytes | Opened, start: int = 0, stop: int | None = None, *, backend: Backend | None = None
-) -> Iterator[Edit]:
+def read_edits(
+    data: Bytes | OpenedChange, start: int = 0, stop: int | None = None, *, backend: CodecBackend | None = None
+) -> Iterator[ShardEdit]:
     """Any change, a segment at a time, without the base: for a reader that knows where each element lies in its own storage.
 
     Only positions in ``[start, stop)``; segments outside are not decoded. Of the encodings that need no base every position
@@ -299,8 +312,8 @@ def edits(
     opened = _opened(data)
     header = opened.header
     if header.encoding == wire.SPARSE:
-        for positions, found in steps(opened, start, stop, backend=backend):
-            yield Edit(positions, found, wire.SPARSE)
+        for positions, found in read_steps(opened, start, stop, backend=backend):
+            yield ShardEdit(positions, found, wire.SPARSE)
         return
     stop = header.elements if stop is None else min(stop, header.elements)
     work, log = backend or default_backend(), header.log or wire.PLANES_LOG
@@ -318,11 +331,13 @@ def edits(
         low, high = max(start - begin, 0), min(stop, end) - begin
         values = values[low:high]
         where = np.flatnonzero(values) if header.encoding == wire.XOR else np.arange(values.size)
-        yield Edit(where + (begin + low), values[where] if header.encoding == wire.XOR else values, header.encoding)
+        yield ShardEdit(
+            where + (begin + low), values[where] if header.encoding == wire.XOR else values, header.encoding
+        )
 
 
-def changes(
-    data: Bytes | Opened, old: Bytes, *, backend: Backend | None = None
+def read_changes(
+    data: Bytes | OpenedChange, old: Bytes, *, backend: CodecBackend | None = None
 ) -> Iterator[tuple[Positions, npt.NDArray[np.unsignedinteger]]]:
     """Positions (int64, ascending) and new values of any change, a segment at a time; ``old`` is only read.
 
@@ -334,9 +349,9 @@ def changes(
     if old.size != header.elements * header.width:
         raise CorruptWeightsError("layout", f"{header.elements} elements of {header.width} B for {old.size} B")
     values = old.view(f"<u{header.width}")
-    for edit in edits(opened, backend=backend):
+    for edit in read_edits(opened, backend=backend):
         before = values[edit.positions]
-        fresh = edit.new(before)
+        fresh = edit.new_values(before)
         moved = fresh != before
         if moved.any():
             yield edit.positions[moved], fresh[moved]
@@ -345,9 +360,9 @@ def changes(
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _opened(change: Bytes | Opened) -> Opened:
+def _opened(change: Bytes | OpenedChange) -> OpenedChange:
     """Checked once: what was opened before is taken as it is."""
-    return change if isinstance(change, Opened) else wire.open_change(change)
+    return change if isinstance(change, OpenedChange) else wire.open_change(change)
 
 
 def _in_threads(work: Callable[[int, int], T], segments: int, threads: int) -> list[T]:

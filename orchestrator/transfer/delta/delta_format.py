@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<8sQ4BI3Q16s")
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ChangeHeader:
     """What a shard's change says it is. ``elements`` of ``width`` bytes, segments of ``1 << log`` elements."""
 
     encoding: str
@@ -52,16 +52,16 @@ class Header:
     changed: int
     payload: int
 
-    def segment(self, index: int) -> tuple[int, int]:
+    def segment_bounds(self, index: int) -> tuple[int, int]:
         """First element of a segment, and the one after its last."""
         return index << self.log, min(self.elements, (index + 1) << self.log)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedChange:
     """A checked change: ``lengths`` uint32 [segments], ``starts`` int64 [segments + 1] into ``payload``."""
 
-    header: Header
+    header: ChangeHeader
     lengths: npt.NDArray[np.uint32]
     starts: npt.NDArray[np.int64]
     payload: Bytes
@@ -76,7 +76,7 @@ def segments_of(elements: int, log: int) -> int:
     return -(-elements >> log) if elements else 0
 
 
-def seal(header: Header, lengths: npt.NDArray[np.uint32], parts: list[Bytes]) -> Bytes:
+def seal_change(header: ChangeHeader, lengths: npt.NDArray[np.uint32], parts: list[Bytes]) -> Bytes:
     """The bytes on the wire; ``parts`` one after the other are the payload."""
     data = np.empty(HEADER_BYTES + 4 * header.segments + header.payload, np.uint8)
     fields = (ENCODINGS.index(header.encoding), header.width, header.log, 0, header.segments)
@@ -93,7 +93,7 @@ def seal(header: Header, lengths: npt.NDArray[np.uint32], parts: list[Bytes]) ->
     return data
 
 
-def open_change(data: Bytes) -> Opened:
+def open_change(data: Bytes) -> OpenedChange:
     """Check a whole change. The segments themselves are checked when they are decoded. Raises CorruptWeightsError."""
     if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
         raise TypeError(f"a change is a contiguous uint8 array, not {data.dtype} of shape {data.shape}")
@@ -112,15 +112,15 @@ def open_change(data: Bytes) -> Opened:
         raise CorruptWeightsError("checksum", f"xxh3-64 is {found:016x}, announced {checksum:016x}")
     if number >= len(ENCODINGS) or width not in (1, 2, 4, 8) or zero or any(rest):
         raise CorruptWeightsError("format", f"encoding {number}, width {width}: cannot be read")
-    header = Header(ENCODINGS[number], width, log, segments, elements, changed, payload)
+    header = ChangeHeader(ENCODINGS[number], width, log, segments, elements, changed, payload)
     lengths = np.frombuffer(data.data, "<u4", segments, HEADER_BYTES).astype(np.uint32)  # aligned, and our own
     starts = np.zeros(segments + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     _check(header, int(starts[-1]))
-    return Opened(header, lengths, starts, data[HEADER_BYTES + 4 * segments :])
+    return OpenedChange(header, lengths, starts, data[HEADER_BYTES + 4 * segments :])
 
 
-def _check(header: Header, length: int) -> None:
+def _check(header: ChangeHeader, length: int) -> None:
     problem = ""
     if header.elements > MAX_ELEMENTS or header.changed > header.elements:
         problem = "too many elements"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.transfer.delta.bf16_line import Steps, Words
-from orchestrator.transfer.delta.codec_backend import Applied, Lengths
+from orchestrator.transfer.delta.codec_backend import AppliedSegments, Lengths
 from orchestrator.transfer.delta.rans import Bytes
 from orchestrator.transfer.delta.sparse_segments import Positions
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]], list[type]]] = {
 }
 
 
-class Native:
+class NativeCodec:
     """The library's calls on NumPy arrays, which must be contiguous. Segments ``first`` to ``last - 1`` of a shard.
 
     Raises OSError when ``path`` cannot be loaded, ImportError when it is of another version.
@@ -60,7 +60,7 @@ class Native:
             raise ImportError(f"{path} has version {found}, this package needs {ABI}; install the package again")
         self.level = LEVELS[self._library.rlc_delta_best()]
 
-    def use(self, level: str) -> str:
+    def use_level(self, level: str) -> str:
         """Use an instruction set up to the best of this CPU, in the whole process; returns the one now in use."""
         self.level = LEVELS[self._library.rlc_delta_use(LEVELS.index(level))]
         return self.level
@@ -106,14 +106,14 @@ class Native:
 
     def sparse_apply(
         self, data: Bytes, lengths: Lengths, base: Words, log: int, first: int, last: int, sign: int
-    ) -> Applied:
+    ) -> AppliedSegments:
         """Add (``sign`` 1) or take back (-1) the steps of segments, in place."""
         done = ctypes.c_uint64()
         changed = self._library.rlc_sparse_apply(
             *(_at(data), data.size, _at(lengths), base.size, log, first, last, _at(base), sign),
             ctypes.addressof(done),
         )
-        return Applied(done.value, changed, _error(changed))
+        return AppliedSegments(done.value, changed, _error(changed))
 
     def planes_encode(
         self, old: Bytes | None, new: Bytes, width: int, log: int, first: int, last: int
@@ -129,30 +129,30 @@ class Native:
 
     def planes_apply(
         self, data: Bytes, lengths: Lengths, base: Bytes, width: int, log: int, first: int, last: int, xor: bool
-    ) -> Applied:
+    ) -> AppliedSegments:
         """Write (or XOR in) the planes of segments, in place."""
         done = ctypes.c_uint64()
         code = self._library.rlc_planes_apply(
             *(_at(data), data.size, _at(lengths), base.size // width, width, log, first, last, _at(base), int(xor)),
             ctypes.addressof(done),
         )
-        return Applied(done.value, 0, _error(code))
+        return AppliedSegments(done.value, 0, _error(code))
 
 
 @cache
-def _loaded() -> tuple[Native | None, str]:
+def _loaded() -> tuple[NativeCodec | None, str]:
     if sys.byteorder != "little":
         return None, "this machine is not little-endian"
     path = Path(__file__).with_name("_native.ctypes.so")
     if not path.exists():
         return None, "not built: there was no C compiler when the package was installed (pip install again with one)"
     try:
-        return Native(path), ""
+        return NativeCodec(path), ""
     except (OSError, ImportError) as error:
         return None, str(error)
 
 
-def native() -> Native | None:
+def native() -> NativeCodec | None:
     """The library, or None."""
     return _loaded()[0]
 

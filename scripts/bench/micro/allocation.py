@@ -15,7 +15,7 @@ import zlib
 from typing import Any
 
 from orchestrator.policies.parallelism.parallel_degrees import allocate, anneal
-from orchestrator.policies.placement.group_placement import Speed
+from orchestrator.policies.placement.group_placement import WorkerSpeed
 from scripts.bench.result import frame, now
 
 NAME = "allocation"
@@ -25,12 +25,12 @@ _WORSE = 1.01  # annealing over the best
 _PAPER = 5.0  # s: Heddle, table 2
 
 
-def speeds(draw: random.Random) -> dict[int, Speed]:
+def speeds(draw: random.Random) -> dict[int, WorkerSpeed]:
     """Degrees 1, 2, 4, 8 (made-up): a degree twice as large makes a token 1.3 to 1.9 times as fast and holds twice as many at
     the same interference."""
     gain, slope = draw.uniform(0.38, 0.93), draw.uniform(0.002, 0.02)
     table = range(TRAJECTORIES)
-    return {d: Speed(0.02 * d**-gain, tuple(1 + slope * number / d for number in table)) for d in (1, 2, 4, 8)}
+    return {d: WorkerSpeed(0.02 * d**-gain, tuple(1 + slope * number / d for number in table)) for d in (1, 2, 4, 8)}
 
 
 def predictions(draw: random.Random) -> list[float]:

@@ -86,10 +86,10 @@ def _stream(layout: Layout, pool: Pool, every: int = 1) -> dict[str, Any]:
     bases = np.empty(max(counts), np.uint16)
     for count in counts:
         old, new = pool.cut(count)
-        change = delta.encode(old.view(np.uint8), new.view(np.uint8), "bfloat16")
+        change = delta.encode_change(old.view(np.uint8), new.view(np.uint8), "bfloat16")
         base = bases[:count]
         base[:] = old
-        delta.apply(change.data, base.view(np.uint8))
+        delta.apply_change(change.data, base.view(np.uint8))
         exact = exact and _same(base, new)
         total, changed, wire = total + count, changed + change.changed, wire + change.data.nbytes
         encodings[change.encoding] = encodings.get(change.encoding, 0) + 1
@@ -146,7 +146,7 @@ def _break_even(make: Callable[[float], tuple[Words, Words]]) -> dict[str, float
     @cache
     def sizes(density: float) -> dict[str, int]:
         old, new = make(density)
-        found = delta.sizes(old.view(np.uint8), new.view(np.uint8), "bfloat16")
+        found = delta.encoded_sizes(old.view(np.uint8), new.view(np.uint8), "bfloat16")
         return {**found, "coo": COO_BYTES * int(np.count_nonzero(old != new))}
 
     found = {}

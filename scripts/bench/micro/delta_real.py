@@ -56,9 +56,9 @@ def measure(folder: Path, *, cast: bool = False) -> dict[str, Any]:
 
 
 def _row(old: Bytes, new: Bytes, dtype: str) -> dict[str, Any]:
-    change = delta.encode(old, new, dtype)
+    change = delta.encode_change(old, new, dtype)
     base = old.copy()
-    delta.apply(change.data, base)
+    delta.apply_change(change.data, base)
     width = old.size // max(1, delta.open_change(change.data).header.elements)
     words = f"<u{width}" if width else "u1"
     changed = int(np.count_nonzero(old.view(words) != new.view(words)))

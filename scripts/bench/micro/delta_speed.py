@@ -63,7 +63,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 
 
 def _measure(old: Bytes, new: Bytes, rounds: int) -> dict[str, Any]:
-    change = delta.encode(old, new, "bfloat16")
+    change = delta.encode_change(old, new, "bfloat16")
     base, target = old.copy(), old.copy()
     cpu: dict[str, float] = {}
     wall: dict[str, float] = {}
@@ -81,10 +81,10 @@ def _measure(old: Bytes, new: Bytes, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             for threads in (1, 2):
                 timed("copy", threads, partial(_copy, target, old, pool if threads == 2 else None))
-                timed("encode", threads, partial(delta.encode, old, new, "bfloat16", threads=threads))
-                log = timed("apply", threads, partial(delta.apply, change.data, base, threads=threads))
+                timed("encode", threads, partial(delta.encode_change, old, new, "bfloat16", threads=threads))
+                log = timed("apply", threads, partial(delta.apply_change, change.data, base, threads=threads))
                 exact = exact and bool(np.array_equal(base, new))
-                timed("undo", threads, partial(delta.undo, log))
+                timed("undo", threads, partial(delta.undo_change, log))
                 exact = exact and bool(np.array_equal(base, old))
     row: dict[str, Any] = {"encoding": change.encoding, "changed": change.changed, "bit_exact": exact}
     for key, seconds in cpu.items():

@@ -57,8 +57,8 @@ def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
     mooncake = [] if model else probes[-1]["rows"]
     policy = BreakEven()
     for row in rows:
-        policy.saw(True, row["tokens"], row["move"])
-        policy.saw(False, row["tokens"], row["recompute"])
+        policy.record_turn(True, row["tokens"], row["move"])
+        policy.record_turn(False, row["tokens"], row["recompute"])
     last = rows[-1]
     value = last["move"] / last["recompute"]
     return frame(
@@ -73,7 +73,7 @@ def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
         detail={
             "model": probes[0]["model"],
             "rows": rows,
-            "break_even_tokens": policy.tokens if math.isfinite(policy.tokens) else None,
+            "break_even_tokens": policy.break_even_tokens if math.isfinite(policy.break_even_tokens) else None,
             "shortest_that_paid": next((row["tokens"] for row in rows if row["move"] < row["recompute"]), None),
             "megabytes_per_s": [row["bytes"] / row["transfer"] / 1e6 for row in rows],
             "mooncake": mooncake,

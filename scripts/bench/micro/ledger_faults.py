@@ -34,7 +34,7 @@ from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, parse_config
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.routing.turn_routing import RULES
-from orchestrator.sim.seeded_draws import stream
+from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_run import SimResult, simulate
 from scripts.bench.result import frame, now
 
@@ -80,24 +80,24 @@ class Tally:
 
 def config_of(seed: int, fault_rate: float | None = None) -> Config:
     """The small run that a seed stands for: its shape is drawn as well."""
-    rng = stream(seed, "shape")
+    rng = random_stream(seed, "shape")
     alpha = rng.choice((0, 1, 1, 2, 3))
     size, groups = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
-    extra = stream(seed, "shape", "streaming")  # its own draws, so that a seed keeps the rest of its shape
-    weights = stream(seed, "shape", "weights")
-    route = stream(seed, "shape", "routing")
-    fitting = [name for name in coordination_modes.MODES if not coordination_modes.conflict(name, alpha)]
+    extra = random_stream(seed, "shape", "streaming")  # its own draws, so that a seed keeps the rest of its shape
+    weights = random_stream(seed, "shape", "weights")
+    route = random_stream(seed, "shape", "routing")
+    fitting = [name for name in coordination_modes.MODES if not coordination_modes.alpha_conflict(name, alpha)]
     steps, workers = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
-    more = stream(seed, "shape", "tasks, pools, tools, contexts")
+    more = random_stream(seed, "shape", "tasks, pools, tools, contexts")
     members = more.choice((1.0, 1.0, 1.5))
     environments = math.ceil(size * members) * rng.choice((1, 2, 6))
     redundant_groups = rng.choice((1.0, 1.0, 1.5))
-    mode = stream(seed, "shape", "mode").choice(fitting)
+    mode = random_stream(seed, "shape", "mode").choice(fitting)
     around = _surroundings(more)
     if mode == "sync":
         around["environment"]["size"] = 0
     rounds = rounds_of(seed, size, groups)
-    lengths = _cut(_lengths(stream(seed, "shape", "lengths")), stream(seed, "shape", "degrees"))
+    lengths = _cut(_lengths(random_stream(seed, "shape", "lengths")), random_stream(seed, "shape", "degrees"))
     others = {}
     if "disaggregation" in lengths:
         workers = max(2, workers)
@@ -168,7 +168,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
 
 def rounds_of(seed: int, size: int, groups: int) -> dict[str, Any]:
     """Short and long rounds of every third seed: small epochs, so that a run sees the ends of some."""
-    rng = stream(seed, "shape", "rounds")
+    rng = random_stream(seed, "shape", "rounds")
     return {
         "enabled": rng.random() < 1 / 3,
         "eta_prompts": rng.choice((1.0, 1.25, 1.5, 2.0)),
@@ -178,7 +178,9 @@ def rounds_of(seed: int, size: int, groups: int) -> dict[str, Any]:
         "tries": rng.choice((2, 12)),  # of groups of up to six: fewer than the failures in a row that end a run
         "isolate_environments": rng.choice((False, True)),
         "max_active": rng.choice((None, 2 * size)),
-        "predict": stream(seed, "shape", "rounds", "predict").choice(("", "", "history", f"{__name__}:length_of")),
+        "predict": random_stream(seed, "shape", "rounds", "predict").choice(
+            ("", "", "history", f"{__name__}:length_of")
+        ),
     }
 
 

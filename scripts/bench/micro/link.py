@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from orchestrator.api import MetadataStore, Relay
-from orchestrator.transfer.registered_buffers import Ranging, Registering
+from orchestrator.transfer.registered_buffers import RangeRelay, RegisteringRelay
 
 BURST_BYTES = 64 << 10  # what may cross at once after the link was idle
 
@@ -67,7 +67,9 @@ class Link:
 
 
 class LinkedRelay:
-    """Implements :class:`orchestrator.api.Relay`, ``Registering`` and ``Ranging``: a relay behind a link. Closes it, too."""
+    """Implements :class:`orchestrator.api.Relay`, ``RegisteringRelay`` and ``RangeRelay``: a relay behind a link.
+    Closes it, too.
+    """
 
     def __init__(self, relay: Relay, link: Link) -> None:
         self._relay, self._link = relay, link
@@ -85,7 +87,7 @@ class LinkedRelay:
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
         relay = self._relay
-        if not isinstance(relay, Ranging):
+        if not isinstance(relay, RangeRelay):
             raise TypeError(f"{type(relay).__name__} cannot read parts of an object")
         begun = self._link.begin("get_ranges")
         read = relay.get_ranges(key, ranges, buffer)
@@ -101,11 +103,11 @@ class LinkedRelay:
         return self._relay.remove(key)
 
     def register(self, buffer: memoryview) -> None:
-        if isinstance(self._relay, Registering):
+        if isinstance(self._relay, RegisteringRelay):
             self._relay.register(buffer)
 
     def unregister(self, buffer: memoryview) -> None:
-        if isinstance(self._relay, Registering):
+        if isinstance(self._relay, RegisteringRelay):
             self._relay.unregister(buffer)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 
 from orchestrator.transfer.bucket import Bytes
-from orchestrator.transfer.shard_codec import RAW, Codec
+from orchestrator.transfer.shard_codec import RAW, ShardCodec
 
 ZSTD_LEVEL = 3
 
@@ -85,7 +85,7 @@ class Zstd:
 class Switch:
     """One of several codecs at a time, so that one job can try each on the same base. Adds up the seconds of each side."""
 
-    def __init__(self, codecs: dict[str, Codec], clock: Callable[[], float]) -> None:
+    def __init__(self, codecs: dict[str, ShardCodec], clock: Callable[[], float]) -> None:
         self._codecs, self._clock = codecs, clock
         self.use = next(iter(codecs))
         self.encode_seconds = self.apply_seconds = 0.0

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.policies.placement.group_placement import Speed, place
+from orchestrator.policies.placement.group_placement import WorkerSpeed, place_groups
 from scripts.bench.result import frame, now
 
 NAME = "placement"
@@ -31,7 +31,7 @@ _BAR = 1.0  # ms
 _PAPER = 36.0  # ms: Heddle, table 2
 
 
-def dynamic_program(lengths: Sequence[float], workers: Sequence[Speed]) -> float:
+def dynamic_program(lengths: Sequence[float], workers: Sequence[WorkerSpeed]) -> float:
     """The optimal makespan by Heddle's formula 3, O(n^2 m): the oracle."""
     ordered = sorted(lengths, reverse=True)
     count = len(ordered)
@@ -46,32 +46,32 @@ def dynamic_program(lengths: Sequence[float], workers: Sequence[Speed]) -> float
     return before[count]
 
 
-def random_case(draw: random.Random) -> tuple[list[float], list[Speed]]:
+def random_case(draw: random.Random) -> tuple[list[float], list[WorkerSpeed]]:
     """At most 12 trajectories on at most 5 workers that can hold them: ties, zeros, long tails; fleets alike and mixed."""
     count, kinds = draw.randint(1, 12), draw.randint(1, 5)
     lengths = [
         draw.choice([float(draw.randint(0, 6)), draw.expovariate(0.01), draw.paretovariate(1.1)]) for _ in range(count)
     ]
 
-    def kind(capacity: int) -> Speed:
+    def kind(capacity: int) -> WorkerSpeed:
         value, table = 1.0, []
         for _ in range(capacity):
             value *= draw.choice([1.0, 1.0, 1.1, draw.uniform(1, 2)])
             table.append(value)
-        return Speed(draw.choice([1.0, 0.5, draw.random() + 0.1]), tuple(table))
+        return WorkerSpeed(draw.choice([1.0, 0.5, draw.random() + 0.1]), tuple(table))
 
     if draw.random() < 0.5:
         return lengths, [kind(count)] * kinds
     return lengths, [kind(count), *(kind(draw.randint(1, count)) for _ in range(kinds - 1))]
 
 
-def fleets() -> dict[str, list[Speed]]:
+def fleets() -> dict[str, list[WorkerSpeed]]:
     """Batch interference: a per cent a trajectory, five beyond 256 (made-up, of the shape of a decode roofline)."""
     table = tuple(1 + 0.01 * number + 0.05 * max(0, number - 256) for number in range(TRAJECTORIES))
     mixed = [8] * 2 + [4] * 4 + [2] * 8 + [1] * 50
     return {
-        "64 alike": [Speed(0.02, table)] * WORKERS,
-        "64 of four degrees": [Speed(0.02 / degree**0.7, table) for degree in mixed],
+        "64 alike": [WorkerSpeed(0.02, table)] * WORKERS,
+        "64 of four degrees": [WorkerSpeed(0.02 / degree**0.7, table) for degree in mixed],
     }
 
 
@@ -88,13 +88,13 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     different = 0
     for _ in range(cases):
         lengths, workers = random_case(draw)
-        different += place(lengths, workers).makespan != dynamic_program(lengths, workers)
+        different += place_groups(lengths, workers).makespan != dynamic_program(lengths, workers)
     times: dict[str, list[float]] = {name: [] for name in fleets()}
     for _ in range(50 if quick else 500):
         drawn = predictions(draw)
         for name, workers in fleets().items():
             start = time.process_time()
-            place(drawn, workers)
+            place_groups(drawn, workers)
             times[name].append((time.process_time() - start) * 1e3)
     rows = {name: statistics.median(values) for name, values in times.items()}
     value = max(rows.values())

@@ -87,10 +87,10 @@ class Traffic:
         self.running: list[str] = []
         self._tasks, self._draw = case.tasks, random.Random(seed)
         for worker in range(len(case.seats)):
-            self.router.open(worker)
+            self.router.open_worker(worker)
         for number in range(TRAJECTORIES):
-            self.router.ask(f"{number}/0", str(number), case.tasks[number % len(case.tasks)])
-        while (granted := self.router.grant()) is not None:
+            self.router.queue_turn(f"{number}/0", str(number), case.tasks[number % len(case.tasks)])
+        while (granted := self.router.grant_turn()) is not None:
             self.running.append(granted[0])
 
     def end_turn(self) -> tuple[str, str, str]:
@@ -99,13 +99,13 @@ class Traffic:
         request, self.running[place] = self.running[place], self.running[-1]
         self.running.pop()
         trajectory, _, turn = request.partition("/")
-        self.router.leave(request)
+        self.router.end_turn(request)
         return f"{trajectory}/{int(turn) + 1}", trajectory, self._tasks[int(trajectory) % len(self._tasks)]
 
     def decide(self, request: str, trajectory: str, task: str) -> tuple[str, int] | None:
         """The decision that is timed: a turn asks; the turn and the worker that may go on."""
-        self.router.ask(request, trajectory, task)
-        return self.router.grant()
+        self.router.queue_turn(request, trajectory, task)
+        return self.router.grant_turn()
 
 
 def measure(case: Case, decisions: int, seed: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def measure(case: Case, decisions: int, seed: int) -> dict[str, Any]:
                     kept, moved = kept + (before == worker), moved + (before != worker)
                 last[owner] = worker
                 begun = clock()
-                granted = traffic.router.grant()
+                granted = traffic.router.grant_turn()
                 if granted is not None:
                     times.append(clock() - begun)
     finally:

@@ -29,8 +29,8 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import garbage_collector
 from orchestrator.runtime.background_checkpoints import BesideTheLoop
-from orchestrator.sandbox import Limits, Sandbox
-from orchestrator.sim.run_audit import Audit
+from orchestrator.sandbox import Sandbox, SandboxLimits
+from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.seeded_draws import lognormal
 from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_worker import SimWorker
@@ -40,7 +40,7 @@ from scripts.bench.micro.loop_delay import LoopDelay, WatchedSelector
 
 ENVIRONMENTS, SANDBOXED = 2000, 64
 SPEEDS = (0.25, 1.0, 1.0, 4.0)  # of environments, in turn: how much slower than the mean of the config
-_LIMITS = Limits(wall_seconds=300.0, cpu_seconds=5, memory_bytes=256 << 20, processes=8, scratch_bytes=1 << 20)
+_LIMITS = SandboxLimits(wall_seconds=300.0, cpu_seconds=5, memory_bytes=256 << 20, processes=8, scratch_bytes=1 << 20)
 _PROGRAM = "import sys, time, zlib\ntime.sleep(float(sys.argv[1]))\nprint(zlib.crc32(sys.argv[2].encode()))\n"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LONGEST = 120.0  # seconds of a step
@@ -170,10 +170,10 @@ class _NoAudit:
 
     trained_ids: tuple[str, ...] = ()
 
-    def batch(self, batch: TrainBatch, version: int) -> None:
+    def check_batch(self, batch: TrainBatch, version: int) -> None:
         """Nothing."""
 
-    def trained(self, batch: TrainBatch) -> None:
+    def record_training(self, batch: TrainBatch) -> None:
         """Nothing."""
 
 
@@ -195,7 +195,7 @@ async def soak(config: Config, folder: Path, selector: WatchedSelector, mark: st
         workers: list[ManagedWorker] = [
             SimWorker(f"sim-{index}", config, weights) for index in range(config.rollout.workers)
         ]
-        trainer = SimTrainer(config, weights, cast(Audit, _NoAudit()))
+        trainer = SimTrainer(config, weights, cast(RunAudit, _NoAudit()))
         checkpoints = BesideTheLoop(run.checkpoints, config.checkpoint.keep)
         parts = Components(task, workers, trainer, SimReward(config), events, ledger, store, SimDisplay(), checkpoints)
         pipeline = build_pipeline(config, parts)

@@ -26,13 +26,13 @@ from typing import Any
 
 from orchestrator.api import Relay, ShardKey
 from orchestrator.transfer import (
-    Codec,
     DeltaCodec,
+    HostedWeights,
     MemoryMetadata,
     MooncakeRelay,
     Publisher,
     RelayEndpoint,
-    Resident,
+    ShardCodec,
     Subscriber,
     delta,
 )
@@ -92,7 +92,7 @@ class Job:
 
     def __init__(self, relay: Relay, name: str, items: list[Item], bucket_bytes: int = BUCKET_BYTES) -> None:
         self.link, self.items, self.version = Link(round_trip=ROUND_TRIP), items, 0
-        codecs: dict[str, Codec] = {
+        codecs: dict[str, ShardCodec] = {
             "ours": DeltaCodec(),
             "coo": Coo(),
             "zstd-xor": Zstd(xor=True),
@@ -106,7 +106,7 @@ class Job:
         metadata = MemoryMetadata()
         self.publisher = Publisher(endpoint, LinkedRelay(relay, self.link), metadata, codec=self.codec)
         subscriber = Subscriber(endpoint, relay, LinkedMetadata(metadata, self.link), codec=self.codec)
-        self.resident = Resident(subscriber, codec=self.codec)
+        self.resident = HostedWeights(subscriber, codec=self.codec)
         self.publisher.rollback(0)
         self.publisher.publish_shards(0, ((key, old, None) for key, old, _ in items))
         self.resident.advance(0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.sim.paper_setups import measure, scenario
+from orchestrator.sim.paper_setups import load_scenario, measure
 from scripts.bench.papers.modes import FREE, FREE_NAME
 from scripts.bench.papers.rollart_setups import rollart_fleet
 from scripts.bench.papers.simulated import row, simulated_frame, within
@@ -26,7 +26,7 @@ _NO_AFFINITY = "rollout.routing.affinity={}"
 def config_of(model: str, fleet: str, scale: int, steps: int, extra: Sequence[str] = ()) -> Config:
     """One of the three."""
     given = [f"run.steps={steps}", *rollart_fleet(model, *FLEETS[fleet]), *extra]
-    return scenario("rollart", [*given, *([] if fleet == "affinity" else [_NO_AFFINITY])], scale)
+    return load_scenario("rollart", [*given, *([] if fleet == "affinity" else [_NO_AFFINITY])], scale)
 
 
 def config_of_task(task: str, hardware: str, batch: int) -> Config:
@@ -50,7 +50,7 @@ def config_of_task(task: str, hardware: str, batch: int) -> Config:
         "sim.trainer_serial_seconds=0",
         *(f"sim.tasks.{name}.weight=1e-9" for name in sorted(others)),
     ]
-    return scenario("rollart", given)
+    return load_scenario("rollart", given)
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:

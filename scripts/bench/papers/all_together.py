@@ -31,7 +31,7 @@ from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
 from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
-from orchestrator.sim.paper_setups import Measured, measure, scenario
+from orchestrator.sim.paper_setups import RunFigures, load_scenario, measure
 from orchestrator.sim.simulated_cluster import trainer_costs
 from orchestrator.sim.simulated_forecasts import SimRates
 from scripts.bench.papers.heddle import DEGREES, MARGIN, known_loads
@@ -138,7 +138,7 @@ def _streamed(where: Workload) -> tuple[str, ...]:
 
 def _degrees(where: Workload, given: Sequence[str], affine: bool) -> tuple[str, ...]:
     """Overrides: unequal degrees of the run's own GPUs, as Heddle's resource manager cuts them, in each class for its tasks."""
-    config = scenario(where.scenario, given, where.scale)
+    config = load_scenario(where.scenario, given, where.scale)
     classes = config.sim.fleet or {"": config.rollout.workers}
     number = config.rollout.groups_per_step * config.rollout.group_size
     rates, found, fleet = SimRates(config), list[int](), list[str]()
@@ -146,7 +146,7 @@ def _degrees(where: Workload, given: Sequence[str], affine: bool) -> tuple[str, 
         here = {task for task, wanted in where.affinity.items() if wanted == name} if affine else set(config.sim.tasks)
         expected = max(1, number * len(here) // len(config.sim.tasks))
         known = known_loads(_only(where, given, here) if affine else config, expected)
-        kinds = {degree: rates.of(name, degree) for degree in DEGREES if degree <= workers * where.ranks}
+        kinds = {degree: rates.rates_at(name, degree) for degree in DEGREES if degree <= workers * where.ranks}
         devices = workers * where.ranks
         server = 8 if devices < 8 else math.gcd(devices, 8)
         chosen = allocate_loads(known, devices, kinds, per_server=server, margin=MARGIN).degrees
@@ -158,7 +158,7 @@ def _degrees(where: Workload, given: Sequence[str], affine: bool) -> tuple[str, 
 
 def _only(where: Workload, given: Sequence[str], tasks: set[str]) -> Config:
     others = [name for name in where.affinity if name not in tasks]
-    return scenario(where.scenario, [*given, *(f"sim.tasks.{name}.weight=1e-9" for name in others)], where.scale)
+    return load_scenario(where.scenario, [*given, *(f"sim.tasks.{name}.weight=1e-9" for name in others)], where.scale)
 
 
 def settings(name: str, where: Workload) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -220,16 +220,16 @@ def _widened(where: Workload) -> Iterator[str]:
         yield f"sim.fleet={{{', '.join(f'{name}={count}' for name, count in scaled.items())}}}"
 
 
-def played(where: Workload, setting: str, given: Sequence[str], steps: int, seed: int) -> Measured:
+def played(where: Workload, setting: str, given: Sequence[str], steps: int, seed: int) -> RunFigures:
     """One run. Raises ConfigError, SimulationFailed."""
     all_given = (f"run.steps={steps}", f"run.seed={seed}", *where.given, *given)
     try:
-        return measure(scenario(where.scenario, all_given, where.scale))
+        return measure(load_scenario(where.scenario, all_given, where.scale))
     except ConfigError as error:
         raise ConfigError(NAME, setting, str(error)) from error
 
 
-def _row(one: Measured) -> dict[str, Any]:
+def _row(one: RunFigures) -> dict[str, Any]:
     users = one.result.summary.get("borrowed", {})
     return {
         "tokens_per_s": one.throughput,
@@ -242,7 +242,7 @@ def _row(one: Measured) -> dict[str, Any]:
 
 def binds_at(where: Workload, given: Sequence[str], tokens: float) -> float:
     """Tokens a second if the trainer were never waited for: it trains a step's ``tokens``, publishes, and begins the next."""
-    config = scenario(where.scenario, (*where.given, *given), where.scale)
+    config = load_scenario(where.scenario, (*where.given, *given), where.scale)
     number = config.rollout.groups_per_step * config.rollout.group_size
     costs = trainer_costs(config)
     seconds = costs.train([int(tokens / config.sim.grain / number)] * number) + costs.publish_seconds

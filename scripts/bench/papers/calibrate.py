@@ -18,8 +18,8 @@ import numpy as np
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.sim.cost_model import CHUNK_TOKENS, EngineCosts, seconds_of
-from orchestrator.sim.engine_batch import Batch
-from orchestrator.sim.engine_batch import Sequence as Running
+from orchestrator.sim.engine_batch import EngineBatch
+from orchestrator.sim.engine_batch import EngineSequence as Running
 
 COSTS = ("step", "sequence", "context", "token", "pair", "chunk", "spill")
 CACHED = (1024, 1536, 2048, 3072, 4096, 5120, 6144)
@@ -132,7 +132,7 @@ def left_out(sizes: Sequence[Sequence[Step]]) -> list[float]:
 
 def rollout_seconds(costs: EngineCosts, requests: Sequence[tuple[int, int]], slots: int) -> float:
     """What the simulator's engine takes for requests of (prompt, response) tokens that are all there at the start."""
-    batch = Batch(slots, costs.kv_tokens)
+    batch = EngineBatch(slots, costs.kv_tokens)
     for number, (prompt, tokens) in enumerate(requests):
         request = GenerationRequest(str(number), str(number), 0, (0,) * prompt, Sampling(tokens), "")
         batch.add(Running(request, (0,) * tokens, 0.0, number))

@@ -13,19 +13,19 @@ from statistics import fmean
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.policies.parallelism.engine_profile import Layout
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.policies.parallelism.engine_profile import EngineLayout
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers.simulated import simulated_frame
 from scripts.bench.result import now
 
 NAME = "expert-parallelism"
 DEVICES = 8
-LAYOUTS = tuple(Layout(tp, ep) for tp in (1, 2, 4, 8) for ep in sorted({1, tp}))
+LAYOUTS = tuple(EngineLayout(tp, ep) for tp in (1, 2, 4, 8) for ep in sorted({1, tp}))
 QUICK = ("run.steps=8", "sim.expert_imbalance={0 = 1.0, 3 = 4.0}")
 
 
-def fixed(layout: Layout, *overrides: str) -> Config:
+def fixed(layout: EngineLayout, *overrides: str) -> Config:
     """The scenario without the planner, all engines in one layout."""
     given = [
         "rollout.planner.enabled=false",
@@ -33,7 +33,7 @@ def fixed(layout: Layout, *overrides: str) -> Config:
         f"rollout.workers={DEVICES // layout.tp}",
     ]
     given += [f"sim.tensor_parallel={layout.tp}", f"sim.expert_parallel={layout.ep}"]
-    return scenario("experts", [*given, *overrides])
+    return load_scenario("experts", [*given, *overrides])
 
 
 def played(config: Config) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def played(config: Config) -> dict[str, Any]:
     return {
         "seconds": round(result.summary["seconds"], 3),
         "rollouts": [round(took[step], 3) for step in sorted(took)],
-        "layouts": [str(Layout(event["tp"], event["ep"])) for event in plans],
+        "layouts": [str(EngineLayout(event["tp"], event["ep"])) for event in plans],
         "imbalance": [event["imbalance"] for event in plans],
         "reasons": {event["step"]: event["reason"] for event in plans if event["reason"]},
         "changes": [{name: event[name] for name in ("step", "tp", "ep", "seconds", "error")} for event in changes],
@@ -56,7 +56,7 @@ def played(config: Config) -> dict[str, Any]:
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Simulate. Raises SimulationFailed."""
     begun, given = now(), QUICK if quick else ()
-    planner = played(scenario("experts", given))
+    planner = played(load_scenario("experts", given))
     layouts = LAYOUTS if not quick else [layout for layout in LAYOUTS if str(layout) == planner["layouts"][0]]
     others = {str(layout): played(fixed(layout, *given)) for layout in layouts}
     best = min(others, key=lambda name: others[name]["seconds"])

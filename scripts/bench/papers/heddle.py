@@ -20,11 +20,11 @@ from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
-from orchestrator.policies.placement.worker_load import SCORE, Loads, sorted_loads
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.policies.placement.worker_load import SCORE, TrajectoryLoads, sorted_loads
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_forecasts import SimRates
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.task_mix import Workload
+from orchestrator.sim.task_mix import TaskMix
 from scripts.bench.papers.simulated import row, simulated_frame
 from scripts.bench.result import now
 
@@ -52,19 +52,19 @@ _PLACE = (
 def base(agent: str, scale: int, extra: Sequence[str] = ()) -> Config:
     """The scenario with one agent only."""
     others = [f"sim.tasks.{name}.weight=1e-9" for name in AGENTS if name != agent]
-    return scenario("heddle", [*others, *extra], scale)
+    return load_scenario("heddle", [*others, *extra], scale)
 
 
-def known_loads(config: Config, number: int) -> Loads:
+def known_loads(config: Config, number: int) -> TrajectoryLoads:
     """Forecasts of so many trajectories before they begin, of prompts that no run plays: of each the median of its prompt's, and
     how far they are from it. What a resource manager knows from the steps before."""
-    workload, draw, grain = Workload(config), random.Random(977), config.sim.grain
+    workload, draw, grain = TaskMix(config), random.Random(977), config.sim.grain
     longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
     tokens, prompts, gaps, off = list[float](), list[float](), list[float](), list[float]()
     heard = said = 0.0
     for prompt in range(number // size):
-        name = workload.assign(f"known-{prompt}")
-        task, opening = workload.of(name), workload.opening(name, random.Random(prompt))
+        name = workload.assign_task(f"known-{prompt}")
+        task, opening = workload.task_named(name), workload.opening(name, random.Random(prompt))
         logs, observed = list[float](), task.observation_tokens / grain
         for member in range(size):
             turns, turn, spoken, context = (
@@ -92,7 +92,7 @@ def degrees(config: Config) -> tuple[int, ...]:
     """How the resource manager cuts the GPUs (Heddle 6), by the same costs that the placement reads."""
     number = config.rollout.groups_per_step * config.rollout.group_size
     rates = SimRates(config)
-    kinds = {degree: rates.of("", degree) for degree in DEGREES}
+    kinds = {degree: rates.rates_at("", degree) for degree in DEGREES}
     return allocate_loads(known_loads(config, number), config.rollout.workers, kinds, margin=MARGIN).degrees
 
 

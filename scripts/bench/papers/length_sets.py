@@ -19,8 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, ContextStart, Prompt, Trajectory, Turn
-from orchestrator.policies.prediction.length_features import PROMPT_TOKENS, TAIL_TOKENS, Progress, boundaries
-from orchestrator.policies.prediction.length_predictor import Outcome
+from orchestrator.policies.prediction.length_features import (
+    PROMPT_TOKENS,
+    TAIL_TOKENS,
+    TrajectoryProgress,
+    turn_boundaries,
+)
+from orchestrator.policies.prediction.length_predictor import LengthOutcome
 from orchestrator.store import read_trajectories, to_trajectory
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -33,7 +38,7 @@ class Case:
 
     prompt: str
     trial: int
-    outcome: Outcome
+    outcome: LengthOutcome
     asked: tuple[float, ...] = ()
     ended: float = 0.0
 
@@ -42,10 +47,10 @@ FORMAT = "rl-coserve lengths 1"
 PACKED = Path(__file__).parent
 
 
-def outcome_of(trajectory: Trajectory, *, complete: bool = True) -> Outcome:
+def outcome_of(trajectory: Trajectory, *, complete: bool = True) -> LengthOutcome:
     """What a predictor learns of a trajectory."""
     said = tuple(len(turn.action_ids) for turn in trajectory.turns)
-    return Outcome(tuple(boundaries(trajectory)), said, complete)
+    return LengthOutcome(tuple(turn_boundaries(trajectory)), said, complete)
 
 
 def recorded(folder: str | Path) -> list[Case]:
@@ -146,11 +151,11 @@ def tau_bench(file: str) -> list[Case]:
     return _counted([(str(row["task_id"]), _dialogue(number, row)) for number, row in enumerate(rows)])
 
 
-def _dialogue(number: int, row: dict[str, Any]) -> Outcome:
+def _dialogue(number: int, row: dict[str, Any]) -> LengthOutcome:
     context: list[int] = []
     heard: list[int] = []
     said: list[int] = []
-    before: list[Progress] = []
+    before: list[TrajectoryProgress] = []
     opening: tuple[int, ...] = ()
     since: list[int] = []
     for message in row["traj"]:
@@ -166,15 +171,15 @@ def _dialogue(number: int, row: dict[str, Any]) -> Outcome:
         tail, prompt = tuple(context[-TAIL_TOKENS:]), str(row["task_id"])
         times = (0.0,) * max(0, len(said) - 1)
         known = tuple(heard) or (len(since),)
-        before.append(Progress(str(number), "tau-bench", prompt, opening, tail, known, tuple(said), times))
+        before.append(TrajectoryProgress(str(number), "tau-bench", prompt, opening, tail, known, tuple(said), times))
         heard.append(len(since))
         context += [*(since if said else []), *tokens]
         said.append(max(1, len(tokens)))
         since = []
-    return Outcome(tuple(before), tuple(said), True)
+    return LengthOutcome(tuple(before), tuple(said), True)
 
 
-def _counted(rows: list[tuple[str, Outcome]]) -> list[Case]:
+def _counted(rows: list[tuple[str, LengthOutcome]]) -> list[Case]:
     seen: dict[str, int] = {}
     found = []
     for prompt, outcome in rows:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import Measured, measure
+from orchestrator.sim.paper_setups import RunFigures, measure
 from scripts.bench.papers.rollart_setups import LADDER, rollart
 from scripts.bench.papers.simulated import exactly, simulated_frame, within
 from scripts.bench.result import now
@@ -46,9 +46,9 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 
 
 def result(
-    found: dict[str, dict[str, Measured]],
-    free: dict[str, Measured],
-    pushed: dict[str, Measured],
+    found: dict[str, dict[str, RunFigures]],
+    free: dict[str, RunFigures],
+    pushed: dict[str, RunFigures],
     scale: int,
     quick: bool,
     nonce: str,
@@ -98,7 +98,7 @@ def result(
     )
 
 
-def _figures(one: Measured) -> dict[str, float]:
+def _figures(one: RunFigures) -> dict[str, float]:
     return {
         "step_seconds": round(one.step_seconds, 3),
         "train_seconds": round(one.train_seconds, 3),

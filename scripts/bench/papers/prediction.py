@@ -31,7 +31,13 @@ from typing import Any
 import numpy as np
 
 from orchestrator.api import ConfigError
-from orchestrator.policies.prediction.length_predictor import History, LengthPredictor, Oracle, Progressive, prompt_only
+from orchestrator.policies.prediction.length_predictor import (
+    HistoryPredictor,
+    LengthPredictor,
+    OraclePredictor,
+    ProgressivePredictor,
+    prompt_only,
+)
 from scripts.bench.papers.length_sets import Case, built_in, packed, recorded, tau_bench
 from scripts.bench.papers.resampling import paired, words
 from scripts.bench.result import frame, now
@@ -51,9 +57,9 @@ _PRIOR = 100.0  # tokens; before anything is learned
 def predictors(seed: int) -> dict[str, Callable[[], LengthPredictor]]:
     """Those that are compared."""
     return {
-        "progressive": lambda: Progressive(_PRIOR, coverage=COVERAGE, seed=seed),
+        "progressive": lambda: ProgressivePredictor(_PRIOR, coverage=COVERAGE, seed=seed),
         "prompt only": lambda: prompt_only(_PRIOR, coverage=COVERAGE, seed=seed),
-        "history": lambda: History(_PRIOR),
+        "history": lambda: HistoryPredictor(_PRIOR),
     }
 
 
@@ -149,7 +155,7 @@ def folds(cases: Sequence[Case], make: Callable[[], LengthPredictor], part: Call
         for case in cases:
             if part(case) != held:
                 predictor.learn(case.outcome)
-        if isinstance(predictor, Progressive):
+        if isinstance(predictor, ProgressivePredictor):
             predictor.finish()
         for case in cases:
             if part(case) == held:
@@ -167,7 +173,7 @@ def compare(cases: Sequence[Case], how: str, seed: int) -> dict[str, Any]:
     }
     tallies = {name: judge[how](make) for name, make in predictors(seed).items()}
     totals = {case.outcome.before[0].trajectory: case.outcome.said for case in cases}
-    tallies["oracle"] = judge[how](lambda: Oracle(totals))
+    tallies["oracle"] = judge[how](lambda: OraclePredictor(totals))
     found: dict[str, Any] = {name: tally.measures() for name, tally in tallies.items()}
     found["differences"] = [differences(tallies, found, turn, seed) for turn in TURNS]
     return found
@@ -265,7 +271,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 def cost(seed: int) -> dict[str, float]:
     """Microseconds of processor time of a forecast and of learning a trajectory, in process, on made-up trajectories."""
     draw = np.random.default_rng(seed)
-    predictor = Progressive(_PRIOR, seed=seed)
+    predictor = ProgressivePredictor(_PRIOR, seed=seed)
     outcomes = [_made_up(number, draw) for number in range(400)]
     start = time.process_time()
     for outcome in outcomes:

@@ -10,9 +10,9 @@ import json
 import statistics
 from typing import Any
 
-from orchestrator.sim.cost_model import Roofline, RooflineTraining
+from orchestrator.sim.cost_model import RooflineCosts, RooflineTraining
 from orchestrator.sim.hardware import DEVICES, MODELS
-from orchestrator.sim.paper_setups import measure, scenario
+from orchestrator.sim.paper_setups import load_scenario, measure
 
 _GIB = 1 << 30
 _TRANSFER = "the paper's path has a start of 4 s and reaches a small part of the link; ours counts 0.8 of the link"
@@ -68,12 +68,12 @@ def _transfers() -> list[dict[str, Any]]:
     push = {"Qwen3-8B": 32.4, "Qwen3-14B": 67.8, "Qwen3-32B": 127.3}
     pull = {"Qwen3-8B": 6.2, "Qwen3-14B": 16.3, "Qwen3-32B": 29.7}
     exposed = {"Qwen3-8B": 1.4, "Qwen3-14B": 5.1, "Qwen3-32B": 9.6}
-    config = scenario("rollart")
+    config = load_scenario("rollart")
     device = DEVICES["H20"]
     for name, ranks in (("Qwen3-8B", 1), ("Qwen3-14B", 2), ("Qwen3-32B", 4)):
         model = MODELS[name]
         training = RooflineTraining(DEVICES["H800"], model, 32, 1, config.sim.push_gb_s)
-        engine = Roofline(device, model, ranks, config.sim.pull_gb_s)
+        engine = RooflineCosts(device, model, ranks, config.sim.pull_gb_s)
         where = "RollArt, table 4"
         note = "one rate for all sizes"
         found.append(_row(f"push of {name}", training.publish_seconds, push[name], where, "s", note, True))
@@ -87,7 +87,7 @@ def _engines() -> list[dict[str, Any]]:
     """An engine that somebody else measured: InferSim's README, SGLang on H20, bf16, Qwen3-30B-A3B on four GPUs."""
     model, device = MODELS["Qwen3-30B-A3B"], DEVICES["H20"]
     source = "InferSim README (SGLang on H20, Qwen3-30B-A3B, bf16)"
-    whole = Roofline(device, model, 4)
+    whole = RooflineCosts(device, model, 4)
     prompts, length = 4, 4096
     seconds = whole.prefill(prompts * length, prompts * length * length / 2, 1) / (prompts * length)
     found = [_row("prefill, tokens/s of a GPU", 1 / seconds / 4, 16594, source, "tokens/s")]
@@ -100,7 +100,7 @@ def _engines() -> list[dict[str, Any]]:
 
 def _profile() -> list[dict[str, Any]]:
     """RollPacker 4.1, its offline profile on H800."""
-    costs = Roofline(DEVICES["H800"], MODELS["Qwen2.5-7B"])
+    costs = RooflineCosts(DEVICES["H800"], MODELS["Qwen2.5-7B"])
     steps = [
         sum(part * (1, running * 4096)[place] for place, part in enumerate(costs.decode(running)))
         for running in (32, 64)
@@ -124,7 +124,7 @@ def _profile() -> list[dict[str, Any]]:
 def _runs() -> list[dict[str, Any]]:
     """Numbers of whole steps."""
     found = []
-    config = scenario("rollart-swe", ["run.steps=4"], 2)
+    config = load_scenario("rollart-swe", ["run.steps=4"], 2)
     swe = measure(config)
     source = "RollArt 3.1, figure 3"
     assumed = "tokens a turn and environment times are assumed"
@@ -140,10 +140,10 @@ def _runs() -> list[dict[str, Any]]:
     ):
         fleet = f"sim.fleet={{H800={h800}, H20={h20}}}"
         given = ["run.steps=3", f"sim.model={model}", "sim.tensor_parallel=4", "rollout.workers=8", fleet]
-        one = measure(scenario("rollart-swe", given, 2))
+        one = measure(load_scenario("rollart-swe", given, 2))
         what = f"rollout of {model} on SWE-bench, collocated on {4 * h800} H800 and {4 * h20} H20"
         found.append(_row(what, one.step_seconds - one.train_seconds, printed, "RollArt 7.4, table 5", "s", assumed))
-    base = measure(scenario("rollpacker", ["run.steps=4"], 2))
+    base = measure(load_scenario("rollpacker", ["run.steps=4"], 2))
     rollout, reward = _shares(base)
     period, source = base.step_seconds, "RollPacker 2.2, table 1 (mean of three tasks)"
     found.append(

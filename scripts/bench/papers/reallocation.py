@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.config import Config, load_config
-from orchestrator.policies.parallelism.degree_reallocation import written
+from orchestrator.policies.parallelism.degree_reallocation import format_degrees
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.result import frame, now
 
@@ -124,7 +124,7 @@ def _row(made: Callable[..., Config], expected: float) -> dict[str, Any]:
         "over_degree_1": seconds / fixed["1"],
         "nothing_expected": untold,
         "nothing_expected_over_best_equal": untold / min(fixed.values()),
-        "degrees": [written(event["degrees"]) for event in events if event["kind"] == "degrees"],
+        "degrees": [format_degrees(event["degrees"]) for event in events if event["kind"] == "degrees"],
         "changes": len(changes),
         "change_seconds": sum(event["seconds"] for event in changes),
         "failed_changes": sum(bool(event["error"]) for event in changes),

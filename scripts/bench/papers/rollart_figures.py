@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import measure, scenario
+from orchestrator.sim.paper_setups import load_scenario, measure
 from orchestrator.sim.simulated_cluster import engine_costs, trainer_costs
 from scripts.bench.papers.rollart_setups import rollart, rollart_fleet
 from scripts.bench.papers.simulated import exactly, row, simulated_frame, within
@@ -67,7 +67,7 @@ def _figure_12(steps: int) -> tuple[list[dict[str, Any]], float]:
         local = [*given, "rollout.workers=4", f"sim.reward_slots={4 * _JUDGES}"]
         found = {}
         for name, overrides in (("dedicated", local), ("serverless", given)):
-            one = measure(scenario("rollart-rewards", overrides))
+            one = measure(load_scenario("rollart-rewards", overrides))
             found[name] = one.step_seconds - one.train_seconds
         ratio = found["dedicated"] / found["serverless"]
         rows += [
@@ -156,7 +156,7 @@ def _figure_14b() -> tuple[dict[str, float], list[dict[str, Any]]]:
     for groups in (1.0, 1.25, 1.5):
         for members in (1.0, 1.25, 1.5):
             extra = [f"rollout.redundant_groups={groups}", f"rollout.redundant_members={members}"]
-            one = measure(scenario("rollart", [*given, *extra]))
+            one = measure(load_scenario("rollart", [*given, *extra]))
             found[f"{groups} x groups, {members} x members"] = round(one.step_seconds - one.train_seconds, 3)
     plain = found["1.0 x groups, 1.0 x members"]
     best = plain / min(found.values())
@@ -192,7 +192,7 @@ def _table_5() -> tuple[dict[str, float], list[dict[str, Any]]]:
         seconds = {}
         for how, fleet in fleets.items():
             batch = ["rollout.environments=64", "rollout.groups_per_step=8", "sim.trainer_gpus=16"]
-            one = measure(scenario("rollart-swe", [*given, *batch, *fleet]))
+            one = measure(load_scenario("rollart-swe", [*given, *batch, *fleet]))
             seconds[how] = found[f"{model}, {name}, {how}"] = round(one.step_seconds - one.train_seconds, 2)
         ours = seconds["both"] / seconds["apart"]
         rows.append(exactly(f"{model}, {name}: rollout, s", apart, seconds["apart"], source, assumed))

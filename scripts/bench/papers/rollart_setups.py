@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.config import Config
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.paper_setups import load_scenario
 
 _PARALLEL = {"8B": 1, "14B": 2, "32B": 4}  # rollout TP (RollArt 7.1)
 _SWE = (  # trained on 32B only (RollArt 7.1); the task of rollart-swe.toml
@@ -66,4 +66,4 @@ def rollart(
         given += [*rollart_fleet(model, 64, 32), "run.mode=async"]
     else:
         given += [*rollart_fleet(model, 96, 0), *_ONE_CLASS, f"run.mode={rung}"]
-    return scenario("rollart", [*given, *extra], scale)
+    return load_scenario("rollart", [*given, *extra], scale)

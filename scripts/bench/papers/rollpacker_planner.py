@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.sim.paper_setups import ROLLPACKER, rollpacker
-from orchestrator.sim.recorded_traces import Trace, TracedTurn, Traces
+from orchestrator.sim.recorded_traces import EpisodeTrace, EpisodeTraces, TracedTurn
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers.simulated import exactly, within
 
@@ -51,9 +51,9 @@ def figure_13a(scale: int = 4) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         config = rollpacker("14B/16k", "veRL", scale, steps=len(LENGTHS), extra=given)
         groups = config.rollout.groups_per_step
         prompt = 300 // GRAIN
-        episodes = tuple(Trace((TracedTurn(prompt, length // GRAIN, 0.0),), 0.0, None) for length in LENGTHS)
+        episodes = tuple(EpisodeTrace((TracedTurn(prompt, length // GRAIN, 0.0),), 0.0, None) for length in LENGTHS)
         numbers = tuple((place,) for place in range(len(LENGTHS)) for _ in range(groups))
-        runs[name] = _rollouts(config, Traces(episodes, numbers))
+        runs[name] = _rollouts(config, EpisodeTraces(episodes, numbers))
     fixed, source = runs["TP 1"], "RollPacker 6.4, figure 13a"
     rows = []
     for name in ("planner", "planner, starts of 60 s"):
@@ -92,7 +92,7 @@ def figure_13bc(scale: int = 4, steps: int = 11) -> tuple[dict[str, Any], list[d
     ]
 
 
-def _rollouts(config: Config, traces: Traces | None = None) -> list[dict[str, Any]]:
+def _rollouts(config: Config, traces: EpisodeTraces | None = None) -> list[dict[str, Any]]:
     """Of each step: seconds, TP, preemptions, kind of round."""
     events = [json.loads(line) for line in simulate(config, traces=traces).events.splitlines()]
     took = {event["step"]: event["end"] - event["start"] for event in events if event.get("stage") == "get_batch"}

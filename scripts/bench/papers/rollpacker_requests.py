@@ -15,8 +15,8 @@ from typing import Any
 
 from orchestrator.api import Completion, GenerationRequest
 from orchestrator.config import Config
-from orchestrator.policies.serving.judge_residency import JudgeMemory, pass_seconds, plan
-from orchestrator.sim.cost_model import LINK_EFFICIENCY, Roofline
+from orchestrator.policies.serving.judge_residency import JudgeMemory, pass_seconds, plan_residency
+from orchestrator.sim.cost_model import LINK_EFFICIENCY, RooflineCosts
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import rollpacker
 from orchestrator.sim.simulated_run import simulate
@@ -157,8 +157,8 @@ def figure_14b() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     copy = layer / (device.pcie_gb_s * 1e9 * LINK_EFFICIENCY)
     detail: dict[str, Any] = {}
     for tokens in JUDGED:
-        kept = plan(judge, tokens, free)
-        compute = Roofline(device, model).prefill(tokens, tokens * tokens / 2, 0) / model.layers
+        kept = plan_residency(judge, tokens, free)
+        compute = RooflineCosts(device, model).prefill(tokens, tokens * tokens / 2, 0) / model.layers
         apart = model.layers * compute + len(kept.streamed) * copy
         beside = pass_seconds(kept, compute, copy)
         detail[str(tokens)] = {"streamed_layers": len(kept.streamed), "apart": apart, "pipelined": beside}

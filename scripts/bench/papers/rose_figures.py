@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
-from orchestrator.sim.paper_setups import Measured, measure, scenario
+from orchestrator.sim.paper_setups import RunFigures, load_scenario, measure
 from scripts.bench.papers.borrowed import RULES
 from scripts.bench.papers.rose_runs import played
 from scripts.bench.papers.simulated import exactly, row, simulated_frame
@@ -75,9 +75,9 @@ _OURS, _SPOT = "coserve, least-utilized", "spot, least-utilized"
 _ASSUMED = "how devices come and go, and how long they start, is assumed"
 
 
-def simulated(size: str, steps: int, extra: Sequence[str] = ()) -> Measured:
+def simulated(size: str, steps: int, extra: Sequence[str] = ()) -> RunFigures:
     """One run of a size. Raises SimulationFailed."""
-    return measure(scenario("rose", [f"run.steps={steps}", *SIZES[size][2], *extra]))
+    return measure(load_scenario("rose", [f"run.steps={steps}", *SIZES[size][2], *extra]))
 
 
 def _how(name: str) -> str:
@@ -216,7 +216,7 @@ def _tables_4_5(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Sensitivity: one seed, over the same seed as it is; adds the runs to ``found``."""
     steps, _, given = SIZES[size]
     base = mean(found["coserve"]["steps"][0])
-    speed = float(scenario("rose", given).sim.borrowed.speed)
+    speed = float(load_scenario("rose", given).sim.borrowed.speed)
     printed = {"8B": {"2": (569.9, 459.1)}, "32B": {"2": (989.9, 899.1)}}[size]
     rows, place = list[dict[str, Any]](), "ROSE appendix D, table 5"
     for density, (seconds, ttft) in printed.items():

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers.serving_alone import serving_alone
 
@@ -24,7 +24,7 @@ def played(overrides: Sequence[str], steps: int, seeds: int) -> dict[str, Any]:
     seconds: list[list[float]] = []
     reports: list[dict[str, Any]] = []
     for seed in range(seeds):
-        config = scenario("rose", [f"run.steps={steps + 1}", f"run.seed={seed}", *overrides])
+        config = load_scenario("rose", [f"run.steps={steps + 1}", f"run.seed={seed}", *overrides])
         result = simulate(config)
         events = [json.loads(line) for line in result.events.splitlines()]
         ends = [(event["t"], event["seconds"]) for event in events if event["kind"] == "step"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.sim import hardware
-from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail
+from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail_latency
 from orchestrator.sim.virtual_loop import run
 
 
@@ -26,8 +26,8 @@ def serving_alone(config: Config, seconds: float) -> dict[str, Any]:
         await asyncio.sleep(seconds)
         cluster.close()
         found: dict[str, Any] = {"requests": cluster.requests}
-        found["ttft_p99"], found["ttft_late"] = tail(cluster.served.ttft, settings.ttft)
-        found["tpot_p99"], found["tpot_late"] = tail(cluster.served.tpot, settings.tpot)
+        found["ttft_p99"], found["ttft_late"] = tail_latency(cluster.served.ttft, settings.ttft)
+        found["tpot_p99"], found["tpot_late"] = tail_latency(cluster.served.tpot, settings.tpot)
         return found
 
     return run(main())

@@ -38,8 +38,8 @@ from orchestrator.components import Components, Position
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
-from orchestrator.sim.epoch_audit import account
-from orchestrator.sim.recorded_traces import Traces
+from orchestrator.sim.epoch_audit import account_epochs
+from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask
 from scripts.bench.papers.tail_batching_scenario import MAX_LEN, SLOTS, scenario, traces
 
@@ -51,7 +51,7 @@ _CALIBRATE_TOKENS = 48
 class ForcedLengths:
     """A ManagedWorker around the real one: responses as long as the trace says, weights that never change."""
 
-    def __init__(self, worker: Any, run: str, trace: Traces) -> None:
+    def __init__(self, worker: Any, run: str, trace: EpisodeTraces) -> None:
         self.name = "vllm-0"
         self._worker = worker
         self._run = run  # in front of request ids: the engine serves several runs, whose ids are the same
@@ -205,7 +205,7 @@ async def epoch(worker: Any, config: Config, run: int) -> dict[str, Any]:
     enabled = config.rollout.rounds.enabled
     planner = pipeline.rollout.rounds.planner if pipeline.rollout.rounds is not None else None
     size = config.rollout.rounds.epoch_prompts or 0
-    found = account("".join(journal.lines).splitlines(), size, planner.outstanding if planner else ())
+    found = account_epochs("".join(journal.lines).splitlines(), size, planner.outstanding if planner else ())
     trained = sum(int(event["tokens"]) for event in steps)
     return {
         "tail": enabled,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Config, load_config
-from orchestrator.sim.recorded_traces import PREFIX, Trace, TracedTurn, Traces
+from orchestrator.sim.recorded_traces import PREFIX, EpisodeTrace, EpisodeTraces, TracedTurn
 
 LENGTHS = Path(__file__).with_name("response_lengths.json")
 PROMPTS, RESPONSES = 16, 8  # P0, R0; the paper has 128 and 8
@@ -26,14 +26,14 @@ def lengths() -> dict[str, Any]:
     return found
 
 
-def traces() -> Traces:
+def traces() -> EpisodeTraces:
     """The episodes: one turn each, environments that take no time."""
-    episodes: list[Trace] = []
+    episodes: list[EpisodeTrace] = []
     groups: list[tuple[int, ...]] = []
     for members in lengths()["prompts"]:
         groups.append(tuple(range(len(episodes), len(episodes) + len(members))))
-        episodes += [Trace((TracedTurn(PREFIX, length, 0.0),), 0.0, None) for length in members]
-    return Traces(tuple(episodes), tuple(groups))
+        episodes += [EpisodeTrace((TracedTurn(PREFIX, length, 0.0),), 0.0, None) for length in members]
+    return EpisodeTraces(tuple(episodes), tuple(groups))
 
 
 def scenario(*overrides: str, tail: bool, seed: int = 0) -> Config:

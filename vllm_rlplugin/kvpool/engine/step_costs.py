@@ -11,16 +11,16 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
-from orchestrator.policies.parallelism.engine_profile import Profile, point_from_dict
-from orchestrator.policies.parallelism.learned_costs import Costs, LearnedCosts, ProfiledCosts
-from orchestrator.policies.serving.admission import Slo, floor
+from orchestrator.policies.parallelism.engine_profile import EngineProfile, point_from_dict
+from orchestrator.policies.parallelism.learned_costs import LearnedCosts, ProfiledCosts, StepCosts
+from orchestrator.policies.serving.admission import Slo, slo_floor
 from vllm_rlplugin.options import PluginOptions
 
 _FORMAT = 1  # of orchestrator.profiler.profile_file
 _HOW = "make one with `rl-coserve profile` for this engine"
 
 
-def load_costs(config: Any, options: PluginOptions, *, unknown: float, slo: Slo | None = None) -> Costs:
+def load_costs(config: Any, options: PluginOptions, *, unknown: float, slo: Slo | None = None) -> StepCosts:
     """``config``: vLLM's; ``unknown``: seconds of what was never measured; ``slo``: of a serving engine. Raises ConfigError."""
     if not options.kv_pool_profile:
         return LearnedCosts(unknown)
@@ -36,7 +36,7 @@ def load_costs(config: Any, options: PluginOptions, *, unknown: float, slo: Slo 
         raise ConfigError("kv_pool_profile", str(path), f"is a profile of something else: {'; '.join(differ)}; {_HOW}")
     costs = ProfiledCosts(profile, config.model_config.max_model_len // 2)
     try:
-        why = "" if slo is None else floor(slo, 1, 1, costs.prefill, costs.decode)
+        why = "" if slo is None else slo_floor(slo, 1, 1, costs.prefill, costs.decode)
     except KeyError as error:
         raise ConfigError("kv_pool_profile", str(path), f"{error.args[0]}; {_HOW}") from error
     if why:
@@ -47,12 +47,12 @@ def load_costs(config: Any, options: PluginOptions, *, unknown: float, slo: Slo 
     return costs
 
 
-def _read(path: Path) -> tuple[dict[str, str], Profile]:
+def _read(path: Path) -> tuple[dict[str, str], EngineProfile]:
     try:
         data = parse_object(path.read_bytes(), finite=True)
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']}")
-        return dict(data["key"]), Profile(point_from_dict(item) for item in data["points"])
+        return dict(data["key"]), EngineProfile(point_from_dict(item) for item in data["points"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(
             "kv_pool_profile", str(path), f"is no profile that can be read ({error!r}); {_HOW}"

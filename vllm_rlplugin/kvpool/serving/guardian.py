@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from orchestrator.policies.serving.kv_sharing import Budget, KvSharing, SharingRules
+from orchestrator.policies.serving.kv_sharing import KvBudget, KvSharing, SharingRules
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
 from vllm_rlplugin.kvpool.ledger.tenant_processes import holds_file, kill_tenant
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
@@ -55,7 +55,7 @@ class Guardian:
         pool.set_headroom(rules.headroom_pages)
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> KvBudget:
         """Of all rollout engines together."""
         return self._sharing.budget
 
@@ -64,7 +64,7 @@ class Guardian:
         """Those that hold now: ``lent`` may have been changed."""
         return self._sharing.rules
 
-    def open_budget(self) -> Budget:
+    def open_budget(self) -> KvBudget:
         """An RL step begins: budgets anew, from serving's recent peak."""
         with self._lock:
             return self._open_budget(self._pool.view(), self._now())
@@ -106,9 +106,9 @@ class Guardian:
         """End the thread."""
         self._over.set()
 
-    def _open_budget(self, view: PoolView, now: float) -> Budget:
+    def _open_budget(self, view: PoolView, now: float) -> KvBudget:
         self._record_peak(view, now)
-        budget = self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
+        budget = self._sharing.begin_step(now, self._peak() + self._minimum(view), self._used(view))
         self._set_budgets(view, budget)
         return budget
 
@@ -125,7 +125,7 @@ class Guardian:
             return
         self._record_peak(view, now)
         if any((tenant.slot, tenant.generation) not in self._known for tenant in self._active(view)):
-            self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
+            self._sharing.begin_step(now, self._peak() + self._minimum(view), self._used(view))
         before = self._sharing.budget
         budget = self._sharing.observe(now, _serving(view) + self._minimum(view), self._used(view))
         self.cuts += budget.pages < before.pages
@@ -141,7 +141,7 @@ class Guardian:
             self._said = controls[ControlWord.LENT]
             share = (self._said - 1) / 1e6 if self._said else self._flag
             self._record_peak(view, now)
-            self._sharing.lend(now, min(1.0, share), self._used(view))
+            self._sharing.limit_share(now, min(1.0, share), self._used(view))
             self._open_budget(view, now)
         if controls[ControlWord.STEPS] != self._steps:
             self._steps = controls[ControlWord.STEPS]
@@ -159,7 +159,7 @@ class Guardian:
     def _peak(self) -> int:
         return self._peaks[0][1] if self._peaks else 0
 
-    def _set_budgets(self, view: PoolView, budget: Budget) -> None:
+    def _set_budgets(self, view: PoolView, budget: KvBudget) -> None:
         tenants = self._active(view)
         share = budget.pages // len(tenants) if tenants else 0
         told: dict[tuple[int, int], int] = {}
@@ -171,7 +171,7 @@ class Guardian:
                     self._pool.set_budget(tenant.slot, pages, tenant.revision + 1)
         self._known = told
 
-    def _kill_overdrawn(self, view: PoolView, budget: Budget) -> Budget:
+    def _kill_overdrawn(self, view: PoolView, budget: KvBudget) -> KvBudget:
         """Kill those that hold more than their share."""
         tenants = self._active(view)
         share = budget.pages // max(1, len(tenants))
@@ -183,7 +183,7 @@ class Guardian:
         if not gone:
             return budget
         self.kills += len(gone)
-        return self._sharing.killed() if len(gone) == len(tenants) else budget
+        return self._sharing.record_kill() if len(gone) == len(tenants) else budget
 
     def _kill_tenant(self, tenant: TenantView) -> bool:
         key = (tenant.slot, tenant.generation)

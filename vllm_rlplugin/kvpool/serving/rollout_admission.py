@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.policies.parallelism.learned_costs import Costs
-from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, Admitted
+from orchestrator.policies.parallelism.learned_costs import StepCosts
+from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, AdmittedWork
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.serving_slack import count_parts
@@ -36,7 +36,7 @@ class RolloutAdmission:
         self,
         scheduler: Any,
         pool: PagePool,
-        costs: Costs,
+        costs: StepCosts,
         minimum: int,
         *,
         now: Callable[[], float] = time.monotonic,
@@ -87,12 +87,12 @@ class RolloutAdmission:
         """Whether there is nobody to consider."""
         return self._serving < 0 or (serving is not None and serving.mode == "none")
 
-    def _admit(self, serving: ServingWords | None, now: float) -> Admitted:
+    def _admit(self, serving: ServingWords | None, now: float) -> AdmittedWork:
         dry = self._is_dry_run()
         if serving is None:
-            found = Admitted(reason="serving has not said anything yet")
+            found = AdmittedWork(reason="serving has not said anything yet")
         elif dry and now < self._pretends:
-            found = Admitted(reason="a step of the dry run")
+            found = AdmittedWork(reason="a step of the dry run")
         else:
             self._admission.mode = serving.mode
             found = self._admission.admit(serving.state, now, *self._pending_work())
@@ -102,7 +102,7 @@ class RolloutAdmission:
             self._counts["would"] += size
             self._pretends = now + found.seconds
             self.reason = "a dry run"
-            return Admitted(reason=self.reason)
+            return AdmittedWork(reason=self.reason)
         return found
 
     def _is_dry_run(self) -> bool:
@@ -163,12 +163,12 @@ class RolloutAdmission:
         self._counts["tokens"] += tokens + batch
         after, before = self._serving_words(now), self._before
         shared = any(found is not None and found.state.busy for found in (before, after))
-        self._costs.saw(tokens, batch, seconds, shared)
+        self._costs.observe_step(tokens, batch, seconds, shared)
         if after is not None and before is not None and after.state.tick > before.state.tick and after.state.busy:
-            least = self._admission.considered(after.state)
+            least = self._admission.considered_slack(after.state)
             if least > -math.inf:
                 self._counts["misses"] += least < 0
-                self._admission.ran(least, seconds > self._granted)
+                self._admission.record_step(least, seconds > self._granted)
         self._publish()
 
     def requests_to_hand_back(self, displaced: set[str]) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.policies.parallelism.learned_costs import Costs
+from orchestrator.policies.parallelism.learned_costs import StepCosts
 from orchestrator.policies.serving.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack, tpot_slack
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
@@ -53,7 +53,7 @@ class ServingMeter:
     def __init__(
         self,
         pool: PagePool,
-        costs: Costs,
+        costs: StepCosts,
         slo: Slo,
         mode: Mode,
         *,
@@ -103,7 +103,7 @@ class ServingMeter:
         step, rolled = self._steps.popleft(), self._rolled_until(now)
         if step.tokens or step.batch:  # it ran from the end of the one before on, whenever it was scheduled
             since, before = (step.begun, step.rolled) if step.begun >= self._over else (self._over, self._over_rolled)
-            self._costs.saw(step.tokens, step.batch, now - since, shared=rolled - before > 1e-4)
+            self._costs.observe_step(step.tokens, step.batch, now - since, shared=rolled - before > 1e-4)
         self._over, self._over_rolled = now, rolled
         for name in step.names:
             if (found := self._requests.get(name)) is not None:

@@ -130,8 +130,8 @@ def _safetensors_coo(old: Tensors, new: Tensors, live: Tensors, path: Path, time
 
 def _ours(old: Tensors, new: Tensors, live: Tensors, timed: _Timed) -> dict[str, int]:
     pairs = [(_bytes(old[name]), _bytes(value), _bytes(live[name])) for name, value in new.items()]
-    made = timed("encode", lambda: [delta.encode(before, after, "bfloat16").data for before, after, _ in pairs])
-    timed("apply", lambda: [delta.apply(data, base) for data, (_, _, base) in zip(made, pairs, strict=True)])
+    made = timed("encode", lambda: [delta.encode_change(before, after, "bfloat16").data for before, after, _ in pairs])
+    timed("apply", lambda: [delta.apply_change(data, base) for data, (_, _, base) in zip(made, pairs, strict=True)])
     return {"bytes": sum(data.nbytes for data in made)}
 
 
