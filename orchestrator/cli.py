@@ -36,6 +36,7 @@ _ORCHESTRATOR = {
     "pyarrow": "pyarrow",
     "gymnasium": "gymnasium",
     "rich": "rich",
+    "matplotlib": "matplotlib",
     "prometheus_client": "prometheus-client",
 }
 

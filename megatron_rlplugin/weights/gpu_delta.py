@@ -89,7 +89,7 @@ def scatter(base: torch.Tensor, positions: torch.Tensor, steps: torch.Tensor, *,
     """Add ``steps`` (int16) at ``positions`` (int64, inside and no two the same) of a contiguous 16-bit float tensor.
 
     ``back`` takes them away again. Positions are not looked at here: they come checked from
-    :func:`orchestrator.transfer.delta.steps`. Raises ConfigError for other types or sizes.
+    :func:`orchestrator.transfer.delta.read_steps`. Raises ConfigError for other types or sizes.
     """
     words = _bits("base", base)
     if positions.dtype != torch.int64 or steps.dtype != torch.int16 or positions.shape != steps.shape:

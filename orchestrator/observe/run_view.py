@@ -122,7 +122,7 @@ def check(config: Config) -> None:
 async def show(config: Config, folder: RunFolder, events: EventLog, say: Say, stack: AsyncExitStack) -> Sampler:
     """Begin to show the run, until ``stack`` is unwound. Before its first event of this life."""
     since = events.time()  # what is emitted from now on is of this life of the run
-    if config.logging.tensorboard == "auto" and not exporters.there("tensorboard"):
+    if config.logging.tensorboard and not exporters.there("tensorboard"):
         say("no curves for TensorBoard: pip install rl-coserve[tensorboard], or logging.tensorboard=false")
     elif config.logging.tensorboard:
         board = TensorBoard(folder.path, say)

@@ -1,6 +1,6 @@
 """The engines of a run as RollArt's declared workers (section 5): ranks of Megatron-Core, and vLLM engines.
 
-:class:`TrainerCalls` and :class:`EngineCalls` declare what is called and how; :class:`MegatronRank` and
+:class:`TrainerPort` and :class:`EnginePort` declare what is called and how; :class:`MegatronRank` and
 :class:`VllmEngine` carry it out inside their processes; :class:`TrainerRanks` and :class:`RolloutEngines` are the clusters of
 these; :class:`RayTrainer` and :class:`RayWorker` the ports that the loop holds, which ask their cluster for everything.
 
@@ -62,7 +62,7 @@ def _passed_on(
     return method
 
 
-class TrainerCalls:
+class TrainerPort:
     """What the loop asks of a trainer, and how it is carried out: by all ranks; "first": rank 0's answer is the trainer's."""
 
     train_step = register(aggregate="first")(_passed_on(Trainer.train_step))
@@ -72,7 +72,7 @@ class TrainerCalls:
     load = register(aggregate="first")(_passed_on(Trainer.load))
 
 
-class EngineCalls:
+class EnginePort:
     """What the loop asks of an engine. Its proxy chooses the engine for each turn, so it asks one by one; calls of the whole
     cluster are carried out as said here."""
 
@@ -125,7 +125,7 @@ class EngineWorker(Worker):
         return await value if inspect.iscoroutine(value) else value
 
 
-class MegatronRank(TrainerCalls, EngineWorker, ActorTrainCls):
+class MegatronRank(TrainerPort, EngineWorker, ActorTrainCls):
     """One rank of a trainer."""
 
     residency = register()(_passed_on(ResidentTrainer.residency))
@@ -144,7 +144,7 @@ class MegatronRank(TrainerCalls, EngineWorker, ActorTrainCls):
         return meetings
 
 
-class VllmEngine(EngineCalls, EngineWorker, ActorGenCls):
+class VllmEngine(EnginePort, EngineWorker, ActorGenCls):
     """One inference engine."""
 
 
@@ -203,7 +203,7 @@ class TrainerRanks(ActorTrain):
         raise RetryableError(message) from error
 
 
-class RayWorker(EngineCalls):
+class RayWorker(EnginePort):
     """One of a run's engines, as a ManagedWorker. ``hardware``: the class of its pool, "" without one."""
 
     def __init__(
@@ -277,7 +277,7 @@ class RayWorker(EngineCalls):
         self._actor.kill()
 
 
-class RayTrainer(TrainerCalls):
+class RayTrainer(TrainerPort):
     """The ranks of one Megatron trainer, as a Trainer: every call is one of the cluster :attr:`ranks`."""
 
     def __init__(

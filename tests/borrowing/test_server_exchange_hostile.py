@@ -48,7 +48,7 @@ def test_what_a_device_cannot_be_is_why_its_server_cannot_be_had(lie: dict[str, 
 def test_a_server_that_lies_is_not_had_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(servers: list[TwinServer]) -> None:
         first, liar = servers
-        liar.control.device = SimpleNamespace(recent={"serving_use": -1.0})  # type: ignore[assignment]
+        liar.control.device = SimpleNamespace(recent_use={"serving_use": -1.0})  # type: ignore[assignment]
         run = Run(config_of(first.url, liar.url, most=2))
         await run.start()
         facts = dict(liar.control.facts)

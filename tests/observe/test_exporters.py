@@ -195,7 +195,6 @@ def test_what_is_switched_on_and_not_installed_is_said_before_anything_starts(mo
     monkeypatch.setattr(exporters, "there", lambda module: False)
     exporters.check(LoggingSection())
     for field, settings in (
-        ("tensorboard", {"tensorboard": True}),
         ("wandb", {"wandb": {"enabled": True}}),
         ("otlp", {"otlp": {"endpoint": "http://127.0.0.1:4318"}}),
     ):

@@ -34,4 +34,4 @@ async def until(true: Callable[[], Any]) -> None:
 def used(server: TwinServer, share: float, *, lends: bool = True) -> None:
     """As the metrics of a KV pool in which serving uses so much, and did in the last hour."""
     said = {"serving_use": share, "seconds": 3600.0, "serving_now": share, "lends": lends}
-    server.control.device = SimpleNamespace(recent=said)  # type: ignore[assignment]
+    server.control.device = SimpleNamespace(recent_use=said)  # type: ignore[assignment]

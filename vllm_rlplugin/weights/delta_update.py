@@ -12,7 +12,7 @@ Runs while the model generates: it reads live weights, which nobody writes then,
   (checksum and digest of the encoded shard), what they are applied to has the digest that was taken when it was loaded, the
   steps are exact, and what the update must find in the model afterwards is the digest of the outcome.
 * Tensors that cannot be followed in place (:class:`~vllm_rlplugin.weights.element_places.LivePlaces`: cast, for example)
-  have their published values in a :class:`~orchestrator.transfer.Resident`, which holds these tensors only; they are
+  have their published values in a :class:`~orchestrator.transfer.HostedWeights`, which holds these tensors only; they are
   compared with what is live.
 """
 

@@ -20,7 +20,6 @@ from orchestrator.observe.view.exporter_queue import Beside, Say
 def check(settings: LoggingSection) -> None:
     """Raises ConfigError for what is switched on and not installed."""
     for on, module, field, package in (
-        (settings.tensorboard is True, "tensorboard", "logging.tensorboard", "tensorboard"),
         (settings.wandb.enabled, "wandb", "logging.wandb.enabled", "wandb"),
         (bool(settings.otlp.endpoint), "opentelemetry.exporter.otlp.proto.http", "logging.otlp.endpoint", "otlp"),
     ):
