@@ -25,7 +25,8 @@ PART_BYTES = 8 << 20  # a shard is read whole: the smaller, the less an engine r
 
 
 class TorchRanks:
-    """Implements :class:`orchestrator.transfer.PublishingRanks` on a group of its own over the host (gloo). All ranks make one."""
+    """Implements :class:`orchestrator.transfer.PublishingRanks` on a group of its own over the host (gloo). All ranks make
+    one."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
