@@ -20,7 +20,7 @@ from orchestrator.ledger import END_STATES, Ledger, recount
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.view.folder_follower import Follower
 from orchestrator.observe.view.run_metrics import exposition
-from orchestrator.observe.view.run_state import CheckpointState as Shown
+from orchestrator.observe.view.run_state import RunState as Shown
 from orchestrator.observe.view.run_trace import _measured
 from orchestrator.observe.view.top import screen
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules

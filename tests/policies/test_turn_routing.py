@@ -59,7 +59,10 @@ def test_a_worker_with_older_weights_goes_on_with_its_own_trajectories_and_gets_
 
 
 def test_a_prefix_is_forgotten_with_the_worker_that_held_it_and_with_the_trajectory() -> None:
-    for forget in (lambda r: (r.close_worker(1, cache_lost=True), r.open_worker(1)), lambda r: r.forget_trajectory("b")):
+    for forget in (
+        lambda r: (r.close_worker(1, cache_lost=True), r.open_worker(1)),
+        lambda r: r.forget_trajectory("b"),
+    ):
         router = opened([Seat(), Seat()])
         assert [place(router, name, name) for name in "ab"] == [0, 1]
         router.end_turn("a")

@@ -104,7 +104,7 @@ def test_deadlock_names_every_pending_task_and_where_it_waits() -> None:
     assert "the getter" in text
     assert "Queue.get" in text
     assert "inner" in text
-    assert "test_loop.py" in text
+    assert "test_virtual_loop.py" in text
     assert "0x" not in text, "an address in the message would differ from run to run"
 
 
