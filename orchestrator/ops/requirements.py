@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, TestedComponent
+from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Package:
     value: str
 
 
-def components(config: Config) -> tuple[TestedComponent, ...]:
+def components(config: Config) -> tuple[EngineComponent, ...]:
     """What must be there in a tested version: vLLM where engines run on the run's own account, Mooncake where something
     travels over it."""
     generates = config.rollout.workers > 0 or bool(config.reward.judge.path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.hooks import COMPONENTS, MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, version_matrix
-from orchestrator.hooks.tested_versions import TORCH, TestedComponent
+from orchestrator.hooks.tested_versions import TORCH, EngineComponent
 
 ROOT = Path(__file__).parents[2]
 BOOTSTRAP = (ROOT / "scripts" / "bootstrap.sh").read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def pinned(name: str) -> str:
     return found.group(1)
 
 
-def run(component: TestedComponent) -> set[str]:
+def run(component: EngineComponent) -> set[str]:
     return {tried.version for tried in component.tried if tried.how.startswith("run")}
 
 

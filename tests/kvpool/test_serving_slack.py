@@ -36,7 +36,7 @@ class Known:
     def decode(self, batch: int) -> float:
         return 0.005 + batch * 0.001 if batch else 0.0
 
-    def saw(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
+    def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
         pass
 
 

@@ -152,7 +152,7 @@ def test_a_cancelled_run_leaves_no_process() -> None:
 def test_the_sandbox_dies_with_the_process_that_started_it() -> None:
     mark = uuid.uuid4().hex
     source = (
-        "import asyncio; from orchestrator.sandbox import Sandbox, Limits; s = Sandbox(Limits(wall_seconds=100));"
+        "import asyncio; from orchestrator.sandbox import Sandbox, SandboxLimits; s = Sandbox(SandboxLimits(wall_seconds=100));"
         f"asyncio.run(s.run([s.interpreter, '-c', 'import time; time.sleep(100)', '{mark}']))"
     )
     process = subprocess.Popen([sys.executable, "-c", source])

@@ -40,15 +40,15 @@ class Rollouts:
     def demand(self) -> RolloutDemand:
         return RolloutDemand(0, 4, STEP, 1000)
 
-    def share(self, share: float) -> None:
+    def set_share(self, share: float) -> None:
         now = asyncio.get_running_loop().time()
         self.computed += self.granted * (now - self.at)
         self.granted, self.at = share, now
 
-    def residual(self) -> float:
+    def residual_seconds(self) -> float:
         return REST if self.granted > 0.01 else 0.0
 
-    def room(self, pages: int) -> None:
+    def set_room(self, pages: int) -> None:
         del pages
 
 
@@ -71,7 +71,7 @@ def play(
             await asyncio.sleep(max(0.0, at - loop.time()))
             engine.add(UserRequest(loop.time(), prompt, answer))
         await asyncio.sleep(seconds)
-        tenant.share(0.0)
+        tenant.set_share(0.0)
         engine.close()
         return served, tenant.computed, engine
 
@@ -175,7 +175,7 @@ def test_a_request_without_slack_between_its_tokens_keeps_rollouts_out_unless_on
         assert not state.waiting
         assert math.isinf(state.ttft_slack)
         assert state.tpot_slack < 0.01
-        tenant.share(0.0)
+        tenant.set_share(0.0)
         engine.close()
         return tenant.computed
 

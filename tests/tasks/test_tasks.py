@@ -479,5 +479,5 @@ def test_the_sandbox_example_of_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
     body = "".join(f"    {line}\n" for line in blocks[1].splitlines())
     names: dict[str, Any] = {}
-    exec(f"from orchestrator.sandbox import Limits, Sandbox\nasync def example():\n{body}", names)
+    exec(f"from orchestrator.sandbox import Sandbox, SandboxLimits\nasync def example():\n{body}", names)
     asyncio.run(names["example"]())

@@ -15,7 +15,7 @@ from orchestrator.hooks import (
     VLLM,
     Patch,
     PatchRegister,
-    TestedComponent,
+    EngineComponent,
     VersionRange,
     check_version,
     find_version,
@@ -102,14 +102,14 @@ def test_an_untested_version_is_refused_with_the_tested_range(monkeypatch: pytes
 
 
 def test_a_missing_component_is_refused_with_the_tested_range() -> None:
-    missing = TestedComponent("Nothing", ("rl-coserve-no-such-distribution",), VersionRange.parse(">=1,<2"), ())
+    missing = EngineComponent("Nothing", ("rl-coserve-no-such-distribution",), VersionRange.parse(">=1,<2"), ())
     assert find_version(missing) is None
     with pytest.raises(ConfigError, match=r"not installed.*>=1,<2"):
         check_version(missing)
 
 
 def test_the_first_distribution_that_is_there_provides_the_component() -> None:
-    component = TestedComponent(
+    component = EngineComponent(
         "pytest", ("rl-coserve-no-such-distribution", "pytest"), VersionRange.parse(">=8,<99"), ()
     )
     assert check_version(component).distribution == "pytest"
