@@ -186,7 +186,7 @@ def test_of_two_steps_under_way_each_token_has_the_slack_of_the_step_that_makes_
 def test_a_step_costs_what_it_ran_and_not_what_it_waited_for_the_one_before(setup: Setup) -> None:
     seen: list[tuple[int, int, float, bool]] = []
     costs = Known()
-    costs.saw = lambda *what, shared: seen.append((*what, shared))  # type: ignore[method-assign,assignment]
+    costs.observe_step = lambda *what, shared: seen.append((*what, shared))  # type: ignore[method-assign,assignment]
     meter = ServingMeter(
         setup.pool, costs, Slo(0.2, 0.05), "dual", rollouts=lambda: (setup.slot,), now=lambda: setup.at
     )
