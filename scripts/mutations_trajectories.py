@@ -27,7 +27,7 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "pool: one that fails its check is used all the same",
         "orchestrator/environments/environment_pool.py",
-        "            self._end(member, what)\n        else:\n",
+        "            self._end_member(member, what)\n        else:\n",
         "            self._offer(member)\n        else:\n",
         POOL,
     ),
@@ -69,7 +69,7 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "filters: a batch of one kind only",
         f"{POLICIES}/batching/trajectory_filters.py",
-        "if have[kind] < self.most(wanted)]",
+        "if have[kind] < self.most_of_kind(wanted)]",
         "if True]",
         FILTERS,
     ),
@@ -90,8 +90,8 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "modes: what is in flight goes on under new weights where it must not",
         f"{POLICIES}/batching/coordination_modes.py",
-        '_SYNC = Mode("sync_plus", overlaps=False, carries_over=False)',
-        '_SYNC = Mode("sync_plus", overlaps=False, carries_over=True)',
+        '_SYNC = CoordinationMode("sync_plus", overlaps=False, carries_over=False)',
+        '_SYNC = CoordinationMode("sync_plus", overlaps=False, carries_over=True)',
         MODES,
     ),
     (
@@ -139,7 +139,7 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "routing: a task tag that no worker serves waits for ever",
         f"{POLICIES}/routing/turn_routing.py",
-        "        if line.classes.isdisjoint(self._left):\n            raise self.nobody(task)\n",
+        "        if line.classes.isdisjoint(self._left):\n            raise self.no_worker_error(task)\n",
         "",
         ROUTING,
     ),

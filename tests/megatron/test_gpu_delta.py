@@ -36,7 +36,7 @@ for count in (0, 1, 4097, 8192):
         assert np.array_equal(steps.numpy(), steps_between(old[where], new[where])), (count, density)
         packed = delta.encode_steps(positions.numpy(), steps.numpy(), count)
         base = old.copy()
-        delta.apply(packed.data, base.view(np.uint8))
+        delta.apply_change(packed.data, base.view(np.uint8))
         assert np.array_equal(base, new)
         gpu_delta.scatter(before, positions, steps)
         assert torch.equal(before.view(torch.int16), after.view(torch.int16))

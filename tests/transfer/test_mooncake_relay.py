@@ -33,7 +33,7 @@ import json, os, sys, time
 import numpy as np
 from orchestrator.api import CoserveError, ShardKey
 from orchestrator.transfer import (
-    DeltaCodec, MooncakeRelay, Publisher, Region, RelayEndpoint, Resident, SnapshotPolicy, Subscriber
+    DeltaCodec, MooncakeRelay, Publisher, Region, RelayEndpoint, HostedWeights, SnapshotPolicy, Subscriber
 )
 from orchestrator.transfer.bucket import digest
 
@@ -73,7 +73,7 @@ def do(what, *a):
         result = one("p").publish(version, tensors(seed, sizes, *die))
         return [result.bytes, result.buckets, result.seconds]
     elif what == "collect":
-        return one("p").collect()
+        return one("p").collect_garbage()
     elif what == "latest":
         return one("s").latest_version()
     elif what == "fetch":
@@ -99,7 +99,7 @@ def do(what, *a):
         version = a[0]
         if "d" not in held:
             held["d"] = Publisher(endpoint, codec=DeltaCodec())
-        plan, published = held["d"].plan(SnapshotPolicy(every=9)), 0
+        plan, published = held["d"].plan_next(SnapshotPolicy(every=9)), 0
         old = model(plan.base) if plan.base >= 0 else None
         for base in ([plan.base] if old is not None else []) + ([-1] if plan.snapshot else []):
             shards = [
@@ -111,7 +111,7 @@ def do(what, *a):
     elif what == "advance":  # what an engine does that hosts half of it
         region = Region("w", ((ROWS, 3 * ROWS),))
         if "e" not in held:
-            held["e"] = Resident(Subscriber(endpoint, codec=DeltaCodec()), [region], DeltaCodec())
+            held["e"] = HostedWeights(Subscriber(endpoint, codec=DeltaCodec()), [region], DeltaCodec())
         held["e"].advance(a[0])
         expected = model(a[0])[ROWS : 3 * ROWS].view(np.uint8)
         return [held["e"].fetched_bytes, bool(np.array_equal(held["e"].region(region), expected))]
