@@ -6,4 +6,6 @@ A machine without bubblewrap gets one clear error; there is no way to run outsid
 from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.run import Sandbox
 
-__all__ = ["Sandbox", "SandboxLimits", "SandboxOutcome"]
+Limits, Outcome = SandboxLimits, SandboxOutcome  # the names that tasks of users may import
+
+__all__ = ["Limits", "Outcome", "Sandbox", "SandboxLimits", "SandboxOutcome"]
