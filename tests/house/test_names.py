@@ -1,0 +1,43 @@
+"""A public class has its name to itself: whoever searches for it finds one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin")
+
+TWO_SIDES = {
+    "Environment": "a task's environment instance, and RollArt's name for the cluster of workers that hold them",
+    "Market": "the port through which servers are exchanged, and what implements it over HTTP",
+}
+STILL_TWICE = {"EngineWorker"}  # this may only become shorter
+
+
+def shared_names(root: Path) -> dict[str, list[str]]:
+    """The files of each public class whose name occurs more than once at the top level of a module."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files[node.name].append(str(path.relative_to(root)))
+    return {name: where for name, where in files.items() if len(where) > 1}
+
+
+def test_no_two_public_classes_have_one_name_but_those_that_are_listed_with_a_reason() -> None:
+    known = TWO_SIDES.keys() | STILL_TWICE
+    assert {name: where for name, where in shared_names(ROOT).items() if name not in known} == {}
+
+
+def test_the_lists_name_only_what_is_there_twice() -> None:
+    assert (TWO_SIDES.keys() | STILL_TWICE) - shared_names(ROOT).keys() == set()
+
+
+def test_a_second_class_of_a_name_is_seen_across_packages(tmp_path: Path) -> None:
+    for package, source in zip(PACKAGES, ("class Plan: ...", "class Plan: ...", "class _Plan: ..."), strict=True):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "plans.py").write_text(source, encoding="utf-8")
+    assert shared_names(tmp_path) == {"Plan": ["orchestrator/plans.py", "vllm_rlplugin/plans.py"]}
