@@ -4,9 +4,7 @@ Guarantees: a trajectory's first turn goes to the worker of its rank, when the K
 it (:mod:`orchestrator.policies.placement.kv_peak`; the longest first; a worker that has nobody never lets one wait);
 later ones stay there until a forecast, made while its environment works, puts it elsewhere and the move pays; then its
 next turn goes there, and never one that is under way. The exact placement
-(:mod:`orchestrator.policies.placement.worker_load`, with the search of
-:mod:`orchestrator.policies.placement.group_placement`) is solved again when enough has changed; between, ranks are
-scaled (:mod:`orchestrator.policies.placement.migration`). Among workers that are alike a cut by length must pay: where
+(:mod:`orchestrator.policies.placement.worker_load`) is solved again when enough has changed; between, ranks are scaled (:mod:`orchestrator.policies.placement.migration`). Among workers that are alike a cut by length must pay: where
 the forecasts are so unsure that even shares end as soon, trajectories are spread evenly. Whatever was planned, a worker
 that will be done much sooner than another relieves it of what is in a gap there
 (:mod:`orchestrator.placement.relief_rule`). Where KV can be sent it is, in the order of the transmission scheduler;

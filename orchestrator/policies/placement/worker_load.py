@@ -17,25 +17,33 @@ trajectories, and what any contiguous group of it takes:
   work of the others counts where it stands in the longest's way only.
 
 Guarantee: a group never takes less when a trajectory joins it, nor more when each of its trajectories is shorter in tokens,
-context and gaps. So :func:`place_loads` finds the best contiguous cut exactly, as
-:mod:`orchestrator.policies.placement.group_placement` does, where the order by tokens is also one by context, gaps and
-spread; else what it returns is what it says, and may not be the best.
+context and gaps. So :func:`place_loads` finds the best contiguous cut exactly, where the order by tokens is also one by
+context, gaps and spread; else what it returns is what it says, and may not be the best.
+
+The paper's dynamic program asks for every split point, O(n^2 m). :func:`search_makespan` asks another question: given a
+makespan, do the trajectories fit? Greedy filling answers it, as a worker that takes more leaves the others a shorter rest of
+shorter trajectories. Between a makespan that fits and one that does not it jumps only to those at which the answer can change,
+so it ends at the exact optimum after some twenty questions; often after two, as the longest trajectory alone is the optimum
+of a long tail. Aggregating short trajectories, which the paper needs for speed, would save nothing here and is left out.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
-from orchestrator.policies.placement.group_placement import Fill, descending, search_makespan
 
+Found = TypeVar("Found")
+# What was found within a limit (nothing: false), its makespan, the next limit to ask for, how many trajectories fit.
+Fill = tuple[Found, float, float, int]
 _NORMAL = NormalDist()
 SCORE = _NORMAL.inv_cdf(0.9)  # the upper end of an interval of 80 %, in standard deviations
 _KV_SHARE = 0.9  # of the room is in use when sequences come and go; the rest is what the next one does not fit into
@@ -272,7 +280,7 @@ def place_loads(loads: TrajectoryLoads, workers: Sequence[WorkerRates]) -> tuple
 
 
 def _fill(loads: TrajectoryLoads, workers: Sequence[WorkerRates], limit: float) -> Fill[list[int]]:
-    """As that of the placement by sizes alone."""
+    """Each worker takes as many as it can within ``limit`` seconds: where the groups start. No starts: not all fit."""
     starts, position, makespan, following, taken = [0], 0, 0.0, math.inf, 0
     for worker in workers:
         if position < loads.count:
@@ -281,3 +289,52 @@ def _fill(loads: TrajectoryLoads, workers: Sequence[WorkerRates], limit: float) 
             position += taken
         starts.append(position)
     return (starts if position >= loads.count else []), makespan, following, position
+
+
+def descending(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The stable order of finite values of 0 or more, longest first. Sorting the bits of the numbers, whose last ones make room
+    for the index, is quicker than sorting indices; values that differ in those bits only are sorted again."""
+    shift = max(1, (len(values) - 1).bit_length())
+    keys: NDArray[np.int64] = ~(values + 0.0).view(np.int64) & -(1 << shift) | np.arange(len(values))
+    keys.sort()
+    order = keys & ((1 << shift) - 1)
+    ordered = values[order]
+    return np.argsort(-values, kind="stable") if (ordered[1:] > ordered[:-1]).any() else order
+
+
+def search_makespan(
+    ask: Callable[[float], Fill[Found]], least: float, first: float, count: int
+) -> tuple[Found, float] | None:
+    """What has the smallest makespan of all that ``ask`` can find for ``count`` trajectories, and that makespan. ``least``: no
+    makespan is below it; ``first``: the first limit that is asked for; None: nothing is within it.
+
+    Exact where a larger limit never finds less: the next limit is one at which an answer can change.
+    """
+    found, high, _, _ = ask(first)
+    if not found:
+        return None
+    low = middle = least  # the second question: does the longest alone decide, as it does in a long tail?
+    short: list[tuple[float, int]] = []  # limits that were too small, and how many fitted
+    while low < high:
+        within, makespan, following, fitted = ask(middle)
+        if within:
+            found, high = within, makespan
+        else:
+            low = following
+            short.append((middle, fitted))
+        middle = min(max(_guess(low, high, short, count, ahead=not within), low), math.nextafter(high, 0))
+    return found, high
+
+
+def _guess(low: float, high: float, short: Sequence[tuple[float, int]], count: int, ahead: bool) -> float:
+    """A limit to ask for: a little above (``ahead``) or below the one at which all would fit if those that were too small are on
+    a power law. Where they say nothing, as makespans are products, the geometric mean: it halves their range."""
+    if len(short) > 1 and low > 0:
+        (before, fewer), (last, fitted) = short[-2:]
+        if 0 < fewer < fitted and 0 < before < last:
+            power: float = math.log(last / before) / math.log(fitted / fewer)
+            margin = (high / low) ** (0.05 if ahead else -0.05)
+            guess: float = last * (count / fitted) ** power * margin
+            if low < guess < high:
+                return guess
+    return math.sqrt(low) * math.sqrt(high)

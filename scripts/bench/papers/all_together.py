@@ -29,7 +29,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
+from orchestrator.policies.parallelism.degree_reallocation import allocate_loads
 from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
 from orchestrator.sim.paper_setups import RunFigures, load_scenario, measure
 from orchestrator.sim.simulated_cluster import trainer_costs
