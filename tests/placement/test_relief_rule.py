@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import TrajectoryPlacer
-from orchestrator.placement.relief_rule import RELIEF, Relief
+from orchestrator.placement.placer import RELIEF, Relief, TrajectoryPlacer
 from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter

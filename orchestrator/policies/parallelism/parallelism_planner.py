@@ -195,13 +195,6 @@ class ParallelismPlanner:
         self._failed[layout] = why
         self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
 
-    def replace_profile(self, profile: EngineProfile) -> None:
-        """What was asked for was measured."""
-        self.profile = profile
-        self._ratio = None
-        self._astray, self._asked = [], False
-        self.correction = 1.0
-
     def _candidates(self) -> list[EngineLayout]:
         known = self.profile.layouts if self.profile is not None else self._layouts
         return [layout for layout in self._layouts if layout in known and layout not in self._failed]
@@ -320,14 +313,3 @@ def _imbalance(layout: EngineLayout, load: StepLoad) -> float:
 
 def _blend(old: float, new: float) -> float:
     return (1 - _MEMORY) * old + _MEMORY * new
-
-
-def replay_preemptions(planner: ParallelismPlanner, preemptions: Sequence[int], load: StepLoad) -> list[LayoutPlan]:
-    """What the planner says to a recorded series of preemption counts, every change made at once and for nothing."""
-    plans = []
-    for count in preemptions:
-        plan = planner.plan_next_step(replace(load, preemptions=count))
-        if plan.changes:
-            planner.confirm_change(plan.layout, 0.0)
-        plans.append(plan)
-    return plans
