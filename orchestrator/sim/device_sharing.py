@@ -20,14 +20,13 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.config import Config
-from orchestrator.sim.movable_worker import MovableSimWorker
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_cluster import engine_costs
-from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
+from orchestrator.sim.simulated_worker import MODEL_BYTES, SimWeights, SimWorker
 from orchestrator.sim.twins import SimTrainer
 
 
-class LendingSimWorker(MovableSimWorker):
+class LendingSimWorker(SimWorker):
     """A :class:`~orchestrator.api.ReleasingWorker`."""
 
     released = ""  # the level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
+from orchestrator.proxy.router_setup import plan
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import (
     EngineCosts,
@@ -28,6 +29,20 @@ def check_cluster(config: Config) -> None:
         raise ConfigError("environment.backend", backend, fix)
     fleet(config)
     check_experts(config)
+
+
+def check_disaggregation(config: Config) -> None:
+    """Raises ConfigError where the two parts of a turn cannot be played."""
+    if not config.rollout.disaggregation.enabled:
+        return
+    if config.sim.grain > 1:
+        fix = (
+            "a turn's first token is made apart, and would stand for several: set it to 1, or leave out disaggregation"
+        )
+        raise ConfigError("sim.grain", config.sim.grain, fix)
+    classes = fleet(config)
+    names, borrowed = [f"sim-{index}" for index in range(len(classes))], [False] * len(classes)
+    plan(config.rollout.routing, names, classes, borrowed, config.rollout.disaggregation)
 
 
 def fleet(config: Config) -> list[str]:

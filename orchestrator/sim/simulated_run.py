@@ -18,7 +18,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +45,22 @@ from orchestrator.runtime.resume import rewind
 from orchestrator.sim.coserving.borrowed_fleet import BorrowedFleet, borrowed_of, bounded
 from orchestrator.sim.crash_remains import CrashRemains, EventSink, JournalSink, SimCheckpoints, SimStore
 from orchestrator.sim.device_sharing import LendingSimWorker, ResidentSimTrainer
-from orchestrator.sim.fault_injector import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer
-from orchestrator.sim.faulty_workers import faulty_workers
-from orchestrator.sim.movable_worker import TurnMoves
+from orchestrator.sim.fault_injector import (
+    FaultInjector,
+    FaultyReward,
+    FaultyTask,
+    FaultyTools,
+    FaultyTrainer,
+    faulty_workers,
+)
 from orchestrator.sim.recorded_traces import EpisodeTraces, load_traces
-from orchestrator.sim.resizable_worker import check_planner
+from orchestrator.sim.resizable_worker import check_planner, cutter_of, hand_over, resizable, seat_workers
 from orchestrator.sim.run_audit import RunAudit, TrainerCallAudit
 from orchestrator.sim.seeded_draws import random_stream
-from orchestrator.sim.simulated_cluster import check_cluster, fleet
+from orchestrator.sim.simulated_cluster import check_cluster, check_disaggregation, fleet
 from orchestrator.sim.simulated_forecasts import equip
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_replanning import cutter_of, hand_over, resizable, seat_workers
-from orchestrator.sim.simulated_worker import SimWorker, Watch
-from orchestrator.sim.split_worker import check_disaggregation, disaggregated, speech_of
+from orchestrator.sim.simulated_speech import speech_of
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves, Watch
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from orchestrator.sim.virtual_loop import SimulationError, VirtualTimeLoop, rare_collections
 from orchestrator.tail_batching import Rounds
@@ -348,16 +350,15 @@ class _Simulation:
         )
         self._task = SimTask(config, self.traces)
         cutter = cutter_of(config, self._task, position.degrees)
-        make: Callable[..., SimWorker] = SimWorker if cutter is None else resizable(config, cutter)
-        make = partial(LendingSimWorker, moves=TurnMoves()) if lends else disaggregated(config) or make
-        if borrowed := borrowed_of(config):
-            make = borrowed.dedicated()
-        rest = (self.audit.record_response, self.traces)
+        make: Callable[..., SimWorker] = LendingSimWorker if lends else SimWorker
+        make = make if cutter is None else resizable(config, cutter)
+        rest, moves = (self.audit.record_response, self.traces), TurnMoves()
         self._workers = [
-            make(f"sim-{index}", config, weights, *rest, name, self._speech) for index, name in enumerate(fleet(config))
+            make(f"sim-{index}", config, weights, *rest, name, self._speech, moves)
+            for index, name in enumerate(fleet(config))
         ]
-        if borrowed is not None:
-            self._workers += borrowed.workers(len(self._workers), weights, *rest, self._speech)
+        if (borrowed := borrowed_of(config)) is not None:
+            self._workers += borrowed.workers(len(self._workers), weights, *rest, self._speech, moves)
             borrowed.start()
         self._borrowed = borrowed
         seat_workers(self._workers, cutter, self._watch_requests)

@@ -37,7 +37,7 @@ from orchestrator.sim.recorded_traces import EpisodeTrace, EpisodeTraces
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.seeded_draws import END, PAD, VOCABULARY, lognormal, random_stream
 from orchestrator.sim.simulated_cluster import trainer_costs
-from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
+from orchestrator.sim.simulated_worker import MODEL_BYTES, SimWeights
 from orchestrator.sim.task_mix import TaskMix
 
 TASK = "sim"

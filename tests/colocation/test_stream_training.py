@@ -26,7 +26,7 @@ from orchestrator.policies.batching.stream_trigger import KvLimit
 from orchestrator.sim import device_sharing
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.run_audit import RunAudit
-from orchestrator.sim.simulated_relay import SimWeights
+from orchestrator.sim.simulated_worker import SimWeights
 from orchestrator.sim.virtual_loop import run
 
 OWNERS: dict[int, list[str]] = {}  # device -> who holds it

@@ -31,11 +31,10 @@ from orchestrator.policies.parallelism.parallelism_planner import ParallelismPla
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing, Reshaped, require_resizable
 from orchestrator.runtime import engine_cuts
-from orchestrator.sim import simulated_replanning as sim_cutting
+from orchestrator.sim import resizable_worker as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.resizable_worker import ResizableSimWorker
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.virtual_loop import run
 from tests.support import colocation_twins as twins
 from tests.support.engines import rollout_worker

@@ -35,9 +35,8 @@ from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves, kv_moves
 from orchestrator.sim import virtual_loop as virtual
-from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 
 T = TypeVar("T")
 LIMIT = 1.0

@@ -8,8 +8,7 @@ import pytest
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.config import Config, load_config
 from orchestrator.sim.engine_batch import EngineBatch, EngineSequence
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.virtual_loop import run
 
 

@@ -23,9 +23,8 @@ from orchestrator.sim.coserving.serving_engine import PAGE, ServedLatencies, Ser
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
 from orchestrator.sim.cost_model import RooflineCosts
 from orchestrator.sim.paper_setups import load_scenario
-from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import SimResult, simulate
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.virtual_loop import run
 from scripts.bench.papers.serving_alone import serving_alone
 from tests.support.worker_contract import CHECKS, Rig
