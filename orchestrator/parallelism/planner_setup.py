@@ -4,16 +4,17 @@ resource manager, each at what the run begins with."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, Task
 from orchestrator.config.sections import RolloutSection
-from orchestrator.placement.worker_rates import RatesOf
+from orchestrator.placement.placer import RatesOf, line_rates, profiled_rates
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, RatesOfDegree, prior_loads
-from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
+from orchestrator.policies.parallelism.engine_profile import EngineProfile
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
-from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
+from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.profiler import load as load_profile
 from orchestrator.proxy.resize import ranks_of
 from orchestrator.proxy.worker_state import WorkerState
@@ -40,6 +41,7 @@ def make_planner(
     )
     expected = settings.expected_tokens or task.max_response_tokens
     planner.choose_first([expected] * rollout.environments, task.max_context_tokens // 2)
+    check_placement_profile(rollout, [layout.tp for layout in planner.candidates])
     return planner
 
 
@@ -97,6 +99,17 @@ def read_placement_profile(rollout: RolloutSection) -> EngineProfile | None:
     return load_profile(Path(name), "rollout.placement.profile").profile if name else None
 
 
+def check_placement_profile(rollout: RolloutSection, degrees: Sequence[int] = ()) -> None:
+    """Raises ConfigError where trajectories are placed by a profile that lacks one of these ``degrees`` (without any: those of
+    engines that are never cut anew), or that of a borrowed server, before one of them comes."""
+    if not rollout.placement.enabled or (profile := read_placement_profile(rollout)) is None:
+        return
+    given = rollout.disaggregation.degrees
+    fixed = () if rollout.reshapes else {given.get(f"vllm-{index}", 1) for index in range(rollout.workers)}
+    for degree in sorted({*(degrees or fixed), *([1] if rollout.borrowed.exchanged else [])}):
+        profiled_rates(profile, rollout.engine.max_num_seqs, degree)
+
+
 def _start_seconds(rollout: RolloutSection, profile: EngineProfile | None, known: float) -> float:
     """Of a change, before one was measured."""
     given = rollout.placement.degrees.start_seconds
@@ -106,17 +119,14 @@ def _start_seconds(rollout: RolloutSection, profile: EngineProfile | None, known
 
 
 def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
-    """By the profile; without one by ``speeds``, with the interference that placement counts with."""
+    """By the profile, a ConfigError for what it lacks; without one by ``speeds``, with the interference of placement."""
     settings, slots, profile = rollout.placement, rollout.engine.max_num_seqs, read_placement_profile(rollout)
-    made: dict[int, WorkerRates] = {}
+    if profile is not None:
+        return cache(partial(profiled_rates, profile, slots))
 
+    @cache
     def rates(degree: int) -> WorkerRates:
-        if degree not in made:
-            alone = settings.token_seconds / settings.degrees.speeds.get(degree, 1.0)
-            steps = (alone, alone * (1.0 + settings.interference))
-            line = WorkerRates(steps, prefill=settings.prefill_seconds, slots=slots)
-            made[degree] = line if profile is None else rates_of(profile, EngineLayout(degree), slots)
-        return made[degree]
+        return line_rates(settings, settings.degrees.speeds.get(degree, 1.0), slots)
 
     return rates
 

@@ -26,16 +26,17 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.api import RetryableError
+from orchestrator.api import ConfigError, RetryableError
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog
-from orchestrator.placement.worker_rates import RatesOf
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 from orchestrator.policies.placement.migration import (
     TrajectoryMove,
     TransmissionScheduler,
@@ -46,18 +47,51 @@ from orchestrator.policies.placement.worker_load import (
     SCORE,
     TrajectoryLoads,
     TurnStatistics,
+    WorkerRates,
     place_loads,
     projected_peak,
+    rates_of,
     sorted_loads,
 )
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import TurnRouter
+from orchestrator.proxy.worker_state import WorkerState
 
 _LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
 _PAYS = 0.95  # a cut by length among workers that are alike must end by so much sooner than shares that are alike
 RELIEF = 0.8  # of the time that a worker still takes: one that takes less relieves it
 _FRESH = 1.0  # seconds for which a worker's time to be done is good, where no move changed it
 _CHANGED = 1.25  # a forecast by this factor is a change
+
+
+RatesOf = Callable[[int], WorkerRates]  # of a worker, by its place in the fleet: those that came later have one too
+
+
+def line_rates(settings: PlacementSection, speed: float, slots: int) -> WorkerRates:
+    """Of the run's settings, where there is no profile: a line in the number of sequences beside each other."""
+    alone = settings.token_seconds / speed
+    steps = (alone, alone * (1.0 + settings.interference))
+    return WorkerRates(steps, prefill=settings.prefill_seconds, slots=slots)
+
+
+def rates_by_name(settings: PlacementSection, states: Sequence[WorkerState], slots: int) -> RatesOf:
+    """By ``speeds``, where there is no profile."""
+
+    @cache
+    def rates(name: str) -> WorkerRates:
+        return line_rates(settings, settings.speeds.get(name, 1.0), slots)
+
+    return lambda worker: rates(states[worker].worker.name)
+
+
+def profiled_rates(profile: EngineProfile, slots: int, degree: int) -> WorkerRates:
+    """Of an engine of so many devices. Raises ConfigError for one that was not profiled."""
+    try:
+        return rates_of(profile, EngineLayout(degree), slots)
+    except KeyError as error:
+        known = ", ".join(f"TP {layout.tp}" for layout in profile.layouts) or "none"
+        fix = f"engines of this run have it, the profile has {known}: measure it with `rl-coserve profile`"
+        raise ConfigError("rollout.placement.profile", f"TP {degree}", fix) from error
 
 
 class Mover(Protocol):

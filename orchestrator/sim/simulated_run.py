@@ -40,6 +40,7 @@ from orchestrator.config import Config, to_json
 from orchestrator.environments.environment_pool import EnvPool
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
+from orchestrator.parallelism.planner_setup import check_placement_profile
 from orchestrator.pipeline import Pipeline
 from orchestrator.runtime.resume import rewind
 from orchestrator.sim.coserving.borrowed_fleet import BorrowedFleet, borrowed_of, bounded
@@ -472,6 +473,8 @@ def simulate(
     check_cluster(config)
     check_planner(config)
     check_disaggregation(config)
+    check_placement_profile(config.rollout)
+    cutter_of(config, SimTask(config))
     borrowed_of(config)
     if folder is not None:
         path = Path(folder)

@@ -11,8 +11,7 @@ import pytest
 from orchestrator.api import RetryableError
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import TrajectoryPlacer
-from orchestrator.placement.worker_rates import line_rates
+from orchestrator.placement.placer import TrajectoryPlacer, rates_by_name
 from orchestrator.policies.placement.migration import (
     TrajectoryMove,
     TransmissionScheduler,
@@ -123,7 +122,7 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[TrajectoryPlacer, Turn
         router.open_worker(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
     lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
-    return TrajectoryPlacer(chosen, router, events, line_rates(chosen, lanes, 64), wire), router, sink
+    return TrajectoryPlacer(chosen, router, events, rates_by_name(chosen, lanes, 64), wire), router, sink
 
 
 def told(placing: TrajectoryPlacer, name: str, tokens: float, context: int) -> None:

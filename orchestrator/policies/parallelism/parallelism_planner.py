@@ -135,16 +135,16 @@ class ParallelismPlanner:
         ] = []  # of steps on end that leave the profile: times over its; whether that was measured; what they were
         self._asked = False  # for re-profiling
         self.correction = 1.0  # what decode times of the profile as it was read have been scaled by
-        if not self._candidates():
+        if not self.candidates:
             raise ValueError("no layout is possible: none divides the devices, or none of them was profiled")
-        self.layout = self._candidates()[0]
+        self.layout = self.candidates[0]
 
     def choose_first(self, lengths: Sequence[int], prompt: int) -> EngineLayout:
         """Begin with what the profile predicts to be best for these lengths; without a profile with the least TP."""
         if self.profile is not None and lengths:
             profile = self.profile
             self.layout = min(
-                self._candidates(),
+                self.candidates,
                 key=lambda layout: (
                     profile.rollout_seconds(lengths, max(1, prompt), layout, self._devices // layout.tp),
                     layout,
@@ -195,7 +195,9 @@ class ParallelismPlanner:
         self._failed[layout] = why
         self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
 
-    def _candidates(self) -> list[EngineLayout]:
+    @property
+    def candidates(self) -> list[EngineLayout]:
+        """The layouts that it may still choose."""
         known = self.profile.layouts if self.profile is not None else self._layouts
         return [layout for layout in self._layouts if layout in known and layout not in self._failed]
 
@@ -211,7 +213,7 @@ class ParallelismPlanner:
         return None, ""
 
     def _scaled(self, tp: int, why: str) -> tuple[EngineLayout | None, str]:
-        found = [layout for layout in self._candidates() if layout.tp == tp]
+        found = [layout for layout in self.candidates if layout.tp == tp]
         if not found:
             largest = f"; {self.layout} stays: TP {tp} is not possible"
             return None, why + largest
@@ -220,7 +222,7 @@ class ParallelismPlanner:
 
     def _experts(self, load: StepLoad, horizon: int) -> tuple[EngineLayout | None, str]:
         """The other way to cut the experts at the same TP, where what it gains is expected to exceed its cost."""
-        others = [layout for layout in self._candidates() if layout.tp == self.layout.tp and layout != self.layout]
+        others = [layout for layout in self.candidates if layout.tp == self.layout.tp and layout != self.layout]
         for other in others:
             gain = self._gain(other, load)
             if gain is not None and gain * horizon > self._price(other):
