@@ -245,9 +245,8 @@ class TrajectoryPlacer:
         self._classes = router.fleet  # what the groups were made by
         self._fleet = 0  # how often workers came or left
         self._accounts: dict[int, dict[str, PlacedTrajectory]] = {}  # worker -> trajectories that began there
-        self._waiting: dict[
-            int, list[tuple[float, str]]
-        ] = {}  # worker -> heap of those that have not begun, longest first
+        # worker -> heap of those that have not begun, longest first
+        self._waiting: dict[int, list[tuple[float, str]]] = {}
         self._transmissions = TransmissionScheduler()
         self._moves: dict[str, TrajectoryMove] = {}
         self._relief = Relief(self._accounts, self._drain)

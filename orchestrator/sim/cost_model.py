@@ -27,20 +27,15 @@ FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loadin
 KV_SHARE = 0.1  # of prefilling a token is moving its KV; likewise
 SEND_SHARE = 0.15  # of them is what the trainer's own workers need to receive it from there; likewise
 
-STEP_SECONDS = (
-    1.5e-3  # an engine's own time a step, and for each sequence in it: together the 5 ms that InferSim measured
-)
-SEQUENCE_SECONDS = 3.5e-5  # around the kernels of a step with 100 sequences
-REDUCE_SECONDS = (
-    1e-5  # latency of one all-reduce over NVLink (NCCL; custom ones take as long for these sizes); of an all-to-all
-)
-# it is ASSUMED to be the same
+# An engine's own time a step, and for each sequence in it: together the 5 ms that InferSim measured around the kernels of a
+# step with 100 sequences.
+STEP_SECONDS, SEQUENCE_SECONDS = 1.5e-3, 3.5e-5
+REDUCE_SECONDS = 1e-5  # latency of one all-reduce over NVLink (NCCL); of an all-to-all it is ASSUMED to be the same
 LINK_EFFICIENCY = 0.8  # of a link's rate in a transfer of many MB
 KV_SECONDS = 2e-3  # to ask for a prefix and to be answered, both engines between two steps; of this model
 MEMORY_SHARE = 0.9  # of a GPU's memory is the engine's (vLLM's default)
-ACTIVATION_BYTES = (
-    3e9  # of it: activations, CUDA graphs, the allocator's remainder; what vLLM reports for models of this size
-)
+# Of it: activations, CUDA graphs, the allocator's remainder; what vLLM reports for models of this size.
+ACTIVATION_BYTES = 3e9
 CHUNK_TOKENS = 8192  # that one step prefills at most: vLLM's max_num_batched_tokens on these devices
 
 
@@ -294,9 +289,8 @@ class RooflineCosts:
         once = REDUCE_SECONDS + 2 * sent / rate
         if self.expert_parallel == 1:
             return 2 * self.model.layers * once
-        comes = (
-            1.0 - (1.0 - self._fullest / self.expert_parallel) ** self.model.active
-        )  # share of the tokens: it goes once
+        # share of the tokens: it goes once
+        comes = 1.0 - (1.0 - self._fullest / self.expert_parallel) ** self.model.active
         return self.model.layers * (once + 2 * (REDUCE_SECONDS + comes * sent / rate))
 
 

@@ -85,9 +85,8 @@ def account_epochs(
     found.discarded = tuple(sorted(number for number in unwanted if number not in groups and number not in left))
     gone = {*found.discarded, *given_up}
     known = max((*numbers, *left), default=-1) + 1 if drawn is None else drawn
-    if known > _SPARSE * (
-        len(numbers) + len(left) + len(given_up) + 1
-    ):  # they are drawn in order, a few ahead of the others
+    # they are drawn in order, a few ahead of the others
+    if known > _SPARSE * (len(numbers) + len(left) + len(given_up) + 1):
         raise RunError(f"the journal names prompt {known - 1}, and {len(numbers)} prompts in all: it is damaged")
     found.violations += [f"prompt {n} is trained and was never drawn" for n in sorted(groups) if n >= known]
     for number in range(known):

@@ -276,9 +276,8 @@ class FaultyWorker:
         """See the protocol."""
         self._delivered = []
         faults, inner = self._faults, self._inner
-        await faults.call_port(
-            "worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0
-        )  # a restart is no call of a life
+        # a restart is no call of a life
+        await faults.call_port("worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0)
 
     async def close(self) -> None:
         """See the protocol."""

@@ -45,9 +45,8 @@ def _scaled(data: dict[str, Any], scale: int) -> dict[str, Any]:
         for key in keys:
             if table.get(key):
                 table[key] = max(1, table[key] // scale)
-    sim["trainer_serial_seconds"] = scale * sim.get(
-        "trainer_serial_seconds", TRAIN_SERIAL_SECONDS
-    )  # a token is n tokens
+    serial = sim.get("trainer_serial_seconds", TRAIN_SERIAL_SECONDS)
+    sim["trainer_serial_seconds"] = scale * serial  # a token is n tokens
     if sim.get("fleet"):
         sim["fleet"] = {name: max(1, count // scale) for name, count in sim["fleet"].items()}
         rollout["workers"] = sum(sim["fleet"].values())

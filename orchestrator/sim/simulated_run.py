@@ -44,7 +44,7 @@ from orchestrator.parallelism.planner_setup import check_placement_profile
 from orchestrator.pipeline import Pipeline
 from orchestrator.runtime.resume import rewind
 from orchestrator.sim.coserving.borrowed_fleet import BorrowedFleet, borrowed_of, bounded
-from orchestrator.sim.crash_remains import CrashRemains, EventSink, JournalSink, SimCheckpoints, SimStore
+from orchestrator.sim.crash_remains import CrashRemains, EventSink, SimCheckpoints, SimStore
 from orchestrator.sim.device_sharing import LendingSimWorker, ResidentSimTrainer
 from orchestrator.sim.fault_injector import (
     FaultInjector,
@@ -279,7 +279,7 @@ class _Simulation:
         self.remains.begin_life(after, rng, task.cancel)
         last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
         events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
-        ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
+        ledger = self._ledger = Ledger(self.remains, events.time)
         try:
             parts, position = await self._start(events, ledger)
         except BaseException:

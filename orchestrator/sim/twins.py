@@ -117,7 +117,7 @@ class SimEnvironment:
             return await self._reset_of(self._task.workload, prompt)
         rng = random_stream(prompt.seed, "reset")
         await self._work(rng)
-        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        self._begin(prompt)
         self._last_turn = 1.0 / rng.uniform(1.0, max(1.0, self._task.max_turns))
         return Observation(tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS))))
 
@@ -138,8 +138,7 @@ class SimEnvironment:
             await self._task.tools.call()
             self._check()
         if rng.random() < self._last_turn:
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         observation = tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS) // 4))
         return StepResult(Observation(observation), 0.0, False)
 
@@ -148,7 +147,7 @@ class SimEnvironment:
         self._trace = traces.episodes[number]
         await asyncio.sleep(self._trace.reset_seconds)
         self._check()
-        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        self._begin(prompt)
         opening = traces.opening(number)
         return Observation(opening + (2,) * (self._trace.turns[0].observation - len(opening)))
 
@@ -156,8 +155,7 @@ class SimEnvironment:
         await asyncio.sleep(trace.turns[self._turn - 1].environment_seconds)
         self._check()
         if self._turn == len(trace.turns):
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         return StepResult(Observation((2,) * max(1, trace.turns[self._turn].observation)), 0.0, False)
 
     async def _reset_of(self, workload: TaskMix, prompt: Prompt) -> Observation:
@@ -165,22 +163,20 @@ class SimEnvironment:
         if seconds is not None:
             await asyncio.sleep(seconds)
             self._check()
-        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        self._begin(prompt)
         return Observation(opening)
 
     async def _step_in(self, workload: TaskMix, prompt: Prompt) -> StepResult:
         """Every number of turns from ``turns_min`` to ``turns_max`` is as likely, for each member by itself."""
         task = workload.task_named(prompt.task)
         if not task.step_seconds and task.turns_min <= self._turn == task.turns_max:  # nothing is left to draw
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         rng = random_stream(prompt.seed, "step", self._turn, self._history)
         if task.step_seconds:
             await asyncio.sleep(workload.draw_seconds(task, rng, task.step_seconds, task.step_sigma))
             self._check()
         if self._turn >= task.turns_min and rng.random() * (task.turns_max - self._turn + 1) < 1.0:
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         return StepResult(Observation((2,) * workload.simulated_tokens(rng, task.observation_tokens)), 0.0, False)
 
     async def close(self) -> None:
@@ -189,6 +185,13 @@ class SimEnvironment:
         if not self._closed:
             self._closed = True
             self._task.open_environments -= 1
+
+    def _begin(self, prompt: Prompt) -> None:
+        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+
+    def _over(self) -> StepResult:
+        self._prompt = None
+        return StepResult(Observation(()), 0.0, True)
 
     async def _work(self, rng: random.Random) -> None:
         costs = self._task.costs

@@ -9,24 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 
 KEPT = 16
-
-
-class StepCosts(Protocol):
-    """Seconds of a step's two parts."""
-
-    def prefill(self, tokens: int) -> float:
-        """Of a chunk of so many tokens."""
-
-    def decode(self, batch: int) -> float:
-        """Of one token for each of so many sequences."""
-
-    def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
-        """A step with so much in it took so long; ``shared``: something else ran on the device meanwhile."""
 
 
 @dataclass(slots=True)
@@ -48,15 +34,16 @@ class LearnedCosts:
         self._decode: dict[int, _Size] = {}
 
     def prefill(self, tokens: int) -> float:
-        """See :class:`StepCosts`."""
+        """Seconds of a chunk of so many tokens."""
         return self._read(self._prefill, tokens)
 
     def decode(self, batch: int) -> float:
-        """See :class:`StepCosts`."""
+        """Of one token for each of so many sequences."""
         return self._read(self._decode, batch)
 
     def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
-        """See :class:`StepCosts`. Of a step with both parts, the prefill is what exceeds the decoding."""
+        """A step with so much in it took so long; ``shared``: something else ran on the device meanwhile. Of a step with both
+        parts, the prefill is what exceeds the decoding."""
         if tokens:
             if batch and self._decode:
                 seconds = max(seconds - self.decode(batch), seconds / 4)
@@ -84,15 +71,18 @@ class ProfiledCosts:
         self._profile, self._context, self._layout = profile, context, layout or EngineLayout()
 
     def prefill(self, tokens: int) -> float:
-        """See :class:`StepCosts`."""
+        """As :class:`LearnedCosts`."""
         return self._profile.prefill_seconds(tokens, 1, self._layout) if tokens else 0.0
 
     def decode(self, batch: int) -> float:
-        """See :class:`StepCosts`."""
+        """As :class:`LearnedCosts`."""
         return self._profile.decode_seconds(batch, self._context, self._layout) if batch else 0.0
 
     def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
         """Nothing: the profile stands, and the guard of admission covers what it has wrong."""
+
+
+StepCosts = LearnedCosts | ProfiledCosts
 
 
 def _rank(count: int) -> int:

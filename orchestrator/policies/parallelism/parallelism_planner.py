@@ -124,15 +124,13 @@ class ParallelismPlanner:
         self._previous: int | None = None  # preemptions of the step before
         self._calm = 0  # steps on end without preemption
         self._ratio: float | None = None  # measured over predicted, of steps without preemption
-        self._seen: dict[
-            EngineLayout, tuple[float, int]
-        ] = {}  # seconds a generated token, and in which step that was known last
+        # seconds a generated token, and in which step that was known last
+        self._seen: dict[EngineLayout, tuple[float, int]] = {}
         self._steps = 0
         self._cost: float | None = None  # of a change, measured
         self._failed: dict[EngineLayout, str] = {}
-        self._astray: list[
-            tuple[float, bool, MeasuredStep]
-        ] = []  # of steps on end that leave the profile: times over its; whether that was measured; what they were
+        # of steps on end that leave the profile: times over its; whether that was measured; what they were
+        self._astray: list[tuple[float, bool, MeasuredStep]] = []
         self._asked = False  # for re-profiling
         self.correction = 1.0  # what decode times of the profile as it was read have been scaled by
         if not self.candidates:

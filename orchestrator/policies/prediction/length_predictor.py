@@ -45,7 +45,6 @@ from orchestrator.policies.prediction.length_features import (
     VERSION,
     HistoryFeatures,
     TrajectoryProgress,
-    Vector,
     encode_features,
     make_bends,
 )
@@ -517,17 +516,3 @@ def _array(data: bytes) -> NDArray[Any]:
     if fortran or dtype.hasobject or len(body) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"an array of {shape} {dtype} in {len(body)} B")
     return np.frombuffer(body, dtype).reshape(shape)
-
-
-__all__ = [
-    "FinishedStatistics",
-    "HistoryPredictor",
-    "LengthForecast",
-    "LengthOutcome",
-    "LengthPredictor",
-    "ProgressivePredictor",
-    "TrajectoryProgress",
-    "Vector",
-    "is_usable",
-    "prompt_only",
-]

@@ -96,9 +96,7 @@ class _Line:
 
     pools: tuple[SeatPool, ...]
     classes: frozenset[str]
-    anywhere: int = (
-        0  # its task asks for no class: so many pools of a tier are one, the least busy worker of all gets it
-    )
+    anywhere: int = 0  # its task asks for no class: so many pools of a tier are one, the least busy worker gets it
     waiting: list[tuple[int, str]] = field(default_factory=list)  # a heap of (number, request)
 
     def room(self) -> bool:
