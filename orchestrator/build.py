@@ -31,15 +31,13 @@ from orchestrator.environments.lockstep import Lockstep
 from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.evaluation import Evaluator
 from orchestrator.events import EventLog
-from orchestrator.parallelism.degree_planner import DegreePlanner
 from orchestrator.parallelism.planner_setup import (
     make_planner,
     make_reallocation,
     rates_of_degree,
     rates_of_workers,
 )
-from orchestrator.parallelism.replanner import Replanner
-from orchestrator.parallelism.step_planner import StepPlanner
+from orchestrator.parallelism.replanner import DegreePlanner, Replanner, StepPlanner
 from orchestrator.pipeline import LoopSettings, Pipeline, RunControl
 from orchestrator.placement.forecast_setup import InProcessPredictor, make_predictor
 from orchestrator.placement.length_tracker import LengthTracker, prioritize

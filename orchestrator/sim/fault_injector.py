@@ -113,6 +113,20 @@ class FaultInjector:
         """A call whose answer is lost."""
         await asyncio.get_running_loop().create_future()
 
+    async def strike(self, where: str, possible: Sequence[str], *errors: Exception) -> str:
+        """Before a call whose callee keeps no life: draw a fault and let it strike. A crash raises one of ``errors``. Returns the
+        kind, for a duplicate to be made of the answer."""
+        kind = self.draw_fault(where, possible)
+        if kind == "crash":
+            raise self.rng.choice(errors) if len(errors) > 1 else errors[0]
+        if kind == "drop":
+            await self.lose_answer()
+        if kind == "delay":
+            await self.delay_call()
+        if kind == "cancel":
+            self.cancel_later()
+        return kind
+
     def cancel_later(self) -> None:
         """Cancel the trajectory that makes this call, at whatever it awaits a moment later."""
         task = asyncio.current_task()
@@ -410,13 +424,13 @@ class FaultyEnvironment:
 
     async def reset(self, prompt: Prompt) -> Observation:
         """See the protocol."""
-        kind = await self._before("environment.reset", EPISODE)
+        kind = await self._strike("environment.reset")
         observation = await self._inner.reset(prompt)
         return self._garbage_observation(observation) if kind == "duplicate" else observation
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
         """See the protocol."""
-        kind = await self._before("environment.step", EPISODE)
+        kind = await self._strike("environment.step")
         result = await self._inner.step(action_ids)
         if kind != "duplicate":
             return result
@@ -440,22 +454,10 @@ class FaultyEnvironment:
         if kind == "drop":
             await self._faults.lose_answer()
 
-    async def _before(self, where: str, possible: Sequence[str]) -> str:
-        kind = self._faults.draw_fault(where, possible)
-        if kind == "crash":
-            errors: list[Exception] = [
-                InjectedError(f"injected in {where}"),
-                TimeoutError(f"injected in {where}"),
-                TrajectoryError("injected", where),
-            ]
-            raise self._faults.rng.choice(errors)
-        if kind == "drop":
-            await self._faults.lose_answer()
-        if kind == "delay":
-            await self._faults.delay_call()
-        if kind == "cancel":
-            self._faults.cancel_later()
-        return kind
+    async def _strike(self, where: str) -> str:
+        said = f"injected in {where}"
+        errors = InjectedError(said), TimeoutError(said), TrajectoryError("injected", where)
+        return await self._faults.strike(where, EPISODE, *errors)
 
     def _garbage_observation(self, honest: Observation) -> Observation:
         """Text that is empty, not of the vocabulary, as long as the context, longer, or just so that little room is left."""
@@ -476,13 +478,7 @@ class FaultyTools:
 
     async def call(self) -> None:
         """See the protocol."""
-        kind = self._faults.draw_fault("tool.call", CALL)
-        if kind == "crash":
-            raise TrajectoryError("tool_unavailable", "injected")
-        if kind == "drop":
-            await self._faults.lose_answer()
-        if kind == "delay":
-            await self._faults.delay_call()
+        kind = await self._faults.strike("tool.call", CALL, TrajectoryError("tool_unavailable", "injected"))
         await self._inner.call()
         if kind == "duplicate":
             await self._inner.call()
@@ -497,15 +493,7 @@ class FaultyReward:
 
     async def score(self, trajectory: Trajectory) -> float:
         """See the protocol."""
-        kind = self._faults.draw_fault("reward.score", EPISODE)
-        if kind == "crash":
-            errors: list[Exception] = [RetryableError("injected"), TrajectoryError("injected_reward", "")]
-            raise self._faults.rng.choice(errors)
-        if kind == "drop":
-            await self._faults.lose_answer()
-        if kind == "delay":
-            await self._faults.delay_call()
-        if kind == "cancel":
-            self._faults.cancel_later()
+        errors = RetryableError("injected"), TrajectoryError("injected_reward", "")
+        kind = await self._faults.strike("reward.score", EPISODE, *errors)
         score = await self._inner.score(trajectory)
         return self._faults.rng.choice((float("nan"), float("inf"))) if kind == "duplicate" else score

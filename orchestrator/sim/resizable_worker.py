@@ -1,6 +1,6 @@
 """Simulated workers whose devices change between steps, who cuts them, and the profile for that (RollPacker 4.2, Heddle 6.2).
 
-The planner, the resource manager (:mod:`orchestrator.parallelism.degree_planner`) and :mod:`orchestrator.proxy.resize`
+The planner, the resource manager (:mod:`orchestrator.parallelism.replanner`) and :mod:`orchestrator.proxy.resize`
 are those of a real run. As there, a worker stands for one device (here: ``sim.tensor_parallel`` devices), and an engine
 of t runs over its own and the t - 1 after it, while those workers are parked.
 Guarantees: requests that move go on with what they would have said; a layout in which the model does not fit, or in which the
@@ -26,8 +26,7 @@ from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
 from orchestrator.proxy.resize import seats
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import EngineCosts
-from orchestrator.sim.expert_imbalance import costs_at_imbalance
-from orchestrator.sim.simulated_cluster import engine_costs, fleet
+from orchestrator.sim.simulated_cluster import costs_at_imbalance, engine_costs, fleet
 from orchestrator.sim.simulated_worker import SimWorker, Watch
 
 Cutter = ParallelismPlanner | DegreeReallocator

@@ -40,10 +40,9 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.sim import engine_batch
 from orchestrator.sim.cost_model import EngineCosts, seconds_of, steps_in
-from orchestrator.sim.expert_imbalance import ExpertRouting
 from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.seeded_draws import END, synthetic_logprobs
-from orchestrator.sim.simulated_cluster import degree_of, engine_costs
+from orchestrator.sim.simulated_cluster import ExpertRouting, degree_of, engine_costs
 from orchestrator.sim.simulated_speech import Speech
 
 MODEL_BYTES = 1 << 20  # nominal payload of one version

@@ -24,8 +24,7 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.report_page import write_report
-from orchestrator.parallelism.replanner import Replanner
-from orchestrator.parallelism.step_planner import StepPlanner
+from orchestrator.parallelism.replanner import Replanner, StepPlanner
 from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.gateway import LLMProxy

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
-from orchestrator.policies.prediction.conformal_interval import RATE, ConformalIntervals
 from orchestrator.policies.prediction.length_features import (
     PROMPT_TOKENS,
     SIZE,
@@ -30,7 +29,7 @@ from orchestrator.policies.prediction.length_predictor import (
     ProgressivePredictor,
     is_usable,
 )
-from orchestrator.policies.prediction.ridge_regression import RidgeRegression
+from orchestrator.policies.prediction.online_estimators import RATE, ConformalIntervals, RidgeRegression
 from scripts.bench.papers import prediction as bench
 from scripts.bench.papers.length_sets import Case, outcome_of
 

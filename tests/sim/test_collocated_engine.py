@@ -14,8 +14,7 @@ from orchestrator.policies.serving.admission import Admission, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
 from orchestrator.sim.coserving.borrowed_fleet import borrowed_of
-from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
-from orchestrator.sim.coserving.serving_engine import RolloutDemand, ServedLatencies, UserRequest
+from orchestrator.sim.coserving.serving_engine import CollocatedEngine, RolloutDemand, ServedLatencies, UserRequest
 from orchestrator.sim.cost_model import RooflineCosts
 from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import simulate

@@ -18,12 +18,11 @@ from orchestrator.policies.parallelism.parallelism_planner import ParallelismPla
 from orchestrator.profiler import load
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
 from orchestrator.sim.cost_model import LINK_EFFICIENCY, REDUCE_SECONDS, RooflineCosts
-from orchestrator.sim.expert_imbalance import ExpertRouting, costs_at_imbalance
 from orchestrator.sim.fault_injector import FaultInjector, faulty_workers
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.resizable_worker import ResizableSimWorker, roofline_profile
-from orchestrator.sim.simulated_cluster import engine_costs
+from orchestrator.sim.simulated_cluster import ExpertRouting, costs_at_imbalance, engine_costs
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.virtual_loop import run

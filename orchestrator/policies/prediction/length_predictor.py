@@ -5,18 +5,19 @@ says where it is from (``source``): the model, or what stands in for it until it
 the task, of all tasks, the configured prior). The same trajectories in the same order and the same seed give the same forecasts.
 Saved and loaded it goes on as it was; what is saved is arrays and JSON, no code.
 
-:class:`ProgressivePredictor` learns online: each finished trajectory is decomposed into (what was known before a turn,
-what came after), as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say
-what is left: what finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge
-regression on :mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an
-encoder of the tokens (:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
-:mod:`orchestrator.policies.prediction.forecast_stacking` weighs them by their errors on what came next, by turn and by
-how much is known of the prompt: where one of the baselines is best, it is followed. The forecast is a mean, not a
-median: that is what loads add up from.
+:class:`ProgressivePredictor` learns online: each finished trajectory is decomposed into (what was known before a turn, what
+came after), as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say what is
+left: what finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge regression on
+:mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an encoder of the tokens
+(:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
+:class:`~orchestrator.policies.prediction.online_estimators.ForecastStack` weighs them by their errors on what came next, by
+turn and by how much is known of the prompt: where one of the baselines is best, it is followed. The forecast is a mean, not
+a median: that is what loads add up from.
 
-Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is
-long. Intervals are adaptive conformal ones, by the same classes (:mod:`orchestrator.policies.prediction.conformal_interval`).
-:func:`prompt_only` and :class:`HistoryPredictor` are what it is compared with (Heddle 7.2).
+Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing
+is long. Intervals are adaptive conformal ones, by the same classes
+(:class:`~orchestrator.policies.prediction.online_estimators.ConformalIntervals`). :func:`prompt_only` and
+:class:`HistoryPredictor` are what it is compared with (Heddle 7.2).
 """
 
 from __future__ import annotations
@@ -34,9 +35,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.policies.prediction import forecast_stacking
-from orchestrator.policies.prediction.conformal_interval import ConformalIntervals
-from orchestrator.policies.prediction.forecast_stacking import ForecastStack
 from orchestrator.policies.prediction.history_encoder import Encoder, HashedEncoder
 from orchestrator.policies.prediction.length_features import (
     BENT,
@@ -48,7 +46,13 @@ from orchestrator.policies.prediction.length_features import (
     encode_features,
     make_bends,
 )
-from orchestrator.policies.prediction.ridge_regression import Array, RidgeRegression
+from orchestrator.policies.prediction.online_estimators import (
+    STACK_ARRAYS,
+    Array,
+    ConformalIntervals,
+    ForecastStack,
+    RidgeRegression,
+)
 
 EXPERTS = ("prompt", "median", "history", "prompt-only", "ridge", "encoder")
 
@@ -370,7 +374,7 @@ class ProgressivePredictor:
             "tails": self._conformal.tails.tolist(),
         }
         arrays: dict[str, NDArray[np.generic]] = {name: getattr(self._ridge, name) for name in _ARRAYS}
-        arrays |= {f"stack_{name}": getattr(self.stack, name) for name in forecast_stacking.ARRAYS}
+        arrays |= {f"stack_{name}": getattr(self.stack, name) for name in STACK_ARRAYS}
         arrays |= {f"encoder_{name}": array for name, array in self._encoder.arrays().items()}
         arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
         file = io.BytesIO()
@@ -380,7 +384,7 @@ class ProgressivePredictor:
     def load(self, data: bytes) -> None:
         """Go on as what :meth:`dump` returned. Raises ValueError for anything else; then nothing changed."""
         owners: dict[str, tuple[object, str]] = {name: (self._ridge, name) for name in _ARRAYS}
-        owners |= {f"stack_{name}": (self.stack, name) for name in forecast_stacking.ARRAYS}
+        owners |= {f"stack_{name}": (self.stack, name) for name in STACK_ARRAYS}
         try:
             found = read_arrays(data)
             meta = json.loads(found["meta"].tobytes())

@@ -17,8 +17,14 @@ from orchestrator.config.sim_keys import SimBorrowedSection
 from orchestrator.policies.serving.admission import Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
-from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
-from orchestrator.sim.coserving.serving_engine import PAGE, Role, ServedLatencies, ServingEngine, UserRequest
+from orchestrator.sim.coserving.serving_engine import (
+    PAGE,
+    CollocatedEngine,
+    Role,
+    ServedLatencies,
+    ServingEngine,
+    UserRequest,
+)
 from orchestrator.sim.cost_model import ACTIVATION_BYTES, MEMORY_SHARE, RooflineCosts
 
 Row = tuple[float, int, int]  # seconds, prompt tokens, answer tokens
