@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.api import ConfigError
-from orchestrator.policies.prediction.history_encoder import CLIP, OUTPUTS, Array, Scaling
+from orchestrator.policies.prediction.history_encoder import CLIP, OUTPUTS, Array, Scaling, check_arrays
 from orchestrator.policies.prediction.length_features import DENSE, PROMPT_TOKENS, TAIL_TOKENS, TrajectoryProgress
 
 FIELD = "rollout.prediction.encoder"
@@ -110,17 +110,7 @@ class LanguageModelEncoder:
 
     def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
         """See the protocol."""
-        growing = ("ids", "rows")
-        wrong = [
-            name
-            for name, value in self.arrays().items()
-            if name not in arrays
-            or arrays[name].shape[1:] != value.shape[1:]
-            or (name not in growing and arrays[name].shape != value.shape)
-            or not np.isfinite(np.asarray(arrays[name], dtype=np.float64)).all()
-        ]
-        if wrong:
-            raise ValueError(f"of another kind: {', '.join(wrong[:4])} of the encoder")
+        check_arrays(self.arrays(), arrays, growing=("ids", "rows"))
         steps, rows = (int(value) for value in arrays["counts"].tolist())
         held = min(rows, len(self._rows))
         if len(arrays["ids"]) != held or len(arrays["rows"]) != held or steps < 0:

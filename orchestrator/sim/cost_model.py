@@ -39,6 +39,16 @@ ACTIVATION_BYTES = 3e9
 CHUNK_TOKENS = 8192  # that one step prefills at most: vLLM's max_num_batched_tokens on these devices
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSeconds:
+    """``fetch``: of a version from the relay, beside generation; ``load``: of what was fetched, standing still; ``receive``: from
+    the trainer itself, beside generation."""
+
+    fetch: float
+    load: float
+    receive: float
+
+
 class EngineCosts(Protocol):
     """Seconds of one rollout worker. ``kv_tokens``: tokens whose KV it holds, None: any number."""
 
@@ -48,18 +58,8 @@ class EngineCosts(Protocol):
         ...
 
     @property
-    def fetch_seconds(self) -> float:
-        """To fetch a version from the relay, beside generation."""
-        ...
-
-    @property
-    def load_seconds(self) -> float:
-        """To load what was fetched, standing still."""
-        ...
-
-    @property
-    def receive_seconds(self) -> float:
-        """To receive a version from the trainer itself, beside generation."""
+    def weights(self) -> WeightSeconds:
+        """Of a version on its way."""
         ...
 
     def kv_move(self, tokens: int) -> float:
@@ -118,19 +118,9 @@ class LinearCosts:
     kv_tokens: int | None = None
 
     @property
-    def fetch_seconds(self) -> float:
+    def weights(self) -> WeightSeconds:
         """See the protocol."""
-        return FETCH_SHARE * self.update
-
-    @property
-    def load_seconds(self) -> float:
-        """See the protocol."""
-        return (1.0 - FETCH_SHARE) * self.update
-
-    @property
-    def receive_seconds(self) -> float:
-        """See the protocol."""
-        return SEND_SHARE * self.update
+        return WeightSeconds(FETCH_SHARE * self.update, (1.0 - FETCH_SHARE) * self.update, SEND_SHARE * self.update)
 
     def kv_move(self, tokens: int) -> float:
         """See the protocol."""
@@ -217,21 +207,13 @@ class RooflineCosts:
         return max(1.0, self.tensor_parallel / self.model.kv_heads)
 
     @property
-    def fetch_seconds(self) -> float:
-        """See the protocol. A rank fetches what it hosts."""
-        rate = self.pull_gb_s or self.device.network_gb_s * self.tensor_parallel * LINK_EFFICIENCY
-        return self.model.weight_bytes / (rate * 1e9)
-
-    @property
-    def load_seconds(self) -> float:
-        """See the protocol: from pinned host memory."""
-        rate = self.device.pcie_gb_s * 1e9 * LINK_EFFICIENCY * self.tensor_parallel
-        return self.model.weight_bytes / rate
-
-    @property
-    def receive_seconds(self) -> float:
-        """See the protocol: a broadcast over the cluster's own network, every rank hears all."""
-        return self.model.weight_bytes / (self.device.network_gb_s * 1e9 * LINK_EFFICIENCY)
+    def weights(self) -> WeightSeconds:
+        """See the protocol. A rank fetches what it hosts; it is loaded from pinned host memory; the trainer broadcasts over the
+        cluster's own network, and every rank hears all."""
+        device, size = self.device, self.model.weight_bytes
+        fetch = self.pull_gb_s or device.network_gb_s * self.tensor_parallel * LINK_EFFICIENCY
+        load = device.pcie_gb_s * 1e9 * LINK_EFFICIENCY * self.tensor_parallel
+        return WeightSeconds(size / (fetch * 1e9), size / load, size / (device.network_gb_s * 1e9 * LINK_EFFICIENCY))
 
     def kv_move(self, tokens: int) -> float:
         """See the protocol: nobody else's transfer is in the way."""
@@ -340,19 +322,9 @@ class GrainedCosts:
         return None if tokens is None else tokens // self.grain
 
     @property
-    def fetch_seconds(self) -> float:
+    def weights(self) -> WeightSeconds:
         """See the protocol."""
-        return self.inner.fetch_seconds
-
-    @property
-    def load_seconds(self) -> float:
-        """See the protocol."""
-        return self.inner.load_seconds
-
-    @property
-    def receive_seconds(self) -> float:
-        """See the protocol."""
-        return self.inner.receive_seconds
+        return self.inner.weights
 
     def kv_move(self, tokens: int) -> float:
         """See the protocol."""

@@ -39,7 +39,7 @@ class LendingSimWorker(SimWorker):
             raise CommandError("not_suspended", f"{self.name}: release without suspend")
         seconds = 0.0
         if not self.released:
-            self.released, seconds = level, self._costs.load_seconds if level == "weights" else 0.0
+            self.released, seconds = level, self._costs.weights.load if level == "weights" else 0.0
             self._batch.change_weights(self._batch.version)  # the KV is gone
             await asyncio.sleep(seconds)
             self._check(incarnation)
@@ -51,7 +51,7 @@ class LendingSimWorker(SimWorker):
         incarnation = self.incarnation
         if self.released:
             if self.released == "weights":
-                await asyncio.sleep(self._costs.load_seconds)
+                await asyncio.sleep(self._costs.weights.load)
                 self._check(incarnation)
             else:
                 self._unusable = "its weights were dropped"
@@ -75,7 +75,7 @@ class ResidentSimTrainer(SimTrainer):
     def __init__(self, config: Config, weights: SimWeights, audit: RunAudit) -> None:
         super().__init__(config, weights, audit)
         self._replicas = config.trainer.data_parallel
-        self._seconds = engine_costs(config).load_seconds
+        self._seconds = engine_costs(config).weights.load
         self.level = "step"
         self._share = 1.0
 

@@ -150,7 +150,7 @@ def measured_points(
 
 def shape_of(config: Config, costs: EngineCosts, layout: EngineLayout) -> EngineShape:
     """Its memory and start. Only where the cost model has a limit of KV."""
-    start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
+    start = config.sim.start_seconds + costs.weights.fetch + costs.weights.load
     model = hardware.model(config.sim.model)
     return EngineShape(layout, model.kv_bytes * config.sim.grain, costs.kv_tokens or 0, model.weight_bytes, start)
 
@@ -174,7 +174,7 @@ class SimRates:
     def loading(self, hardware_class: str, degree: int) -> float:
         """Seconds until an engine of so many devices that has started has the weights."""
         costs = engine_costs(self._config, hardware_class, degree=degree)
-        return costs.fetch_seconds + costs.load_seconds
+        return costs.weights.fetch + costs.weights.load
 
     def rates_at(self, hardware_class: str, degree: int) -> WorkerRates:
         """Of a worker on so many devices. Raises ConfigError where the model does not fit."""

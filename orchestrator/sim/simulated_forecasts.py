@@ -6,7 +6,6 @@ head, as environments and speech are functions of what they are asked.
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from functools import partial
 
 from orchestrator.components import Components
 from orchestrator.config import Config
-from orchestrator.placement.forecast_setup import make_predictor
+from orchestrator.placement.forecast_setup import InProcessPredictor, make_predictor
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome, LengthPredictor
 from orchestrator.sim.resizable_worker import SimRates
@@ -36,26 +35,9 @@ def equip(parts: Components, config: Config, workers: Sequence[SimWorker]) -> No
         policy = SimOracle(config)
     else:
         policy = make_predictor(settings, float(parts.task.max_response_tokens), config.run.seed)
-    parts.foresight.predictor = LatePredictor(policy, config.sim.prediction_seconds)
+    parts.foresight.predictor = InProcessPredictor(policy, config.sim.prediction_seconds)
     if config.rollout.placement.enabled and config.sim.tasks and not config.rollout.placement.profile:
         parts.foresight.rates = partial(SimRates(config).of_worker, workers)
-
-
-class LatePredictor:
-    """Answers after so many seconds."""
-
-    def __init__(self, policy: LengthPredictor, seconds: float) -> None:
-        self._policy = policy
-        self._seconds = seconds
-
-    async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
-        await asyncio.sleep(self._seconds)
-        return self._policy.forecast(progress)
-
-    def learn(self, outcome: LengthOutcome) -> None:
-        """See the protocol."""
-        self._policy.learn(outcome)
 
 
 class SimOracle:

@@ -240,7 +240,7 @@ class SimWorker:
         incarnation = self.incarnation
         self._check_version(version)
         if version != self._prepared:
-            await asyncio.sleep(self._costs.fetch_seconds)
+            await asyncio.sleep(self._costs.weights.fetch)
             self._check(incarnation)
             self._prepared = version
         await self._answer()
@@ -251,7 +251,7 @@ class SimWorker:
         incarnation = self.incarnation
         if version != self._weights.sent or not 0 < place <= min(meeting.receivers for meeting in meetings):
             raise RetryableError(f"{self.name}: version {version} is not sent to place {place}")
-        await asyncio.sleep(min(self._costs.receive_seconds, limit))
+        await asyncio.sleep(min(self._costs.weights.receive, limit))
         self._check(incarnation)
         self._prepared = version
         return self._weights.content(version)
@@ -266,10 +266,10 @@ class SimWorker:
             raise CommandError("update_in_progress", f"{self.name}: another update is in progress")
         self._check_version(version)
         begun = asyncio.get_running_loop().time()
-        fetch = self._costs.fetch_seconds if version != self._prepared else 0.0
+        fetch = self._costs.weights.fetch if version != self._prepared else 0.0
         self._updating = True
         try:
-            await asyncio.sleep(fetch + self._costs.load_seconds + self._stall_seconds)
+            await asyncio.sleep(fetch + self._costs.weights.load + self._stall_seconds)
             self._check(incarnation)
         finally:
             if incarnation == self.incarnation:

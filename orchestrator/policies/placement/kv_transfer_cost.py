@@ -80,13 +80,3 @@ class BreakEven:
         """Seconds to the first token (moved, computed)."""
         (move_fixed, move_each), (fixed, each) = self._move.fit(), self._compute.fit()
         return move_fixed + move_each * tokens, fixed + each * tokens
-
-    @property
-    def break_even_tokens(self) -> float:
-        """From so many tokens on a move is expected to pay; 0: always, infinite: never (or nothing is known yet)."""
-        if not (self._move.count and self._compute.count):
-            return math.inf
-        (move_fixed, move_each), (fixed, each) = self._move.fit(), self._compute.fit()
-        if each <= move_each:
-            return 0.0 if move_fixed < fixed else math.inf
-        return max(0.0, (move_fixed - fixed) / (each - move_each))

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from orchestrator.api import Prompt
 
@@ -23,10 +23,8 @@ LEAST = 8
 _MEMORY = 0.5  # weight of the newest of several lengths of one prompt
 
 
-class PromptLengthPredictor(Protocol):
-    """``predict``: tokens of the prompt's longest response, None: not known. It must be fast: it is asked in the event loop."""
-
-    def __call__(self, prompt: Prompt, /) -> float | None: ...
+# Tokens of the prompt's longest response, None: not known. It must be fast: it is asked in the event loop.
+PromptLengthPredictor = Callable[[Prompt], float | None]
 
 
 class LengthHistory:
@@ -36,7 +34,7 @@ class LengthHistory:
         self._tokens: dict[str, float] = {}
 
     def __call__(self, prompt: Prompt, /) -> float | None:
-        """See :class:`PromptLengthPredictor`."""
+        """See :data:`PromptLengthPredictor`."""
         return self._tokens.get(prompt.key)
 
     def record_length(self, prompt: Prompt, tokens: float) -> None:

@@ -218,8 +218,8 @@ def _tax() -> list[dict[str, Any]]:
         config = rollart(model, "affinity")
         engine, trainer = engine_costs(config, "H20"), trainer_costs(config)
         source = "RollArt table 4 and 7.5"
-        whole = trainer.publish_seconds + engine.fetch_seconds
+        whole = trainer.publish_seconds + engine.weights.fetch
         rows.append(exactly(f"{model}: push and pull in the way, s", naive, whole, source, "rates from table 4"))
         late = "all of the pull is beside generation; the copy to the device is not"
-        rows.append(exactly(f"{model}: exposed, s", exposed, engine.load_seconds, source, late))
+        rows.append(exactly(f"{model}: exposed, s", exposed, engine.weights.load, source, late))
     return rows
