@@ -100,11 +100,9 @@ class DegreePlanner:
         self._in_flight, self._longest = in_flight, longest
 
     def state(self) -> dict[str, Any]:
-        """See the protocol."""
         return self._policy.state()
 
     async def decide_cut(self, step: int, seconds: float, trained: Sequence[Trajectory], steps_left: int) -> Cut | None:
-        """See the protocol."""
         loads = expected_loads([_ended(item) for item in trained], self._in_flight(), len(trained), self._longest)
         before = self._policy.degrees
         found = self._policy.plan_next_step(loads, seconds, steps_left)
@@ -123,7 +121,6 @@ class DegreePlanner:
         return Cut(found.degrees, f"engines of {format_degrees(found.degrees)} devices") if found.changes else None
 
     def note_change(self, cut: Cut, done: Reshaped) -> dict[str, Any]:
-        """See the protocol."""
         assert not isinstance(cut.engines, EngineLayout)
         degrees = tuple(cut.engines)
         if done.error:
@@ -161,7 +158,6 @@ class StepPlanner:
         self._counts: dict[str, tuple[int, int]] = {}  # worker -> (life, preemptions in it)
 
     async def decide_cut(self, step: int, seconds: float, trained: Sequence[Trajectory], steps_left: int) -> Cut | None:
-        """See the protocol."""
         load = self._load(*await self._counted(), seconds, trained)
         before, plan = self._planner.layout, self._planner.plan_next_step(load, steps_left)
         self._events.emit(
@@ -195,7 +191,6 @@ class StepPlanner:
         return Cut(plan.layout, f"engines with {plan.layout}") if plan.changes else None
 
     def note_change(self, cut: Cut, done: Reshaped) -> dict[str, Any]:
-        """See the protocol."""
         assert isinstance(cut.engines, EngineLayout)
         if done.error:
             self._planner.reject_change(cut.engines, done.seconds, done.error)

@@ -59,11 +59,9 @@ class InProcessPredictor:
         self._seconds = seconds
 
     async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
         if self._seconds is not None:
             await asyncio.sleep(self._seconds)
         return self._policy.forecast(progress)
 
     def learn(self, outcome: LengthOutcome) -> None:
-        """See the protocol."""
         self._policy.learn(outcome)

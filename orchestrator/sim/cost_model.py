@@ -119,19 +119,15 @@ class LinearCosts:
 
     @property
     def weights(self) -> WeightSeconds:
-        """See the protocol."""
         return WeightSeconds(FETCH_SHARE * self.update, (1.0 - FETCH_SHARE) * self.update, SEND_SHARE * self.update)
 
     def kv_move(self, tokens: int) -> float:
-        """See the protocol."""
         return KV_SHARE * tokens * self.token
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
-        """See the protocol."""
         return tokens * self.token
 
     def decode(self, running: int) -> tuple[float, float]:
-        """See the protocol."""
         return self.step + self.sequence * running, 0.0
 
 
@@ -143,7 +139,6 @@ class LinearTraining:
     publish_seconds: float
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
-        """See the protocol."""
         return sum(lengths) * self.token / share
 
 
@@ -192,7 +187,6 @@ class RooflineCosts:
 
     @property
     def kv_tokens(self) -> int:
-        """See the protocol."""
         return self._room if self.kv_limit is None else self.kv_limit
 
     @property
@@ -221,7 +215,6 @@ class RooflineCosts:
         return KV_SECONDS + tokens * self.model.kv_bytes / rate
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
-        """See the protocol."""
         if tokens < 1:
             return 0.0
         both, alone = self._linear(running + tokens), self._linear(running)
@@ -232,7 +225,6 @@ class RooflineCosts:
         return both - alone + attention + further + self._reduce(running + tokens) - self._reduce(running)
 
     def decode(self, running: int) -> tuple[float, float]:
-        """See the protocol."""
         fixed = self._linear(running) + self._reduce(running) + STEP_SECONDS + SEQUENCE_SECONDS * running
         return fixed, self.model.kv_bytes * self._copies / (self.device.bandwidth * self.tensor_parallel)
 
@@ -291,12 +283,10 @@ class RooflineTraining:
 
     @property
     def publish_seconds(self) -> float:
-        """See the protocol."""
         rate = self.push_gb_s or self.device.network_gb_s * self.gpus * LINK_EFFICIENCY
         return self.model.weight_bytes / (rate * 1e9)
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
-        """See the protocol."""
         tokens = pairs = 0.0
         for length in lengths:
             tokens += length
@@ -317,21 +307,17 @@ class GrainedCosts:
 
     @property
     def kv_tokens(self) -> int | None:
-        """See the protocol."""
         tokens = self.inner.kv_tokens
         return None if tokens is None else tokens // self.grain
 
     @property
     def weights(self) -> WeightSeconds:
-        """See the protocol."""
         return self.inner.weights
 
     def kv_move(self, tokens: int) -> float:
-        """See the protocol."""
         return self.inner.kv_move(tokens * self.grain)
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
-        """See the protocol."""
         return self.inner.prefill(tokens * self.grain, pairs * self.grain * self.grain, running)
 
     def decode(self, running: int) -> tuple[float, float]:
@@ -350,9 +336,7 @@ class GrainedTraining:
 
     @property
     def publish_seconds(self) -> float:
-        """See the protocol."""
         return self.inner.publish_seconds
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
-        """See the protocol."""
         return self.inner.train((length * self.grain for length in lengths), share)

@@ -32,7 +32,6 @@ class LendingSimWorker(SimWorker):
     released = ""  # the level
 
     async def release(self, level: str) -> ReleaseResult:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         if not self._suspended or self._leap is not None:
@@ -46,7 +45,6 @@ class LendingSimWorker(SimWorker):
         return ReleaseResult(level, MODEL_BYTES, len(self._batch.running), seconds, "simulated")
 
     async def reclaim(self) -> None:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         if self.released:
@@ -58,7 +56,6 @@ class LendingSimWorker(SimWorker):
             self.released = ""
 
     async def resume(self) -> None:
-        """See the protocol."""
         if self.released:
             raise CommandError("released", f"{self.name}: its device is lent")
         await super().resume()
@@ -80,7 +77,6 @@ class ResidentSimTrainer(SimTrainer):
         self._share = 1.0
 
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
-        """See the protocol."""
         self._check()
         await asyncio.sleep(self._seconds)
         self._check()

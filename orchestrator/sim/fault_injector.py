@@ -215,18 +215,15 @@ class FaultyWorker:
         )
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """See the protocol."""
         await self._call("add", lambda: self._inner.add(requests))
 
     async def abort(
         self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
     ) -> None:
-        """See the protocol."""
         inner = self._inner
         await self._call("abort", lambda: inner.abort(request_ids, trajectories=trajectories, groups=groups))
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
-        """See the protocol."""
         await self._call("prioritize", lambda: self._inner.prioritize(priorities))
 
     async def completions(self) -> list[Completion]:
@@ -248,11 +245,9 @@ class FaultyWorker:
         return answer
 
     async def suspend(self) -> None:
-        """See the protocol."""
         await self._call("suspend", self._inner.suspend)
 
     async def prepare(self, version: int) -> None:
-        """See the protocol."""
         await self._call("prepare", lambda: self._inner.prepare(version))
 
     async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
@@ -279,22 +274,18 @@ class FaultyWorker:
         return await self._call("update", lambda: self._inner.update(version), crash=crash)
 
     async def resume(self) -> None:
-        """See the protocol."""
         await self._call("resume", self._inner.resume)
 
     async def stats(self) -> WorkerStats:
-        """See the protocol."""
         return await self._call("stats", self._inner.stats, NO_TWICE)
 
     async def restart(self) -> None:
-        """See the protocol."""
         self._delivered = []
         faults, inner = self._faults, self._inner
         # a restart is no call of a life
         await faults.call_port("worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0)
 
     async def close(self) -> None:
-        """See the protocol."""
         await self._inner.close()
 
 
@@ -315,7 +306,6 @@ class FaultyResizableWorker(FaultyWorker):
         self._resizable.expert_ranks = ranks
 
     async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
-        """See the protocol."""
         await self._resizable.resize(ranks, expert_ranks)
 
 
@@ -353,7 +343,6 @@ class FaultyTrainer:
         return await self._faults.call_port(f"trainer.{name}", possible, act, self._inner.die, lambda: 0)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """See the protocol."""
         return await self._call("train_step", lambda: self._inner.train_step(batch))
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
@@ -368,7 +357,6 @@ class FaultyTrainer:
         await self._faults.inject_fault(kind, "trainer.feed", act, self._inner.die, lambda: 0)
 
     async def publish(self) -> PublishResult:
-        """See the protocol."""
         return await self._call("publish", self._inner.publish, PUBLISH)
 
     async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
@@ -376,15 +364,12 @@ class FaultyTrainer:
         return await self._call("send", lambda: self._inner.send(receivers, limit, anew))
 
     async def save(self, folder: str) -> None:
-        """See the protocol."""
         await self._call("save", lambda: self._inner.save(folder))
 
     async def load(self, folder: str) -> int:
-        """See the protocol."""
         return await self._inner.load(folder)
 
     async def close(self) -> None:
-        """See the protocol."""
         await self._inner.close()
 
 
@@ -403,11 +388,9 @@ class FaultyTask:
         self.max_context_tokens = inner.max_context_tokens
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
-        """See the protocol."""
         return self._inner.prompts(split, seed)
 
     def environment(self) -> Environment:
-        """See the protocol."""
         if self._faults.draw_fault("environment.create", ("crash",)):
             raise InjectedError("injected: the environment did not start")
         return FaultyEnvironment(self._inner.environment(), self._faults, self.max_context_tokens)
@@ -423,13 +406,11 @@ class FaultyEnvironment:
         self._context = context
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         kind = await self._strike("environment.reset")
         observation = await self._inner.reset(prompt)
         return self._garbage_observation(observation) if kind == "duplicate" else observation
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         kind = await self._strike("environment.step")
         result = await self._inner.step(action_ids)
         if kind != "duplicate":
@@ -477,7 +458,6 @@ class FaultyTools:
         self._faults = faults
 
     async def call(self) -> None:
-        """See the protocol."""
         kind = await self._faults.strike("tool.call", CALL, TrajectoryError("tool_unavailable", "injected"))
         await self._inner.call()
         if kind == "duplicate":
@@ -492,7 +472,6 @@ class FaultyReward:
         self._faults = faults
 
     async def score(self, trajectory: Trajectory) -> float:
-        """See the protocol."""
         errors = RetryableError("injected"), TrajectoryError("injected_reward", "")
         kind = await self._faults.strike("reward.score", EPISODE, *errors)
         score = await self._inner.score(trajectory)

@@ -43,7 +43,6 @@ class ResizableSimWorker(SimWorker):
         self._config = config
 
     async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
-        """See the protocol."""
         self.change_devices(ranks, expert_ranks)
         await asyncio.sleep(0)
 
@@ -67,7 +66,6 @@ class ResizableSimWorker(SimWorker):
                 self._misfit = str(error)
 
     async def restart(self) -> None:
-        """See the protocol."""
         if self._misfit or not self.ranks:
             await asyncio.sleep(self._start_seconds)
             raise RetryableError(self._misfit or f"{self.name} is parked")

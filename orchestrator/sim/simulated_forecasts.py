@@ -48,7 +48,6 @@ class SimOracle:
         self._said: dict[str, tuple[int, ...]] = {}
 
     def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
         said = self._said.get(progress.trajectory)
         if said is None:
             said = self._said[progress.trajectory] = self._play(progress)

@@ -118,19 +118,16 @@ class _AuditedTrainer:
         self.close = inner.close
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
-        """See the protocol."""
         with self._asks.feeding(samples, version):
             await self._inner.feed(samples, version)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """See the protocol."""
         with self._asks.training(batch):
             metrics = await self._inner.train_step(batch)
         self._version = metrics.version
         return metrics
 
     async def publish(self) -> PublishResult:
-        """See the protocol."""
         result = await self._inner.publish()
         self._audit.record_version(result.version)
         return result

@@ -178,7 +178,6 @@ class SimWorker:
     # The port.
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """See the protocol."""
         self._check()
         now = asyncio.get_running_loop().time()
         for request in requests:
@@ -190,7 +189,6 @@ class SimWorker:
     async def abort(
         self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
     ) -> None:
-        """See the protocol."""
         self._check()
         in_step = False
         for sequence in self._meant(request_ids, trajectories, groups):
@@ -205,7 +203,6 @@ class SimWorker:
         await self._answer()
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
-        """See the protocol."""
         self._check()
         for sequence in self._unfinished():
             priority = priorities.get(sequence.request.trajectory_id)
@@ -215,7 +212,6 @@ class SimWorker:
         await self._answer()
 
     async def completions(self) -> list[Completion]:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         while not self._finished:
@@ -226,7 +222,6 @@ class SimWorker:
         return finished
 
     async def suspend(self) -> None:
-        """See the protocol."""
         self._check()
         self._suspended = True
         if self._leap is not None:
@@ -235,7 +230,6 @@ class SimWorker:
         await self._answer()
 
     async def prepare(self, version: int) -> None:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         self._check_version(version)
@@ -257,7 +251,6 @@ class SimWorker:
         return self._weights.content(version)
 
     async def update(self, version: int) -> UpdateResult:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         if not self._suspended or self._leap is not None:
@@ -281,7 +274,6 @@ class SimWorker:
         return UpdateResult(version, MODEL_BYTES, asyncio.get_running_loop().time() - begun, len(self._batch.running))
 
     async def resume(self) -> None:
-        """See the protocol."""
         self._check()
         if self._updating:
             raise CommandError("update_in_progress", f"{self.name}: resume while an update is in progress")
@@ -322,7 +314,6 @@ class SimWorker:
         return None if self._dead or self._batch.version != version else self._batch.prefix_tokens(trajectory_id)
 
     async def stats(self) -> WorkerStats:
-        """See the protocol."""
         self._check()
         await self._answer()
         block = self._engine.block_size
@@ -348,7 +339,6 @@ class SimWorker:
         )
 
     async def restart(self) -> None:
-        """See the protocol."""
         if self._closed:
             raise RetryableError(f"{self.name} is closed")
         self.die()
@@ -360,7 +350,6 @@ class SimWorker:
         self._dead = False
 
     async def close(self) -> None:
-        """See the protocol."""
         self._closed = True
         self.die()
         await asyncio.sleep(0)

@@ -70,7 +70,6 @@ class SimTask:
         self.epoch_prompts = config.sim.data_set
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
-        """See the protocol."""
         number = 0
         while split == "train" or number < HELDOUT_PROMPTS:
             place = number % self.epoch_prompts if self.epoch_prompts else number
@@ -82,7 +81,6 @@ class SimTask:
             number += 1
 
     def environment(self) -> SimEnvironment:
-        """See the protocol."""
         return SimEnvironment(self)
 
     def next_member(self, prompt: Prompt) -> int:
@@ -109,7 +107,6 @@ class SimEnvironment:
         task.open_environments += 1
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         self._check()
         if self._task.traces is not None:
             return await self._reset_to(self._task.traces, prompt)
@@ -122,7 +119,6 @@ class SimEnvironment:
         return Observation(tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS))))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         self._check()
         if self._prompt is None:
             raise TrajectoryError("environment_protocol", "step before reset, or after the end")
@@ -180,7 +176,6 @@ class SimEnvironment:
         return StepResult(Observation((2,) * workload.simulated_tokens(rng, task.observation_tokens)), 0.0, False)
 
     async def close(self) -> None:
-        """See the protocol."""
         await asyncio.sleep(0)
         if not self._closed:
             self._closed = True
@@ -221,7 +216,6 @@ class SimTools:
         self._calls = 0
 
     async def call(self) -> None:
-        """See the protocol."""
         if self._calls >= self._room:
             raise TrajectoryError("tool_unavailable", f"{self._calls} calls of it are under way")
         self._calls += 1
@@ -251,7 +245,6 @@ class SimReward:
         self.busy_seconds = 0.0  # of all scores together
 
     async def score(self, trajectory: Trajectory) -> float:
-        """See the protocol."""
         if self._slots is None:
             return await self._judge(trajectory)
         async with self._slots:
@@ -308,7 +301,6 @@ class SimTrainer:
         self.version = 0
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
-        """See the protocol."""
         self._check()
         if self._once:
             samples = () if self._fed else samples[: self._once]
@@ -317,7 +309,6 @@ class SimTrainer:
             await self._compute(samples)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """See the protocol."""
         self._check()
         self._audit.check_batch(batch, self.version)
         fed, self._fed = self._fed, []
@@ -344,7 +335,6 @@ class SimTrainer:
         self.busy_seconds += seconds
 
     async def publish(self) -> PublishResult:
-        """See the protocol."""
         self._check()
         version = self.version
         await asyncio.sleep(self._costs.publish_seconds)
@@ -360,7 +350,6 @@ class SimTrainer:
         return (Meeting(f"sim-{self.version}", "sim", "", receivers),)
 
     async def save(self, folder: str) -> None:
-        """See the protocol."""
         self._check()
         state = json.dumps({"version": self.version, "trained": self._audit.trained_ids})
         await asyncio.sleep(0)
@@ -368,7 +357,6 @@ class SimTrainer:
         (Path(folder) / "trainer.json").write_text(state, encoding="utf-8")
 
     async def load(self, folder: str) -> int:
-        """See the protocol."""
         self._check()
         await asyncio.sleep(0)
         state = json.loads((Path(folder) / "trainer.json").read_text(encoding="utf-8"))
@@ -378,7 +366,6 @@ class SimTrainer:
         return self.version
 
     async def close(self) -> None:
-        """See the protocol."""
         self.die()
         await asyncio.sleep(0)
 

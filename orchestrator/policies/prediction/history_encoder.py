@@ -122,13 +122,11 @@ class HashedEncoder:
         self._rows: NDArray[np.float32] = np.zeros((kept, width), np.float32)
 
     def predict(self, rows: Sequence[TrajectoryProgress], numbers: Array) -> Array:
-        """See the protocol."""
         bags = np.stack([_bags(row) for row in rows])
         made = self._forward(bags, self._numbers.normal(numbers))[-1]
         return np.asarray(np.clip(made, -CLIP, CLIP) * self._targets.spread + self._targets.mean)
 
     def learn(self, rows: Sequence[TrajectoryProgress], numbers: Array, targets: Array, weight: float) -> None:
-        """See the protocol."""
         for row, shown, wanted in zip(rows, numbers, targets, strict=True):
             place = self._numbers.rows % len(self._rows)
             self._rows[place] = np.concatenate([_bags(row), shown, wanted, [weight]])
@@ -140,7 +138,6 @@ class HashedEncoder:
                 self._step(np.random.default_rng([self._seed, 7, self.steps]).integers(0, held, BATCH))
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """See the protocol."""
         found: dict[str, NDArray[np.generic]] = {**self.weights}
         for name, moments in self._moments.items():
             found[f"{name}_moments"] = moments
@@ -150,7 +147,6 @@ class HashedEncoder:
         return found
 
     def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """See the protocol."""
         check_arrays(self.arrays(), arrays, growing=("rows",))
         steps, rows = (int(value) for value in arrays["counts"].tolist())
         if len(arrays["rows"]) != min(rows, len(self._rows)) or steps < 0:

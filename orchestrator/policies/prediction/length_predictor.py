@@ -441,13 +441,11 @@ class HistoryPredictor:
         self.memory = FinishedStatistics(prior_tokens)
 
     def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
         tokens, turns, source = self.memory.whole_length(progress.task, progress.prompt)
         left = max(1.0, _unlog(tokens) - progress.generated)
         return LengthForecast(left, 0.0, 20.0 * left, max(0.0, _unlog(turns) - progress.turns), source)
 
     def learn(self, outcome: LengthOutcome) -> None:
-        """See the protocol."""
         if outcome.said and outcome.complete:
             first = outcome.before[0]
             self.memory.add_trajectory(first.task, first.prompt, outcome.said, _logs(outcome.said))

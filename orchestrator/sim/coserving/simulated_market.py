@@ -74,7 +74,6 @@ class SimMarket:
     # -- what the exchange asks ----------------------------------------------------------------------------------------
 
     async def list_offers(self) -> Sequence[Offer]:
-        """See the protocol."""
         return [self._offer(name) for name in self._pairs]
 
     def _offer(self, name: str) -> Offer:
@@ -84,7 +83,6 @@ class SimMarket:
         return Offer(name, share=engine.pages / engine.rules.pages, before=self._mean(engine.name))
 
     def worker(self, url: str) -> BorrowedWorker:
-        """See the protocol."""
         worker, engine = self._pairs[url]
         self._had.add(url)
         if engine.up:
@@ -97,7 +95,6 @@ class SimMarket:
         """See the protocol: the worker itself counts the seconds of its activation."""
 
     async def leave(self, worker: BorrowedWorker) -> None:
-        """See the protocol."""
         self._had.discard(worker.name)
         self._pairs[worker.name][0].release()
         self.returned += 1
