@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
 from typing import Any
@@ -118,10 +118,10 @@ class DegreeReallocator:
             return answer
         named = format_degrees(found.degrees)
         if why := self._failed.get(found.degrees):
-            return _because(answer, f"{named} did not come up: {why}")
+            return replace(answer, reason=f"{named} did not come up: {why}")
         if gain * horizon <= self._cost:
             text = f"{named} would gain {gain:.3g} s a step over {horizon} steps, and costs {self._cost:.3g} s"
-            return _because(answer, text)
+            return replace(answer, reason=text)
         text = f"{named} gains {share:.0%} of a step"
         return DegreePlan(found.degrees, True, text, gain, self._cost, found.makespan, present)
 
@@ -198,12 +198,6 @@ def _mean(values: Sequence[float]) -> float:
 def format_degrees(degrees: Sequence[int]) -> str:
     """For people: 4+2+1+1."""
     return "+".join(map(str, degrees))
-
-
-def _because(answer: DegreePlan, reason: str) -> DegreePlan:
-    return DegreePlan(
-        answer.degrees, False, reason, answer.gain, answer.cost, makespan=answer.makespan, present=answer.present
-    )
 
 
 @dataclass(frozen=True)

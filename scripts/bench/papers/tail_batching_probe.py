@@ -38,8 +38,8 @@ from orchestrator.components import Components, Position
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
-from orchestrator.sim.epoch_audit import account_epochs
 from orchestrator.sim.recorded_traces import EpisodeTraces
+from orchestrator.sim.run_audit import account_epochs
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask
 from scripts.bench.papers.tail_batching_scenario import MAX_LEN, SLOTS, scenario, traces
 
