@@ -21,6 +21,7 @@ from orchestrator.proxy.worker_state import WorkerState
 
 POWERS = [1 << power for power in range(12)]  # degrees on offer; unequal ones need not divide the devices: 3 are 2+1
 _FIELD = "rollout.placement.degrees"
+PLACED = "rollout.placement.profile"
 
 
 def make_planner(
@@ -29,7 +30,7 @@ def make_planner(
     """The planner of a run, at the layout that it begins with. ``profile``: where the config names none. Raises ConfigError for
     one that cannot be read."""
     settings, devices = rollout.planner, rollout.workers
-    profile = read_planner_profile(rollout) or profile
+    profile = read_profile(settings.profile, "rollout.planner.profile") or profile
     layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp, experts=settings.experts)
     planner = ParallelismPlanner(
         devices,
@@ -45,10 +46,9 @@ def make_planner(
     return planner
 
 
-def read_planner_profile(rollout: RolloutSection) -> EngineProfile | None:
-    """What ``rollout.planner.profile`` names; None: nothing. Raises ConfigError."""
-    name = rollout.planner.profile
-    return load_profile(Path(name), "rollout.planner.profile").profile if name else None
+def read_profile(name: str, field: str) -> EngineProfile | None:
+    """Of the file that a config names in this field; None: it names none. Raises ConfigError."""
+    return load_profile(Path(name), field).profile if name else None
 
 
 def make_reallocation(
@@ -64,13 +64,13 @@ def make_reallocation(
     says. Raises ConfigError."""
     settings, devices = rollout.placement.degrees, rollout.workers
     possible = [tp for tp in POWERS if tp <= devices and (not heads or heads % tp == 0)]
-    profile = read_placement_profile(rollout)
+    profile = read_profile(rollout.placement.profile, PLACED)
     if rates is None:
         known = [layout.tp for layout in profile.layouts] if profile is not None else [*settings.speeds]
         possible = [tp for tp in possible if tp in known]
     if not possible:
         fix = "says nothing of degrees that these devices can have: name rollout.placement.degrees.speeds, or a profile of them"
-        field = f"{_FIELD}.speeds" if profile is None else "rollout.placement.profile"
+        field = f"{_FIELD}.speeds" if profile is None else PLACED
         raise ConfigError(field, dict(settings.speeds) or rollout.placement.profile, fix)
     try:
         made = DegreeReallocator(
@@ -93,16 +93,10 @@ def make_reallocation(
     return made
 
 
-def read_placement_profile(rollout: RolloutSection) -> EngineProfile | None:
-    """What ``rollout.placement.profile`` names; None: nothing. Raises ConfigError."""
-    name = rollout.placement.profile
-    return load_profile(Path(name), "rollout.placement.profile").profile if name else None
-
-
 def check_placement_profile(rollout: RolloutSection, degrees: Sequence[int] = ()) -> None:
     """Raises ConfigError where trajectories are placed by a profile that lacks one of these ``degrees`` (without any: those of
     engines that are never cut anew), or that of a borrowed server, before one of them comes."""
-    if not rollout.placement.enabled or (profile := read_placement_profile(rollout)) is None:
+    if not rollout.placement.enabled or (profile := read_profile(rollout.placement.profile, PLACED)) is None:
         return
     given = rollout.disaggregation.degrees
     fixed = () if rollout.reshapes else {given.get(f"vllm-{index}", 1) for index in range(rollout.workers)}
@@ -120,7 +114,11 @@ def _start_seconds(rollout: RolloutSection, profile: EngineProfile | None, known
 
 def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
     """By the profile, a ConfigError for what it lacks; without one by ``speeds``, with the interference of placement."""
-    settings, slots, profile = rollout.placement, rollout.engine.max_num_seqs, read_placement_profile(rollout)
+    settings, slots, profile = (
+        rollout.placement,
+        rollout.engine.max_num_seqs,
+        read_profile(rollout.placement.profile, PLACED),
+    )
     if profile is not None:
         return cache(partial(profiled_rates, profile, slots))
 

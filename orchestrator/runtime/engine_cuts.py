@@ -19,7 +19,7 @@ from orchestrator.parallelism.planner_setup import (
     check_placement_profile,
     make_planner,
     make_reallocation,
-    read_planner_profile,
+    read_profile,
 )
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
@@ -107,6 +107,6 @@ def check(config: Config) -> None:
     if config.rollout.planner.experts:
         raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
     if config.rollout.planner.enabled:
-        read_planner_profile(config.rollout)
+        read_profile(config.rollout.planner.profile, "rollout.planner.profile")
     else:
         make_reallocation(config.rollout)  # as far as it can be known without the model

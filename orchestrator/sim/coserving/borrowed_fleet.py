@@ -22,7 +22,7 @@ from orchestrator.sim import hardware
 from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail_latency
 from orchestrator.sim.coserving.serving_engine import ServingEngine
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
-from orchestrator.sim.coserving.simulated_market import Autoscaler, ScaledServing, SimMarket
+from orchestrator.sim.coserving.simulated_market import Autoscaler, SimMarket
 from orchestrator.sim.cost_model import EngineCosts
 from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_cluster import borrowed_class, engine_costs
@@ -136,7 +136,16 @@ class BorrowedFleet:
             self._endings()
         elif settings.how == "autoscale":
             assert self.cluster is not None
-            self._scaler = Autoscaler(self.cluster, self.made, settings.reload_seconds)
+            beside = {engine.name: one for engine, one in zip(self.cluster.engines, self.made, strict=False)}
+            for worker in self.made:  # no device is rollouts' yet
+                worker.lose_device()
+            self._scaler = Autoscaler(
+                self.cluster,
+                beside,
+                settings.reload_seconds,
+                lambda engine: beside[engine.name].gain_device(),
+                wanted=lambda engine: beside[engine.name].lose_device(),
+            )
             self._scaler.start()
         elif settings.how == "spot":
             self._market(random_stream(self._config.run.seed, "spot"), settings.workers)
@@ -150,7 +159,13 @@ class BorrowedFleet:
             return
         settings = self.settings
         if settings.scaled:
-            self._scaler = ScaledServing(market, self.cluster, self.made, settings.reload_seconds)
+            self._scaler = Autoscaler(  # no device is anybody's alone
+                self.cluster,
+                [engine.name for engine in self.cluster.engines[: len(self.made)]],
+                settings.reload_seconds,
+                partial(market.engine_ended, warned=True),
+                serves=market.engine_began,
+            )
             self._scaler.start()
         if settings.outage_seconds:
             rng = random_stream(self._config.run.seed, "outages")

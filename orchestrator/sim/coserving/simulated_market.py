@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -141,11 +141,21 @@ class Autoscaler:
     again, which takes ``reload`` seconds. Reactive, as such autoscalers are: by how busy the engines of a role were in the last
     ten seconds. ASSUMED, since none of it is printed: the thresholds above.
 
-    Of one cluster; ``workers``: the rollout worker of each engine, in order. One engine of each role always serves."""
+    Of one cluster; one engine of each role always serves. ``lendable``: names of the engines that may stop. ``stopped``: an
+    engine serves no more; ``wanted``: it is about to load its model; ``serves``: it has."""
 
-    def __init__(self, cluster: ServingCluster, workers: Sequence[BorrowedSimWorker], reload: float) -> None:
-        self._cluster, self._reload = cluster, reload
-        self._worker = {engine.name: worker for engine, worker in zip(cluster.engines, workers, strict=False)}
+    def __init__(
+        self,
+        cluster: ServingCluster,
+        lendable: Collection[str],
+        reload: float,
+        stopped: Callable[[ServingEngine], None],
+        *,
+        wanted: Callable[[ServingEngine], None] = lambda engine: None,
+        serves: Callable[[ServingEngine], None] = lambda engine: None,
+    ) -> None:
+        self._cluster, self._lendable, self._reload = cluster, lendable, reload
+        self._stopped, self._wanted, self._serves = stopped, wanted, serves
         self._busy: dict[Role, deque[float]] = {
             "prefill": deque(maxlen=WINDOW + 1),
             "decode": deque(maxlen=WINDOW + 1),
@@ -156,21 +166,8 @@ class Autoscaler:
         self.changes = 0
 
     def start(self) -> None:
-        """All engines serve; no device is rollouts' yet."""
-        for worker in self._worker.values():
-            worker.lose_device()
+        """All engines serve."""
         self._review_load()
-
-    def _stopped(self, engine: ServingEngine) -> None:
-        """It serves no more: its device is rollouts' alone."""
-        self._worker[engine.name].gain_device()
-
-    def _wanted(self, engine: ServingEngine) -> None:
-        """It is about to load its model."""
-        self._worker[engine.name].lose_device()
-
-    def _serves(self, engine: ServingEngine) -> None:
-        """It has."""
 
     def close(self) -> None:
         """The simulation ends."""
@@ -199,7 +196,7 @@ class Autoscaler:
             self._changed[role] = now
 
     def _lend_device(self, engine: ServingEngine) -> None:
-        if engine.name not in self._worker:
+        if engine.name not in self._lendable:
             return
         self.changes += 1
         self._cluster.requeue_requests(engine, engine.stop())
@@ -215,29 +212,6 @@ class Autoscaler:
             self._serves(engine)
 
         self._loading[engine.name] = asyncio.get_running_loop().call_later(self._reload, ready)
-
-
-class ScaledServing(Autoscaler):
-    """Serving engines that end while their load is low, and come back when it rises: no device is anybody's alone."""
-
-    def __init__(
-        self, market: SimMarket, cluster: ServingCluster, workers: Sequence[BorrowedSimWorker], reload: float
-    ) -> None:
-        super().__init__(cluster, workers, reload)
-        self._market = market
-
-    def start(self) -> None:
-        """All engines serve."""
-        self._review_load()
-
-    def _stopped(self, engine: ServingEngine) -> None:
-        self._market.engine_ended(engine, warned=True)
-
-    def _wanted(self, engine: ServingEngine) -> None:
-        """It is nobody's meanwhile."""
-
-    def _serves(self, engine: ServingEngine) -> None:
-        self._market.engine_began(engine)
 
 
 def _always(engine: ServingEngine) -> Callable[[int], ServingEngine | None]:
