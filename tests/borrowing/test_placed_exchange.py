@@ -18,7 +18,7 @@ from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.router_setup import may_come, plan
 from orchestrator.proxy.worker_state import WorkerState
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 URL, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 

@@ -27,7 +27,7 @@ from orchestrator.sim import device_sharing
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_worker import SimWeights
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 OWNERS: dict[int, list[str]] = {}  # device -> who holds it
 

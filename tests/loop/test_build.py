@@ -16,7 +16,7 @@ from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.prefill_decode import PrefillDecode
 from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 SERVER, LATER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 APART = (

@@ -34,7 +34,7 @@ from orchestrator.sim import resizable_worker as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 from tests.support import colocation_twins as twins
 from tests.support.engines import rollout_worker
 

@@ -14,7 +14,7 @@ from orchestrator.placement.placer import RELIEF, Relief, TrajectoryPlacer
 from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 There = dict[int, dict[str, float]]
 

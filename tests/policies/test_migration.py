@@ -21,7 +21,7 @@ from orchestrator.policies.placement.migration import (
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.worker_state import WorkerState
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 
 def test_group_sizes_scale_with_what_is_active() -> None:

@@ -18,7 +18,7 @@ from orchestrator.sim.coserving.serving_engine import CollocatedEngine, RolloutD
 from orchestrator.sim.cost_model import RooflineCosts
 from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 COSTS = RooflineCosts(hardware.device("H800"), hardware.model("Qwen2.5-7B"))
 SLO = Slo(0.5, 0.15)

@@ -25,8 +25,8 @@ from orchestrator.sim.resizable_worker import ResizableSimWorker, roofline_profi
 from orchestrator.sim.simulated_cluster import ExpertRouting, costs_at_imbalance, engine_costs
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
-from orchestrator.sim.virtual_loop import run
 from scripts.bench.papers.expert_parallelism import fixed
+from scripts.bench.virtual_run import run
 
 MIXTURE, H800 = MODELS["Qwen3-30B-A3B"], DEVICES["H800"]
 SHORT = ("run.steps=6", "sim.expert_imbalance={0 = 1.0, 2 = 4.0}")

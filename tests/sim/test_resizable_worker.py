@@ -20,7 +20,7 @@ from orchestrator.sim.simulated_cluster import engine_costs
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
 from orchestrator.sim.twins import SimTask
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 PLANNED = ("rollout.weights=relay", "rollout.planner.enabled=true", "rollout.planner.max_tp=8")
 

@@ -12,7 +12,7 @@ from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.fault_injector import FaultInjector, FaultyWorker
 from orchestrator.sim.seeded_draws import END, draw_response
 from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWeights, SimWorker
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 from tests.support.worker_contract import CHECKS, Rig
 
 STEP, SEQUENCE, PREFILL = 0.02, 0.001, 0.0001

@@ -225,7 +225,7 @@ def sorted_loads(
     values = np.asarray(tokens, dtype=np.float64)
     if values.size and not (values.min() >= 0 and values.max() < math.inf):
         raise ValueError("tokens: finite numbers, 0 or more")
-    order = descending(values)
+    order = np.argsort(-values, kind="stable")
     known, fresh, waits, off = (np.asarray(array, np.float64)[order] for array in (contexts, new, gaps, spreads))
     return TrajectoryLoads(values[order], known, fresh, waits, off, grows, longest), order
 
@@ -293,17 +293,6 @@ def _fill(loads: TrajectoryLoads, workers: Sequence[WorkerRates], limit: float) 
             position += taken
         starts.append(position)
     return (starts if position >= loads.count else []), makespan, following, position
-
-
-def descending(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The stable order of finite values of 0 or more, longest first. Sorting the bits of the numbers, whose last ones make room
-    for the index, is quicker than sorting indices; values that differ in those bits only are sorted again."""
-    shift = max(1, (len(values) - 1).bit_length())
-    keys: NDArray[np.int64] = ~(values + 0.0).view(np.int64) & -(1 << shift) | np.arange(len(values))
-    keys.sort()
-    order = keys & ((1 << shift) - 1)
-    ordered = values[order]
-    return np.argsort(-values, kind="stable") if (ordered[1:] > ordered[:-1]).any() else order
 
 
 def search_makespan(

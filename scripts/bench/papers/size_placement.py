@@ -40,7 +40,6 @@ from orchestrator.policies.placement.worker_load import (
     Fill,
     TrajectoryLoads,
     WorkerRates,
-    descending,
     place_loads,
     search_makespan,
 )
@@ -105,7 +104,7 @@ def place_groups(lengths: Sequence[float] | NDArray[np.float64], workers: Sequen
         raise ValueError("lengths: finite numbers of tokens, 0 or more")
     if not workers:
         raise ValueError("workers: at least one")
-    order = descending(values)
+    order = np.argsort(-values, kind="stable")
     ordered: Any = values[order]
     starts, makespan = cut_groups(memoryview(ordered), workers)  # few of them are looked at: no list of all
     return GroupPlacement(order, tuple(starts), makespan)
