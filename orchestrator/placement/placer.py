@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +54,7 @@ from orchestrator.policies.placement.worker_load import (
 )
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import TurnRouter
+from orchestrator.proxy.kv_moves import GapMover
 from orchestrator.proxy.worker_state import WorkerState
 
 _LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
@@ -92,18 +92,6 @@ def profiled_rates(profile: EngineProfile, slots: int, degree: int) -> WorkerRat
         known = ", ".join(f"TP {layout.tp}" for layout in profile.layouts) or "none"
         fix = f"engines of this run have it, the profile has {known}: measure it with `rl-coserve profile`"
         raise ConfigError("rollout.placement.profile", f"TP {degree}", fix) from error
-
-
-class Mover(Protocol):
-    """Who sends the KV of a trajectory's prefix from worker to worker."""
-
-    def seconds(self, source: int, target: int, tokens: int) -> float | None:
-        """What it expects; None: it cannot."""
-        ...
-
-    async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
-        """Whether the target has it now. Raises RetryableError."""
-        ...
 
 
 @dataclass(slots=True)
@@ -229,7 +217,7 @@ class TrajectoryPlacer:
         router: TurnRouter,
         events: EventLog,
         rates_of: RatesOf,
-        mover: Mover | None = None,
+        mover: GapMover | None = None,
         longest: float = math.inf,
     ) -> None:
         self._settings = settings

@@ -12,7 +12,8 @@ from typing import Any
 
 from orchestrator.sim.cost_model import RooflineCosts, RooflineTraining
 from orchestrator.sim.hardware import DEVICES, MODELS
-from orchestrator.sim.paper_setups import load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
+from scripts.bench.papers.run_figures import measure
 
 _GIB = 1 << 30
 _TRANSFER = "the paper's path has a start of 4 s and reaches a small part of the link; ours counts 0.8 of the link"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_cluster import engine_costs, trainer_costs
 from scripts.bench.papers.rollart_setups import rollart, rollart_fleet
+from scripts.bench.papers.run_figures import measure
 from scripts.bench.papers.simulated import exactly, row, simulated_frame, within
 from scripts.bench.result import now
 
