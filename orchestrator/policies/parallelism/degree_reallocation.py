@@ -202,13 +202,11 @@ def format_degrees(degrees: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class DegreeAllocation:
-    """``degrees`` of the workers, descending; ``makespan``: seconds of the best placement; ``exact``: nothing is better;
-    ``tried``: questions that were asked, or allocations that were looked at."""
+    """``degrees`` of the workers, descending; ``makespan``: seconds of the best placement; ``exact``: nothing is better."""
 
     degrees: tuple[int, ...]
     makespan: float
     exact: bool
-    tried: int
 
 
 def allocate_loads(
@@ -226,25 +224,18 @@ def allocate_loads(
     makespan, degrees = min(equal, default=(math.inf, ()))
     if makespan * (1.0 - margin) > found.makespan:
         return found
-    return DegreeAllocation(degrees, makespan, makespan <= found.makespan, found.tried + len(equal))
+    return DegreeAllocation(degrees, makespan, makespan <= found.makespan)
 
 
 def best_allocation(takes: Mapping[int, Take], budget: int, count: int, least: float, first: float) -> DegreeAllocation:
     """The allocation with the smallest makespan. ``least``: no makespan is below it; ``first``: any allocation that holds all
     has one within it. Raises ValueError when none does."""
     if not count:
-        return DegreeAllocation(next(equal_degrees(budget, list(takes))), 0.0, True, 0)
-    asked = 0
-
-    def ask(limit: float) -> Fill[tuple[int, ...]]:
-        nonlocal asked
-        asked += 1
-        return _reach(takes, budget, count, limit)
-
-    found = search_makespan(ask, least, first, count)
+        return DegreeAllocation(next(equal_degrees(budget, list(takes))), 0.0, True)
+    found = search_makespan(partial(_reach, takes, budget, count), least, first, count)
     if found is None:
         raise ValueError(f"no allocation of {budget} GPUs holds {count} trajectories")
-    return DegreeAllocation(found[0], found[1], True, asked)
+    return DegreeAllocation(found[0], found[1], True)
 
 
 def _reach(takes: Mapping[int, Take], budget: int, count: int, limit: float) -> Fill[tuple[int, ...]]:

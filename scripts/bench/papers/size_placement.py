@@ -236,7 +236,7 @@ def anneal(
     _anneal(search_, budget, usable, rng, annealing or AnnealingSchedule())
     if not search_.best:
         raise ValueError(f"no allocation of {budget} GPUs holds all trajectories")
-    return DegreeAllocation(search_.best, search_.makespan, False, search_.tried)
+    return DegreeAllocation(search_.best, search_.makespan, False)
 
 
 def _longest_first(lengths: Sequence[float]) -> list[float]:
@@ -256,11 +256,9 @@ class _Search:
         self._kinds = kinds
         self.best: tuple[int, ...] = ()
         self.makespan = math.inf
-        self.tried = 0
 
     def cost(self, degrees: tuple[int, ...]) -> float:
         """Its makespan, infinite when it does not hold all trajectories; the best is remembered."""
-        self.tried += 1
         makespan = self._makespan([self._kinds[degree] for degree in degrees])
         if makespan < self.makespan:
             self.best, self.makespan = degrees, makespan
