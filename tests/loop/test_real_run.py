@@ -22,7 +22,7 @@ import pytest
 from orchestrator.events import read_events
 from orchestrator.ledger import recount
 from orchestrator.sim.run_audit import account_epochs
-from tests.support.epochs import epochs_done
+from scripts.bench.papers.run_figures import epochs_done
 from tests.support.real_runs import of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]

@@ -18,7 +18,7 @@ from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.twins import SimTask
 from orchestrator.tail_batching import PromptLengths
 from scripts.bench.micro import ledger_faults
-from tests.support.epochs import epochs_done
+from scripts.bench.papers.run_figures import epochs_done
 
 EPOCH = 18
 

@@ -18,7 +18,7 @@ import pytest
 from orchestrator.checkpoint import verify
 from orchestrator.events import read_events
 from orchestrator.sim.run_audit import account_epochs
-from tests.support.epochs import epochs_done
+from scripts.bench.papers.run_figures import epochs_done
 from tests.support.real_runs import end, of, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ from orchestrator.sim.run_audit import account_epochs
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.tail_batching import Rounds
 from scripts.bench.micro import ledger_faults
-from tests.support.epochs import epochs_done
+from scripts.bench.papers.run_figures import epochs_done
 
 MODES = [("sync", 0), ("sync_plus", 0), ("one_off", 1), ("areal", 1), ("async", 1), ("async", 2)]
 EPOCH = 18

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
-from orchestrator.sim.cost_model import CHUNK_TOKENS, EngineCosts, seconds_of
+from orchestrator.sim.cost_model import CHUNK_TOKENS, EngineCosts, WeightSeconds, seconds_of
 from orchestrator.sim.engine_batch import EngineBatch
 from orchestrator.sim.engine_batch import EngineSequence as Running
 
@@ -56,9 +56,7 @@ class FittedCosts:
     spill: float = 0.0
     cached: int = CACHED[0]
     kv_tokens: int | None = None
-    fetch_seconds: float = 0.0
-    load_seconds: float = 0.0
-    receive_seconds: float = 0.0
+    weights: WeightSeconds = WeightSeconds(0.0, 0.0, 0.0)
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
         """See :class:`~orchestrator.sim.cost_model.EngineCosts`."""

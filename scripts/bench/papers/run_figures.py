@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator.config import Config
 from orchestrator.sim.paper_setups import counted_steps
+from orchestrator.sim.run_audit import EpochAccount
 from orchestrator.sim.simulated_run import SimResult, simulate
 
 
@@ -30,3 +31,11 @@ def measure(config: Config) -> RunFigures:
     train = sum(event["seconds"] for event in counted) / len(counted)
     evicted = result.ledger["evicted_stale"] / result.summary["steps"]
     return RunFigures(seconds, tokens, tokens / seconds, train, evicted, result)
+
+
+def epochs_done(found: EpochAccount, size: int) -> int:
+    """Epochs of ``size`` prompts of which each prompt is trained or discarded."""
+    done, count = {*found.trained, *found.discarded}, 0
+    while all(number in done for number in range(count * size, (count + 1) * size)):
+        count += 1
+    return count
