@@ -55,8 +55,8 @@ from orchestrator.policies.batching.trajectory_filters import (
     TrajectoryFilter,
 )
 from orchestrator.policies.prediction.prompt_lengths import PromptLengthPredictor as LengthPredictor
-from orchestrator.policies.training.lag_weight import LagWeight
 from orchestrator.policies.training.learning_alarms import AlarmBars, LearningWatch, PromptRepeats
+from orchestrator.policies.training.sample_weights import LagWeight
 from orchestrator.proxy import router_setup
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import GapMover, kv_moves

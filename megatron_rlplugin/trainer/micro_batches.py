@@ -49,7 +49,7 @@ class TrainRow:
     advantages: Floats
     reward: float = 0.0
     weight: float = (
-        1.0  # of all its tokens in the loss, beside their own weights; see orchestrator.policies.training.lag_weight
+        1.0  # of all its tokens in the loss, beside their own weights; see orchestrator.policies.training.sample_weights
     )
     old: Floats | None = None
     reference: Floats | None = None
