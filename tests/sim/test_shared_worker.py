@@ -393,7 +393,7 @@ def test_a_borrowed_worker_costs_what_its_class_costs_and_is_of_no_class_where_n
         given = load_scenario("rose", [*SMALL, "sim.borrowed.workers=2", *overrides])
         fleet = borrowed_of(given)
         assert fleet is not None
-        made = fleet.workers(1, SimWeights(), None, None, None)
+        made = fleet.workers(1, SimWeights(), None, None, None, TurnMoves())
         return {(one.hardware, one._costs.decode(1)[0]) for one in made}
 
     ((none, usual),) = steps()
