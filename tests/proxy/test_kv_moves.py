@@ -34,9 +34,9 @@ from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves, kv_moves
-from orchestrator.sim import virtual_loop as virtual
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from scripts.bench import virtual_run as virtual
 from scripts.bench.micro.kv_migrate import break_even_tokens
 
 T = TypeVar("T")
