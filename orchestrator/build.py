@@ -31,21 +31,17 @@ from orchestrator.environments.lockstep import Lockstep
 from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.evaluation import Evaluator
 from orchestrator.events import EventLog
-from orchestrator.parallelism.degree_planner import DegreePlanner
 from orchestrator.parallelism.planner_setup import (
     make_planner,
     make_reallocation,
     rates_of_degree,
     rates_of_workers,
-    read_placement_profile,
 )
-from orchestrator.parallelism.replanner import Replanner
-from orchestrator.parallelism.step_planner import StepPlanner
+from orchestrator.parallelism.replanner import DegreePlanner, Replanner, StepPlanner
 from orchestrator.pipeline import LoopSettings, Pipeline, RunControl
 from orchestrator.placement.forecast_setup import InProcessPredictor, make_predictor
 from orchestrator.placement.length_tracker import LengthTracker, prioritize
-from orchestrator.placement.placer import TrajectoryPlacer
-from orchestrator.placement.worker_rates import line_rates, profile_rates, rates_alone
+from orchestrator.placement.placer import TrajectoryPlacer, rates_by_name
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.batching.round_planner import RoundRules
 from orchestrator.policies.batching.stream_trigger import KvLimit, Unit
@@ -59,8 +55,8 @@ from orchestrator.policies.batching.trajectory_filters import (
     TrajectoryFilter,
 )
 from orchestrator.policies.prediction.prompt_lengths import PromptLengthPredictor as LengthPredictor
-from orchestrator.policies.training.lag_weight import LagWeight
 from orchestrator.policies.training.learning_alarms import AlarmBars, LearningWatch, PromptRepeats
+from orchestrator.policies.training.sample_weights import LagWeight
 from orchestrator.proxy import router_setup
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import GapMover, kv_moves
@@ -449,15 +445,11 @@ def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastPa
         if name not in names and not router_setup.may_come(rollout, name):
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", name, fix)
-    rates, slots = given.rates, rollout.engine.max_num_seqs
-    if rates is None and (profile := read_placement_profile(rollout)) is not None:
-        rates = profile_rates(profile, proxy.states, slots)
-        if rollout.borrowed.exchanged:  # before one of them comes
-            rates_alone(profile, "a borrowed server", slots)
-    elif rates is None and rollout.placement.degrees.enabled:
+    rates = given.rates
+    if rates is None and (rollout.placement.profile or rollout.placement.degrees.enabled):
         rates = rates_of_workers(proxy.states, rates_of_degree(rollout))
     mover = GapMover(proxy.kv, proxy.states, proxy.router) if rollout.kv_transfer.enabled else None
-    rates = rates or line_rates(rollout.placement, proxy.states, slots)
+    rates = rates or rates_by_name(rollout.placement, proxy.states, rollout.engine.max_num_seqs)
     placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
     proxy.watcher = placer
     return placer

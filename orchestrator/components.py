@@ -14,7 +14,7 @@ from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.observe.occupancy import Gpus
 from orchestrator.placement.length_tracker import PredictorPort
-from orchestrator.placement.worker_rates import RatesOf
+from orchestrator.placement.placer import RatesOf
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner

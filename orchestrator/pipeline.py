@@ -28,9 +28,8 @@ from orchestrator.components import Components, Position
 from orchestrator.evaluation import Evaluator
 from orchestrator.observe.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parallelism.replanner import Replanner
-from orchestrator.policies.training.lag_weight import LagWeight, effective_share
 from orchestrator.policies.training.learning_alarms import WORDS, Alarm, LearningWatch, answer_figures
-from orchestrator.policies.training.overlong_penalty import OverlongPenalty
+from orchestrator.policies.training.sample_weights import LagWeight, OverlongPenalty, effective_share
 from orchestrator.rollout import Rollout
 from orchestrator.train_samples import histogram, to_samples
 from orchestrator.trainer_calls import TrainerCalls

@@ -4,7 +4,7 @@ batch."""
 from __future__ import annotations
 
 from orchestrator.api import RunError, TrainSample, Trajectory
-from orchestrator.policies.training.overlong_penalty import OverlongPenalty
+from orchestrator.policies.training.sample_weights import OverlongPenalty
 
 NO_LIMIT = OverlongPenalty()
 

@@ -171,7 +171,7 @@ def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettin
         values_T = _required(outcome.values_T, outcome, "values")
         raw.append(generalized_advantages(rewards_T, values_T, settings.gamma, settings.gae_lambda))
         returns.append((raw[-1] + values_T).astype(np.float32))
-    if whitens_advantages(settings):
+    if whitens_advantages(settings.objective, normalize=settings.normalize_advantage):
         raw = whitened(raw, [outcome.kept_T for outcome in outcomes])
     return AdvantageEstimate([values_T.astype(np.float32) for values_T in raw], returns if kind == "gae" else None)
 

@@ -48,9 +48,7 @@ class TrainRow:
     kept: Flags
     advantages: Floats
     reward: float = 0.0
-    weight: float = (
-        1.0  # of all its tokens in the loss, beside their own weights; see orchestrator.policies.training.lag_weight
-    )
+    weight: float = 1.0  # of all its tokens in the loss, beside their own (policies.training.sample_weights)
     old: Floats | None = None
     reference: Floats | None = None
     values: Floats | None = None

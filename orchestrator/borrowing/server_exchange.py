@@ -26,8 +26,7 @@ from typing import Any, Protocol, TypeGuard
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
 from orchestrator.config.sections import BorrowedSection, RoutingSection
 from orchestrator.events import EventLog
-from orchestrator.policies.routing.seats import LEAST_UTILIZED
-from orchestrator.policies.routing.turn_routing import ANY, Seat
+from orchestrator.policies.routing.turn_routing import ANY, LEAST_UTILIZED, Seat
 from orchestrator.policies.serving.server_borrowing import GONE, BorrowDemand, BorrowRules, ServerBroker
 from orchestrator.proxy.membership import Membership
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from orchestrator.policies.episodes import adaptive_timeouts
-from orchestrator.policies.training.overlong_penalty import OverlongPenalty
+from orchestrator.policies.training.sample_weights import OverlongPenalty
 from orchestrator.settings.section import Positive, PositiveSeconds, Section
 
 BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine

@@ -4,22 +4,24 @@ resource manager, each at what the run begins with."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, Task
 from orchestrator.config.sections import RolloutSection
-from orchestrator.placement.worker_rates import RatesOf
+from orchestrator.placement.placer import RatesOf, line_rates, profiled_rates
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, RatesOfDegree, prior_loads
-from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
+from orchestrator.policies.parallelism.engine_profile import EngineProfile
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
-from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
+from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.profiler import load as load_profile
 from orchestrator.proxy.resize import ranks_of
 from orchestrator.proxy.worker_state import WorkerState
 
 POWERS = [1 << power for power in range(12)]  # degrees on offer; unequal ones need not divide the devices: 3 are 2+1
 _FIELD = "rollout.placement.degrees"
+PLACED = "rollout.placement.profile"
 
 
 def make_planner(
@@ -28,7 +30,7 @@ def make_planner(
     """The planner of a run, at the layout that it begins with. ``profile``: where the config names none. Raises ConfigError for
     one that cannot be read."""
     settings, devices = rollout.planner, rollout.workers
-    profile = read_planner_profile(rollout) or profile
+    profile = read_profile(settings.profile, "rollout.planner.profile") or profile
     layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp, experts=settings.experts)
     planner = ParallelismPlanner(
         devices,
@@ -40,13 +42,13 @@ def make_planner(
     )
     expected = settings.expected_tokens or task.max_response_tokens
     planner.choose_first([expected] * rollout.environments, task.max_context_tokens // 2)
+    check_placement_profile(rollout, [layout.tp for layout in planner.candidates])
     return planner
 
 
-def read_planner_profile(rollout: RolloutSection) -> EngineProfile | None:
-    """What ``rollout.planner.profile`` names; None: nothing. Raises ConfigError."""
-    name = rollout.planner.profile
-    return load_profile(Path(name), "rollout.planner.profile").profile if name else None
+def read_profile(name: str, field: str) -> EngineProfile | None:
+    """Of the file that a config names in this field; None: it names none. Raises ConfigError."""
+    return load_profile(Path(name), field).profile if name else None
 
 
 def make_reallocation(
@@ -62,13 +64,13 @@ def make_reallocation(
     says. Raises ConfigError."""
     settings, devices = rollout.placement.degrees, rollout.workers
     possible = [tp for tp in POWERS if tp <= devices and (not heads or heads % tp == 0)]
-    profile = read_placement_profile(rollout)
+    profile = read_profile(rollout.placement.profile, PLACED)
     if rates is None:
         known = [layout.tp for layout in profile.layouts] if profile is not None else [*settings.speeds]
         possible = [tp for tp in possible if tp in known]
     if not possible:
         fix = "says nothing of degrees that these devices can have: name rollout.placement.degrees.speeds, or a profile of them"
-        field = f"{_FIELD}.speeds" if profile is None else "rollout.placement.profile"
+        field = f"{_FIELD}.speeds" if profile is None else PLACED
         raise ConfigError(field, dict(settings.speeds) or rollout.placement.profile, fix)
     try:
         made = DegreeReallocator(
@@ -91,10 +93,15 @@ def make_reallocation(
     return made
 
 
-def read_placement_profile(rollout: RolloutSection) -> EngineProfile | None:
-    """What ``rollout.placement.profile`` names; None: nothing. Raises ConfigError."""
-    name = rollout.placement.profile
-    return load_profile(Path(name), "rollout.placement.profile").profile if name else None
+def check_placement_profile(rollout: RolloutSection, degrees: Sequence[int] = ()) -> None:
+    """Raises ConfigError where trajectories are placed by a profile that lacks one of these ``degrees`` (without any: those of
+    engines that are never cut anew), or that of a borrowed server, before one of them comes."""
+    if not rollout.placement.enabled or (profile := read_profile(rollout.placement.profile, PLACED)) is None:
+        return
+    given = rollout.disaggregation.degrees
+    fixed = () if rollout.reshapes else {given.get(f"vllm-{index}", 1) for index in range(rollout.workers)}
+    for degree in sorted({*(degrees or fixed), *([1] if rollout.borrowed.exchanged else [])}):
+        profiled_rates(profile, rollout.engine.max_num_seqs, degree)
 
 
 def _start_seconds(rollout: RolloutSection, profile: EngineProfile | None, known: float) -> float:
@@ -106,17 +113,18 @@ def _start_seconds(rollout: RolloutSection, profile: EngineProfile | None, known
 
 
 def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
-    """By the profile; without one by ``speeds``, with the interference that placement counts with."""
-    settings, slots, profile = rollout.placement, rollout.engine.max_num_seqs, read_placement_profile(rollout)
-    made: dict[int, WorkerRates] = {}
+    """By the profile, a ConfigError for what it lacks; without one by ``speeds``, with the interference of placement."""
+    settings, slots, profile = (
+        rollout.placement,
+        rollout.engine.max_num_seqs,
+        read_profile(rollout.placement.profile, PLACED),
+    )
+    if profile is not None:
+        return cache(partial(profiled_rates, profile, slots))
 
+    @cache
     def rates(degree: int) -> WorkerRates:
-        if degree not in made:
-            alone = settings.token_seconds / settings.degrees.speeds.get(degree, 1.0)
-            steps = (alone, alone * (1.0 + settings.interference))
-            line = WorkerRates(steps, prefill=settings.prefill_seconds, slots=slots)
-            made[degree] = line if profile is None else rates_of(profile, EngineLayout(degree), slots)
-        return made[degree]
+        return line_rates(settings, settings.degrees.speeds.get(degree, 1.0), slots)
 
     return rates
 

@@ -1,19 +1,28 @@
 """Engines that are cut anew between steps: what each step was like, what is decided, and carrying it out.
 
-One :class:`Replanner` a run, with the rule of its config: the parallelism planner (:mod:`.step_planner`, RollPacker 4.2) or the
-resource manager (:mod:`.degree_planner`, Heddle 6.2). Guarantees: the rule is asked once a step, when its batch is there; every
+One :class:`Replanner` a run, with the rule of its config: the parallelism planner (:class:`StepPlanner`, RollPacker 4.2) or the
+resource manager (:class:`DegreePlanner`, Heddle 6.2). Guarantees: the rule is asked once a step, when its batch is there; every
 change is one event ``reshape`` with what it cost; a change that fails leaves the engines as they were, and the rule is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Protocol
 
-from orchestrator.api import Trajectory
+from orchestrator.api import Trajectory, Turn
 from orchestrator.events import EventLog
+from orchestrator.policies.parallelism.degree_reallocation import (
+    DegreeReallocator,
+    EndedTrajectory,
+    expected_loads,
+    format_degrees,
+)
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
+from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, StepLoad
 from orchestrator.proxy.resize import EngineResizing, Reshaped
 
 
@@ -69,3 +78,173 @@ class Replanner:
     def state(self) -> dict[str, Any] | None:
         """What a resumed run goes on with."""
         return self._rule.state()
+
+
+class DegreePlanner:
+    """The resource manager at work (Heddle 6.2). Guarantees: every step ends in one event ``degrees`` that says what was expected
+    and decided. Engines whose degree stays continue while others are started anew (:mod:`orchestrator.proxy.resize`).
+
+    ``in_flight``: forecasts of tokens that those in flight have
+    before them; ``longest``: tokens of context at which a trajectory ends."""
+
+    def __init__(
+        self,
+        policy: DegreeReallocator,
+        resizing: EngineResizing,
+        events: EventLog,
+        in_flight: Callable[[], Sequence[float]] = tuple,
+        longest: float = math.inf,
+    ) -> None:
+        policy.degrees = resizing.degrees  # what the workers were started with
+        self._policy, self._events = policy, events
+        self._in_flight, self._longest = in_flight, longest
+
+    def state(self) -> dict[str, Any]:
+        return self._policy.state()
+
+    async def decide_cut(self, step: int, seconds: float, trained: Sequence[Trajectory], steps_left: int) -> Cut | None:
+        loads = expected_loads([_ended(item) for item in trained], self._in_flight(), len(trained), self._longest)
+        before = self._policy.degrees
+        found = self._policy.plan_next_step(loads, seconds, steps_left)
+        self._events.emit(
+            "degrees",
+            step=step,
+            degrees=list(before),
+            next=list(found.degrees),
+            seconds=round(seconds, 6),
+            gain=round(found.gain, 6),
+            cost=round(found.cost, 6),
+            makespan=_number(found.makespan),
+            present=_number(found.present),
+            reason=found.reason,
+        )
+        return Cut(found.degrees, f"engines of {format_degrees(found.degrees)} devices") if found.changes else None
+
+    def note_change(self, cut: Cut, done: Reshaped) -> dict[str, Any]:
+        assert not isinstance(cut.engines, EngineLayout)
+        degrees = tuple(cut.engines)
+        if done.error:
+            self._policy.reject_change(degrees, done.seconds, done.error)
+        else:
+            self._policy.confirm_change(degrees, done.seconds)
+        return {"degrees": list(degrees)}
+
+
+def _ended(trajectory: Trajectory) -> EndedTrajectory:
+    turns = trajectory.turns
+    prompt = len(turns[0].observation_ids) if turns else 0
+    heard = sum(len(turn.observation_ids) for turn in turns) - prompt
+    gap = sum(turn.environment_seconds for turn in turns)
+    return EndedTrajectory(sum(len(turn.action_ids) for turn in turns), prompt, heard, gap)
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return round(value, 6) if math.isfinite(value) else None
+
+
+class StepPlanner:
+    """The parallelism planner at work (RollPacker 4.2). Guarantees: every step ends in one event ``plan`` that says what was seen
+    and what was decided; a change that failed is not tried again. Where steps leave the profile it is mended by what they
+    take, which the events ``profile_scaled`` and ``profile_measured`` say; a whole new one is asked for in an alarm.
+
+    The engines are those of ``resizing``, as they were started."""
+
+    def __init__(self, planner: ParallelismPlanner, resizing: EngineResizing, events: EventLog) -> None:
+        planner.layout = resizing.layout
+        self._planner = planner
+        self._resizing = resizing
+        self._events = events
+        self._counts: dict[str, tuple[int, int]] = {}  # worker -> (life, preemptions in it)
+
+    async def decide_cut(self, step: int, seconds: float, trained: Sequence[Trajectory], steps_left: int) -> Cut | None:
+        load = self._load(*await self._counted(), seconds, trained)
+        before, plan = self._planner.layout, self._planner.plan_next_step(load, steps_left)
+        self._events.emit(
+            "plan",
+            step=step,
+            tp=before.tp,
+            next_tp=plan.layout.tp,
+            ep=before.ep,
+            next_ep=plan.layout.ep,
+            preemptions=load.preemptions,
+            imbalance=round(load.imbalance, 6),
+            seconds=round(seconds, 6),
+            reason=plan.reason,
+            gain=None if plan.gain is None else round(plan.gain, 6),
+            cost=round(plan.cost, 6),
+            correction=round(self._planner.correction, 6),
+        )
+        if plan.measured is not None:
+            point = {name: round(getattr(plan.measured, name), 6) for name in ("batch", "context", "seconds")}
+            self._events.emit("profile_measured", step=step, tp=before.tp, **point)
+        if plan.reprofile is not None:
+            found = f"steps with {plan.reprofile} do not take what the profile says"
+            if plan.measured is not None:
+                found = f"steps with {plan.reprofile} lie outside of the profile; what they took was added to it"
+            if plan.scaled is not None:
+                total = self._planner.correction
+                found = f"steps with {plan.reprofile} take {plan.scaled:.3g} times what the profile says; it is scaled by that"
+                self._events.emit("profile_scaled", step=step, tp=before.tp, factor=plan.scaled, total=total)
+            detail = f"{found}: measure again with `rl-coserve profile`, of a larger grid or on the idle machine"
+            self._events.emit("alarm", what="profile", detail=detail)
+        return Cut(plan.layout, f"engines with {plan.layout}") if plan.changes else None
+
+    def note_change(self, cut: Cut, done: Reshaped) -> dict[str, Any]:
+        assert isinstance(cut.engines, EngineLayout)
+        if done.error:
+            self._planner.reject_change(cut.engines, done.seconds, done.error)
+        else:
+            self._planner.confirm_change(cut.engines, done.seconds)
+        return {"ep": done.ep}
+
+    def state(self) -> None:
+        """See the protocol."""
+
+    async def _counted(self) -> tuple[int, float]:
+        """Preemptions since the last look, where a worker that was started anew begins at 0; the workers' mean imbalance now."""
+        lives = {state.worker.name: state.lives for state in self._resizing.proxy.states}
+        total, imbalances = 0, []
+        for name, stats in await self._resizing.proxy.stats():
+            life, before = self._counts.get(name, (lives[name], 0))
+            total += stats.preemptions - (before if life == lives[name] else 0)
+            self._counts[name] = (lives[name], stats.preemptions)
+            imbalances.append(stats.expert_imbalance)
+        return total, fmean(imbalances) if imbalances else 1.0
+
+    def _load(self, preemptions: int, imbalance: float, seconds: float, trained: Sequence[Trajectory]) -> StepLoad:
+        turns = [(before, turn) for item in trained for before, turn in _contexts(item)]
+        tokens = sum(len(turn.action_ids) for _, turn in turns)
+        if not tokens or seconds <= 0:
+            return StepLoad(preemptions, seconds, imbalance=imbalance)
+        prompt = sum(before for before, _ in turns) / len(turns)
+        busy = sum(turn.generate_seconds for _, turn in turns)  # request-seconds
+        batch = max(1.0, busy / seconds / max(1, self._resizing.engines))
+        return StepLoad(
+            preemptions,
+            seconds,
+            [len(turn.action_ids) for _, turn in turns],
+            round(prompt),
+            token_seconds=self._token_seconds(busy, len(turns), prompt, tokens, imbalance),
+            batch=batch,
+            context=prompt + tokens / len(turns) / 2,
+            imbalance=imbalance,
+        )
+
+    def _token_seconds(self, busy: float, turns: int, prompt: float, tokens: int, imbalance: float) -> float:
+        """Between two tokens, prefills left out as the profile has them; 0.0 without one."""
+        profile, layout = self._planner.profile, self._planner.layout
+        if profile is None:
+            return 0.0
+        return max(0.0, busy - turns * profile.prefill_seconds(prompt, 1, layout, min(imbalance, layout.ep))) / tokens
+
+
+def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, Turn]]:
+    """(tokens that stood before the response, turn)"""
+    before = 0
+    for turn in trajectory.turns:
+        if turn.context is not None:
+            before = len(turn.context.token_ids)
+        before += len(turn.observation_ids)
+        yield before, turn
+        before += len(turn.action_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from orchestrator.api import ConfigError
@@ -51,15 +52,16 @@ def _encoder_of(settings: PredictionSection, seed: int) -> Encoder | None:
 
 
 class InProcessPredictor:
-    """A predictor without a process of its own."""
+    """A predictor without a process of its own. ``seconds``: after which it answers, None: at once."""
 
-    def __init__(self, policy: LengthPredictor) -> None:
+    def __init__(self, policy: LengthPredictor, seconds: float | None = None) -> None:
         self._policy = policy
+        self._seconds = seconds
 
     async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
+        if self._seconds is not None:
+            await asyncio.sleep(self._seconds)
         return self._policy.forecast(progress)
 
     def learn(self, outcome: LengthOutcome) -> None:
-        """See the protocol."""
         self._policy.learn(outcome)

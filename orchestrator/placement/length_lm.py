@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.api import ConfigError
-from orchestrator.policies.prediction.history_encoder import CLIP, OUTPUTS, Array, Scaling
+from orchestrator.policies.prediction.history_encoder import CLIP, OUTPUTS, Array, Scaling, check_arrays
 from orchestrator.policies.prediction.length_features import DENSE, PROMPT_TOKENS, TAIL_TOKENS, TrajectoryProgress
 
 FIELD = "rollout.prediction.encoder"
@@ -74,7 +74,6 @@ class LanguageModelEncoder:
         self.steps = 0  # that were made
 
     def predict(self, rows: Sequence[TrajectoryProgress], numbers: Array) -> Array:
-        """See the protocol."""
         ids = np.stack([_ids(row) for row in rows])
         with self._torch.no_grad():
             made = self._forward(ids, self._numbers.normal(numbers)).cpu().numpy().astype(np.float64)
@@ -82,7 +81,6 @@ class LanguageModelEncoder:
         return np.asarray(made * self._targets.spread + self._targets.mean)
 
     def learn(self, rows: Sequence[TrajectoryProgress], numbers: Array, targets: Array, weight: float) -> None:
-        """See the protocol."""
         for row, shown, wanted in zip(rows, numbers, targets, strict=True):
             place = self._numbers.rows % len(self._rows)
             self._ids[place] = _ids(row)
@@ -95,7 +93,6 @@ class LanguageModelEncoder:
                 self._step(np.random.default_rng([self._seed, 9, self.steps]).integers(0, held, self._batch))
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """See the protocol."""
         held = min(self._numbers.rows, len(self._rows))
         found: dict[str, NDArray[np.generic]] = {"ids": self._ids[:held], "rows": self._rows[:held]}
         found["numbers"], found["targets"] = self._numbers.sums, self._targets.sums
@@ -109,18 +106,7 @@ class LanguageModelEncoder:
         return found
 
     def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """See the protocol."""
-        growing = ("ids", "rows")
-        wrong = [
-            name
-            for name, value in self.arrays().items()
-            if name not in arrays
-            or arrays[name].shape[1:] != value.shape[1:]
-            or (name not in growing and arrays[name].shape != value.shape)
-            or not np.isfinite(np.asarray(arrays[name], dtype=np.float64)).all()
-        ]
-        if wrong:
-            raise ValueError(f"of another kind: {', '.join(wrong[:4])} of the encoder")
+        check_arrays(self.arrays(), arrays, growing=("ids", "rows"))
         steps, rows = (int(value) for value in arrays["counts"].tolist())
         held = min(rows, len(self._rows))
         if len(arrays["ids"]) != held or len(arrays["rows"]) != held or steps < 0:

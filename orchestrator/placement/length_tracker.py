@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from orchestrator.api import CommandError, GenerationRequest, Prompt, RetryableError, Trajectory, Turn
 from orchestrator.config.sections import PredictionSection
 from orchestrator.events import EventLog
+from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.policies.prediction.length_features import TrajectoryProgress, progress_of, turn_boundaries
 from orchestrator.policies.prediction.length_predictor import (
     FinishedStatistics,
@@ -46,20 +47,6 @@ class PredictorPort(Protocol):
         ...
 
 
-class Placer(Protocol):
-    """Who is told of trajectories and forecasts (:mod:`orchestrator.placement.placer`)."""
-
-    def begin(self, trajectory: str, task: str, tokens: float) -> None: ...
-
-    def turn_over(self, trajectory: str, said: int, heard: int) -> None: ...
-
-    def update(self, trajectory: str, forecast: LengthForecast) -> None: ...
-
-    async def before(self, trajectory: str) -> None: ...
-
-    def end(self, trajectory: str) -> None: ...
-
-
 @dataclass(slots=True)
 class _Known:
     """``number``: of its start; ``asked``: the turn of the newest question; ``forecast``: made after ``made`` tokens."""
@@ -83,7 +70,7 @@ class LengthTracker:
         events: EventLog,
         prior: float,
         prioritize: Callable[[Mapping[str, int]], Any] | None = None,
-        placer: Placer | None = None,
+        placer: TrajectoryPlacer | None = None,
     ) -> None:
         self._settings = settings
         self._predictor = predictor

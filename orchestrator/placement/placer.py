@@ -1,17 +1,16 @@
 """Where the trajectories of a run are, by their forecasts: placement inside each class of hardware, and moves in gaps (Heddle 5).
 
-Guarantees: a trajectory's first turn goes to the worker of its rank, when the KV of all that are there has room to the end with
-it (:mod:`orchestrator.policies.placement.kv_peak`; the longest first; a worker that has nobody never lets one wait);
-later ones stay there until a forecast, made while its environment works, puts it elsewhere and the move pays; then its
-next turn goes there, and never one that is under way. The exact placement
-(:mod:`orchestrator.policies.placement.worker_load`, with the search of
-:mod:`orchestrator.policies.placement.group_placement`) is solved again when enough has changed; between, ranks are
-scaled (:mod:`orchestrator.policies.placement.migration`). Among workers that are alike a cut by length must pay: where
-the forecasts are so unsure that even shares end as soon, trajectories are spread evenly. Whatever was planned, a worker
-that will be done much sooner than another relieves it of what is in a gap there
-(:mod:`orchestrator.placement.relief_rule`). Where KV can be sent it is, in the order of the transmission scheduler;
-what could not be is computed anew; a move that did not begin before the next turn is ready is given up. Workers that
-close take no part: the router's own rule serves what was placed on them, until it is in a gap.
+Guarantees: a trajectory's first turn goes to the worker of its rank, when the KV of all that are there has room to the end
+with it (:func:`~orchestrator.policies.placement.worker_load.projected_peak`; the longest first; a worker that has nobody
+never lets one wait); later ones stay there until a forecast, made while its environment works, puts it elsewhere and the
+move pays; then its next turn goes there, and never one that is under way. The exact placement
+(:mod:`orchestrator.policies.placement.worker_load`) is solved again when enough has changed; between, ranks are scaled
+(:mod:`orchestrator.policies.placement.migration`). Among workers that are alike a cut by length must pay: where the
+forecasts are so unsure that even shares end as soon, trajectories are spread evenly. Whatever was planned, a worker that
+will be done much sooner than another relieves it of what is in a gap there (:class:`Relief`). Where KV can be sent it is, in
+the order of the transmission scheduler; what could not be is computed anew; a move that did not begin before the next turn
+is ready is given up. Workers that close take no part: the router's own rule serves what was placed on them, until it is in a
+gap.
 
 Where workers come and leave while a run goes on (:class:`orchestrator.proxy.membership.Membership` says so), all is
 placed anew over those that are there. What a worker that left had goes by its new rank, at once: to no worker that
@@ -25,20 +24,18 @@ import asyncio
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.api import RetryableError
+from orchestrator.api import ConfigError, RetryableError
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog
-from orchestrator.placement.relief_rule import Relief
-from orchestrator.placement.worker_rates import RatesOf
-from orchestrator.policies.placement.kv_peak import projected_peak
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 from orchestrator.policies.placement.migration import (
     TrajectoryMove,
     TransmissionScheduler,
@@ -49,27 +46,52 @@ from orchestrator.policies.placement.worker_load import (
     SCORE,
     TrajectoryLoads,
     TurnStatistics,
+    WorkerRates,
     place_loads,
+    projected_peak,
+    rates_of,
     sorted_loads,
 )
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import TurnRouter
+from orchestrator.proxy.kv_moves import GapMover
+from orchestrator.proxy.worker_state import WorkerState
 
 _LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
 _PAYS = 0.95  # a cut by length among workers that are alike must end by so much sooner than shares that are alike
+RELIEF = 0.8  # of the time that a worker still takes: one that takes less relieves it
+_FRESH = 1.0  # seconds for which a worker's time to be done is good, where no move changed it
 _CHANGED = 1.25  # a forecast by this factor is a change
 
 
-class Mover(Protocol):
-    """Who sends the KV of a trajectory's prefix from worker to worker."""
+RatesOf = Callable[[int], WorkerRates]  # of a worker, by its place in the fleet: those that came later have one too
 
-    def seconds(self, source: int, target: int, tokens: int) -> float | None:
-        """What it expects; None: it cannot."""
-        ...
 
-    async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
-        """Whether the target has it now. Raises RetryableError."""
-        ...
+def line_rates(settings: PlacementSection, speed: float, slots: int) -> WorkerRates:
+    """Of the run's settings, where there is no profile: a line in the number of sequences beside each other."""
+    alone = settings.token_seconds / speed
+    steps = (alone, alone * (1.0 + settings.interference))
+    return WorkerRates(steps, prefill=settings.prefill_seconds, slots=slots)
+
+
+def rates_by_name(settings: PlacementSection, states: Sequence[WorkerState], slots: int) -> RatesOf:
+    """By ``speeds``, where there is no profile."""
+
+    @cache
+    def rates(name: str) -> WorkerRates:
+        return line_rates(settings, settings.speeds.get(name, 1.0), slots)
+
+    return lambda worker: rates(states[worker].worker.name)
+
+
+def profiled_rates(profile: EngineProfile, slots: int, degree: int) -> WorkerRates:
+    """Of an engine of so many devices. Raises ConfigError for one that was not profiled."""
+    try:
+        return rates_of(profile, EngineLayout(degree), slots)
+    except KeyError as error:
+        known = ", ".join(f"TP {layout.tp}" for layout in profile.layouts) or "none"
+        fix = f"engines of this run have it, the profile has {known}: measure it with `rl-coserve profile`"
+        raise ConfigError("rollout.placement.profile", f"TP {degree}", fix) from error
 
 
 @dataclass(slots=True)
@@ -115,6 +137,77 @@ def spread_of(forecast: LengthForecast) -> float:
     return SCORE - math.sqrt(max(0.0, SCORE * SCORE - 2.0 * above))
 
 
+class Relief:
+    """Which worker relieves another one of a trajectory that is in a gap there: one that will be done much sooner.
+
+    Guarantee: a move counts from the moment it is decided, at both ends: what is on its way to a worker (or waits to be sent
+    there) is taken as being there, and what leaves one as gone, until it has arrived or was given up. So any number of gaps in
+    the same second relieves a worker of no more than it is slower by. What else changes is looked at once a second at most.
+
+    ``there``: worker -> the trajectories that began there, kept by the caller; ``seconds``: what a worker takes to
+    end such ones."""
+
+    def __init__(
+        self,
+        there: Mapping[int, Mapping[str, PlacedTrajectory]],
+        seconds: Callable[[int, Sequence[PlacedTrajectory]], float],
+    ) -> None:
+        self._there, self._seconds = there, seconds
+        self._ways: dict[str, tuple[int, int]] = {}  # trajectory -> from where to where it is on its way
+        self._coming: dict[int, dict[str, PlacedTrajectory]] = {}
+        self._known: dict[int, tuple[float, float]] = {}  # worker -> when it was looked at, seconds
+
+    def goes(self, trajectory: str, item: PlacedTrajectory, source: int, target: int) -> None:
+        """It was decided to move it, in place of any move that was decided before."""
+        self.settled(trajectory)
+        self._ways[trajectory] = source, target
+        self._coming.setdefault(target, {})[trajectory] = item
+        self.changed(source, target)
+
+    def settled(self, trajectory: str) -> None:
+        """It has arrived, or was given up, or ended. Unknown ones are ignored."""
+        way = self._ways.pop(trajectory, None)
+        if way is not None:
+            del self._coming[way[1]][trajectory]
+            self.changed(*way)
+
+    def changed(self, *workers: int) -> None:
+        """A trajectory was moved from or to these."""
+        for worker in workers:
+            self._known.pop(worker, None)
+
+    def find(
+        self, trajectory: str, item: PlacedTrajectory, worker: int, others: Iterable[int]
+    ) -> tuple[int, float] | None:
+        """The one of the others that will be done first, where that is much sooner than here even with this trajectory: and by
+        how many seconds."""
+        self.settled(trajectory)  # it is decided anew
+        workers = [other for other in others if other != worker]
+        if not workers:
+            return None
+        here = self.done_in(worker)
+        target = min(workers, key=lambda other: (self.done_in(other), other))
+        if self.done_in(target) > RELIEF * here:
+            return None
+        with_it = self._seconds(target, [*self._held(target), item])
+        return (target, here - with_it) if with_it <= RELIEF * here else None
+
+    def done_in(self, worker: int) -> float:
+        """Seconds until a worker has ended all that is there or on its way there."""
+        now = asyncio.get_running_loop().time()
+        known = self._known.get(worker)
+        if known is None or now - known[0] >= _FRESH:
+            held = self._held(worker)
+            known = self._known[worker] = (now, self._seconds(worker, held) if held else 0.0)
+        return known[1]
+
+    def _held(self, worker: int) -> list[PlacedTrajectory]:
+        there, coming = self._there.get(worker, {}), self._coming.get(worker, {})
+        ways = self._ways
+        held = [item for name, item in there.items() if name not in ways or ways[name][0] != worker]
+        return [*held, *(item for name, item in coming.items() if name not in there)]
+
+
 class TrajectoryPlacer:
     """One run's. ``rates_of``: what each worker does; ``longest``: tokens of context at which a trajectory ends."""
 
@@ -124,7 +217,7 @@ class TrajectoryPlacer:
         router: TurnRouter,
         events: EventLog,
         rates_of: RatesOf,
-        mover: Mover | None = None,
+        mover: GapMover | None = None,
         longest: float = math.inf,
     ) -> None:
         self._settings = settings
@@ -140,12 +233,11 @@ class TrajectoryPlacer:
         self._classes = router.fleet  # what the groups were made by
         self._fleet = 0  # how often workers came or left
         self._accounts: dict[int, dict[str, PlacedTrajectory]] = {}  # worker -> trajectories that began there
-        self._waiting: dict[
-            int, list[tuple[float, str]]
-        ] = {}  # worker -> heap of those that have not begun, longest first
+        # worker -> heap of those that have not begun, longest first
+        self._waiting: dict[int, list[tuple[float, str]]] = {}
         self._transmissions = TransmissionScheduler()
         self._moves: dict[str, TrajectoryMove] = {}
-        self._relief: Relief[PlacedTrajectory] = Relief(self._accounts, self._drain)
+        self._relief = Relief(self._accounts, self._drain)
         self.moved = 0
         self.sent = 0  # of them with their KV
         self.solved = 0

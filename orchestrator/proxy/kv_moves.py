@@ -209,8 +209,8 @@ def kv_moves(settings: KvTransferSection, events: EventLog) -> KvMoves:
 
 
 class GapMover:
-    """KV that moves in an environment gap, to the worker that a trajectory was placed on anew (Heddle 5.3): a
-    :class:`~orchestrator.placement.placer.Mover` over the workers' own ports.
+    """KV that moves in an environment gap, to the worker that a trajectory was placed on anew (Heddle 5.3), over the workers'
+    own ports.
 
     What was sent is known to the router, so that the next turn finds it; a move that fails, or takes longer than
     ``rollout.kv_transfer.limit``, is an answer and an event like any other, and the prefix is computed anew. Contexts are
@@ -221,11 +221,11 @@ class GapMover:
         kv.remember()
 
     def seconds(self, source: int, target: int, tokens: int) -> float | None:
-        """See the protocol."""
+        """What it expects to take; None: it cannot."""
         return self._kv.expected(self._states[source], self._states[target], tokens)
 
     async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
-        """See the protocol. Never raises: what went wrong is an event."""
+        """Whether the target has the KV of the trajectory's prefix now. Never raises: what went wrong is an event."""
         life = self._states[target].lives
         arrived = await self._kv.bring(trajectory, self._states[source], self._states[target])
         if arrived and self._states[target].lives == life:

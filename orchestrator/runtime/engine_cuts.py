@@ -15,7 +15,12 @@ from typing import Any
 
 from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
-from orchestrator.parallelism.planner_setup import make_planner, make_reallocation, read_planner_profile
+from orchestrator.parallelism.planner_setup import (
+    check_placement_profile,
+    make_planner,
+    make_reallocation,
+    read_profile,
+)
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.profiler import ProfileKey, model_name
@@ -91,6 +96,7 @@ def check(config: Config) -> None:
             "rollout.disaggregation.degrees counts the devices of this machine: name resources.pools, or leave one out"
         )
         raise ConfigError("ray.address", config.ray.address, fix)
+    check_placement_profile(config.rollout)
     if not config.rollout.reshapes:
         return
     who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
@@ -101,6 +107,6 @@ def check(config: Config) -> None:
     if config.rollout.planner.experts:
         raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
     if config.rollout.planner.enabled:
-        read_planner_profile(config.rollout)
+        read_profile(config.rollout.planner.profile, "rollout.planner.profile")
     else:
         make_reallocation(config.rollout)  # as far as it can be known without the model

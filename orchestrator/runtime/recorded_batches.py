@@ -21,8 +21,7 @@ from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, Traject
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.policies.batching.trajectory_filters import FilterChain
-from orchestrator.policies.training.lag_weight import effective_share
-from orchestrator.policies.training.overlong_penalty import OverlongPenalty
+from orchestrator.policies.training.sample_weights import OverlongPenalty, effective_share
 from orchestrator.store import read_parts, to_trajectory, trained_parts
 from orchestrator.train_samples import NO_LIMIT, histogram, to_samples
 

@@ -1,8 +1,8 @@
 """The trainer's settings: table ``[trainer]`` of a config, what the Megatron plugin reads, the flags of a training script.
 
 A key is written once, here. The comment behind a field is its meaning in docs/config.md; its :class:`Flag` says what it is
-on a command line, and is the meaning too where there is no comment. Which settings contradict each other is in
-:mod:`orchestrator.policies.training.objective_table`.
+on a command line, and is the meaning too where there is no comment. Which settings contradict each other is said by
+:func:`setting_conflicts`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pydantic import Field, ValidationError, model_validator
 from orchestrator.api import ConfigError
 from orchestrator.policies.training.objective_table import (
     OBJECTIVES,
+    TIS_CAP,
+    USED_BY,
     KlEstimator,
     LossMean,
     LrDecay,
     ObjectiveName,
     RatioTo,
     TisMode,
-    setting_conflicts,
+    whitens_advantages,
 )
 from orchestrator.settings.section import Positive, Section, config_error, violation
 
@@ -212,3 +214,73 @@ class TrainerSection(TrainerSettings):
     def keeps_reference(self) -> bool:
         """Whether the reference weights are kept: for the loss, or only to measure the KL to them."""
         return self.needs_reference or self.reference_samples > 0
+
+
+def setting_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
+    """(setting, how to mend it) for each setting that contradicts another; the single values are known to be valid."""
+    found = [*_kl_conflicts(trainer), *_loss_conflicts(trainer), *_stream_conflicts(trainer)]
+    return found + _ratio_conflicts(trainer)
+
+
+def _kl_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
+    found = []
+    if trainer.kl_in_reward:
+        if OBJECTIVES[trainer.objective].advantage not in ("returns", "gae"):
+            fix = f"needs rewards per token (ppo, reinforce++); with {trainer.objective} the KL belongs in the loss: false"
+            found.append(("kl_in_reward", fix))
+        if trainer.kl_coefficient == 0:
+            found.append(("kl_in_reward", "needs trainer.kl_coefficient above 0"))
+        if trainer.kl_estimator != "k1":
+            found.append(("kl_estimator", "must be 'k1' with trainer.kl_in_reward"))
+    elif trainer.kl_coefficient > 0 and trainer.kl_estimator == "k1":
+        fix = "the gradient of k1 as a loss has the mean 0, so it pulls nowhere; use 'k2' or 'k3', or trainer.kl_in_reward"
+        found.append(("kl_estimator", fix))
+    return found
+
+
+def _loss_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
+    found = []
+    if OBJECTIVES[trainer.objective].sequence_ratio and trainer.loss not in (None, "sequence-mean"):
+        fix = f"{trainer.objective} is defined over whole sequences: leave it out, or 'sequence-mean'"
+        found.append(("loss", fix))
+    for name, (default, readers) in USED_BY.items():
+        if trainer.objective not in readers and getattr(trainer, name) != default:
+            found.append((name, f"is read by {' and '.join(readers)} only; leave it out with {trainer.objective}"))
+    return found
+
+
+def _ratio_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
+    found = []
+    if trainer.dual_clip is not None and trainer.minibatches == 1 and trainer.ratio_to == "trainer":
+        fix = "bounds a ratio that is exactly 1 with one mini-batch: set trainer.ratio_to = 'rollout', or more mini-batches"
+        found.append(("dual_clip", fix))
+    if trainer.tis_mode != "mask":
+        if trainer.tis_floor > 0:
+            found.append(("tis_floor", "is read with trainer.tis_mode = 'mask' only; leave it out"))
+        if trainer.ratio_to == "rollout" and trainer.tis_cap != TIS_CAP:
+            fix = "weighs nothing where the ratio is to the rollout itself: leave it out, or set trainer.tis_mode = 'mask'"
+            found.append(("tis_cap", fix))
+    elif trainer.tis_floor >= trainer.tis_cap:
+        found.append(("tis_floor", f"must be below trainer.tis_cap = {trainer.tis_cap:g}: no token would be left"))
+    if trainer.lr_decay != "linear" and trainer.final_learning_rate is None:
+        found.append(("lr_decay", "is the way to trainer.final_learning_rate: set that too, or leave this out"))
+    return found
+
+
+def _stream_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
+    found = []
+    if trainer.stream:
+        if OBJECTIVES[trainer.objective].advantage == "returns":
+            fix = (
+                f"{trainer.objective} normalises over the whole batch, so nothing can be trained on before it is: false"
+            )
+            found.append(("stream", fix))
+        elif whitens_advantages(trainer.objective, normalize=trainer.normalize_advantage):
+            fix = "must be false with trainer.stream: ppo would whiten advantages over a batch that is not there yet"
+            found.append(("normalize_advantage", fix))
+        if trainer.minibatches > 1:
+            fix = "must be 1 with trainer.stream: mini-batches are drawn from the whole batch"
+            found.append(("minibatches", fix))
+    elif trainer.grad_offload:
+        found.append(("grad_offload", "is for the pauses of a stream: set trainer.stream, or leave it out"))
+    return found

@@ -18,7 +18,8 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.observe.report.plots import Drawing, Margins
-from orchestrator.sim.paper_setups import load_scenario, measure, rollpacker
+from orchestrator.sim.paper_setups import counted_steps, load_scenario, rollpacker
+from orchestrator.sim.simulated_run import simulate
 
 SCENARIO = "rollart"
 SCALE = 16  # a 16th of its cluster and batch
@@ -120,7 +121,7 @@ def ablate(
     def seconds(name: str, off: Sequence[str]) -> tuple[float, ...]:
         found = []
         for seed in range(seeds):
-            found.append(measure(make([*on, *off, f"run.seed={seed}"])).step_seconds)
+            found.append(counted_steps(simulate(make([*on, *off, f"run.seed={seed}"])))[1])
             said(f"{name}, seed {seed}: {found[-1]:.1f} s a step")
         return tuple(found)
 

@@ -27,21 +27,26 @@ FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loadin
 KV_SHARE = 0.1  # of prefilling a token is moving its KV; likewise
 SEND_SHARE = 0.15  # of them is what the trainer's own workers need to receive it from there; likewise
 
-STEP_SECONDS = (
-    1.5e-3  # an engine's own time a step, and for each sequence in it: together the 5 ms that InferSim measured
-)
-SEQUENCE_SECONDS = 3.5e-5  # around the kernels of a step with 100 sequences
-REDUCE_SECONDS = (
-    1e-5  # latency of one all-reduce over NVLink (NCCL; custom ones take as long for these sizes); of an all-to-all
-)
-# it is ASSUMED to be the same
+# An engine's own time a step, and for each sequence in it: together the 5 ms that InferSim measured around the kernels of a
+# step with 100 sequences.
+STEP_SECONDS, SEQUENCE_SECONDS = 1.5e-3, 3.5e-5
+REDUCE_SECONDS = 1e-5  # latency of one all-reduce over NVLink (NCCL); of an all-to-all it is ASSUMED to be the same
 LINK_EFFICIENCY = 0.8  # of a link's rate in a transfer of many MB
 KV_SECONDS = 2e-3  # to ask for a prefix and to be answered, both engines between two steps; of this model
 MEMORY_SHARE = 0.9  # of a GPU's memory is the engine's (vLLM's default)
-ACTIVATION_BYTES = (
-    3e9  # of it: activations, CUDA graphs, the allocator's remainder; what vLLM reports for models of this size
-)
+# Of it: activations, CUDA graphs, the allocator's remainder; what vLLM reports for models of this size.
+ACTIVATION_BYTES = 3e9
 CHUNK_TOKENS = 8192  # that one step prefills at most: vLLM's max_num_batched_tokens on these devices
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSeconds:
+    """``fetch``: of a version from the relay, beside generation; ``load``: of what was fetched, standing still; ``receive``: from
+    the trainer itself, beside generation."""
+
+    fetch: float
+    load: float
+    receive: float
 
 
 class EngineCosts(Protocol):
@@ -53,18 +58,8 @@ class EngineCosts(Protocol):
         ...
 
     @property
-    def fetch_seconds(self) -> float:
-        """To fetch a version from the relay, beside generation."""
-        ...
-
-    @property
-    def load_seconds(self) -> float:
-        """To load what was fetched, standing still."""
-        ...
-
-    @property
-    def receive_seconds(self) -> float:
-        """To receive a version from the trainer itself, beside generation."""
+    def weights(self) -> WeightSeconds:
+        """Of a version on its way."""
         ...
 
     def kv_move(self, tokens: int) -> float:
@@ -123,30 +118,16 @@ class LinearCosts:
     kv_tokens: int | None = None
 
     @property
-    def fetch_seconds(self) -> float:
-        """See the protocol."""
-        return FETCH_SHARE * self.update
-
-    @property
-    def load_seconds(self) -> float:
-        """See the protocol."""
-        return (1.0 - FETCH_SHARE) * self.update
-
-    @property
-    def receive_seconds(self) -> float:
-        """See the protocol."""
-        return SEND_SHARE * self.update
+    def weights(self) -> WeightSeconds:
+        return WeightSeconds(FETCH_SHARE * self.update, (1.0 - FETCH_SHARE) * self.update, SEND_SHARE * self.update)
 
     def kv_move(self, tokens: int) -> float:
-        """See the protocol."""
         return KV_SHARE * tokens * self.token
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
-        """See the protocol."""
         return tokens * self.token
 
     def decode(self, running: int) -> tuple[float, float]:
-        """See the protocol."""
         return self.step + self.sequence * running, 0.0
 
 
@@ -158,7 +139,6 @@ class LinearTraining:
     publish_seconds: float
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
-        """See the protocol."""
         return sum(lengths) * self.token / share
 
 
@@ -207,7 +187,6 @@ class RooflineCosts:
 
     @property
     def kv_tokens(self) -> int:
-        """See the protocol."""
         return self._room if self.kv_limit is None else self.kv_limit
 
     @property
@@ -222,21 +201,13 @@ class RooflineCosts:
         return max(1.0, self.tensor_parallel / self.model.kv_heads)
 
     @property
-    def fetch_seconds(self) -> float:
-        """See the protocol. A rank fetches what it hosts."""
-        rate = self.pull_gb_s or self.device.network_gb_s * self.tensor_parallel * LINK_EFFICIENCY
-        return self.model.weight_bytes / (rate * 1e9)
-
-    @property
-    def load_seconds(self) -> float:
-        """See the protocol: from pinned host memory."""
-        rate = self.device.pcie_gb_s * 1e9 * LINK_EFFICIENCY * self.tensor_parallel
-        return self.model.weight_bytes / rate
-
-    @property
-    def receive_seconds(self) -> float:
-        """See the protocol: a broadcast over the cluster's own network, every rank hears all."""
-        return self.model.weight_bytes / (self.device.network_gb_s * 1e9 * LINK_EFFICIENCY)
+    def weights(self) -> WeightSeconds:
+        """See the protocol. A rank fetches what it hosts; it is loaded from pinned host memory; the trainer broadcasts over the
+        cluster's own network, and every rank hears all."""
+        device, size = self.device, self.model.weight_bytes
+        fetch = self.pull_gb_s or device.network_gb_s * self.tensor_parallel * LINK_EFFICIENCY
+        load = device.pcie_gb_s * 1e9 * LINK_EFFICIENCY * self.tensor_parallel
+        return WeightSeconds(size / (fetch * 1e9), size / load, size / (device.network_gb_s * 1e9 * LINK_EFFICIENCY))
 
     def kv_move(self, tokens: int) -> float:
         """See the protocol: nobody else's transfer is in the way."""
@@ -244,7 +215,6 @@ class RooflineCosts:
         return KV_SECONDS + tokens * self.model.kv_bytes / rate
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
-        """See the protocol."""
         if tokens < 1:
             return 0.0
         both, alone = self._linear(running + tokens), self._linear(running)
@@ -255,7 +225,6 @@ class RooflineCosts:
         return both - alone + attention + further + self._reduce(running + tokens) - self._reduce(running)
 
     def decode(self, running: int) -> tuple[float, float]:
-        """See the protocol."""
         fixed = self._linear(running) + self._reduce(running) + STEP_SECONDS + SEQUENCE_SECONDS * running
         return fixed, self.model.kv_bytes * self._copies / (self.device.bandwidth * self.tensor_parallel)
 
@@ -294,9 +263,8 @@ class RooflineCosts:
         once = REDUCE_SECONDS + 2 * sent / rate
         if self.expert_parallel == 1:
             return 2 * self.model.layers * once
-        comes = (
-            1.0 - (1.0 - self._fullest / self.expert_parallel) ** self.model.active
-        )  # share of the tokens: it goes once
+        # share of the tokens: it goes once
+        comes = 1.0 - (1.0 - self._fullest / self.expert_parallel) ** self.model.active
         return self.model.layers * (once + 2 * (REDUCE_SECONDS + comes * sent / rate))
 
 
@@ -315,12 +283,10 @@ class RooflineTraining:
 
     @property
     def publish_seconds(self) -> float:
-        """See the protocol."""
         rate = self.push_gb_s or self.device.network_gb_s * self.gpus * LINK_EFFICIENCY
         return self.model.weight_bytes / (rate * 1e9)
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
-        """See the protocol."""
         tokens = pairs = 0.0
         for length in lengths:
             tokens += length
@@ -341,31 +307,17 @@ class GrainedCosts:
 
     @property
     def kv_tokens(self) -> int | None:
-        """See the protocol."""
         tokens = self.inner.kv_tokens
         return None if tokens is None else tokens // self.grain
 
     @property
-    def fetch_seconds(self) -> float:
-        """See the protocol."""
-        return self.inner.fetch_seconds
-
-    @property
-    def load_seconds(self) -> float:
-        """See the protocol."""
-        return self.inner.load_seconds
-
-    @property
-    def receive_seconds(self) -> float:
-        """See the protocol."""
-        return self.inner.receive_seconds
+    def weights(self) -> WeightSeconds:
+        return self.inner.weights
 
     def kv_move(self, tokens: int) -> float:
-        """See the protocol."""
         return self.inner.kv_move(tokens * self.grain)
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
-        """See the protocol."""
         return self.inner.prefill(tokens * self.grain, pairs * self.grain * self.grain, running)
 
     def decode(self, running: int) -> tuple[float, float]:
@@ -384,9 +336,7 @@ class GrainedTraining:
 
     @property
     def publish_seconds(self) -> float:
-        """See the protocol."""
         return self.inner.publish_seconds
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
-        """See the protocol."""
         return self.inner.train((length * self.grain for length in lengths), share)

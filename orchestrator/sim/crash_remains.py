@@ -17,7 +17,7 @@ from orchestrator.sim.run_audit import RunAudit
 
 
 class CrashRemains:
-    """The run folder, in memory, except for checkpoints: those are real files."""
+    """The run folder, in memory, except for checkpoints: those are real files. It is the sink of the journal itself."""
 
     def __init__(self, audit: RunAudit) -> None:
         self.events: list[str] = []
@@ -57,8 +57,8 @@ class CrashRemains:
         """The journal as a new process reads it."""
         return "".join(self.journal).splitlines()
 
-    def write_journal(self, line: str) -> None:
-        """Append a line, unless the process is dead; or half of it, when it dies of it."""
+    def write(self, line: str, /) -> None:
+        """The ledger's sink: append a line to the journal, unless the process is dead; or half of it, when it dies of it."""
         if self.dead:
             return
         if self.kill_strikes():
@@ -69,17 +69,6 @@ class CrashRemains:
             self.journal.append(line)
         if self.operations - 1 == self._kill_at:
             self.kill()
-
-
-class JournalSink:
-    """The ledger's sink."""
-
-    def __init__(self, remains: CrashRemains) -> None:
-        self._remains = remains
-
-    def write(self, line: str, /) -> None:
-        """See LineSink."""
-        self._remains.write_journal(line)
 
 
 class EventSink:

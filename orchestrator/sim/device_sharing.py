@@ -20,46 +20,42 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.config import Config
-from orchestrator.sim.movable_worker import MovableSimWorker
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_cluster import engine_costs
-from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
+from orchestrator.sim.simulated_worker import MODEL_BYTES, SimWeights, SimWorker
 from orchestrator.sim.twins import SimTrainer
 
 
-class LendingSimWorker(MovableSimWorker):
+class LendingSimWorker(SimWorker):
     """A :class:`~orchestrator.api.ReleasingWorker`."""
 
     released = ""  # the level
 
     async def release(self, level: str) -> ReleaseResult:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         if not self._suspended or self._leap is not None:
             raise CommandError("not_suspended", f"{self.name}: release without suspend")
         seconds = 0.0
         if not self.released:
-            self.released, seconds = level, self._costs.load_seconds if level == "weights" else 0.0
+            self.released, seconds = level, self._costs.weights.load if level == "weights" else 0.0
             self._batch.change_weights(self._batch.version)  # the KV is gone
             await asyncio.sleep(seconds)
             self._check(incarnation)
         return ReleaseResult(level, MODEL_BYTES, len(self._batch.running), seconds, "simulated")
 
     async def reclaim(self) -> None:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         if self.released:
             if self.released == "weights":
-                await asyncio.sleep(self._costs.load_seconds)
+                await asyncio.sleep(self._costs.weights.load)
                 self._check(incarnation)
             else:
                 self._unusable = "its weights were dropped"
             self.released = ""
 
     async def resume(self) -> None:
-        """See the protocol."""
         if self.released:
             raise CommandError("released", f"{self.name}: its device is lent")
         await super().resume()
@@ -76,12 +72,11 @@ class ResidentSimTrainer(SimTrainer):
     def __init__(self, config: Config, weights: SimWeights, audit: RunAudit) -> None:
         super().__init__(config, weights, audit)
         self._replicas = config.trainer.data_parallel
-        self._seconds = engine_costs(config).load_seconds
+        self._seconds = engine_costs(config).weights.load
         self.level = "step"
         self._share = 1.0
 
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
-        """See the protocol."""
         self._check()
         await asyncio.sleep(self._seconds)
         self._check()

@@ -68,9 +68,8 @@ class EngineBatch:
         self._reuse = reuse or {}
         self._waiting: list[tuple[int, int, EngineSequence]] = []
         self._ends: list[tuple[int, int, EngineSequence]] = []
-        self._prefix: dict[
-            str, int
-        ] = {}  # trajectory -> tokens whose KV is held and in no sequence's use; oldest first
+        # trajectory -> tokens whose KV is held and in no sequence's use; oldest first
+        self._prefix: dict[str, int] = {}
         self._idle = 0  # their sum
         self._owed = 0  # tokens to prefill before the next step
         self._pairs = 0.0  # of query and key, in that

@@ -31,6 +31,7 @@ from orchestrator.api import (
     GenerationRequest,
     KvMove,
     KvMoved,
+    ManagedWorker,
     Meeting,
     Observation,
     Prompt,
@@ -49,6 +50,8 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.events import EventLog
+from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
+from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.twins import SimTrainer, ToolHost
@@ -109,6 +112,20 @@ class FaultInjector:
     async def lose_answer(self) -> Any:
         """A call whose answer is lost."""
         await asyncio.get_running_loop().create_future()
+
+    async def strike(self, where: str, possible: Sequence[str], *errors: Exception) -> str:
+        """Before a call whose callee keeps no life: draw a fault and let it strike. A crash raises one of ``errors``. Returns the
+        kind, for a duplicate to be made of the answer."""
+        kind = self.draw_fault(where, possible)
+        if kind == "crash":
+            raise self.rng.choice(errors) if len(errors) > 1 else errors[0]
+        if kind == "drop":
+            await self.lose_answer()
+        if kind == "delay":
+            await self.delay_call()
+        if kind == "cancel":
+            self.cancel_later()
+        return kind
 
     def cancel_later(self) -> None:
         """Cancel the trajectory that makes this call, at whatever it awaits a moment later."""
@@ -198,18 +215,15 @@ class FaultyWorker:
         )
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """See the protocol."""
         await self._call("add", lambda: self._inner.add(requests))
 
     async def abort(
         self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
     ) -> None:
-        """See the protocol."""
         inner = self._inner
         await self._call("abort", lambda: inner.abort(request_ids, trajectories=trajectories, groups=groups))
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
-        """See the protocol."""
         await self._call("prioritize", lambda: self._inner.prioritize(priorities))
 
     async def completions(self) -> list[Completion]:
@@ -231,11 +245,9 @@ class FaultyWorker:
         return answer
 
     async def suspend(self) -> None:
-        """See the protocol."""
         await self._call("suspend", self._inner.suspend)
 
     async def prepare(self, version: int) -> None:
-        """See the protocol."""
         await self._call("prepare", lambda: self._inner.prepare(version))
 
     async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
@@ -262,24 +274,62 @@ class FaultyWorker:
         return await self._call("update", lambda: self._inner.update(version), crash=crash)
 
     async def resume(self) -> None:
-        """See the protocol."""
         await self._call("resume", self._inner.resume)
 
     async def stats(self) -> WorkerStats:
-        """See the protocol."""
         return await self._call("stats", self._inner.stats, NO_TWICE)
 
     async def restart(self) -> None:
-        """See the protocol."""
         self._delivered = []
         faults, inner = self._faults, self._inner
-        await faults.call_port(
-            "worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0
-        )  # a restart is no call of a life
+        # a restart is no call of a life
+        await faults.call_port("worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0)
 
     async def close(self) -> None:
-        """See the protocol."""
         await self._inner.close()
+
+
+class FaultyResizableWorker(FaultyWorker):
+    """A ResizableWorker around another one. Ending a process does not fail, as nothing limits its time; starting it does."""
+
+    def __init__(self, inner: ResizableSimWorker, faults: FaultInjector) -> None:
+        super().__init__(inner, faults)
+        self._resizable = inner
+
+    @property
+    def expert_ranks(self) -> int:
+        """Devices that whole experts are shared out over."""
+        return self._resizable.expert_ranks
+
+    @expert_ranks.setter
+    def expert_ranks(self, ranks: int) -> None:
+        self._resizable.expert_ranks = ranks
+
+    async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
+        await self._resizable.resize(ranks, expert_ranks)
+
+
+class FaultyBorrowedWorker(FaultyWorker):
+    """A BorrowedWorker around another one: it takes weights from the relay alone."""
+
+    receive = None  # type: ignore[assignment]
+
+    def __init__(self, inner: BorrowedSimWorker, faults: FaultInjector) -> None:
+        super().__init__(inner, faults)
+        self.url = inner.url
+
+
+def faulty_workers(workers: Sequence[SimWorker], faults: FaultInjector) -> list[ManagedWorker]:
+    """The workers, each behind its faults."""
+    return [_behind(worker, faults) for worker in workers]
+
+
+def _behind(worker: SimWorker, faults: FaultInjector) -> ManagedWorker:
+    if isinstance(worker, ResizableSimWorker):
+        return FaultyResizableWorker(worker, faults)
+    if isinstance(worker, BorrowedSimWorker):
+        return FaultyBorrowedWorker(worker, faults)
+    return FaultyWorker(worker, faults)
 
 
 class FaultyTrainer:
@@ -293,7 +343,6 @@ class FaultyTrainer:
         return await self._faults.call_port(f"trainer.{name}", possible, act, self._inner.die, lambda: 0)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """See the protocol."""
         return await self._call("train_step", lambda: self._inner.train_step(batch))
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
@@ -308,7 +357,6 @@ class FaultyTrainer:
         await self._faults.inject_fault(kind, "trainer.feed", act, self._inner.die, lambda: 0)
 
     async def publish(self) -> PublishResult:
-        """See the protocol."""
         return await self._call("publish", self._inner.publish, PUBLISH)
 
     async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
@@ -316,15 +364,12 @@ class FaultyTrainer:
         return await self._call("send", lambda: self._inner.send(receivers, limit, anew))
 
     async def save(self, folder: str) -> None:
-        """See the protocol."""
         await self._call("save", lambda: self._inner.save(folder))
 
     async def load(self, folder: str) -> int:
-        """See the protocol."""
         return await self._inner.load(folder)
 
     async def close(self) -> None:
-        """See the protocol."""
         await self._inner.close()
 
 
@@ -343,11 +388,9 @@ class FaultyTask:
         self.max_context_tokens = inner.max_context_tokens
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
-        """See the protocol."""
         return self._inner.prompts(split, seed)
 
     def environment(self) -> Environment:
-        """See the protocol."""
         if self._faults.draw_fault("environment.create", ("crash",)):
             raise InjectedError("injected: the environment did not start")
         return FaultyEnvironment(self._inner.environment(), self._faults, self.max_context_tokens)
@@ -363,14 +406,12 @@ class FaultyEnvironment:
         self._context = context
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
-        kind = await self._before("environment.reset", EPISODE)
+        kind = await self._strike("environment.reset")
         observation = await self._inner.reset(prompt)
         return self._garbage_observation(observation) if kind == "duplicate" else observation
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
-        kind = await self._before("environment.step", EPISODE)
+        kind = await self._strike("environment.step")
         result = await self._inner.step(action_ids)
         if kind != "duplicate":
             return result
@@ -394,22 +435,10 @@ class FaultyEnvironment:
         if kind == "drop":
             await self._faults.lose_answer()
 
-    async def _before(self, where: str, possible: Sequence[str]) -> str:
-        kind = self._faults.draw_fault(where, possible)
-        if kind == "crash":
-            errors: list[Exception] = [
-                InjectedError(f"injected in {where}"),
-                TimeoutError(f"injected in {where}"),
-                TrajectoryError("injected", where),
-            ]
-            raise self._faults.rng.choice(errors)
-        if kind == "drop":
-            await self._faults.lose_answer()
-        if kind == "delay":
-            await self._faults.delay_call()
-        if kind == "cancel":
-            self._faults.cancel_later()
-        return kind
+    async def _strike(self, where: str) -> str:
+        said = f"injected in {where}"
+        errors = InjectedError(said), TimeoutError(said), TrajectoryError("injected", where)
+        return await self._faults.strike(where, EPISODE, *errors)
 
     def _garbage_observation(self, honest: Observation) -> Observation:
         """Text that is empty, not of the vocabulary, as long as the context, longer, or just so that little room is left."""
@@ -429,14 +458,7 @@ class FaultyTools:
         self._faults = faults
 
     async def call(self) -> None:
-        """See the protocol."""
-        kind = self._faults.draw_fault("tool.call", CALL)
-        if kind == "crash":
-            raise TrajectoryError("tool_unavailable", "injected")
-        if kind == "drop":
-            await self._faults.lose_answer()
-        if kind == "delay":
-            await self._faults.delay_call()
+        kind = await self._faults.strike("tool.call", CALL, TrajectoryError("tool_unavailable", "injected"))
         await self._inner.call()
         if kind == "duplicate":
             await self._inner.call()
@@ -450,16 +472,7 @@ class FaultyReward:
         self._faults = faults
 
     async def score(self, trajectory: Trajectory) -> float:
-        """See the protocol."""
-        kind = self._faults.draw_fault("reward.score", EPISODE)
-        if kind == "crash":
-            errors: list[Exception] = [RetryableError("injected"), TrajectoryError("injected_reward", "")]
-            raise self._faults.rng.choice(errors)
-        if kind == "drop":
-            await self._faults.lose_answer()
-        if kind == "delay":
-            await self._faults.delay_call()
-        if kind == "cancel":
-            self._faults.cancel_later()
+        errors = RetryableError("injected"), TrajectoryError("injected_reward", "")
+        kind = await self._faults.strike("reward.score", EPISODE, *errors)
         score = await self._inner.score(trajectory)
         return self._faults.rng.choice((float("nan"), float("inf"))) if kind == "duplicate" else score

@@ -1,4 +1,4 @@
-"""The papers' setups (``scenarios/*.toml``) and their variants, and what a simulated run of one is measured by.
+"""The papers' setups (``scenarios/*.toml``) and their variants, and which steps of a simulated run count.
 
 Guarantee: a variant is its file with overrides that are written here and nowhere else, so that a policy is compared on the
 workload and the cluster that were there before it. ``scale`` n plays an n-th of the cluster on an n-th of the batch: the load
@@ -11,14 +11,13 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, apply_override, parse_config
 from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
-from orchestrator.sim.simulated_run import SimResult, simulate
+from orchestrator.sim.simulated_run import SimResult
 
 SKIPPED = 2  # first steps, which fill the pipeline
 
@@ -45,9 +44,8 @@ def _scaled(data: dict[str, Any], scale: int) -> dict[str, Any]:
         for key in keys:
             if table.get(key):
                 table[key] = max(1, table[key] // scale)
-    sim["trainer_serial_seconds"] = scale * sim.get(
-        "trainer_serial_seconds", TRAIN_SERIAL_SECONDS
-    )  # a token is n tokens
+    serial = sim.get("trainer_serial_seconds", TRAIN_SERIAL_SECONDS)
+    sim["trainer_serial_seconds"] = scale * serial  # a token is n tokens
     if sim.get("fleet"):
         sim["fleet"] = {name: max(1, count // scale) for name, count in sim["fleet"].items()}
         rollout["workers"] = sum(sim["fleet"].values())
@@ -104,29 +102,11 @@ def rollpacker(
     return load_scenario("rollpacker", given, scale)
 
 
-@dataclass(frozen=True, slots=True)
-class RunFigures:
-    """Of a run's steps after the first ``SKIPPED``: seconds a step; tokens a step (prompts, observations, responses) and
-    tokens a second of the engine's; shares of the period in which the trainer worked and the slowest reward was waited for."""
-
-    step_seconds: float
-    tokens: float
-    throughput: float
-    train_seconds: float
-    staleness_aborts: float  # a step
-    result: SimResult
-
-
-def measure(config: Config) -> RunFigures:
-    """Simulate and measure. Raises SimulationFailed."""
-    result = simulate(config)
+def counted_steps(result: SimResult) -> tuple[list[dict[str, Any]], float]:
+    """The events of a run's steps after the first ``SKIPPED``, and seconds a step of them."""
     events = [json.loads(line) for line in result.events.splitlines()]
     steps = [event for event in events if event["kind"] == "step"]
     skipped = min(SKIPPED, len(steps) - 1)
     begun = steps[skipped - 1]["t"] if skipped else 0.0
     counted = steps[skipped:]
-    seconds = (counted[-1]["t"] - begun) / len(counted)
-    tokens = sum(event["metrics"]["tokens"] for event in counted) / len(counted) * config.sim.grain
-    train = sum(event["seconds"] for event in counted) / len(counted)
-    evicted = result.ledger["evicted_stale"] / len(steps)
-    return RunFigures(seconds, tokens, tokens / seconds, train, evicted, result)
+    return counted, (counted[-1]["t"] - begun) / len(counted)

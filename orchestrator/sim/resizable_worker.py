@@ -1,6 +1,6 @@
-"""Simulated workers whose devices change between steps, and the profile that their planner reads (RollPacker 4.2, Heddle 6.2).
+"""Simulated workers whose devices change between steps, who cuts them, and the profile for that (RollPacker 4.2, Heddle 6.2).
 
-The planner, the resource manager (:mod:`orchestrator.parallelism.degree_planner`) and :mod:`orchestrator.proxy.resize`
+The planner, the resource manager (:mod:`orchestrator.parallelism.replanner`) and :mod:`orchestrator.proxy.resize`
 are those of a real run. As there, a worker stands for one device (here: ``sim.tensor_parallel`` devices), and an engine
 of t runs over its own and the t - 1 after it, while those workers are parked.
 Guarantees: requests that move go on with what they would have said; a layout in which the model does not fit, or in which the
@@ -11,20 +11,28 @@ engine's own time to fetch and to load the weights, during which nothing is gene
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from orchestrator.api import ConfigError, RetryableError, Task
+from orchestrator.components import Components
 from orchestrator.config import Config
-from orchestrator.parallelism.planner_setup import make_planner
+from orchestrator.parallelism.planner_setup import make_planner, make_reallocation
+from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
+from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
+from orchestrator.proxy.resize import seats
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import EngineCosts
-from orchestrator.sim.expert_imbalance import costs_at_imbalance
-from orchestrator.sim.movable_worker import MovableSimWorker
-from orchestrator.sim.simulated_cluster import engine_costs, fleet
+from orchestrator.sim.simulated_cluster import costs_at_imbalance, engine_costs, fleet
+from orchestrator.sim.simulated_worker import SimWorker, Watch
+
+Cutter = ParallelismPlanner | DegreeReallocator
 
 
-class ResizableSimWorker(MovableSimWorker):
+class ResizableSimWorker(SimWorker):
     """An :class:`~orchestrator.api.ExpertWorker`; made with ``costs`` of the layout that it begins in."""
 
     expert_ranks = 1
@@ -35,7 +43,6 @@ class ResizableSimWorker(MovableSimWorker):
         self._config = config
 
     async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
-        """See the protocol."""
         self.change_devices(ranks, expert_ranks)
         await asyncio.sleep(0)
 
@@ -59,7 +66,6 @@ class ResizableSimWorker(MovableSimWorker):
                 self._misfit = str(error)
 
     async def restart(self) -> None:
-        """See the protocol."""
         if self._misfit or not self.ranks:
             await asyncio.sleep(self._start_seconds)
             raise RetryableError(self._misfit or f"{self.name} is parked")
@@ -142,10 +148,87 @@ def measured_points(
 
 def shape_of(config: Config, costs: EngineCosts, layout: EngineLayout) -> EngineShape:
     """Its memory and start. Only where the cost model has a limit of KV."""
-    start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
+    start = config.sim.start_seconds + costs.weights.fetch + costs.weights.load
     model = hardware.model(config.sim.model)
     return EngineShape(layout, model.kv_bytes * config.sim.grain, costs.kv_tokens or 0, model.weight_bytes, start)
 
 
 def _powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+class SimRates:
+    """What placement and degrees know of simulated workers: the profile that ``rl-coserve profile`` would have made of them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._made: dict[tuple[str, int], WorkerRates] = {}
+
+    def of_worker(self, workers: Sequence[SimWorker], worker: int) -> WorkerRates:
+        """See :class:`orchestrator.placement.placer.TrajectoryPlacer`."""
+        one = workers[worker]
+        return self.rates_at(one.hardware, one.degree * max(1, one.ranks))
+
+    def loading(self, hardware_class: str, degree: int) -> float:
+        """Seconds until an engine of so many devices that has started has the weights."""
+        costs = engine_costs(self._config, hardware_class, degree=degree)
+        return costs.weights.fetch + costs.weights.load
+
+    def rates_at(self, hardware_class: str, degree: int) -> WorkerRates:
+        """Of a worker on so many devices. Raises ConfigError where the model does not fit."""
+        found = self._made.get((hardware_class, degree))
+        if found is None:
+            config, layout = self._config, EngineLayout(degree)
+            costs = engine_costs(config, hardware_class, degree=degree)
+            shapes = [shape_of(config, costs, layout)] if costs.kv_tokens is not None else []
+            profile = EngineProfile(measured_points(config, costs, layout), shapes)
+            found = self._made[hardware_class, degree] = rates_of(profile, layout, config.rollout.engine.max_num_seqs)
+        return found
+
+
+def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None) -> Cutter | None:
+    """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. ``kept``: the degrees that it had,
+    where it is resumed. Raises ConfigError."""
+    if not config.rollout.placement.degrees.enabled:
+        return planner_of(config, task)
+    if config.sim.costs == "linear" or not config.sim.tasks or config.rollout.placement.profile:
+        return make_reallocation(config.rollout, kept=kept)
+    per, rates, name = config.sim.tensor_parallel, SimRates(config), fleet(config)[0]
+    heads = hardware.model(config.sim.model).heads
+    start = config.sim.start_seconds + rates.loading(name, per)
+    return make_reallocation(
+        config.rollout, max(1, heads // per), lambda degree: rates.rates_at(name, per * degree), kept, start
+    )
+
+
+def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
+    """Makes the workers of a run with this one. Arguments as :class:`ResizableSimWorker`."""
+    layout = cutter.layout if isinstance(cutter, ParallelismPlanner) else EngineLayout(cutter.degrees[0])
+    costs = engine_costs(config, fleet(config)[0], layout.tp, expert_ranks=layout.ep)
+    return partial(ResizableSimWorker, costs=costs)
+
+
+def seat_workers(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
+    """Before they start: who watches them; where they are cut, each over its devices, the others parked."""
+    for worker in workers:
+        worker.watch = watch
+    if cutter is None:
+        return
+    if isinstance(cutter, ParallelismPlanner):
+        ranks, experts = seats(cutter.layout, len(workers)), cutter.layout.ep
+    else:
+        ranks, experts = seats(cutter.degrees, len(workers)), 1
+    for worker, count in zip(workers, ranks, strict=True):
+        assert isinstance(worker, ResizableSimWorker)
+        worker.set_devices(count, experts if count else 1)
+
+
+def hand_over(parts: Components, cutter: Cutter | None) -> None:
+    """Give it to a simulated run."""
+    if cutter is None:
+        return
+    parts.kv_bytes = 0.0
+    if isinstance(cutter, DegreeReallocator):
+        parts.reallocation = cutter
+    else:
+        parts.planner = cutter

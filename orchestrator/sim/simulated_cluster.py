@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from dataclasses import replace
+
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
+from orchestrator.proxy.router_setup import plan
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import (
     EngineCosts,
@@ -14,8 +18,8 @@ from orchestrator.sim.cost_model import (
     RooflineCosts,
     RooflineTraining,
     TrainerCosts,
+    check_shares,
 )
-from orchestrator.sim.expert_imbalance import check_experts
 
 
 def check_cluster(config: Config) -> None:
@@ -28,6 +32,20 @@ def check_cluster(config: Config) -> None:
         raise ConfigError("environment.backend", backend, fix)
     fleet(config)
     check_experts(config)
+
+
+def check_disaggregation(config: Config) -> None:
+    """Raises ConfigError where the two parts of a turn cannot be played."""
+    if not config.rollout.disaggregation.enabled:
+        return
+    if config.sim.grain > 1:
+        fix = (
+            "a turn's first token is made apart, and would stand for several: set it to 1, or leave out disaggregation"
+        )
+        raise ConfigError("sim.grain", config.sim.grain, fix)
+    classes = fleet(config)
+    names, borrowed = [f"sim-{index}" for index in range(len(classes))], [False] * len(classes)
+    plan(config.rollout.routing, names, classes, borrowed, config.rollout.disaggregation)
 
 
 def fleet(config: Config) -> list[str]:
@@ -57,7 +75,7 @@ def engine_costs(
 ) -> EngineCosts:
     """Of one rollout worker on devices of a class; "": of ``sim.device``; ``degree`` of them, 0: ``sim.tensor_parallel``;
     ``ranks``: over so many times these (a linear one then holds so many times the KV); ``expert_ranks`` of them share out whole
-    experts, 0: ``sim.expert_parallel``. Experts are evenly loaded (:mod:`orchestrator.sim.expert_imbalance`). Raises
+    experts, 0: ``sim.expert_parallel``. Experts are evenly loaded (:class:`ExpertRouting`). Raises
     ConfigError for an unknown name, and for a model that does not fit."""
     sim = config.sim
     if sim.costs == "linear":
@@ -105,3 +123,64 @@ def kv_bytes(config: Config) -> float:
     """Of a token, such that a worker's KV memory holds the tokens that the cost model says; 0: it does not say."""
     tokens = min((engine_costs(config, name).kv_tokens or 0 for name in set(fleet(config))), default=0)
     return (config.rollout.engine.kv_cache_mb << 20) / tokens if tokens else 0.0
+
+
+class ExpertRouting:
+    """How unevenly a simulated mixture of experts routes its tokens, by weight version (RollPacker 7). Engines without experts,
+    and those with a slice of every expert on each device, cost the same at any imbalance; the others never less at a higher one.
+
+    A worker's: ``imbalance`` is that of the weights that it has now; before the first ones, that of version 0."""
+
+    def __init__(self, config: Config) -> None:
+        self._from = sorted(config.sim.expert_imbalance.items())
+        self.imbalance = self.imbalance_at(0)
+
+    def imbalance_at(self, version: int) -> float:
+        """Of a weight version: the tokens of the fullest device's experts over the mean; before the first that is named, 1."""
+        place = bisect_right(self._from, version, key=lambda named: named[0])
+        return self._from[place - 1][1] if place else 1.0
+
+    def load_version(self, version: int) -> bool:
+        """Weights of this version were loaded; whether that changes the imbalance."""
+        before, self.imbalance = self.imbalance, self.imbalance_at(version)
+        return self.imbalance != before
+
+    def costs(self, even: EngineCosts) -> EngineCosts:
+        """Of an engine, at the imbalance of now."""
+        return costs_at_imbalance(even, self.imbalance)
+
+
+def costs_at_imbalance(costs: EngineCosts, imbalance: float) -> EngineCosts:
+    """What an engine costs at an imbalance of its experts' load."""
+    if isinstance(costs, GrainedCosts):
+        return replace(costs, inner=costs_at_imbalance(costs.inner, imbalance))
+    if isinstance(costs, RooflineCosts) and costs.expert_parallel > 1:
+        return replace(costs, imbalance=imbalance)
+    return costs
+
+
+def check_experts(config: Config) -> None:
+    """Raises ConfigError for what the simulator cannot play."""
+    sim, planner = config.sim, config.rollout.planner
+    most = max(sim.expert_imbalance.values(), default=1.0)
+    asked: list[tuple[str, object]] = [("rollout.planner.experts", True)] if planner.experts else []
+    asked += [("sim.expert_parallel", sim.expert_parallel)] if sim.expert_parallel > 1 else []
+    asked += [("sim.expert_tile", sim.expert_tile)] if sim.expert_tile else []
+    asked += [("sim.expert_imbalance", dict(sim.expert_imbalance))] if most > 1.0 else []
+    if not asked:
+        return
+    mixtures = [model.name for model in hardware.MODELS.values() if model.experts]
+    if sim.costs == "linear" or not hardware.model(sim.model).experts:
+        has = "the linear cost model has no experts" if sim.costs == "linear" else f"{sim.model} has no experts"
+        raise ConfigError(*asked[0], f"{has}: set sim.costs = 'roofline' and sim.model to one of {', '.join(mixtures)}")
+    devices = sum(sim.degrees) or config.rollout.workers * sim.tensor_parallel
+    if most > devices:
+        fix = f"the fullest of {devices} devices has at most {devices} times the mean: give less"
+        raise ConfigError("sim.expert_imbalance", most, fix)
+    if sim.expert_parallel > 1 and (sim.degrees or config.rollout.reshapes):
+        who = "sim.degrees" if sim.degrees else "rollout.planner" if planner.enabled else "rollout.placement.degrees"
+        raise ConfigError("sim.expert_parallel", sim.expert_parallel, f"{who} says how engines are cut: leave this out")
+    check_shares(hardware.model(sim.model), sim.tensor_parallel, sim.expert_parallel)
+    if planner.experts and sim.tensor_parallel > 1:
+        fix = "with rollout.planner.experts a worker is one device: set it to 1, and rollout.workers to the devices"
+        raise ConfigError("sim.tensor_parallel", sim.tensor_parallel, fix)

@@ -1,4 +1,4 @@
-"""What the simulator has in place of the predictor's process and of a profile of the engines.
+"""What the simulator has in place of the predictor's process.
 
 The predictor is the run's own policy, asked with the latency that Heddle printed; its oracle plays an episode to its end in its
 head, as environments and speech are functions of what they are asked.
@@ -6,7 +6,6 @@ head, as environments and speech are functions of what they are asked.
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -14,14 +13,12 @@ from functools import partial
 
 from orchestrator.components import Components
 from orchestrator.config import Config
-from orchestrator.placement.forecast_setup import make_predictor
-from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
-from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
+from orchestrator.placement.forecast_setup import InProcessPredictor, make_predictor
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome, LengthPredictor
-from orchestrator.sim.resizable_worker import measured_points, shape_of
+from orchestrator.sim.resizable_worker import SimRates
 from orchestrator.sim.seeded_draws import random_stream
-from orchestrator.sim.simulated_cluster import engine_costs, kv_bytes
+from orchestrator.sim.simulated_cluster import kv_bytes
 from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.task_mix import TaskMix
 
@@ -38,55 +35,9 @@ def equip(parts: Components, config: Config, workers: Sequence[SimWorker]) -> No
         policy = SimOracle(config)
     else:
         policy = make_predictor(settings, float(parts.task.max_response_tokens), config.run.seed)
-    parts.foresight.predictor = LatePredictor(policy, config.sim.prediction_seconds)
+    parts.foresight.predictor = InProcessPredictor(policy, config.sim.prediction_seconds)
     if config.rollout.placement.enabled and config.sim.tasks and not config.rollout.placement.profile:
         parts.foresight.rates = partial(SimRates(config).of_worker, workers)
-
-
-class SimRates:
-    """What placement and degrees know of simulated workers: the profile that ``rl-coserve profile`` would have made of them."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._made: dict[tuple[str, int], WorkerRates] = {}
-
-    def of_worker(self, workers: Sequence[SimWorker], worker: int) -> WorkerRates:
-        """See :class:`orchestrator.placement.placer.TrajectoryPlacer`."""
-        one = workers[worker]
-        return self.rates_at(one.hardware, one.degree * max(1, one.ranks))
-
-    def loading(self, hardware_class: str, degree: int) -> float:
-        """Seconds until an engine of so many devices that has started has the weights."""
-        costs = engine_costs(self._config, hardware_class, degree=degree)
-        return costs.fetch_seconds + costs.load_seconds
-
-    def rates_at(self, hardware_class: str, degree: int) -> WorkerRates:
-        """Of a worker on so many devices. Raises ConfigError where the model does not fit."""
-        found = self._made.get((hardware_class, degree))
-        if found is None:
-            config, layout = self._config, EngineLayout(degree)
-            costs = engine_costs(config, hardware_class, degree=degree)
-            shapes = [shape_of(config, costs, layout)] if costs.kv_tokens is not None else []
-            profile = EngineProfile(measured_points(config, costs, layout), shapes)
-            found = self._made[hardware_class, degree] = rates_of(profile, layout, config.rollout.engine.max_num_seqs)
-        return found
-
-
-class LatePredictor:
-    """Answers after so many seconds."""
-
-    def __init__(self, policy: LengthPredictor, seconds: float) -> None:
-        self._policy = policy
-        self._seconds = seconds
-
-    async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
-        await asyncio.sleep(self._seconds)
-        return self._policy.forecast(progress)
-
-    def learn(self, outcome: LengthOutcome) -> None:
-        """See the protocol."""
-        self._policy.learn(outcome)
 
 
 class SimOracle:
@@ -97,7 +48,6 @@ class SimOracle:
         self._said: dict[str, tuple[int, ...]] = {}
 
     def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
         said = self._said.get(progress.trajectory)
         if said is None:
             said = self._said[progress.trajectory] = self._play(progress)

@@ -18,7 +18,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +40,28 @@ from orchestrator.config import Config, to_json
 from orchestrator.environments.environment_pool import EnvPool
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
+from orchestrator.parallelism.planner_setup import check_placement_profile
 from orchestrator.pipeline import Pipeline
 from orchestrator.runtime.resume import rewind
 from orchestrator.sim.coserving.borrowed_fleet import BorrowedFleet, borrowed_of, bounded
-from orchestrator.sim.crash_remains import CrashRemains, EventSink, JournalSink, SimCheckpoints, SimStore
+from orchestrator.sim.crash_remains import CrashRemains, EventSink, SimCheckpoints, SimStore
 from orchestrator.sim.device_sharing import LendingSimWorker, ResidentSimTrainer
-from orchestrator.sim.fault_injector import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer
-from orchestrator.sim.faulty_workers import faulty_workers
-from orchestrator.sim.movable_worker import TurnMoves
+from orchestrator.sim.fault_injector import (
+    FaultInjector,
+    FaultyReward,
+    FaultyTask,
+    FaultyTools,
+    FaultyTrainer,
+    faulty_workers,
+)
 from orchestrator.sim.recorded_traces import EpisodeTraces, load_traces
-from orchestrator.sim.resizable_worker import check_planner
+from orchestrator.sim.resizable_worker import check_planner, cutter_of, hand_over, resizable, seat_workers
 from orchestrator.sim.run_audit import RunAudit, TrainerCallAudit
 from orchestrator.sim.seeded_draws import random_stream
-from orchestrator.sim.simulated_cluster import check_cluster, fleet
+from orchestrator.sim.simulated_cluster import check_cluster, check_disaggregation, fleet
 from orchestrator.sim.simulated_forecasts import equip
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_replanning import cutter_of, hand_over, resizable, seat_workers
-from orchestrator.sim.simulated_worker import SimWorker, Watch
-from orchestrator.sim.split_worker import check_disaggregation, disaggregated, speech_of
+from orchestrator.sim.simulated_speech import speech_of
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves, Watch
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from orchestrator.sim.virtual_loop import SimulationError, VirtualTimeLoop, rare_collections
 from orchestrator.tail_batching import Rounds
@@ -115,19 +118,16 @@ class _AuditedTrainer:
         self.close = inner.close
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
-        """See the protocol."""
         with self._asks.feeding(samples, version):
             await self._inner.feed(samples, version)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """See the protocol."""
         with self._asks.training(batch):
             metrics = await self._inner.train_step(batch)
         self._version = metrics.version
         return metrics
 
     async def publish(self) -> PublishResult:
-        """See the protocol."""
         result = await self._inner.publish()
         self._audit.record_version(result.version)
         return result
@@ -276,7 +276,7 @@ class _Simulation:
         self.remains.begin_life(after, rng, task.cancel)
         last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
         events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
-        ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
+        ledger = self._ledger = Ledger(self.remains, events.time)
         try:
             parts, position = await self._start(events, ledger)
         except BaseException:
@@ -348,16 +348,15 @@ class _Simulation:
         )
         self._task = SimTask(config, self.traces)
         cutter = cutter_of(config, self._task, position.degrees)
-        make: Callable[..., SimWorker] = SimWorker if cutter is None else resizable(config, cutter)
-        make = partial(LendingSimWorker, moves=TurnMoves()) if lends else disaggregated(config) or make
-        if borrowed := borrowed_of(config):
-            make = borrowed.dedicated()
-        rest = (self.audit.record_response, self.traces)
+        make: Callable[..., SimWorker] = LendingSimWorker if lends else SimWorker
+        make = make if cutter is None else resizable(config, cutter)
+        rest, moves = (self.audit.record_response, self.traces), TurnMoves()
         self._workers = [
-            make(f"sim-{index}", config, weights, *rest, name, self._speech) for index, name in enumerate(fleet(config))
+            make(f"sim-{index}", config, weights, *rest, name, self._speech, moves)
+            for index, name in enumerate(fleet(config))
         ]
-        if borrowed is not None:
-            self._workers += borrowed.workers(len(self._workers), weights, *rest, self._speech)
+        if (borrowed := borrowed_of(config)) is not None:
+            self._workers += borrowed.workers(len(self._workers), weights, *rest, self._speech, moves)
             borrowed.start()
         self._borrowed = borrowed
         seat_workers(self._workers, cutter, self._watch_requests)
@@ -471,6 +470,8 @@ def simulate(
     check_cluster(config)
     check_planner(config)
     check_disaggregation(config)
+    check_placement_profile(config.rollout)
+    cutter_of(config, SimTask(config))
     borrowed_of(config)
     if folder is not None:
         path = Path(folder)

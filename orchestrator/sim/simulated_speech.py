@@ -29,3 +29,19 @@ class Speech:
         if self._workload is not None:
             return self._workload.response(context, trajectory_id, turn, limit)
         return draw_response(self._seed, trajectory_id, turn, self._mean, limit)
+
+
+class SplitSpeech(Speech):
+    """What a policy says whose first token another engine draws: turns that are served in two parts (RollArt 6.3), by the
+    production's own :mod:`orchestrator.proxy.prefill_decode`."""
+
+    def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
+        """See :class:`Speech`. However short ``limit`` is, the first token is that of the longest response."""
+        whole = super().response(context, trajectory_id, turn, limit)
+        first = super().response(context, trajectory_id, turn, self.most)[0]
+        return (first, *whole[1:])
+
+
+def speech_of(config: Config, traces: EpisodeTraces | None) -> Speech:
+    """What the policy of a run says."""
+    return (SplitSpeech if config.rollout.disaggregation.enabled else Speech)(config, traces)

@@ -7,10 +7,11 @@ in one leap, so a response of a thousand tokens costs a few callbacks. The fetch
 beside generation, when it was prepared, and is shorter when it was received from the trainer.
 
 Guarantees of the port that it keeps: each added request ends in exactly one completion (aborted ones too), commands are
-idempotent by request id, in-flight tokens survive ``suspend``/``update``/``resume`` and their KV is prefilled again after
-an update, each token carries the version that made it. A death loses all requests; every call then raises RetryableError
-until ``restart``. It starts with version -1: tokens made before the first update can be told. Weights that were spoilt
-half-way (``spoil``) keep it suspended until an update succeeds.
+idempotent by request id, in-flight tokens survive ``suspend``/``update``/``resume`` and their KV is prefilled again
+after an update, each token carries the version that made it. A request may continue elsewhere with the tokens that it
+has: it says there what it would have said where it began, and the audit hears of the whole turn, once. A death loses
+all requests; every call then raises RetryableError until ``restart``. It starts with version -1: tokens made before the
+first update can be told. Weights that were spoilt half-way (``spoil``) keep it suspended until an update succeeds.
 """
 
 from __future__ import annotations
@@ -39,22 +40,67 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.sim import engine_batch
 from orchestrator.sim.cost_model import EngineCosts, seconds_of, steps_in
-from orchestrator.sim.expert_imbalance import ExpertRouting
 from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.seeded_draws import END, synthetic_logprobs
-from orchestrator.sim.simulated_cluster import degree_of, engine_costs
-from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
+from orchestrator.sim.simulated_cluster import ExpertRouting, degree_of, engine_costs
 from orchestrator.sim.simulated_speech import Speech
 
+MODEL_BYTES = 1 << 20  # nominal payload of one version
+FIRST = "~p"  # how the id of a turn's first part ends, see orchestrator.proxy.prefill_decode
 REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
 RESTART_SECONDS = 5.0  # sim.start_seconds unless the config says otherwise
 Watch = Callable[[GenerationRequest, Completion], None]
+Spans = tuple[tuple[int, int], ...]
+
+
+class SimWeights:
+    """The relay's twin: which versions have been published."""
+
+    def __init__(self) -> None:
+        self._published: dict[int, None] = {}
+        self.holders: dict[str, SimWorker] = {}  # the workers whose KV may be asked for, by name
+        self.sent = -1  # the version that the trainer sends to its own workers, or sent last
+
+    def put(self, version: int) -> None:
+        """Make a version available."""
+        self._published[version] = None
+
+    def has(self, version: int) -> bool:
+        """Whether a worker can pull it."""
+        return version in self._published
+
+    def content(self, version: int) -> str:
+        """Its checksum, whichever way it came."""
+        return f"{version:016x}"
+
+
+class TurnMoves:
+    """What all workers of a life know of the turns that moved between them: where each began, and who has said what of it. A
+    part that was lost on its way, and said again by another version, is there twice."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, int] = {}  # turn -> length of the context before the response
+        self._parts: dict[str, dict[tuple[int, Spans], None]] = {}  # turn -> (tokens before it, versions) of each part
+
+    def record_part(self, turn: str, before: int, versions: VersionSpans) -> None:
+        """A part of a turn was said by a worker that does not continue it."""
+        self._parts.setdefault(turn, {})[before, versions] = None
+
+    def histories(self, turn: str, tokens: int) -> list[Spans]:
+        """Who may have said the first ``tokens`` of a turn: versions of parts that follow one another."""
+        found: dict[int, dict[Spans, None]] = {0: {(): None}}
+        for before, versions in sorted(self._parts.get(turn, {})):
+            after = before + sum(count for _, count in versions)
+            for history in found.get(before, {}):
+                found.setdefault(after, {})[(*history, *versions)] = None
+        return list(found.get(tokens, {}))
 
 
 class SimWorker:
     """A ManagedWorker without a process. ``die`` and ``spoil`` are for the fault injector; ``said(trajectory, turn,
     versions)`` is told of each response that ends by itself. ``incarnation`` changes with each death. ``hardware``:
-    the class of its devices, "" for ``sim.device``; ``costs``: of its engine, None: as the config says. ``watch`` is shown
+    the class of its devices, "" for ``sim.device``; ``moves``: the same of all of a life that requests move between; ``costs``:
+    of its engine, None: as the config says. ``watch`` is shown
     every request that ended and how."""
 
     watch: Watch | None = None
@@ -68,6 +114,7 @@ class SimWorker:
         traces: EpisodeTraces | None = None,
         hardware: str = "",
         speech: Speech | None = None,
+        moves: TurnMoves | None = None,
         costs: EngineCosts | None = None,
     ) -> None:
         self.name = name
@@ -75,6 +122,7 @@ class SimWorker:
         self.ranks = 1
         self.degree = degree_of(config, name)
         self._said = said
+        self._moves = moves or TurnMoves()
         self._speech = speech or Speech(config, traces)
         self._engine = config.rollout.engine
         self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
@@ -130,7 +178,6 @@ class SimWorker:
     # The port.
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """See the protocol."""
         self._check()
         now = asyncio.get_running_loop().time()
         for request in requests:
@@ -142,7 +189,6 @@ class SimWorker:
     async def abort(
         self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
     ) -> None:
-        """See the protocol."""
         self._check()
         in_step = False
         for sequence in self._meant(request_ids, trajectories, groups):
@@ -157,7 +203,6 @@ class SimWorker:
         await self._answer()
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
-        """See the protocol."""
         self._check()
         for sequence in self._unfinished():
             priority = priorities.get(sequence.request.trajectory_id)
@@ -167,7 +212,6 @@ class SimWorker:
         await self._answer()
 
     async def completions(self) -> list[Completion]:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         while not self._finished:
@@ -178,7 +222,6 @@ class SimWorker:
         return finished
 
     async def suspend(self) -> None:
-        """See the protocol."""
         self._check()
         self._suspended = True
         if self._leap is not None:
@@ -187,12 +230,11 @@ class SimWorker:
         await self._answer()
 
     async def prepare(self, version: int) -> None:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         self._check_version(version)
         if version != self._prepared:
-            await asyncio.sleep(self._costs.fetch_seconds)
+            await asyncio.sleep(self._costs.weights.fetch)
             self._check(incarnation)
             self._prepared = version
         await self._answer()
@@ -203,13 +245,12 @@ class SimWorker:
         incarnation = self.incarnation
         if version != self._weights.sent or not 0 < place <= min(meeting.receivers for meeting in meetings):
             raise RetryableError(f"{self.name}: version {version} is not sent to place {place}")
-        await asyncio.sleep(min(self._costs.receive_seconds, limit))
+        await asyncio.sleep(min(self._costs.weights.receive, limit))
         self._check(incarnation)
         self._prepared = version
         return self._weights.content(version)
 
     async def update(self, version: int) -> UpdateResult:
-        """See the protocol."""
         self._check()
         incarnation = self.incarnation
         if not self._suspended or self._leap is not None:
@@ -218,10 +259,10 @@ class SimWorker:
             raise CommandError("update_in_progress", f"{self.name}: another update is in progress")
         self._check_version(version)
         begun = asyncio.get_running_loop().time()
-        fetch = self._costs.fetch_seconds if version != self._prepared else 0.0
+        fetch = self._costs.weights.fetch if version != self._prepared else 0.0
         self._updating = True
         try:
-            await asyncio.sleep(fetch + self._costs.load_seconds + self._stall_seconds)
+            await asyncio.sleep(fetch + self._costs.weights.load + self._stall_seconds)
             self._check(incarnation)
         finally:
             if incarnation == self.incarnation:
@@ -233,7 +274,6 @@ class SimWorker:
         return UpdateResult(version, MODEL_BYTES, asyncio.get_running_loop().time() - begun, len(self._batch.running))
 
     async def resume(self) -> None:
-        """See the protocol."""
         self._check()
         if self._updating:
             raise CommandError("update_in_progress", f"{self.name}: resume while an update is in progress")
@@ -270,11 +310,10 @@ class SimWorker:
         return KvMoved(tokens, tokens - held, 0, loop.time() - begun)
 
     def prefix_under(self, version: int, trajectory_id: str) -> int | None:
-        """See :class:`orchestrator.sim.simulated_relay.KvHolder`."""
+        """Cached tokens of a trajectory's prefix; None: it is dead, or has other weights than this version's."""
         return None if self._dead or self._batch.version != version else self._batch.prefix_tokens(trajectory_id)
 
     async def stats(self) -> WorkerStats:
-        """See the protocol."""
         self._check()
         await self._answer()
         block = self._engine.block_size
@@ -300,7 +339,6 @@ class SimWorker:
         )
 
     async def restart(self) -> None:
-        """See the protocol."""
         if self._closed:
             raise RetryableError(f"{self.name} is closed")
         self.die()
@@ -312,7 +350,6 @@ class SimWorker:
         self._dead = False
 
     async def close(self) -> None:
-        """See the protocol."""
         self._closed = True
         self.die()
         await asyncio.sleep(0)
@@ -396,11 +433,15 @@ class SimWorker:
             self._finish(sequence, "error", error)
 
     def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
-        return self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
+        """What is left to say."""
+        opened = self._moves.opened.setdefault(_turn(request), len(request.token_ids))
+        said, context = len(request.token_ids) - opened, request.token_ids[:opened]
+        most = min(limit + said, self._speech.most)
+        return self._speech.response(context, request.trajectory_id, request.turn, most)[said:]
 
-    def _tell(self, sequence: engine_batch.EngineSequence, versions: VersionSpans) -> None:
-        if self._said is not None:
-            self._said(sequence.request.trajectory_id, sequence.request.turn, versions)
+    def _before(self, request: GenerationRequest) -> int:
+        """Tokens of the turn that others have said."""
+        return len(request.token_ids) - self._moves.opened[_turn(request)]
 
     def _finish(self, sequence: engine_batch.EngineSequence, reason: str, error: str = "") -> None:
         self._batch.remove(sequence)
@@ -431,8 +472,12 @@ class SimWorker:
         )
         if self.watch is not None:
             self.watch(sequence.request, self._finished[-1])
-        if reason in ("stop", "length"):
-            self._tell(sequence, self._finished[-1].versions)
+        request, versions = sequence.request, self._finished[-1].versions
+        if reason in ("stop", "length") and self._said is not None:
+            for history in self._moves.histories(_turn(request), self._before(request)):
+                self._said(request.trajectory_id, request.turn, merge_spans((*history, *versions)))
+        if sequence.made and (reason == "abort" or request.request_id.endswith(FIRST)):
+            self._moves.record_part(_turn(request), self._before(request), versions)
         self._news.set()
 
     def _kick(self) -> None:
@@ -503,3 +548,8 @@ class SimWorker:
         if self._boundary is not None and not self._boundary.done():
             self._boundary.set_result(None)
         self._boundary = None
+
+
+def _turn(request: GenerationRequest) -> str:
+    """The id of the request that asked for the turn, whatever part of it this one is (:mod:`orchestrator.proxy.resume_turn`)."""
+    return request.request_id.partition("~")[0]

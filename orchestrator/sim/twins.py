@@ -37,7 +37,7 @@ from orchestrator.sim.recorded_traces import EpisodeTrace, EpisodeTraces
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.seeded_draws import END, PAD, VOCABULARY, lognormal, random_stream
 from orchestrator.sim.simulated_cluster import trainer_costs
-from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
+from orchestrator.sim.simulated_worker import MODEL_BYTES, SimWeights
 from orchestrator.sim.task_mix import TaskMix
 
 TASK = "sim"
@@ -70,7 +70,6 @@ class SimTask:
         self.epoch_prompts = config.sim.data_set
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
-        """See the protocol."""
         number = 0
         while split == "train" or number < HELDOUT_PROMPTS:
             place = number % self.epoch_prompts if self.epoch_prompts else number
@@ -82,7 +81,6 @@ class SimTask:
             number += 1
 
     def environment(self) -> SimEnvironment:
-        """See the protocol."""
         return SimEnvironment(self)
 
     def next_member(self, prompt: Prompt) -> int:
@@ -109,7 +107,6 @@ class SimEnvironment:
         task.open_environments += 1
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         self._check()
         if self._task.traces is not None:
             return await self._reset_to(self._task.traces, prompt)
@@ -117,12 +114,11 @@ class SimEnvironment:
             return await self._reset_of(self._task.workload, prompt)
         rng = random_stream(prompt.seed, "reset")
         await self._work(rng)
-        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        self._begin(prompt)
         self._last_turn = 1.0 / rng.uniform(1.0, max(1.0, self._task.max_turns))
         return Observation(tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS))))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         self._check()
         if self._prompt is None:
             raise TrajectoryError("environment_protocol", "step before reset, or after the end")
@@ -138,8 +134,7 @@ class SimEnvironment:
             await self._task.tools.call()
             self._check()
         if rng.random() < self._last_turn:
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         observation = tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS) // 4))
         return StepResult(Observation(observation), 0.0, False)
 
@@ -148,7 +143,7 @@ class SimEnvironment:
         self._trace = traces.episodes[number]
         await asyncio.sleep(self._trace.reset_seconds)
         self._check()
-        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        self._begin(prompt)
         opening = traces.opening(number)
         return Observation(opening + (2,) * (self._trace.turns[0].observation - len(opening)))
 
@@ -156,8 +151,7 @@ class SimEnvironment:
         await asyncio.sleep(trace.turns[self._turn - 1].environment_seconds)
         self._check()
         if self._turn == len(trace.turns):
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         return StepResult(Observation((2,) * max(1, trace.turns[self._turn].observation)), 0.0, False)
 
     async def _reset_of(self, workload: TaskMix, prompt: Prompt) -> Observation:
@@ -165,30 +159,34 @@ class SimEnvironment:
         if seconds is not None:
             await asyncio.sleep(seconds)
             self._check()
-        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        self._begin(prompt)
         return Observation(opening)
 
     async def _step_in(self, workload: TaskMix, prompt: Prompt) -> StepResult:
         """Every number of turns from ``turns_min`` to ``turns_max`` is as likely, for each member by itself."""
         task = workload.task_named(prompt.task)
         if not task.step_seconds and task.turns_min <= self._turn == task.turns_max:  # nothing is left to draw
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         rng = random_stream(prompt.seed, "step", self._turn, self._history)
         if task.step_seconds:
             await asyncio.sleep(workload.draw_seconds(task, rng, task.step_seconds, task.step_sigma))
             self._check()
         if self._turn >= task.turns_min and rng.random() * (task.turns_max - self._turn + 1) < 1.0:
-            self._prompt = None
-            return StepResult(Observation(()), 0.0, True)
+            return self._over()
         return StepResult(Observation((2,) * workload.simulated_tokens(rng, task.observation_tokens)), 0.0, False)
 
     async def close(self) -> None:
-        """See the protocol."""
         await asyncio.sleep(0)
         if not self._closed:
             self._closed = True
             self._task.open_environments -= 1
+
+    def _begin(self, prompt: Prompt) -> None:
+        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+
+    def _over(self) -> StepResult:
+        self._prompt = None
+        return StepResult(Observation(()), 0.0, True)
 
     async def _work(self, rng: random.Random) -> None:
         costs = self._task.costs
@@ -218,7 +216,6 @@ class SimTools:
         self._calls = 0
 
     async def call(self) -> None:
-        """See the protocol."""
         if self._calls >= self._room:
             raise TrajectoryError("tool_unavailable", f"{self._calls} calls of it are under way")
         self._calls += 1
@@ -248,7 +245,6 @@ class SimReward:
         self.busy_seconds = 0.0  # of all scores together
 
     async def score(self, trajectory: Trajectory) -> float:
-        """See the protocol."""
         if self._slots is None:
             return await self._judge(trajectory)
         async with self._slots:
@@ -305,7 +301,6 @@ class SimTrainer:
         self.version = 0
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
-        """See the protocol."""
         self._check()
         if self._once:
             samples = () if self._fed else samples[: self._once]
@@ -314,7 +309,6 @@ class SimTrainer:
             await self._compute(samples)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """See the protocol."""
         self._check()
         self._audit.check_batch(batch, self.version)
         fed, self._fed = self._fed, []
@@ -341,7 +335,6 @@ class SimTrainer:
         self.busy_seconds += seconds
 
     async def publish(self) -> PublishResult:
-        """See the protocol."""
         self._check()
         version = self.version
         await asyncio.sleep(self._costs.publish_seconds)
@@ -357,7 +350,6 @@ class SimTrainer:
         return (Meeting(f"sim-{self.version}", "sim", "", receivers),)
 
     async def save(self, folder: str) -> None:
-        """See the protocol."""
         self._check()
         state = json.dumps({"version": self.version, "trained": self._audit.trained_ids})
         await asyncio.sleep(0)
@@ -365,7 +357,6 @@ class SimTrainer:
         (Path(folder) / "trainer.json").write_text(state, encoding="utf-8")
 
     async def load(self, folder: str) -> int:
-        """See the protocol."""
         self._check()
         await asyncio.sleep(0)
         state = json.loads((Path(folder) / "trainer.json").read_text(encoding="utf-8"))
@@ -375,7 +366,6 @@ class SimTrainer:
         return self.version
 
     async def close(self) -> None:
-        """See the protocol."""
         self.die()
         await asyncio.sleep(0)
 

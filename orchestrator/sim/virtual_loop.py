@@ -29,9 +29,7 @@ from asyncio import format_helpers
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NoReturn
 
 MAX_SECONDS = 30 * 24 * 3600.0  # virtual; a month of training is beyond every workload that is simulated
 MAX_CALLBACKS = 1_000_000_000  # hours of wall time: a last resort, tests set much less
@@ -49,10 +47,6 @@ class DeadlockError(SimulationError):
 
 class RunawayError(SimulationError):
     """The limit on virtual time or on callbacks was passed."""
-
-
-class LeakError(SimulationError):
-    """The main coroutine ended and left pending tasks, or exceptions that nobody retrieved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +116,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """See the module. One loop serves one run; use :func:`run` unless the loop itself is needed."""
+    """See the module. One loop serves one run."""
 
     # Of BaseEventLoop, stable since Python 3.4 and not in typeshed.
     _ready: collections.deque[asyncio.Handle]
@@ -306,44 +300,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._timers.clear()
             self.close()
         return report
-
-
-def run(
-    main: Coroutine[Any, Any, T],
-    *,
-    seed: int | str = 0,
-    shuffle: bool = False,
-    max_seconds: float = MAX_SECONDS,
-    max_callbacks: int = MAX_CALLBACKS,
-) -> T:
-    """Run ``main`` to its end in virtual time. A task or an exception that it leaves behind is a LeakError."""
-    result, report = run_with_report(
-        main, seed=seed, shuffle=shuffle, max_seconds=max_seconds, max_callbacks=max_callbacks
-    )
-    if report.leaked or report.unhandled:
-        raise LeakError("left behind: " + "; ".join((*report.leaked, *report.unhandled)))
-    return result
-
-
-def run_with_report(
-    main: Coroutine[Any, Any, T],
-    *,
-    seed: int | str = 0,
-    shuffle: bool = False,
-    max_seconds: float = MAX_SECONDS,
-    max_callbacks: int = MAX_CALLBACKS,
-) -> tuple[T, LoopReport]:
-    """As :func:`run`, but what was left behind is only reported."""
-    loop = VirtualTimeLoop(seed=seed, shuffle=shuffle, max_seconds=max_seconds, max_callbacks=max_callbacks)
-    try:
-        result = loop.run_until_complete(main)
-    except BaseException as error:
-        try:
-            loop.finish()
-        except SimulationError as second:
-            error.add_note(f"and cancelling what was left did not end: {second}")
-        raise
-    return result, loop.finish()
 
 
 def _record_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

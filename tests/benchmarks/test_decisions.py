@@ -10,9 +10,8 @@ import random
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from orchestrator.policies.parallelism.parallel_degrees import allocate, anneal
-from orchestrator.policies.placement.group_placement import place_groups
 from scripts.bench.micro import allocation, placement, routing
+from scripts.bench.papers.size_placement import allocate, anneal, place_groups
 
 SEED = 11
 

@@ -12,14 +12,13 @@ from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import TrajectoryPlacer
-from orchestrator.placement.worker_rates import line_rates
+from orchestrator.placement.placer import TrajectoryPlacer, rates_by_name
 from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.router_setup import may_come, plan
 from orchestrator.proxy.worker_state import WorkerState
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 URL, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 
@@ -264,7 +263,7 @@ def test_speeds_and_classes_may_name_servers_that_come_later_and_nothing_else(tm
 
 def test_what_a_server_does_that_came_later_is_known_by_its_name() -> None:
     lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("ab")]
-    rates = line_rates(PlacementSection.model_validate({"enabled": True, "speeds": {"c": 2.0}}), lanes, 8)
+    rates = rates_by_name(PlacementSection.model_validate({"enabled": True, "speeds": {"c": 2.0}}), lanes, 8)
     alone = rates(0).steps[0]
     lanes.append(WorkerState(SimpleNamespace(name="c"), 2))
     assert rates(2).steps[0] == alone / 2

@@ -29,7 +29,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resume_turn import joined, rest
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 from tests.support import colocation_twins as twins
 
 WORKERS, STEPS, GROUP = 4, 2, 12

@@ -26,8 +26,8 @@ from orchestrator.policies.batching.stream_trigger import KvLimit
 from orchestrator.sim import device_sharing
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.run_audit import RunAudit
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import SimWeights
+from scripts.bench.virtual_run import run
 
 OWNERS: dict[int, list[str]] = {}  # device -> who holds it
 

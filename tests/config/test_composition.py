@@ -14,9 +14,8 @@ from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from scripts.bench.virtual_run import run
 
 
 def placing(router: TurnRouter, *rates: WorkerRates) -> TrajectoryPlacer:

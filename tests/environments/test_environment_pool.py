@@ -14,7 +14,7 @@ from orchestrator.api import ConfigError, Observation, Prompt, RunError, StepRes
 from orchestrator.environments import environment_pool as pool_module
 from orchestrator.environments.environment_pool import EnvPool, PooledEnvironment, PoolSettings
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 PROMPT = Prompt("key", "toy", 3, "payload")
 SEEDS = 50

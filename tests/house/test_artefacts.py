@@ -29,8 +29,8 @@ from orchestrator.profiler.profile_file import load as load_profile
 from orchestrator.resources.resource_manager import decode_view
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.recorded_batches import Recording
-from orchestrator.sim.epoch_audit import account_epochs
 from orchestrator.sim.recorded_traces import load_traces
+from orchestrator.sim.run_audit import account_epochs
 from orchestrator.store import read_trajectories, to_trajectory
 from orchestrator.transfer import (
     CorruptWeightsError,

@@ -28,7 +28,7 @@ from orchestrator.policies.parallelism.engine_profile import EngineLayout, Engin
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
 from orchestrator.profiler.profile_file import load as load_profile
 from orchestrator.run_folder import RunFolder
-from orchestrator.sim import epoch_audit
+from orchestrator.sim import run_audit
 from tests.support import fuzzing, view_runs
 
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
@@ -97,7 +97,7 @@ def test_a_damaged_journal_is_restored_closed_or_refused(examples: int) -> None:
             assert found["started"] == ends + found["in_flight"]
         counted = fuzzing.survives(lambda: recount(lines), RunError)
         assert counted is None or counted["started"] >= 0
-        said = fuzzing.survives(lambda: epoch_audit.account_epochs(lines, 2, left=[1]), RunError)
+        said = fuzzing.survives(lambda: run_audit.account_epochs(lines, 2, left=[1]), RunError)
         assert said is None or isinstance(said.violations, list)
 
     fuzzing.fuzz(examples, journals(), check)

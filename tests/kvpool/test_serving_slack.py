@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.api import ConfigError, SharedDevice, WorkerStats
 from orchestrator.api.http import stats_from_json
-from orchestrator.policies.parallelism.learned_costs import LearnedCosts
+from orchestrator.policies.parallelism.engine_profile import LearnedCosts
 from orchestrator.policies.serving.admission import ServingState, Slo
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool

@@ -14,10 +14,9 @@ from orchestrator.policies.batching.coordination_modes import coordination_mode
 from orchestrator.policies.routing.turn_routing import Seat
 from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.prefill_decode import PrefillDecode
-from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
 from orchestrator.sim.resizable_worker import ResizableSimWorker
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
+from scripts.bench.virtual_run import run
 
 SERVER, LATER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 APART = (
@@ -37,7 +36,7 @@ def config_of(*overrides: str, own: str = "DD") -> Config:
     return load_config(None, [*shape, *APART, *overrides])
 
 
-class Server(MovableSimWorker):
+class Server(SimWorker):
     """A borrowed server in virtual time."""
 
     receive = None  # type: ignore[assignment]

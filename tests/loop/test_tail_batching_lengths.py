@@ -13,11 +13,12 @@ from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules
 from orchestrator.policies.prediction.prompt_lengths import LEAST, WINDOW, ForecastLengths, LengthHistory, LongPrompts
-from orchestrator.sim.epoch_audit import account_epochs
+from orchestrator.sim.run_audit import account_epochs
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.twins import SimTask
 from orchestrator.tail_batching import PromptLengths
 from scripts.bench.micro import ledger_faults
+from scripts.bench.papers.run_figures import epochs_done
 
 EPOCH = 18
 
@@ -144,7 +145,7 @@ def test_from_the_second_epoch_on_what_was_long_is_not_played_to_be_thrown_away(
     assert waste[1] < waste[0]
     result = simulate(config("rollout.rounds.predict=history"))
     found = account_epochs(result.journal.decode().splitlines(), EPOCH)
-    assert found.epochs(EPOCH) == 3
+    assert epochs_done(found, EPOCH) == 3
     assert not [said for said in found.violations if "times" in said or "is not trained yet" in said]
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from orchestrator.checkpoint import verify
 from orchestrator.events import read_events
-from orchestrator.sim.epoch_audit import account_epochs
+from orchestrator.sim.run_audit import account_epochs
+from scripts.bench.papers.run_figures import epochs_done
 from tests.support.real_runs import end, of, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
@@ -91,7 +92,7 @@ def test_each_prompt_is_trained_once_an_epoch_though_the_run_is_killed_with_prom
     found = account_epochs(journal, EPOCH, left, last["given_up"], last["next"])
     assert not found.violations
     assert len(found.trained) == STEPS * 4
-    assert found.epochs(EPOCH) == 1
+    assert epochs_done(found, EPOCH) == 1
     lines = [json.loads(line) for line in journal if line.endswith("}")]
     starts = {line["id"]: line["prompt"] for line in lines if line["state"] == "running"}
     put_off = {starts[line["id"]] for line in lines if line["state"] == "deferred" and not line.get("cause")}

@@ -25,12 +25,11 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.sim.cost_model import SEND_SHARE
 from orchestrator.sim.run_audit import RunAudit
-from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import SimResult, simulate
-from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWorker
+from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWeights, SimWorker
 from orchestrator.sim.twins import SimTrainer
-from orchestrator.sim.virtual_loop import run
 from orchestrator.weight_sync import WeightSync
+from scripts.bench.virtual_run import run
 
 PUBLISH, UPDATE, LIMIT = 10.0, 4.0, 20.0
 

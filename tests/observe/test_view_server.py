@@ -30,8 +30,7 @@ from orchestrator.observe.view.view_server import WATCHERS, Hub, Server
 from orchestrator.run_folder import RunFolder
 from orchestrator.sim.crash_remains import CrashRemains, SimStore
 from orchestrator.sim.run_audit import RunAudit
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from tests.support import view_runs as runs
 

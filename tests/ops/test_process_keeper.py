@@ -21,8 +21,8 @@ from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.runtime import process_keeper as keeping
 from orchestrator.runtime import real_run as training
 from orchestrator.runtime.process_keeper import Keeper
-from orchestrator.sim.virtual_loop import run
 from orchestrator.tasks.frozenlake import FrozenLakeTask
+from scripts.bench.virtual_run import run
 
 
 def trajectory() -> Trajectory:

@@ -26,7 +26,7 @@ from orchestrator.policies.placement.worker_load import TrajectoryLoads, WorkerR
 from orchestrator.proxy.resize import Reshaped, seats
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 
 def told(*said: int) -> TrajectoryLoads:

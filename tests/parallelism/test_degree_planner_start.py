@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
 from orchestrator.parallelism.planner_setup import make_reallocation
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, prior_loads
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, ProfilePoint
 from orchestrator.policies.placement.worker_load import WorkerRates
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.micro.ledger_faults import config_of
@@ -117,3 +120,29 @@ def test_killed_runs_go_on_with_the_degrees_of_their_checkpoint_and_lose_nothing
             other += start not in had
     assert resumed
     assert other, "some had other degrees than those that a run begins with"
+
+
+@pytest.mark.parametrize(
+    ("has", "lacks", "overrides"),
+    [
+        pytest.param(2, 1, (), id="engines that stay as they are"),
+        pytest.param(1, 2, ("rollout.planner.enabled=true", "rollout.weights=relay"), id="engines of the planner"),
+    ],
+)
+def test_a_placement_profile_that_lacks_a_tp_of_the_engines_is_refused_before_anything_starts(
+    tmp_path: Path, has: int, lacks: int, overrides: tuple[str, ...]
+) -> None:
+    file = ProfileFile(tmp_path / "p.json", ProfileKey("model", "engine", "device"))
+    for phase in ("prefill", "decode"):
+        point = ProfilePoint(phase, EngineLayout(has), 1, 16, 0.01)
+        file.points[phase, point.layout, 1, 16] = point
+    file.save()
+    given = config(f"{DEGREES}.enabled=false", f'rollout.placement.profile="{file.path}"', *overrides)
+    refusal = (
+        rf"rollout\.placement\.profile.*TP {lacks}.*the profile has TP {has}: measure it with `rl-coserve profile`"
+    )
+    with pytest.raises(ConfigError, match=refusal):
+        simulate(given)
+    if not given.rollout.reshapes:
+        with pytest.raises(ConfigError, match=refusal):
+            engine_cuts.check(given)

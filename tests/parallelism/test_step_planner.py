@@ -24,19 +24,17 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.report_page import write_report
-from orchestrator.parallelism.replanner import Replanner
-from orchestrator.parallelism.step_planner import StepPlanner
+from orchestrator.parallelism.replanner import Replanner, StepPlanner
 from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing, Reshaped, require_resizable
 from orchestrator.runtime import engine_cuts
-from orchestrator.sim import simulated_replanning as sim_cutting
+from orchestrator.sim import resizable_worker as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.resizable_worker import ResizableSimWorker
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from scripts.bench.virtual_run import run
 from tests.support import colocation_twins as twins
 from tests.support.engines import rollout_worker
 

@@ -21,7 +21,7 @@ from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.worker_state import WorkerState
 from orchestrator.sim import simulated_forecasts
 from orchestrator.sim.simulated_run import SimResult, simulate
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 PROMPT = Prompt("p", "game", 0, "")
 

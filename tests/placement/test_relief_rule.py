@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import TrajectoryPlacer
-from orchestrator.placement.relief_rule import RELIEF, Relief
+from orchestrator.placement.placer import RELIEF, Relief, TrajectoryPlacer
 from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 There = dict[int, dict[str, float]]
 

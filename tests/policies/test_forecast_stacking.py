@@ -14,7 +14,6 @@ import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.policies.prediction import length_predictor
-from orchestrator.policies.prediction.forecast_stacking import ForecastStack, best_of_simplex
 from orchestrator.policies.prediction.history_encoder import HashedEncoder
 from orchestrator.policies.prediction.length_features import DENSE, TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import (
@@ -24,6 +23,7 @@ from orchestrator.policies.prediction.length_predictor import (
     ProgressivePredictor,
     prompt_only,
 )
+from orchestrator.policies.prediction.online_estimators import ForecastStack, best_of_simplex
 from scripts.bench.papers import prediction as bench
 from scripts.bench.papers.chat_tasks import ChatTask, Chores, Problems, Puzzles
 from scripts.bench.papers.length_sets import Case, built_in, pack, packed, trajectories_of

@@ -9,9 +9,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from orchestrator.policies.parallelism.parallel_degrees import AnnealingSchedule, allocate, anneal, count_allocations
-from orchestrator.policies.placement.group_placement import WorkerSpeed, cut_groups, place_groups
+from orchestrator.policies.parallelism.degree_reallocation import count_allocations
 from scripts.bench.micro.placement import dynamic_program, random_case
+from scripts.bench.papers.size_placement import (
+    AnnealingSchedule,
+    WorkerSpeed,
+    allocate,
+    anneal,
+    cut_groups,
+    place_groups,
+)
 
 FLAT = WorkerSpeed(1.0, (1.0,) * 50)
 

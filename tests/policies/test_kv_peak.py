@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator.policies.placement.kv_peak import projected_peak
+from orchestrator.policies.placement.worker_load import projected_peak
 
 
 def fullest(contexts: list[float], tokens: list[float], grows: float, longest: float) -> float:

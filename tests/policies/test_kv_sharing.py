@@ -78,14 +78,6 @@ def test_a_step_that_gives_less_than_is_held_asks_for_it_back_like_a_burst() -> 
     assert sharing.observe(11.5, serving=60, rollout=20).state == "frozen"
 
 
-def test_reclaim_takes_everything_back_with_a_deadline() -> None:
-    sharing = opened(30)
-    assert sharing.reclaim_all(5.0) == KvBudget(0, 2, "cut")
-    assert sharing.observe(6.0, serving=0, rollout=3).pages == 0
-    assert sharing.observe(7.0, serving=0, rollout=3).kill
-    assert sharing.observe(7.5, serving=0, rollout=0).state == "frozen"
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

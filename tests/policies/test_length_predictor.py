@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
-from orchestrator.policies.prediction.conformal_interval import RATE, ConformalIntervals
 from orchestrator.policies.prediction.length_features import (
     PROMPT_TOKENS,
     SIZE,
@@ -27,11 +26,10 @@ from orchestrator.policies.prediction.length_predictor import (
     LengthForecast,
     LengthOutcome,
     LengthPredictor,
-    OraclePredictor,
     ProgressivePredictor,
     is_usable,
 )
-from orchestrator.policies.prediction.ridge_regression import RidgeRegression
+from orchestrator.policies.prediction.online_estimators import RATE, ConformalIntervals, RidgeRegression
 from scripts.bench.papers import prediction as bench
 from scripts.bench.papers.length_sets import Case, outcome_of
 
@@ -255,7 +253,7 @@ def test_recall_counts_ties_in_part_and_the_oracle_is_perfect() -> None:
     draw = random.Random(3)
     cases = [Case(f"p{number}", 0, episode(number, draw)) for number in range(60)]
     said = {case.outcome.before[0].trajectory: case.outcome.said for case in cases}
-    found = bench.online(cases, lambda: OraclePredictor(said)).measures()
+    found = bench.online(cases, lambda: bench.OraclePredictor(said)).measures()
     assert all(found[f"turn {turn}"]["recall_0.1"] == 1.0 for turn in bench.TURNS)
     assert found["turn 1"]["pearson"] == pytest.approx(1.0)
 

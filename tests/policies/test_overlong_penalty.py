@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.config import parse_config
-from orchestrator.policies.training.overlong_penalty import OverlongPenalty
+from orchestrator.policies.training.sample_weights import OverlongPenalty
 from orchestrator.train_samples import to_samples
 
 

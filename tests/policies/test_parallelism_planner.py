@@ -16,7 +16,6 @@ from orchestrator.policies.parallelism.parallelism_planner import (
     ParallelismPlanner,
     StepLoad,
     layouts_of,
-    replay_preemptions,
 )
 from orchestrator.profiler import grid
 
@@ -48,6 +47,17 @@ def table(
 
 def planner(devices: int = 8, per_server: int = 8, **options: object) -> ParallelismPlanner:
     return ParallelismPlanner(devices, layouts_of(devices, per_server), **options)  # type: ignore[arg-type]
+
+
+def replay_preemptions(planner: ParallelismPlanner, preemptions: Sequence[int], load: StepLoad) -> list[LayoutPlan]:
+    """What the planner says to a recorded series of preemption counts, every change made at once and for nothing."""
+    plans = []
+    for count in preemptions:
+        plan = planner.plan_next_step(replace(load, preemptions=count))
+        if plan.changes:
+            planner.confirm_change(plan.layout, 0.0)
+        plans.append(plan)
+    return plans
 
 
 def tps(counts: Sequence[int], made: ParallelismPlanner | None = None) -> list[int]:
@@ -197,7 +207,7 @@ def test_re_profiling_is_asked_for_once_when_the_engine_leaves_its_profile() -> 
     assert [made.plan_next_step(load(times)).reprofile for times in (1.4, 0.7, 1.6, 1.6, 1.2, 1.6, 1.6)] == [None] * 7
     asked = [made.plan_next_step(load(1.6)).reprofile for _ in range(5)]
     assert asked == [EngineLayout(1), None, None, None, None]
-    made.replace_profile(table(layouts, step=1.6e-2))
+    made = ParallelismPlanner(2, layouts, table(layouts, step=1.6e-2))
     assert [made.plan_next_step(load(1.6)).reprofile for _ in range(5)] == [None] * 5
     beyond = [made.plan_next_step(load(1.6 * 200 / 24, batch=999)).reprofile for _ in range(4)]
     assert beyond[:3] == [None, None, EngineLayout(1)], "an unprofiled regime, whatever the extrapolation says"
@@ -223,8 +233,6 @@ def test_until_it_is_measured_again_a_profile_that_is_wrong_is_scaled_by_what_st
     assert made.correction == pytest.approx(1.0)
     assert [after(50.0, batch=999) for _ in range(9)] == [None] * 9, "nothing was measured there that could be wrong"
     assert [after(2.0) for _ in range(3)][2] == pytest.approx(2.0)
-    made.replace_profile(profile)
-    assert made.correction == 1.0
 
 
 def test_steps_beyond_the_profile_are_measurements_of_their_own_and_leave_what_was_measured_alone() -> None:

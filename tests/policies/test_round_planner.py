@@ -11,8 +11,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
-from orchestrator.policies.batching.round_planner import LONG, SHORT, RoundPlanner, RoundRules, speculated
-from orchestrator.policies.batching.speculation import EtaSearch
+from orchestrator.policies.batching.round_planner import LONG, SHORT, EtaSearch, RoundPlanner, RoundRules, speculated
 from orchestrator.sim.twins import SimTask
 from orchestrator.tail_batching import Rounds, TokenWaste, lane_of
 from orchestrator.tasks.frozenlake import FrozenLakeTask

@@ -90,7 +90,7 @@ def test_fewer_wanted_gives_back_the_most_used_and_the_end_gives_back_all() -> N
     found = cluster({"a": 0.1, "b": 0.2, "c": 0.3})
     found.choose_gpus("one", 3, 0.0)
     assert found.choose_gpus("one", 1, 1.0) == BorrowChange((), ("b", "c"))
-    assert found.end_job("one") == ("a",)
+    assert found.choose_gpus("one", 0, 1.5).given_back == ("a",)
     assert found.choose_gpus("two", 3, 2.0) == BorrowChange(("a", "b", "c"))
 
 
@@ -137,7 +137,7 @@ def test_whatever_happens_a_gpu_has_one_job_and_a_job_no_more_than_it_asked_for(
             for job in JOBS:
                 owned[job].discard(name)
         elif what == "end":
-            assert set(found.end_job(name)) == owned[name]
+            assert set(found.choose_gpus(name, 0, float(now)).given_back) == owned[name]
             owned[name].clear()
         else:
             before = set(owned[name])

@@ -23,7 +23,7 @@ from orchestrator.policies.batching.trajectory_filters import (
     SimilarityFilter,
     action_ngrams,
 )
-from orchestrator.policies.training.lag_weight import LagWeight, effective_share
+from orchestrator.policies.training.sample_weights import LagWeight, effective_share
 from orchestrator.runtime.resume import Resumed, remember
 from orchestrator.store import TrajectoryStore, recent_scored
 

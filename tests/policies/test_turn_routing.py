@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError, RunError
-from orchestrator.policies.routing.seats import SPREADS
-from orchestrator.policies.routing.turn_routing import LEAST_LOADED, ROUND_ROBIN, RULES, Seat, TurnRouter
+from orchestrator.policies.routing.turn_routing import LEAST_LOADED, ROUND_ROBIN, RULES, SPREADS, Seat, TurnRouter
 
 
 def opened(seats: Sequence[Seat], rule: str = RULES[0], **options: object) -> TurnRouter:

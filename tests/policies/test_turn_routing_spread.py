@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError
 from orchestrator.config import load_config
 from orchestrator.config.sections import RoutingSection
-from orchestrator.policies.routing.seats import FULL, LEAST_UTILIZED
-from orchestrator.policies.routing.turn_routing import LEAST_LOADED, RULES, Seat, TurnRouter
+from orchestrator.policies.routing.turn_routing import FULL, LEAST_LOADED, LEAST_UTILIZED, RULES, Seat, TurnRouter
 from orchestrator.proxy import router_setup
 
 SPREAD = "rollout.routing.spread=least-utilized"

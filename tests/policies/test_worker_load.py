@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from orchestrator.policies.parallelism.degree_reallocation import allocate_loads
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
-from orchestrator.policies.parallelism.parallel_degrees import allocate_loads, anneal
 from orchestrator.policies.placement.worker_load import (
     TrajectoryLoads,
     TurnStatistics,
@@ -20,6 +20,7 @@ from orchestrator.policies.placement.worker_load import (
     rates_of,
     sorted_loads,
 )
+from scripts.bench.papers.size_placement import anneal
 
 
 def drawn(draw: random.Random, count: int) -> TrajectoryLoads:

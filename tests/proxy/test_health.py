@@ -13,7 +13,7 @@ from orchestrator.api import Completion, GenerationRequest, RetryableError, Samp
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 INTERVAL, MISSES, STALL = 5.0, 4, 60.0
 

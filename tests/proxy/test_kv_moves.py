@@ -34,10 +34,10 @@ from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves, kv_moves
-from orchestrator.sim import virtual_loop as virtual
-from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from scripts.bench import virtual_run as virtual
+from scripts.bench.micro.kv_migrate import break_even_tokens
 
 T = TypeVar("T")
 LIMIT = 1.0
@@ -292,16 +292,16 @@ def learned(move: tuple[float, float], compute: tuple[float, float], **options: 
 
 def test_a_move_pays_from_the_length_on_at_which_the_lines_cross() -> None:
     policy = learned(move=(0.1, 0.0001), compute=(0.0, 0.0005))
-    assert policy.break_even_tokens == pytest.approx(250)
+    assert break_even_tokens(policy) == pytest.approx(250)
     assert [policy.move_pays(tokens) for tokens in (10, 200, 300, 5000)] == [False, False, True, True]
 
 
 def test_a_link_that_is_slower_than_computing_is_never_used_and_one_that_is_free_always() -> None:
     never = learned(move=(0.1, 0.001), compute=(0.0, 0.0005))
-    assert never.break_even_tokens == math.inf
+    assert break_even_tokens(never) == math.inf
     assert not any(never.move_pays(tokens) for tokens in (10, 10_000))
     always = learned(move=(0.0, 0.0001), compute=(0.01, 0.0005))
-    assert always.break_even_tokens == 0
+    assert break_even_tokens(always) == 0
     assert always.move_pays(1)
 
 

@@ -21,8 +21,8 @@ from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import kv_moves
 from orchestrator.proxy.prefill_decode import PrefillDecode
 from orchestrator.runtime import engine_cuts, pool_requests
-from orchestrator.sim import virtual_loop as virtual
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from scripts.bench import virtual_run as virtual
 
 T = TypeVar("T")
 PD = ("rollout.disaggregation.prefill=P", "rollout.disaggregation.decode=D", "rollout.workers=3")

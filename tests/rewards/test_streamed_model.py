@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.serving.judge_residency import JudgeMemory, pass_seconds, plan_residency, spread_layers
+from orchestrator.policies.serving.judge_residency import JudgeMemory, plan_residency, spread_layers
+from scripts.bench.papers.rollpacker_requests import pass_seconds
 from vllm_rlplugin.judge import streamed_model
 from vllm_rlplugin.judge.layer_store import ALIGN, HostLayers, ThreadMover, make_layout
 from vllm_rlplugin.judge.streamed_model import StreamedModel

@@ -14,12 +14,11 @@ from orchestrator.policies.serving.admission import Admission, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
 from orchestrator.sim.coserving.borrowed_fleet import borrowed_of
-from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
-from orchestrator.sim.coserving.serving_engine import RolloutDemand, ServedLatencies, UserRequest
+from orchestrator.sim.coserving.serving_engine import CollocatedEngine, RolloutDemand, ServedLatencies, UserRequest
 from orchestrator.sim.cost_model import RooflineCosts
 from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 COSTS = RooflineCosts(hardware.device("H800"), hardware.model("Qwen2.5-7B"))
 SLO = Slo(0.5, 0.15)

@@ -100,7 +100,7 @@ def test_a_small_case_by_hand() -> None:
     # 2,000 tokens beside 3 others: 14e6 operations a token are more than the reading, and the pairs come on top
     assert costs.prefill(2000, 1e6, 3) == pytest.approx(14e6 * 2003 / 1e12 - 14e6 / 1e9 + 4 * 1e6 * 1000 / 1e12)
     assert costs.prefill(500, 0.0, 3) == 0.0  # as many as share the reading of the weights
-    assert costs.fetch_seconds == pytest.approx(16e6 / 1e9)
+    assert costs.weights.fetch == pytest.approx(16e6 / 1e9)
     training = RooflineTraining(TOY, SMALL, 2, 1, serial=1e-3)
     computed = 4 * (14e6 * 400 + 4 * 50_000 * 1000) / 2e12
     assert training.train([100, 300]) == pytest.approx(computed + 0.4)

@@ -8,9 +8,8 @@ import pytest
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.config import Config, load_config
 from orchestrator.sim.engine_batch import EngineBatch, EngineSequence
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from scripts.bench.virtual_run import run
 
 
 def sequence(number: int, prompt: int, tokens: int, priority: int = 0, trajectory: str = "") -> EngineSequence:

@@ -18,18 +18,15 @@ from orchestrator.policies.parallelism.parallelism_planner import ParallelismPla
 from orchestrator.profiler import load
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
 from orchestrator.sim.cost_model import LINK_EFFICIENCY, REDUCE_SECONDS, RooflineCosts
-from orchestrator.sim.expert_imbalance import ExpertRouting, costs_at_imbalance
-from orchestrator.sim.fault_injector import FaultInjector
-from orchestrator.sim.faulty_workers import faulty_workers
+from orchestrator.sim.fault_injector import FaultInjector, faulty_workers
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.resizable_worker import ResizableSimWorker, roofline_profile
-from orchestrator.sim.simulated_cluster import engine_costs
-from orchestrator.sim.simulated_relay import SimWeights
+from orchestrator.sim.simulated_cluster import ExpertRouting, costs_at_imbalance, engine_costs
 from orchestrator.sim.simulated_run import SimResult, simulate
-from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from scripts.bench.papers.expert_parallelism import fixed
+from scripts.bench.virtual_run import run
 
 MIXTURE, H800 = MODELS["Qwen3-30B-A3B"], DEVICES["H800"]
 SHORT = ("run.steps=6", "sim.expert_imbalance={0 = 1.0, 2 = 4.0}")

@@ -25,13 +25,14 @@ from orchestrator.sim.ablation import (
     synchronous_setup,
 )
 from orchestrator.sim.cost_model import CHUNK_TOKENS, seconds_of
-from orchestrator.sim.paper_setups import load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_cluster import engine_costs, fleet, trainer_costs
 from scripts.bench import describe
 from scripts.bench.papers import printed, simulated
 from scripts.bench.papers.affinity import FLEETS, config_of, config_of_task
 from scripts.bench.papers.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
 from scripts.bench.papers.rollart_setups import LADDER, rollart
+from scripts.bench.papers.run_figures import measure
 from scripts.bench.papers.simulated_page import page
 
 NAMES = sorted(file.name.removesuffix(".toml") for file in (files("orchestrator.sim") / "scenarios").iterdir())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,6 @@ from orchestrator.config import Config, parse_config, to_json
 from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.sim import simulated_run as sim
-from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
 from orchestrator.sim.simulated_forecasts import equip
 from scripts.bench.micro.ledger_faults import config_of
 
@@ -128,7 +127,6 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
     config, own = placed(seed)
     lives, put, init = [0], TrajectoryPlacer._put, LLMProxy.__init__
     proxies: dict[int, LLMProxy] = {}
-    moves: defaultdict[int, TurnMoves] = defaultdict(TurnMoves)
 
     def with_market(parts: Components, config: Config, workers: Any) -> None:
         equip(parts, config, workers)
@@ -151,7 +149,6 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
 
     with monkeypatch.context() as patch:
         patch.setattr(sim, "equip", with_market)
-        patch.setattr(sim, "SimWorker", lambda *given: MovableSimWorker(*given, moves=moves[lives[0]]))  # a life's own
         patch.setattr(LLMProxy, "__init__", known)
         patch.setattr(TrajectoryPlacer, "_put", watched)
         result = sim.simulate(config, strict=False)

@@ -14,15 +14,13 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing
-from orchestrator.sim.movable_worker import TurnMoves
 from orchestrator.sim.paper_setups import rollpacker
 from orchestrator.sim.resizable_worker import ResizableSimWorker, planner_of, roofline_profile
 from orchestrator.sim.simulated_cluster import engine_costs
-from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import simulate
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
 from orchestrator.sim.twins import SimTask
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 PLANNED = ("rollout.weights=relay", "rollout.planner.enabled=true", "rollout.planner.max_tp=8")
 

@@ -23,11 +23,10 @@ from orchestrator.sim.coserving.serving_engine import PAGE, ServedLatencies, Ser
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
 from orchestrator.sim.cost_model import RooflineCosts
 from orchestrator.sim.paper_setups import load_scenario
-from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import SimResult, simulate
-from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
 from scripts.bench.papers.serving_alone import serving_alone
+from scripts.bench.virtual_run import run
 from tests.support.worker_contract import CHECKS, Rig
 
 STEP = 0.02
@@ -394,7 +393,7 @@ def test_a_borrowed_worker_costs_what_its_class_costs_and_is_of_no_class_where_n
         given = load_scenario("rose", [*SMALL, "sim.borrowed.workers=2", *overrides])
         fleet = borrowed_of(given)
         assert fleet is not None
-        made = fleet.workers(1, SimWeights(), None, None, None)
+        made = fleet.workers(1, SimWeights(), None, None, None, TurnMoves())
         return {(one.hardware, one._costs.decode(1)[0]) for one in made}
 
     ((none, usual),) = steps()

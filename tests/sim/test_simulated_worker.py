@@ -11,9 +11,8 @@ from orchestrator.config import Config, load_config
 from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.fault_injector import FaultInjector, FaultyWorker
 from orchestrator.sim.seeded_draws import END, draw_response
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWorker
-from orchestrator.sim.virtual_loop import run
+from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWeights, SimWorker
+from scripts.bench.virtual_run import run
 from tests.support.worker_contract import CHECKS, Rig
 
 STEP, SEQUENCE, PREFILL = 0.02, 0.001, 0.0001

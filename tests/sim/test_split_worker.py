@@ -11,11 +11,12 @@ from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
 from orchestrator.sim.cost_model import KV_SECONDS
 from orchestrator.sim.hardware import MODELS
-from orchestrator.sim.paper_setups import load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_cluster import engine_costs
 from orchestrator.sim.simulated_run import SimResult, simulate
+from orchestrator.sim.simulated_speech import SplitSpeech
 from orchestrator.sim.simulated_worker import SimWorker
-from orchestrator.sim.split_worker import SplitSpeech
+from scripts.bench.papers.run_figures import measure
 
 SMALL = ["run.steps=2", "rollout.environments=32", "rollout.groups_per_step=4", "sim.trainer_gpus=8", "sim.grain=1"]
 SMALL += ["rollout.engine.max_model_len=8192", "sim.tasks.swe-bench.response_max=400"]

@@ -1,6 +1,6 @@
 """Short and long rounds in whole simulated runs: each prompt once an epoch, in every mode, under faults, and when it is killed.
 
-Every run is also checked from outside by the simulator's audit, and the journal by :mod:`orchestrator.sim.epoch_audit`.
+Every run is also checked from outside by the simulator's audit, and the journal by :mod:`orchestrator.sim.run_audit`.
 The mutations at the end break the rounds on purpose: each must be found.
 """
 
@@ -18,10 +18,11 @@ from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summary_of
 from orchestrator.policies.batching.round_planner import RoundPlanner
 from orchestrator.rollout import Rollout
-from orchestrator.sim.epoch_audit import account_epochs
+from orchestrator.sim.run_audit import account_epochs
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.tail_batching import Rounds
 from scripts.bench.micro import ledger_faults
+from scripts.bench.papers.run_figures import epochs_done
 
 MODES = [("sync", 0), ("sync_plus", 0), ("one_off", 1), ("areal", 1), ("async", 1), ("async", 2)]
 EPOCH = 18
@@ -66,7 +67,7 @@ def test_each_prompt_is_trained_once_an_epoch_and_late_ones_in_long_rounds(mode:
     rounds = events_of(result, "round")
     found = account_epochs(result.journal.decode().splitlines(), EPOCH, left=range(2 * EPOCH, 100))
     assert not found.violations
-    assert found.epochs(EPOCH) == 2
+    assert epochs_done(found, EPOCH) == 2
     assert sorted(found.trained) == list(range(2 * EPOCH))
     first = rounds[:3]
     assert [(event["round"], event["launched"], event["deferred"]) for event in first] == [("short", 5, 1)] * 3

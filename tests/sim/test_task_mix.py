@@ -11,7 +11,7 @@ from orchestrator.sim.seeded_draws import END, random_stream
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.task_mix import TaskMix
 from orchestrator.sim.twins import SimTask
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 
 def config(*overrides: str) -> Config:

@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.sim.virtual_loop import (
-    DeadlockError,
-    LeakError,
-    RunawayError,
-    SimulationError,
-    VirtualTimeLoop,
-    run,
-    run_with_report,
-)
+from orchestrator.sim.virtual_loop import DeadlockError, RunawayError, SimulationError, VirtualTimeLoop
+from scripts.bench.virtual_run import LeakError, run, run_with_report
 
 
 async def _now() -> float:

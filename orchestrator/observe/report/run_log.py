@@ -189,11 +189,11 @@ class RunLog:
     rewards: dict[str, Any] = field(default_factory=dict)  # counters of the calls that score, of the last step
     plans: list[dict[str, Any]] = field(
         default_factory=list
-    )  # events `plan` and `reshape`: see orchestrator.parallelism.step_planner
+    )  # events `plan` and `reshape`: see orchestrator.parallelism.replanner
     reshapes: list[dict[str, Any]] = field(default_factory=list)
     degrees: list[dict[str, Any]] = field(
         default_factory=list
-    )  # events `degrees`: see orchestrator.parallelism.degree_planner
+    )  # events `degrees`: see orchestrator.parallelism.replanner
     rounds: list[dict[str, Any]] = field(default_factory=list)  # events of short and long rounds; empty without
     borrowing: list[dict[str, Any]] = field(
         default_factory=list

@@ -32,10 +32,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.policies.batching.speculation import EtaSearch
-
 LANES = ("tokens", "environment")  # why a prompt was late: queues of the agentic variant
 SHORT, LONG = "short", "long"
+UNDEFERRED = 4  # short rounds that end the period of a value with which nothing is deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,79 @@ class Round:
     put_back: int = 0
     lost: int = 0
     discarded: int = 0
+
+
+class EtaSearch:
+    """Which eta a run speculates with (RollPacker 6.3): a light grid search in its first rounds; off unless a grid is given.
+
+    The measure is the paper's (figure 12): seconds of rollout for each trained prompt over a *period*, the rounds up to and with
+    the next long one. Each value of the grid gets one period, in turn; the one with the fewest seconds a prompt stays.
+
+    A long round plays P0 deferred prompts, whichever value deferred them, so it is charged to a value in the share that this
+    value deferred: over a period ``(short + long x deferred / P0) / (short prompts + deferred)``, which is what the value
+    costs however many rounds its queue took to fill. Guarantees: a round without speculation at an epoch's end is as good as a
+    long one, and a short one that had to fill up without counts for no value; a value that defers nothing (an eta of 1) has no
+    long round, and its period ends after :data:`UNDEFERRED` short ones.
+
+    ``grid``: the values in the order in which they are tried, for prompts and responses alike."""
+
+    def __init__(self, grid: Sequence[float]) -> None:
+        self._grid = tuple(grid)
+        self._costs: list[float] = []  # seconds a prompt, of the values that had their period
+        self._begin_period()
+
+    def _begin_period(self) -> None:
+        self._seconds = 0.0  # of its short rounds
+        self._rounds = 0
+        self._prompts = 0
+        self._deferred = 0
+
+    @property
+    def eta(self) -> float:
+        """To launch the next round with."""
+        tried = len(self._costs)
+        return self._grid[tried] if tried < len(self._grid) else self._grid[self._costs.index(min(self._costs))]
+
+    @property
+    def done(self) -> bool:
+        """Whether each value had its period."""
+        return len(self._costs) == len(self._grid)
+
+    @property
+    def costs(self) -> dict[float, float]:
+        """Seconds a trained prompt, by eta."""
+        return dict(zip(self._grid, self._costs, strict=False))
+
+    def round_ended(self, seconds: float, prompts: int, *, long: bool, deferred: int = 0) -> None:
+        """A round took ``seconds`` and gave ``prompts`` to train on; ``deferred`` others go to long rounds."""
+        if self.done or (long and not self._rounds):
+            return  # a second long round on end is of the value before
+        if long:
+            self._end_period(self._seconds + seconds * self._deferred / max(1, prompts))
+            return
+        self._seconds += seconds
+        self._rounds += 1
+        self._prompts += prompts
+        self._deferred += deferred
+        if self._rounds >= UNDEFERRED and not self._deferred:
+            self._end_period(self._seconds)
+
+    def _end_period(self, seconds: float) -> None:
+        self._costs.append(seconds / max(1, self._prompts + self._deferred))
+        self._begin_period()
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        period = {"seconds": self._seconds, "rounds": self._rounds, "prompts": self._prompts}
+        return {"costs": list(self._costs), **period, "deferred": self._deferred}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._costs = [float(cost) for cost in state["costs"]][: len(self._grid)]
+        self._begin_period()
+        if "deferred" in state:  # else of an older version, whose period begins anew
+            self._seconds, self._rounds = float(state["seconds"]), int(state["rounds"])
+            self._prompts, self._deferred = int(state["prompts"]), int(state["deferred"])
 
 
 class RoundPlanner:
@@ -172,7 +244,7 @@ class RoundPlanner:
         now = self.round
         if now is None or now.over:
             return ""
-        alive, least = len(self._running) + len(self._ready), alive_least(now, self.rules)
+        alive, least = len(self._running) + len(self._ready), min(now.target, self.rules.prompts)
         if alive >= now.target:
             return ""
         fresh = "again" if self._again else "fresh" if self._end is None or self._next < self._end else ""
@@ -341,11 +413,6 @@ class RoundPlanner:
 def speculated(eta: float, needed: int) -> int:
     """ceil(eta x needed), not a hair above it because of binary fractions (1.1 x 10 is 11)."""
     return math.ceil(round(eta * needed, 9))
-
-
-def alive_least(now: Round, rules: RoundRules) -> int:
-    """Prompts that must be running or ready for a round to end."""
-    return min(now.target, rules.prompts)
 
 
 def mistake(rules: RoundRules) -> tuple[str, object, str] | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -209,7 +209,7 @@ def _inseparable(rollout: Sequence[Unit], training: Sequence[Unit]) -> list[tupl
     for unit in (*rollout, *training):
         for gpu in unit[1:]:
             parent[root(gpu)] = root(unit[0])
-    trains = _gpus(training)
+    trains = {gpu for unit in training for gpu in unit}
     blocks: dict[int, list[int]] = {}
     useless: dict[int, None] = {}
     for engine, unit in enumerate(rollout):
@@ -218,7 +218,3 @@ def _inseparable(rollout: Sequence[Unit], training: Sequence[Unit]) -> list[tupl
             useless[root(unit[0])] = None
     found = [tuple(engines) for top, engines in blocks.items() if top not in useless]
     return sorted(found, key=lambda engines: min(rollout[engine][0] for engine in engines))
-
-
-def _gpus(units: Iterable[Unit]) -> dict[int, None]:
-    return dict.fromkeys(gpu for unit in units for gpu in unit)

@@ -15,32 +15,25 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from orchestrator.api import Trajectory
 
 Ngram = tuple[int, ...]
 
 
-class TrajectoryFilter(Protocol):
+class TrajectoryFilter:
     """One reason, or several, to leave a scored trajectory out."""
 
     def judge(self, trajectory: Trajectory) -> str:
         """Why it is left out, in one word for the ledger; "" when this filter lets it pass."""
+        raise NotImplementedError
 
     def keep(self, trajectory: Trajectory) -> None:
         """It passed all filters: remember what is needed to judge later ones."""
 
 
-class StatelessFilter:
-    """A filter that remembers nothing."""
-
-    def keep(self, trajectory: Trajectory) -> None:
-        """See TrajectoryFilter."""
-
-
 @dataclass(frozen=True, slots=True)
-class CompletenessFilter(StatelessFilter):
+class CompletenessFilter(TrajectoryFilter):
     """Leaves out what an error cut short, what holds no token of the policy, and, when asked, what was truncated.
 
     A truncated episode is a failure of the agent in most tasks (it did not get there in time) and carries signal.
@@ -58,7 +51,7 @@ class CompletenessFilter(StatelessFilter):
 
 
 @dataclass(frozen=True, slots=True)
-class QualityFilter(StatelessFilter):
+class QualityFilter(TrajectoryFilter):
     """Leaves out rewards outside ``[low, high]``, which the task's author considers anomalous. None: no limit."""
 
     low: float | None = None
@@ -75,7 +68,7 @@ class QualityFilter(StatelessFilter):
 
 
 @dataclass(frozen=True, slots=True)
-class RepetitionFilter(StatelessFilter):
+class RepetitionFilter(TrajectoryFilter):
     """Leaves out a trajectory that says the same over and over: more than ``limit`` of its action n-grams have occurred in
     it before. Below ``n`` action tokens it has no n-gram and passes."""
 
@@ -88,7 +81,7 @@ class RepetitionFilter(StatelessFilter):
         return "repetition" if grams and 1.0 - len(set(grams)) / len(grams) > self.limit else ""
 
 
-class SimilarityFilter:
+class SimilarityFilter(TrajectoryFilter):
     """Leaves out a trajectory that says what others have just said (the echo trap): more than ``limit`` of its distinct
     action n-grams occur in the last ``window`` trajectories of the same task that were kept, its own group's not counted:
     those answer the same prompt, and are compared with each other on purpose."""
@@ -114,7 +107,6 @@ class SimilarityFilter:
         return "similarity" if known / len(grams) > self._limit else ""
 
     def keep(self, trajectory: Trajectory) -> None:
-        """See TrajectoryFilter."""
         seen = self._seen.setdefault(trajectory.task, deque())
         counts = self._counts.setdefault(trajectory.task, Counter())
         grams = _distinct(trajectory, self._n)

@@ -1,13 +1,18 @@
 """How many devices each rollout engine has in the next step: the resource manager between steps (Heddle 6.2).
 
-What :func:`orchestrator.policies.parallelism.parallel_degrees.allocate_loads` finds for what is expected is compared
-with the degrees that the engines have. Guarantees:
+A worker of model-parallel degree 8 makes a token sooner than one of degree 1, eight of degree 1 make more tokens in all. What
+:func:`allocate_loads` finds for what is expected is compared with the degrees that the engines have. Guarantees:
 
 * A change is charged: it is made only where the seconds a step that it is expected to gain, over ``horizon`` steps or those that
   are left, exceed what changes have cost: measured; before the first one ``start_seconds``.
 * A gain is what the model says of the step's share, times the seconds that the step took: the model need not know the machine's
   own speed, only how the degrees compare.
 * Degrees in which the engines did not come up are not asked for again. The degrees always use all devices, in descending order.
+* The allocation is the best of all, for any budget: within a given makespan, the furthest that the longest-first order can be
+  served with so many GPUs, the last worker of this degree, follows from the furthest with fewer, as a worker that begins
+  further on also ends further on. Where that reaches the end the makespan can be met, and the placement's own search finds
+  the smallest one that can. A worker never spans servers: a degree above ``per_server`` is not used, and the budget must be
+  whole servers or less than one.
 
 Pure: seconds come in as numbers. The same object serves a run and the simulator.
 """
@@ -15,14 +20,23 @@ Pure: seconds come in as numbers. The same object serves a run and the simulator
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
-from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
-from orchestrator.policies.placement.worker_load import TrajectoryLoads, WorkerRates, place_loads, sorted_loads
+from orchestrator.policies.placement.worker_load import (
+    Fill,
+    TrajectoryLoads,
+    WorkerRates,
+    place_loads,
+    search_makespan,
+    sorted_loads,
+)
 
+# From this trajectory on, within so many seconds, likely number: how many a worker takes, their seconds, those of one more.
+Take = Callable[[int, float, int], tuple[int, float, float]]
 RatesOfDegree = Callable[[int], WorkerRates]  # devices -> what an engine does
 MARGIN = 0.05  # by which degrees that differ must be better than equal ones
 _MEMORY = 0.5  # weight of the newest of several measurements of a change
@@ -104,10 +118,10 @@ class DegreeReallocator:
             return answer
         named = format_degrees(found.degrees)
         if why := self._failed.get(found.degrees):
-            return _because(answer, f"{named} did not come up: {why}")
+            return replace(answer, reason=f"{named} did not come up: {why}")
         if gain * horizon <= self._cost:
             text = f"{named} would gain {gain:.3g} s a step over {horizon} steps, and costs {self._cost:.3g} s"
-            return _because(answer, text)
+            return replace(answer, reason=text)
         text = f"{named} gains {share:.0%} of a step"
         return DegreePlan(found.degrees, True, text, gain, self._cost, found.makespan, present)
 
@@ -186,7 +200,90 @@ def format_degrees(degrees: Sequence[int]) -> str:
     return "+".join(map(str, degrees))
 
 
-def _because(answer: DegreePlan, reason: str) -> DegreePlan:
-    return DegreePlan(
-        answer.degrees, False, reason, answer.gain, answer.cost, makespan=answer.makespan, present=answer.present
-    )
+@dataclass(frozen=True)
+class DegreeAllocation:
+    """``degrees`` of the workers, descending; ``makespan``: seconds of the best placement; ``exact``: nothing is better."""
+
+    degrees: tuple[int, ...]
+    makespan: float
+    exact: bool
+
+
+def allocate_loads(
+    loads: TrajectoryLoads, budget: int, rates: Mapping[int, WorkerRates], *, per_server: int = 8, margin: float = 0.0
+) -> DegreeAllocation:
+    """Split ``budget`` GPUs. ``rates``: by degree, in GPUs. Degrees that differ pay while forecasts hold, and cost when they do
+    not: equal ones are kept unless others promise ``margin`` (a share) less. Raises ValueError when no allocation uses the
+    budget up."""
+    usable = usable_degrees(budget, rates, per_server)
+    takes: dict[int, Take] = {degree: partial(loads.most_within, rates[degree]) for degree in usable}
+    least = min(loads.group_seconds(rates[degree], 0, min(1, loads.count)) for degree in usable)
+    most_of_all = max(loads.group_seconds(rates[degree], 0, loads.count) for degree in usable)
+    found = best_allocation(takes, budget, loads.count, least, most_of_all)
+    equal = [(place_loads(loads, [rates[d[0]]] * len(d))[1], d) for d in equal_degrees(budget, usable)]
+    makespan, degrees = min(equal, default=(math.inf, ()))
+    if makespan * (1.0 - margin) > found.makespan:
+        return found
+    return DegreeAllocation(degrees, makespan, makespan <= found.makespan)
+
+
+def best_allocation(takes: Mapping[int, Take], budget: int, count: int, least: float, first: float) -> DegreeAllocation:
+    """The allocation with the smallest makespan. ``least``: no makespan is below it; ``first``: any allocation that holds all
+    has one within it. Raises ValueError when none does."""
+    if not count:
+        return DegreeAllocation(next(equal_degrees(budget, list(takes))), 0.0, True)
+    found = search_makespan(partial(_reach, takes, budget, count), least, first, count)
+    if found is None:
+        raise ValueError(f"no allocation of {budget} GPUs holds {count} trajectories")
+    return DegreeAllocation(found[0], found[1], True)
+
+
+def _reach(takes: Mapping[int, Take], budget: int, count: int, limit: float) -> Fill[tuple[int, ...]]:
+    """Whether all trajectories end within ``limit``: degrees, their makespan, the next limit to ask for, how many end."""
+    furthest: list[tuple[int, float, tuple[int, ...]] | None] = [(0, 0.0, ()), *[None] * budget]  # by GPUs used
+    following = math.inf
+    for degree, take in takes.items():  # descending
+        hint, known = 0, dict[int, tuple[int, float, float]]()  # by where it begins
+        for used in range(degree, budget + 1):
+            before = furthest[used - degree]
+            if before is None:
+                continue
+            start, seconds, degrees = before
+            taken, own, beyond = 0, 0.0, math.inf
+            if start < count:
+                if start not in known:
+                    known[start] = take(start, limit, hint)
+                taken, own, beyond = known[start]
+                hint, following = taken, min(following, beyond)
+            now = furthest[used]
+            if now is None or start + taken > now[0]:
+                furthest[used] = (start + taken, max(seconds, own), (*degrees, degree))
+    end = furthest[budget]
+    assert end is not None  # the budget is a sum of the degrees
+    return (end[2] if end[0] >= count else ()), end[1], following, end[0]
+
+
+def usable_degrees(budget: int, kinds: Mapping[int, object], per_server: int) -> list[int]:
+    """Those that fit into a server, descending. Raises ValueError where no sum of them is the budget."""
+    usable = sorted((degree for degree in kinds if 0 < degree <= per_server), reverse=True)
+    if budget < 1 or (budget > per_server and budget % per_server):
+        raise ValueError(f"budget = {budget}: whole servers of {per_server} GPUs, or less than one")
+    if not count_allocations(budget, usable):
+        raise ValueError(f"budget = {budget}: no sum of the degrees {usable} on offer")
+    return usable
+
+
+def count_allocations(budget: int, degrees: Sequence[int]) -> int:
+    """How many multisets of ``degrees`` sum to ``budget``."""
+    ways = [1] + [0] * budget
+    for degree in degrees:
+        for total in range(degree, budget + 1):
+            ways[total] += ways[total - degree]
+    return ways[budget]
+
+
+def equal_degrees(budget: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The allocations of workers that are alike."""
+    for degree in degrees:
+        if budget % degree == 0:
+            yield (degree,) * (budget // degree)

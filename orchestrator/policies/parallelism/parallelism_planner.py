@@ -124,27 +124,25 @@ class ParallelismPlanner:
         self._previous: int | None = None  # preemptions of the step before
         self._calm = 0  # steps on end without preemption
         self._ratio: float | None = None  # measured over predicted, of steps without preemption
-        self._seen: dict[
-            EngineLayout, tuple[float, int]
-        ] = {}  # seconds a generated token, and in which step that was known last
+        # seconds a generated token, and in which step that was known last
+        self._seen: dict[EngineLayout, tuple[float, int]] = {}
         self._steps = 0
         self._cost: float | None = None  # of a change, measured
         self._failed: dict[EngineLayout, str] = {}
-        self._astray: list[
-            tuple[float, bool, MeasuredStep]
-        ] = []  # of steps on end that leave the profile: times over its; whether that was measured; what they were
+        # of steps on end that leave the profile: times over its; whether that was measured; what they were
+        self._astray: list[tuple[float, bool, MeasuredStep]] = []
         self._asked = False  # for re-profiling
         self.correction = 1.0  # what decode times of the profile as it was read have been scaled by
-        if not self._candidates():
+        if not self.candidates:
             raise ValueError("no layout is possible: none divides the devices, or none of them was profiled")
-        self.layout = self._candidates()[0]
+        self.layout = self.candidates[0]
 
     def choose_first(self, lengths: Sequence[int], prompt: int) -> EngineLayout:
         """Begin with what the profile predicts to be best for these lengths; without a profile with the least TP."""
         if self.profile is not None and lengths:
             profile = self.profile
             self.layout = min(
-                self._candidates(),
+                self.candidates,
                 key=lambda layout: (
                     profile.rollout_seconds(lengths, max(1, prompt), layout, self._devices // layout.tp),
                     layout,
@@ -195,14 +193,9 @@ class ParallelismPlanner:
         self._failed[layout] = why
         self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
 
-    def replace_profile(self, profile: EngineProfile) -> None:
-        """What was asked for was measured."""
-        self.profile = profile
-        self._ratio = None
-        self._astray, self._asked = [], False
-        self.correction = 1.0
-
-    def _candidates(self) -> list[EngineLayout]:
+    @property
+    def candidates(self) -> list[EngineLayout]:
+        """The layouts that it may still choose."""
         known = self.profile.layouts if self.profile is not None else self._layouts
         return [layout for layout in self._layouts if layout in known and layout not in self._failed]
 
@@ -218,7 +211,7 @@ class ParallelismPlanner:
         return None, ""
 
     def _scaled(self, tp: int, why: str) -> tuple[EngineLayout | None, str]:
-        found = [layout for layout in self._candidates() if layout.tp == tp]
+        found = [layout for layout in self.candidates if layout.tp == tp]
         if not found:
             largest = f"; {self.layout} stays: TP {tp} is not possible"
             return None, why + largest
@@ -227,7 +220,7 @@ class ParallelismPlanner:
 
     def _experts(self, load: StepLoad, horizon: int) -> tuple[EngineLayout | None, str]:
         """The other way to cut the experts at the same TP, where what it gains is expected to exceed its cost."""
-        others = [layout for layout in self._candidates() if layout.tp == self.layout.tp and layout != self.layout]
+        others = [layout for layout in self.candidates if layout.tp == self.layout.tp and layout != self.layout]
         for other in others:
             gain = self._gain(other, load)
             if gain is not None and gain * horizon > self._price(other):
@@ -320,14 +313,3 @@ def _imbalance(layout: EngineLayout, load: StepLoad) -> float:
 
 def _blend(old: float, new: float) -> float:
     return (1 - _MEMORY) * old + _MEMORY * new
-
-
-def replay_preemptions(planner: ParallelismPlanner, preemptions: Sequence[int], load: StepLoad) -> list[LayoutPlan]:
-    """What the planner says to a recorded series of preemption counts, every change made at once and for nothing."""
-    plans = []
-    for count in preemptions:
-        plan = planner.plan_next_step(replace(load, preemptions=count))
-        if plan.changes:
-            planner.confirm_change(plan.layout, 0.0)
-        plans.append(plan)
-    return plans

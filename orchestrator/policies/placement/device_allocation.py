@@ -89,7 +89,8 @@ def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView,
     and RetryableError (all are in use or failed)."""
     if wish.worker in view.bindings:
         there = view.bindings[wish.worker]
-        fix = f"a worker with this id has {_said(there)} already; each worker needs an id of its own"
+        has = f"{there.hardware} {', '.join(map(str, there.devices))}"
+        fix = f"a worker with this id has {has} already; each worker needs an id of its own"
         raise ConfigError("resources.worker", wish.worker, fix)
     if wish.devices < 1:
         raise ConfigError("resources.devices", wish.devices, "a worker needs at least one device")
@@ -103,7 +104,7 @@ def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView,
         if devices:
             binding = DeviceBinding(wish, hardware, devices, _why(view, wish, hardware))
             return replace(view, bindings={**view.bindings, wish.worker: binding}), binding
-    biggest = max(_largest(view, hardware) for hardware in candidates)
+    biggest = max(len(pool.devices) for pool in view.pools if pool.hardware in candidates)  # empty and healthy
     if wish.devices > biggest:
         fix = f"no pool of {', '.join(candidates)} has so many (at most {biggest})"
         raise ConfigError("resources.devices", wish.devices, f"{wish.worker}: {fix}")
@@ -152,14 +153,6 @@ def _pick(view: AllocationView, hardware: str, count: int) -> tuple[int, ...]:
     return tuple(sorted([device for devices in whole for device in devices][:count]))
 
 
-def _largest(view: AllocationView, hardware: str) -> int:
-    """What the pool could give one worker if it were empty and healthy."""
-    pool = view.pool(hardware)
-    if pool is None:
-        return 0
-    return len(pool.devices)
-
-
 def _why(view: AllocationView, wish: DeviceWish, hardware: str) -> str:
     if hardware == wish.hardware:
         return ""
@@ -176,7 +169,3 @@ def _marked(view: AllocationView, hardware: str, devices: Sequence[int], *, brok
     failed = {*pool.failed, *devices} if broken else {*pool.failed} - {*devices}
     marked = replace(pool, failed=tuple(sorted(failed)))
     return replace(view, pools=tuple(marked if item is pool else item for item in view.pools))
-
-
-def _said(binding: DeviceBinding) -> str:
-    return f"{binding.hardware} {', '.join(map(str, binding.devices))}"

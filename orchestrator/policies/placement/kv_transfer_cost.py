@@ -12,46 +12,38 @@ that failed costs what it took and what computing took as well, so a way that do
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from orchestrator.api.errors import ConfigError
 
 
-@dataclass(slots=True)
 class _Line:
     """Seconds over tokens: running sums, of which older ones weigh less."""
 
-    count: int = 0
-    weight: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    squares: float = 0.0
-    products: float = 0.0
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums: tuple[float, ...] = (
+            0.0,
+        ) * 5  # of the weights, tokens, seconds, squares of tokens, tokens times seconds
 
     def add_point(self, tokens: int, seconds: float, keep: float) -> None:
         self.count += 1
-        for name, value in (
-            ("weight", 1.0),
-            ("tokens", float(tokens)),
-            ("seconds", seconds),
-            ("squares", float(tokens) * tokens),
-            ("products", tokens * seconds),
-        ):
-            setattr(self, name, keep * getattr(self, name) + value)
+        new = (1.0, float(tokens), seconds, float(tokens) * tokens, tokens * seconds)
+        self._sums = tuple(keep * old + value for old, value in zip(self._sums, new, strict=True))
 
     def fit(self) -> tuple[float, float]:
         """(fixed seconds, seconds a token), neither below 0. Of one length only: all of it is a token's."""
-        if not self.weight:
+        weight, tokens, seconds, squares, products = self._sums
+        if not weight:
             return 0.0, 0.0
-        mean, average = self.tokens / self.weight, self.seconds / self.weight
-        spread = self.squares / self.weight - mean * mean
+        mean, average = tokens / weight, seconds / weight
+        spread = squares / weight - mean * mean
         if spread <= 1e-9 * (mean * mean + 1.0):
             return 0.0, average / mean if mean else 0.0
-        each = (self.products / self.weight - mean * average) / spread
+        each = (products / weight - mean * average) / spread
         if each < 0:
             return average, 0.0
         fixed = average - each * mean
-        return (fixed, each) if fixed >= 0 else (0.0, self.products / self.squares)
+        return (fixed, each) if fixed >= 0 else (0.0, products / squares)
 
 
 class BreakEven:
@@ -88,16 +80,3 @@ class BreakEven:
         """Seconds to the first token (moved, computed)."""
         (move_fixed, move_each), (fixed, each) = self._move.fit(), self._compute.fit()
         return move_fixed + move_each * tokens, fixed + each * tokens
-
-    @property
-    def break_even_tokens(self) -> float:
-        """From so many tokens on a move is expected to pay; 0: always, infinite: never (or nothing is known yet)."""
-        if not (self._move.count and self._compute.count):
-            return math.inf
-        (move_fixed, move_each), (fixed, each) = self._move.fit(), self._compute.fit()
-        if each <= move_each:
-            return 0.0 if move_fixed < fixed else math.inf
-        return max(0.0, (move_fixed - fixed) / (each - move_each))
-
-
-__all__ = ["BreakEven"]

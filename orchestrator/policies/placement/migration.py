@@ -54,15 +54,12 @@ def _last(sizes: Sequence[int]) -> int:
     return max(index for index, size in enumerate(sizes) if size)
 
 
-def choose_transfer(gain: float, transfer: float | None, recompute: float, gap: float = 0.0) -> How:
+def choose_transfer(gain: float, transfer: float | None, recompute: float) -> How:
     """Whether a move pays, all in seconds. ``gain``: that the trajectory ends sooner on its new worker; ``transfer``: to send its
-    KV there, None: it cannot be sent; ``recompute``: to prefill its context there; ``gap``: that the environment still takes,
-    in which a transfer costs nothing. The break-even of the two is where ``transfer - gap = recompute``."""
-    sent = None if transfer is None else max(0.0, transfer - gap)
-    cost = recompute if sent is None else min(sent, recompute)
-    if gain <= cost:
+    KV there, None: it cannot be sent; ``recompute``: to prefill its context there."""
+    if gain <= (recompute if transfer is None else min(transfer, recompute)):
         return "stay"
-    return "transfer" if sent is not None and sent <= recompute else "recompute"
+    return "transfer" if transfer is not None and transfer <= recompute else "recompute"
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,23 @@ class Scaling:
         return np.asarray(np.clip((values - self.mean) / self.spread, -CLIP, CLIP))
 
 
+def check_arrays(
+    known: Mapping[str, NDArray[np.generic]], given: Mapping[str, NDArray[np.generic]], growing: Sequence[str]
+) -> None:
+    """Raises ValueError where ``given`` lacks one of an encoder's arrays, or has it in another shape (of the ``growing`` ones the
+    first axis may differ) or with a value that is not finite."""
+    wrong = [
+        name
+        for name, value in known.items()
+        if name not in given
+        or given[name].shape[1:] != value.shape[1:]
+        or (name not in growing and given[name].shape != value.shape)
+        or not np.isfinite(np.asarray(given[name], dtype=np.float64)).all()
+    ]
+    if wrong:
+        raise ValueError(f"of another kind: {', '.join(wrong[:4])} of the encoder")
+
+
 class HashedEncoder:
     """See the module. ``steps``: mini-batches for each trajectory that is learned."""
 
@@ -105,13 +122,11 @@ class HashedEncoder:
         self._rows: NDArray[np.float32] = np.zeros((kept, width), np.float32)
 
     def predict(self, rows: Sequence[TrajectoryProgress], numbers: Array) -> Array:
-        """See the protocol."""
         bags = np.stack([_bags(row) for row in rows])
         made = self._forward(bags, self._numbers.normal(numbers))[-1]
         return np.asarray(np.clip(made, -CLIP, CLIP) * self._targets.spread + self._targets.mean)
 
     def learn(self, rows: Sequence[TrajectoryProgress], numbers: Array, targets: Array, weight: float) -> None:
-        """See the protocol."""
         for row, shown, wanted in zip(rows, numbers, targets, strict=True):
             place = self._numbers.rows % len(self._rows)
             self._rows[place] = np.concatenate([_bags(row), shown, wanted, [weight]])
@@ -123,7 +138,6 @@ class HashedEncoder:
                 self._step(np.random.default_rng([self._seed, 7, self.steps]).integers(0, held, BATCH))
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """See the protocol."""
         found: dict[str, NDArray[np.generic]] = {**self.weights}
         for name, moments in self._moments.items():
             found[f"{name}_moments"] = moments
@@ -133,18 +147,7 @@ class HashedEncoder:
         return found
 
     def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """See the protocol."""
-        known = self.arrays()
-        wrong = [
-            name
-            for name, value in known.items()
-            if name not in arrays
-            or arrays[name].shape[1:] != value.shape[1:]
-            or (name != "rows" and arrays[name].shape != value.shape)
-            or not np.isfinite(np.asarray(arrays[name], dtype=np.float64)).all()
-        ]
-        if wrong:
-            raise ValueError(f"of another kind: {', '.join(wrong)} of the encoder")
+        check_arrays(self.arrays(), arrays, growing=("rows",))
         steps, rows = (int(value) for value in arrays["counts"].tolist())
         if len(arrays["rows"]) != min(rows, len(self._rows)) or steps < 0:
             raise ValueError("of another kind: rows of the encoder")

@@ -127,7 +127,10 @@ def encode_features(progress: TrajectoryProgress, past: HistoryFeatures, bends: 
         dtype=np.float64,
     )
     bent = np.maximum(0.0, bends @ dense)
-    return np.concatenate([dense, _pieces(progress.prompt_ids, 1), _pieces(progress.tail_ids, 2), bent])
+    prompt, tail = (
+        pieces(ids, salt, HASHES, signed=True) for salt, ids in enumerate((progress.prompt_ids, progress.tail_ids), 1)
+    )
+    return np.concatenate([dense, prompt, tail, bent])
 
 
 def make_bends(seed: int) -> Vector:
@@ -143,23 +146,14 @@ def _log(value: float) -> float:
     return math.log1p(min(max(value, 0.0), _MOST)) if value == value else 0.0  # NaN is 0
 
 
-def pieces(tokens: Sequence[int], salt: int) -> Vector:
-    """Counts of hashed pieces over the root of their number, shape [PIECES]."""
+def pieces(tokens: Sequence[int], salt: int, bins: int = PIECES, *, signed: bool = False) -> Vector:
+    """Counts of hashed pieces, ``signed`` or not, over the root of their number, shape [bins]."""
     mixed = _mixed(tokens, salt)
     if not mixed.size:
-        return np.zeros(PIECES)
-    places = (mixed >> np.uint64(40)) % np.uint64(PIECES)
-    return np.bincount(places.astype(np.int64), None, PIECES) / math.sqrt(mixed.size)
-
-
-def _pieces(tokens: Sequence[int], salt: int) -> Vector:
-    """Signed counts of hashed pieces over the root of their number, shape [HASHES]."""
-    mixed = _mixed(tokens, salt)
-    if not mixed.size:
-        return np.zeros(HASHES)
-    places = (mixed >> np.uint64(40)) % np.uint64(HASHES)
-    signs = np.where(mixed >> np.uint64(63), 1.0, -1.0)
-    return np.bincount(places.astype(np.int64), signs, HASHES) / math.sqrt(mixed.size)
+        return np.zeros(bins)
+    places = (mixed >> np.uint64(40)) % np.uint64(bins)
+    signs = np.where(mixed >> np.uint64(63), 1.0, -1.0) if signed else None
+    return np.bincount(places.astype(np.int64), signs, bins) / math.sqrt(mixed.size)
 
 
 def _mixed(tokens: Sequence[int], salt: int) -> NDArray[np.uint64]:

@@ -5,18 +5,19 @@ says where it is from (``source``): the model, or what stands in for it until it
 the task, of all tasks, the configured prior). The same trajectories in the same order and the same seed give the same forecasts.
 Saved and loaded it goes on as it was; what is saved is arrays and JSON, no code.
 
-:class:`ProgressivePredictor` learns online: each finished trajectory is decomposed into (what was known before a turn,
-what came after), as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say
-what is left: what finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge
-regression on :mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an
-encoder of the tokens (:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
-:mod:`orchestrator.policies.prediction.forecast_stacking` weighs them by their errors on what came next, by turn and by
-how much is known of the prompt: where one of the baselines is best, it is followed. The forecast is a mean, not a
-median: that is what loads add up from.
+:class:`ProgressivePredictor` learns online: each finished trajectory is decomposed into (what was known before a turn, what
+came after), as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say what is
+left: what finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge regression on
+:mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an encoder of the tokens
+(:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
+:class:`~orchestrator.policies.prediction.online_estimators.ForecastStack` weighs them by their errors on what came next, by
+turn and by how much is known of the prompt: where one of the baselines is best, it is followed. The forecast is a mean, not
+a median: that is what loads add up from.
 
-Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is
-long. Intervals are adaptive conformal ones, by the same classes (:mod:`orchestrator.policies.prediction.conformal_interval`).
-:func:`prompt_only` and :class:`HistoryPredictor` are what it is compared with (Heddle 7.2), :class:`OraclePredictor` knows.
+Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing
+is long. Intervals are adaptive conformal ones, by the same classes
+(:class:`~orchestrator.policies.prediction.online_estimators.ConformalIntervals`). :func:`prompt_only` and
+:class:`HistoryPredictor` are what it is compared with (Heddle 7.2).
 """
 
 from __future__ import annotations
@@ -24,18 +25,16 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.policies.prediction import forecast_stacking
-from orchestrator.policies.prediction.array_file import read_arrays
-from orchestrator.policies.prediction.conformal_interval import ConformalIntervals
-from orchestrator.policies.prediction.finished_statistics import FinishedStatistics
-from orchestrator.policies.prediction.forecast_stacking import ForecastStack
 from orchestrator.policies.prediction.history_encoder import Encoder, HashedEncoder
 from orchestrator.policies.prediction.length_features import (
     BENT,
@@ -44,11 +43,16 @@ from orchestrator.policies.prediction.length_features import (
     VERSION,
     HistoryFeatures,
     TrajectoryProgress,
-    Vector,
     encode_features,
     make_bends,
 )
-from orchestrator.policies.prediction.ridge_regression import Array, RidgeRegression
+from orchestrator.policies.prediction.online_estimators import (
+    STACK_ARRAYS,
+    Array,
+    ConformalIntervals,
+    ForecastStack,
+    RidgeRegression,
+)
 
 EXPERTS = ("prompt", "median", "history", "prompt-only", "ridge", "encoder")
 
@@ -62,6 +66,9 @@ _ARRAYS = ("products", "targets", "weights", "errors", "counts")  # of the regre
 _LONGEST = math.log1p(1e8)
 _FRESH = 512  # residuals of new prompts that are enough
 _UNSURE = 3.0  # logarithm of the factor that stands for an infinite bound
+_PROMPTS = 20_000  # that are remembered, the least recently finished forgotten first
+_MEMBERS = 32  # trajectories of a prompt that are
+_TURNS = 256  # beyond, one turn is like the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,77 @@ class LengthPredictor(Protocol):
     def forecast(self, progress: TrajectoryProgress) -> LengthForecast: ...
 
     def learn(self, outcome: LengthOutcome) -> None: ...
+
+
+class FinishedStatistics:
+    """What finished trajectories say of one that goes on, without a model: means and medians of what they had left at its turn,
+    by prompt, by task, over all. Guarantees: bounded (prompts and trajectories of each are forgotten, the oldest first); a
+    function of what was added, in its order; nothing is said of a prompt by the trajectories of another, except through the
+    mean of the task."""
+
+    def __init__(self, prior_tokens: float, prior_turns: float = 1.0) -> None:
+        self.prior = (math.log1p(prior_tokens), math.log1p(prior_turns))
+        self.prompts: dict[str, list[list[int]]] = {}  # task and prompt -> said, of each trajectory
+        self.tasks: dict[str, list[list[float]]] = {}  # "" is all -> by turn: number, sum of logs of tokens, of turns
+
+    def add_trajectory(self, task: str, prompt: str, said: Sequence[int], floor: Sequence[tuple[float, float]]) -> None:
+        """``floor``: logarithms of remaining tokens and turns before each turn, as they are learned."""
+        key = f"{task}\n{prompt}"
+        members = self.prompts.pop(key, [])
+        self.prompts[key] = [*members, list(said)][-_MEMBERS:]
+        if len(self.prompts) > _PROMPTS:
+            del self.prompts[next(iter(self.prompts))]
+        for name in (task, ""):
+            rows = self.tasks.setdefault(name, [])
+            for turn, (tokens, turns) in enumerate(floor[:_TURNS]):
+                if turn == len(rows):
+                    rows.append([0.0, 0.0, 0.0])
+                rows[turn][0] += 1.0
+                rows[turn][1] += tokens
+                rows[turn][2] += turns
+
+    def of_task(self, task: str, turn: int) -> tuple[float, float, str]:
+        """Mean logarithms of remaining tokens and turns of those that came so far, and whose they are."""
+        turn = min(turn, _TURNS - 1)
+        for name in (task, ""):
+            rows = self.tasks.get(name, [])
+            if turn < len(rows) and rows[turn][0] >= 4:
+                number, tokens, turns = rows[turn]
+                return tokens / number, turns / number, "task" if name else "all"
+            if rows and turn >= len(rows):  # nobody came so far: as much as was left at the end of the longest
+                number, tokens, turns = rows[-1]
+                return tokens / number, turns / number, "task" if name else "all"
+        return (*self.prior, "prior")
+
+    def of_prompt(self, task: str, prompt: str, turn: int) -> tuple[float, float]:
+        """Mean logarithm of remaining tokens of the prompt's trajectories that came so far, and their number."""
+        found = self._left(task, prompt, turn)
+        return (sum(map(math.log1p, found)) / len(found), float(len(found))) if found else (0.0, 0.0)
+
+    def median(self, task: str, prompt: str, turn: int) -> float | None:
+        """The logarithm of remaining tokens of the middle one of them; one very long sibling does not move it."""
+        found = sorted(self._left(task, prompt, turn))
+        middle = len(found) // 2
+        if not found:
+            return None
+        return (math.log1p(found[middle]) + math.log1p(found[-1 - middle])) / 2.0
+
+    def _left(self, task: str, prompt: str, turn: int) -> list[int]:
+        return [sum(said[turn:]) for said in self.prompts.get(f"{task}\n{prompt}", []) if len(said) > turn]
+
+    def whole_length(self, task: str, prompt: str) -> tuple[float, float, str]:
+        """Mean logarithm of all tokens of the prompt's trajectories, else of the task's; of turns of the task's."""
+        tokens, turns, source = self.of_task(task, 0)
+        mean, number = self.of_prompt(task, prompt, 0)
+        return (mean, turns, "prompt") if number else (tokens, turns, source)
+
+    def features_of(self, progress: TrajectoryProgress) -> HistoryFeatures:
+        """For the vector of features: the prompt's mean is drawn to the task's while there are few."""
+        task, turns, source = self.of_task(progress.task, progress.turns)
+        mean, number = self.of_prompt(progress.task, progress.prompt, progress.turns)
+        return HistoryFeatures(
+            (mean * number + task) / (number + 1.0), task, number, turns, "prompt" if number else source
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +374,7 @@ class ProgressivePredictor:
             "tails": self._conformal.tails.tolist(),
         }
         arrays: dict[str, NDArray[np.generic]] = {name: getattr(self._ridge, name) for name in _ARRAYS}
-        arrays |= {f"stack_{name}": getattr(self.stack, name) for name in forecast_stacking.ARRAYS}
+        arrays |= {f"stack_{name}": getattr(self.stack, name) for name in STACK_ARRAYS}
         arrays |= {f"encoder_{name}": array for name, array in self._encoder.arrays().items()}
         arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
         file = io.BytesIO()
@@ -306,7 +384,7 @@ class ProgressivePredictor:
     def load(self, data: bytes) -> None:
         """Go on as what :meth:`dump` returned. Raises ValueError for anything else; then nothing changed."""
         owners: dict[str, tuple[object, str]] = {name: (self._ridge, name) for name in _ARRAYS}
-        owners |= {f"stack_{name}": (self.stack, name) for name in forecast_stacking.ARRAYS}
+        owners |= {f"stack_{name}": (self.stack, name) for name in STACK_ARRAYS}
         try:
             found = read_arrays(data)
             meta = json.loads(found["meta"].tobytes())
@@ -363,32 +441,14 @@ class HistoryPredictor:
         self.memory = FinishedStatistics(prior_tokens)
 
     def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
         tokens, turns, source = self.memory.whole_length(progress.task, progress.prompt)
         left = max(1.0, _unlog(tokens) - progress.generated)
         return LengthForecast(left, 0.0, 20.0 * left, max(0.0, _unlog(turns) - progress.turns), source)
 
     def learn(self, outcome: LengthOutcome) -> None:
-        """See the protocol."""
         if outcome.said and outcome.complete:
             first = outcome.before[0]
             self.memory.add_trajectory(first.task, first.prompt, outcome.said, _logs(outcome.said))
-
-
-class OraclePredictor:
-    """Knows. ``said``: by trajectory, tokens of each of its responses. For simulations and recorded trajectories."""
-
-    def __init__(self, said: Mapping[str, Sequence[int]]) -> None:
-        self._said = said
-
-    def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """See the protocol."""
-        left = self._said[progress.trajectory][progress.turns :]
-        tokens = float(sum(left))
-        return LengthForecast(tokens, tokens, tokens, float(len(left)), "oracle")
-
-    def learn(self, outcome: LengthOutcome) -> None:
-        """There is nothing that it could learn."""
 
 
 def is_usable(forecast: LengthForecast) -> bool:
@@ -424,16 +484,37 @@ def _logs(said: Sequence[int]) -> list[tuple[float, float]]:
     return found
 
 
-__all__ = [
-    "FinishedStatistics",
-    "HistoryPredictor",
-    "LengthForecast",
-    "LengthOutcome",
-    "LengthPredictor",
-    "OraclePredictor",
-    "ProgressivePredictor",
-    "TrajectoryProgress",
-    "Vector",
-    "is_usable",
-    "prompt_only",
-]
+def read_arrays(data: bytes) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz that ``numpy.savez`` wrote, whoever wrote or damaged this one. Raises ValueError for anything else.
+
+    ``numpy.load`` makes room for what a header announces before it has seen one byte of it, or its checksum. Here a member is
+    read first, stored (nothing unfolds) and with its CRC compared, and has as many bytes as its array.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            members = file.infolist()
+            if any(item.compress_type != zipfile.ZIP_STORED or item.file_size > len(data) for item in members):
+                raise ValueError("a member is not stored as it is")
+            texts = {item.filename.removesuffix(".npy"): file.read(item) for item in members}
+        return {name: _array(text) for name, text in texts.items()}
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        NotImplementedError,
+        EOFError,
+        OSError,
+        RuntimeError,
+    ) as error:
+        raise ValueError(f"is no file of arrays: {error!r}") from error
+
+
+def _array(data: bytes) -> NDArray[Any]:
+    stream = io.BytesIO(data)
+    if np.lib.format.read_magic(stream) != (1, 0):  # type: ignore[no-untyped-call]
+        raise ValueError("an array of another format")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)  # type: ignore[no-untyped-call]
+    body = data[stream.tell() :]
+    if fortran or dtype.hasobject or len(body) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"an array of {shape} {dtype} in {len(body)} B")
+    return np.frombuffer(body, dtype).reshape(shape)

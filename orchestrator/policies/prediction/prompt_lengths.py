@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from orchestrator.api import Prompt
 
@@ -23,10 +23,8 @@ LEAST = 8
 _MEMORY = 0.5  # weight of the newest of several lengths of one prompt
 
 
-class PromptLengthPredictor(Protocol):
-    """``predict``: tokens of the prompt's longest response, None: not known. It must be fast: it is asked in the event loop."""
-
-    def __call__(self, prompt: Prompt, /) -> float | None: ...
+# Tokens of the prompt's longest response, None: not known. It must be fast: it is asked in the event loop.
+PromptLengthPredictor = Callable[[Prompt], float | None]
 
 
 class LengthHistory:
@@ -36,10 +34,10 @@ class LengthHistory:
         self._tokens: dict[str, float] = {}
 
     def __call__(self, prompt: Prompt, /) -> float | None:
-        """See :class:`PromptLengthPredictor`."""
+        """See :data:`PromptLengthPredictor`."""
         return self._tokens.get(prompt.key)
 
-    def record_length(self, prompt: Prompt, tokens: int) -> None:
+    def record_length(self, prompt: Prompt, tokens: float) -> None:
         """It was trained; its longest response had so many."""
         known = self._tokens.get(prompt.key, float(tokens))
         self._tokens[prompt.key] = (1 - _MEMORY) * known + _MEMORY * tokens
@@ -53,29 +51,14 @@ class LengthHistory:
         self._tokens = {str(key): float(tokens) for key, tokens in state.items()}
 
 
-class ForecastLengths:
+class ForecastLengths(LengthHistory):
     """A predictor: of each prompt, the longest that a run's own forecasts said of its trajectories, those that were put off or
     aborted included, which :class:`LengthHistory` never hears of. Older ones fade as there."""
 
-    def __init__(self) -> None:
-        self._tokens: dict[str, float] = {}
-
-    def __call__(self, prompt: Prompt, /) -> float | None:
-        """See :class:`PromptLengthPredictor`."""
-        return self._tokens.get(prompt.key)
-
     def record_length(self, prompt: Prompt, tokens: float) -> None:
         """A trajectory of it ended: what it said, and what was still expected of it if it did not come to its own end."""
-        known = self._tokens.get(prompt.key, tokens)
-        self._tokens[prompt.key] = max(tokens, (1 - _MEMORY) * known + _MEMORY * tokens)
-
-    def state(self) -> dict[str, float]:
-        """For a checkpoint; JSON."""
-        return dict(self._tokens)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        self._tokens = {str(key): float(tokens) for key, tokens in state.items()}
+        super().record_length(prompt, tokens)
+        self._tokens[prompt.key] = max(tokens, self._tokens[prompt.key])
 
 
 class LongPrompts:

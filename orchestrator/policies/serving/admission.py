@@ -18,7 +18,7 @@ prefill also waits for those before it in the queue; a request whose tokens came
 a step takes no more than that, even beside an idle engine. A decode step that runs is no reason to wait: what is published then
 is how much later it may end.
 
-Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrator.policies.parallelism.learned_costs`.
+Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrator.policies.parallelism.engine_profile`.
 """
 
 from __future__ import annotations

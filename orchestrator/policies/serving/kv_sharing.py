@@ -131,12 +131,6 @@ class KvSharing:
             self.budget = KvBudget(most, self.budget.revision + 1, state)
         return self.budget
 
-    def reclaim_all(self, now: float) -> KvBudget:
-        """The serving team wants everything back, at once."""
-        self._deadline = now + self.rules.deadline
-        self.budget = KvBudget(0, self.budget.revision + 1, "cut")
-        return self.budget
-
     def _burst(self, serving: int, budget: int) -> bool:
         """Serving uses more of the headroom than the watermark allows."""
         headroom = self.rules.headroom_pages

@@ -227,13 +227,6 @@ class ServerBroker:
             self._gpus[name].job = job
         return BorrowChange(taken, back, tuple(why[name] for name in back))
 
-    def end_job(self, job: str) -> tuple[str, ...]:
-        """The job is over: what it had is free."""
-        had = self.gpus_of(job)
-        for name in had:
-            self._gpus[name].job = ""
-        return had
-
     def gpus_of(self, job: str) -> tuple[str, ...]:
         """What a job has, in order of joining."""
         return tuple(name for name, gpu in self._gpus.items() if gpu.job == job)

@@ -19,17 +19,14 @@ from orchestrator.config import Config
 from orchestrator.policies.serving.admission import Admission
 from orchestrator.policies.serving.server_borrowing import BorrowRules, ServerBroker
 from orchestrator.sim import hardware
-from orchestrator.sim.coserving.autoscaler import Autoscaler
 from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail_latency
 from orchestrator.sim.coserving.serving_engine import ServingEngine
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
-from orchestrator.sim.coserving.simulated_market import ScaledServing, SimMarket
+from orchestrator.sim.coserving.simulated_market import Autoscaler, SimMarket
 from orchestrator.sim.cost_model import EngineCosts
-from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
 from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_cluster import borrowed_class, engine_costs
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
 
 _JOB = "run"
 _SAMPLE = 1.0  # seconds between two looks at serving's KV use
@@ -42,7 +39,6 @@ class BorrowedFleet:
         self._config, self.settings = config, config.sim.borrowed
         named = self.settings.device
         self._device = hardware.device(named or config.sim.device, "sim.borrowed.device" if named else "sim.device")
-        self.moves = TurnMoves()
         self.made: list[BorrowedSimWorker] = []
         self.cluster = self._serving()
         rules = config.rollout.borrowed
@@ -70,11 +66,9 @@ class BorrowedFleet:
         tenant = 0 if settings.how == "autoscale" else hardware.model(sim.model).weight_bytes
         return ServingCluster(settings, engines, self._device, sim.tensor_parallel, tenant)
 
-    def dedicated(self) -> Callable[..., SimWorker]:
-        """Makes the run's own workers: requests move between them and the borrowed ones."""
-        return partial(MovableSimWorker, moves=self.moves)
-
-    def workers(self, first: int, weights: SimWeights, said: Any, traces: Any, speech: Any) -> list[SimWorker]:
+    def workers(
+        self, first: int, weights: SimWeights, said: Any, traces: Any, speech: Any, moves: TurnMoves
+    ) -> list[SimWorker]:
         """The borrowed ones, numbered from ``first``, of the class of their devices. Arguments as those of
         :class:`~orchestrator.sim.simulated_worker.SimWorker`."""
         config, settings = self._config, self.settings
@@ -95,7 +89,7 @@ class BorrowedFleet:
                 traces,
                 name,
                 speech,
-                moves=self.moves,
+                moves,
                 lease=0.0 if settings.how == "multiplex" else settings.lease_seconds if shared else math.inf,
                 activation=settings.activation_seconds if shared else 0.0,
                 start=settings.start_seconds,
@@ -142,7 +136,16 @@ class BorrowedFleet:
             self._endings()
         elif settings.how == "autoscale":
             assert self.cluster is not None
-            self._scaler = Autoscaler(self.cluster, self.made, settings.reload_seconds)
+            beside = {engine.name: one for engine, one in zip(self.cluster.engines, self.made, strict=False)}
+            for worker in self.made:  # no device is rollouts' yet
+                worker.lose_device()
+            self._scaler = Autoscaler(
+                self.cluster,
+                beside,
+                settings.reload_seconds,
+                lambda engine: beside[engine.name].gain_device(),
+                wanted=lambda engine: beside[engine.name].lose_device(),
+            )
             self._scaler.start()
         elif settings.how == "spot":
             self._market(random_stream(self._config.run.seed, "spot"), settings.workers)
@@ -156,7 +159,13 @@ class BorrowedFleet:
             return
         settings = self.settings
         if settings.scaled:
-            self._scaler = ScaledServing(market, self.cluster, self.made, settings.reload_seconds)
+            self._scaler = Autoscaler(  # no device is anybody's alone
+                self.cluster,
+                [engine.name for engine in self.cluster.engines[: len(self.made)]],
+                settings.reload_seconds,
+                partial(market.engine_ended, warned=True),
+                serves=market.engine_began,
+            )
             self._scaler.start()
         if settings.outage_seconds:
             rng = random_stream(self._config.run.seed, "outages")

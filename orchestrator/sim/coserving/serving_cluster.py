@@ -10,6 +10,7 @@ import json
 import lzma
 from collections.abc import Sequence
 from importlib.resources import files
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from orchestrator.api import ConfigError
@@ -17,8 +18,14 @@ from orchestrator.config.sim_keys import SimBorrowedSection
 from orchestrator.policies.serving.admission import Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
-from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
-from orchestrator.sim.coserving.serving_engine import PAGE, Role, ServedLatencies, ServingEngine, UserRequest
+from orchestrator.sim.coserving.serving_engine import (
+    PAGE,
+    CollocatedEngine,
+    Role,
+    ServedLatencies,
+    ServingEngine,
+    UserRequest,
+)
 from orchestrator.sim.cost_model import ACTIVATION_BYTES, MEMORY_SHARE, RooflineCosts
 
 Row = tuple[float, int, int]  # seconds, prompt tokens, answer tokens
@@ -39,13 +46,13 @@ def read_trace(name: str) -> list[Row]:
             "give azure_code, mooncake_conversation, or a JSON file with rows of milliseconds, prompt and answer tokens"
         )
         raise ConfigError("sim.borrowed.trace", name, f"{fix} ({error})") from error
-    if not rows or any(prompt < 1 or answer < 1 for _, prompt, answer in rows) or rows != sorted(rows, key=_when):
+    if (
+        not rows
+        or any(prompt < 1 or answer < 1 for _, prompt, answer in rows)
+        or rows != sorted(rows, key=itemgetter(0))
+    ):
         raise ConfigError("sim.borrowed.trace", name, "needs rows in order of time, with at least one token each")
     return rows
-
-
-def _when(row: Row) -> float:
-    return row[0]
 
 
 class ServingCluster:
@@ -110,19 +117,15 @@ class ServingCluster:
         self._arm()
 
     def _prefill(self, request: UserRequest) -> None:
-        min(self.engines_of(self._entry), key=_load).add(request)
+        min(self.engines_of(self._entry), key=attrgetter("load")).add(request)
 
     def _decode(self, request: UserRequest) -> None:
-        min(self.engines_of("decode"), key=_load).add(request)
+        min(self.engines_of("decode"), key=attrgetter("load")).add(request)
 
     def requeue_requests(self, engine: ServingEngine, requests: Sequence[UserRequest]) -> None:
         """What an engine that stopped had not done."""
         for request in requests:
             (self._prefill if engine.role == "prefill" else self._decode)(request)
-
-
-def _load(engine: ServingEngine) -> float:
-    return engine.load
 
 
 def _rules(settings: SimBorrowedSection, device: hardware.DeviceSpec, degree: int, weights: int) -> SharingRules:

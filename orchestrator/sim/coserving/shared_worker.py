@@ -20,12 +20,12 @@ from orchestrator.policies.serving.admission import CHUNK, STALL_SECONDS
 from orchestrator.policies.serving.kv_sharing import choose_victims
 from orchestrator.sim.coserving.serving_engine import NEVER, PAGE, RolloutDemand, ServingEngine
 from orchestrator.sim.cost_model import CHUNK_TOKENS, seconds_of, steps_in
-from orchestrator.sim.movable_worker import MovableSimWorker
+from orchestrator.sim.simulated_worker import SimWorker
 
 _LITTLE = 1e-9  # seconds
 
 
-class BorrowedSimWorker(MovableSimWorker):
+class BorrowedSimWorker(SimWorker):
     """A :class:`~orchestrator.api.BorrowedWorker`. ``engine``: whose device it is on, None: it has one for itself.
     ``kv_bytes``: of a simulated token; ``lease``: seconds, 0: it has no prefix cache. ``moved``: asked with each
     version for the engine to be on."""

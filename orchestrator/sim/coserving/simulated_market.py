@@ -14,19 +14,23 @@ pages, has nothing to compute, and has no weights until it is taken. Nothing is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
 from orchestrator.api import BorrowedWorker, ManagedWorker
 from orchestrator.borrowing.server_exchange import Offer
-from orchestrator.sim.coserving.autoscaler import Autoscaler
-from orchestrator.sim.coserving.serving_engine import ServingEngine, UserRequest
+from orchestrator.sim.coserving.serving_engine import Role, ServingEngine, UserRequest
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
 
 if TYPE_CHECKING:
     from orchestrator.sim.coserving.serving_cluster import ServingCluster
 
+LOOK = 1.0  # seconds between two looks
+WINDOW = 10  # looks that count
+UP, DOWN = 0.6, 0.3  # share of the time that engines of a role compute
+CALM = 30.0  # seconds since the last change of a role, before an engine of it stops
 Mean = Callable[[str], tuple[float, float]]  # of an engine's use, and over how many seconds
 
 
@@ -70,7 +74,6 @@ class SimMarket:
     # -- what the exchange asks ----------------------------------------------------------------------------------------
 
     async def list_offers(self) -> Sequence[Offer]:
-        """See the protocol."""
         return [self._offer(name) for name in self._pairs]
 
     def _offer(self, name: str) -> Offer:
@@ -80,7 +83,6 @@ class SimMarket:
         return Offer(name, share=engine.pages / engine.rules.pages, before=self._mean(engine.name))
 
     def worker(self, url: str) -> BorrowedWorker:
-        """See the protocol."""
         worker, engine = self._pairs[url]
         self._had.add(url)
         if engine.up:
@@ -93,7 +95,6 @@ class SimMarket:
         """See the protocol: the worker itself counts the seconds of its activation."""
 
     async def leave(self, worker: BorrowedWorker) -> None:
-        """See the protocol."""
         self._had.discard(worker.name)
         self._pairs[worker.name][0].release()
         self.returned += 1
@@ -134,27 +135,83 @@ class SimMarket:
         self.engine_began(engine)
 
 
-class ScaledServing(Autoscaler):
-    """Serving engines that end while their load is low, and come back when it rises: no device is anybody's alone."""
+class Autoscaler:
+    """Bidirectional autoscaling of a serving cluster: what ROSE 6.1 compares with, in ServerlessLLM's place. While serving's load
+    is low, engines stop and their devices are rollouts' alone; when it rises, rollouts are evicted and the model is loaded
+    again, which takes ``reload`` seconds. Reactive, as such autoscalers are: by how busy the engines of a role were in the last
+    ten seconds. ASSUMED, since none of it is printed: the thresholds above.
+
+    Of one cluster; one engine of each role always serves. ``lendable``: names of the engines that may stop. ``stopped``: an
+    engine serves no more; ``wanted``: it is about to load its model; ``serves``: it has."""
 
     def __init__(
-        self, market: SimMarket, cluster: ServingCluster, workers: Sequence[BorrowedSimWorker], reload: float
+        self,
+        cluster: ServingCluster,
+        lendable: Collection[str],
+        reload: float,
+        stopped: Callable[[ServingEngine], None],
+        *,
+        wanted: Callable[[ServingEngine], None] = lambda engine: None,
+        serves: Callable[[ServingEngine], None] = lambda engine: None,
     ) -> None:
-        super().__init__(cluster, workers, reload)
-        self._market = market
+        self._cluster, self._lendable, self._reload = cluster, lendable, reload
+        self._stopped, self._wanted, self._serves = stopped, wanted, serves
+        self._busy: dict[Role, deque[float]] = {
+            "prefill": deque(maxlen=WINDOW + 1),
+            "decode": deque(maxlen=WINDOW + 1),
+        }
+        self._changed: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}
+        self._loading: dict[str, asyncio.TimerHandle] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.changes = 0
 
     def start(self) -> None:
         """All engines serve."""
         self._review_load()
 
-    def _stopped(self, engine: ServingEngine) -> None:
-        self._market.engine_ended(engine, warned=True)
+    def close(self) -> None:
+        """The simulation ends."""
+        for timer in [self._timer, *self._loading.values()]:
+            if timer is not None:
+                timer.cancel()
 
-    def _wanted(self, engine: ServingEngine) -> None:
-        """It is nobody's meanwhile."""
+    def _review_load(self) -> None:
+        for role in ("prefill", "decode"):
+            self._scale(role)
+        self._timer = asyncio.get_running_loop().call_later(LOOK, self._review_load)
 
-    def _serves(self, engine: ServingEngine) -> None:
-        self._market.engine_began(engine)
+    def _scale(self, role: Role) -> None:
+        now = asyncio.get_running_loop().time()
+        mine = [engine for engine in self._cluster.engines if engine.role == role]
+        up = [engine for engine in mine if engine.up]
+        seen = self._busy[role]
+        seen.append(sum(engine.busy_seconds for engine in mine))
+        busy = (seen[-1] - seen[0]) / (max(1, len(seen) - 1) * LOOK * len(up))
+        down = [engine for engine in mine if not engine.up and engine.name not in self._loading]
+        if busy > UP and down:
+            self._reclaim_device(down[0])
+            self._changed[role] = now
+        elif busy < DOWN and len(up) > 1 and now - self._changed[role] >= CALM and not self._loading:
+            self._lend_device(min(up, key=lambda engine: engine.load))
+            self._changed[role] = now
+
+    def _lend_device(self, engine: ServingEngine) -> None:
+        if engine.name not in self._lendable:
+            return
+        self.changes += 1
+        self._cluster.requeue_requests(engine, engine.stop())
+        self._stopped(engine)
+
+    def _reclaim_device(self, engine: ServingEngine) -> None:
+        self.changes += 1
+        self._wanted(engine)
+
+        def ready() -> None:
+            del self._loading[engine.name]
+            engine.start()
+            self._serves(engine)
+
+        self._loading[engine.name] = asyncio.get_running_loop().call_later(self._reload, ready)
 
 
 def _always(engine: ServingEngine) -> Callable[[int], ServingEngine | None]:

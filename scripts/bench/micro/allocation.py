@@ -1,8 +1,8 @@
 """Seconds to choose the degrees of parallelism of 64 GPUs' workers for 6,400 trajectories, and how good the choice is.
 
-The production policy (:mod:`orchestrator.policies.parallelism.parallel_degrees`), alone, processor time: by the size of
-groups as in the paper, and by what a profile says of groups, KV and tool calls included. Its choice is the best there
-is, which the tests compare with all allocations; annealing (Heddle's Algorithm 2) is compared with it.
+By the size of groups as in the paper (:mod:`scripts.bench.papers.size_placement`), with the search of the production policy
+(:mod:`orchestrator.policies.parallelism.degree_reallocation`), alone, processor time. Its choice is the best there is, which the
+tests compare with all allocations; annealing (Heddle's Algorithm 2) is compared with it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import time
 import zlib
 from typing import Any
 
-from orchestrator.policies.parallelism.parallel_degrees import allocate, anneal
-from orchestrator.policies.placement.group_placement import WorkerSpeed
+from scripts.bench.papers.size_placement import WorkerSpeed, allocate, anneal
 from scripts.bench.result import frame, now
 
 NAME = "allocation"

@@ -59,7 +59,7 @@ def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
     for row in rows:
         policy.record_turn(True, row["tokens"], row["move"])
         policy.record_turn(False, row["tokens"], row["recompute"])
-    last = rows[-1]
+    last, crossing = rows[-1], break_even_tokens(policy)
     value = last["move"] / last["recompute"]
     return frame(
         NAME,
@@ -73,7 +73,7 @@ def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
         detail={
             "model": probes[0]["model"],
             "rows": rows,
-            "break_even_tokens": policy.break_even_tokens if math.isfinite(policy.break_even_tokens) else None,
+            "break_even_tokens": crossing if math.isfinite(crossing) else None,
             "shortest_that_paid": next((row["tokens"] for row in rows if row["move"] < row["recompute"]), None),
             "megabytes_per_s": [row["bytes"] / row["transfer"] / 1e6 for row in rows],
             "mooncake": mooncake,
@@ -84,3 +84,12 @@ def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
         begun=begun,
         pids=[*(int(probe["pid"]) for probe in probes)],
     )
+
+
+def break_even_tokens(policy: BreakEven) -> float:
+    """From so many tokens on a move is expected to pay; 0: always, infinite: never."""
+    (move_fixed, fixed), (move_one, one) = policy.expected(0), policy.expected(1)
+    move_each, each = move_one - move_fixed, one - fixed
+    if each <= move_each:
+        return 0.0 if move_fixed < fixed else math.inf
+    return max(0.0, (move_fixed - fixed) / (each - move_each))

@@ -1,7 +1,7 @@
 """Milliseconds to place 6,400 trajectories on 64 workers, and whether the optimum is the dynamic program's.
 
 Heddle's model, where interference follows from the size of a group
-(:mod:`orchestrator.policies.placement.group_placement`), alone; runs place by profiles
+(:mod:`scripts.bench.papers.size_placement`), alone; runs place by profiles
 (:mod:`orchestrator.policies.placement.worker_load`) with the same search, which takes longer and is not timed here. The
 time is the median over repetitions of the slower of two fleets (64 workers alike; four kinds), lengths drawn
 log-normal, from an array of predictions to the finished placement; processor time, as the machine does other things.
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.policies.placement.group_placement import WorkerSpeed, place_groups
+from scripts.bench.papers.size_placement import WorkerSpeed, place_groups
 from scripts.bench.result import frame, now
 
 NAME = "placement"

@@ -32,8 +32,7 @@ from orchestrator.runtime.background_checkpoints import BesideTheLoop
 from orchestrator.sandbox import Sandbox, SandboxLimits
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.seeded_draws import lognormal
-from orchestrator.sim.simulated_relay import SimWeights
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.twins import SimDisplay, SimEnvironment, SimReward, SimTask, SimTrainer
 from orchestrator.store import TrajectoryStore
 from scripts.bench.micro.loop_delay import LoopDelay, WatchedSelector

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.sim.paper_setups import load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
 from scripts.bench.papers.modes import FREE, FREE_NAME
 from scripts.bench.papers.rollart_setups import rollart_fleet
+from scripts.bench.papers.run_figures import measure
 from scripts.bench.papers.simulated import row, simulated_frame, within
 from scripts.bench.result import now
 

@@ -29,12 +29,13 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
+from orchestrator.policies.parallelism.degree_reallocation import allocate_loads
 from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
-from orchestrator.sim.paper_setups import RunFigures, load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
+from orchestrator.sim.resizable_worker import SimRates
 from orchestrator.sim.simulated_cluster import trainer_costs
-from orchestrator.sim.simulated_forecasts import SimRates
 from scripts.bench.papers.heddle import DEGREES, MARGIN, known_loads
+from scripts.bench.papers.run_figures import RunFigures, measure
 from scripts.bench.papers.simulated import row, simulated_frame
 from scripts.bench.result import now
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
-from orchestrator.sim.cost_model import CHUNK_TOKENS, EngineCosts, seconds_of
+from orchestrator.sim.cost_model import CHUNK_TOKENS, EngineCosts, WeightSeconds, seconds_of
 from orchestrator.sim.engine_batch import EngineBatch
 from orchestrator.sim.engine_batch import EngineSequence as Running
 
@@ -43,6 +43,9 @@ class Step:
         return max(1.0, chunks), count, count * self.context, count * new, pairs, chunks, beyond
 
 
+_NO_WEIGHTS = WeightSeconds(0.0, 0.0, 0.0)  # none are on their way
+
+
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
     """``COSTS`` in seconds. Weights are not its subject: they cost nothing."""
@@ -56,9 +59,7 @@ class FittedCosts:
     spill: float = 0.0
     cached: int = CACHED[0]
     kv_tokens: int | None = None
-    fetch_seconds: float = 0.0
-    load_seconds: float = 0.0
-    receive_seconds: float = 0.0
+    weights: WeightSeconds = _NO_WEIGHTS
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
         """See :class:`~orchestrator.sim.cost_model.EngineCosts`."""

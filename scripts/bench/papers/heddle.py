@@ -19,10 +19,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
+from orchestrator.policies.parallelism.degree_reallocation import allocate_loads
 from orchestrator.policies.placement.worker_load import SCORE, TrajectoryLoads, sorted_loads
 from orchestrator.sim.paper_setups import load_scenario
-from orchestrator.sim.simulated_forecasts import SimRates
+from orchestrator.sim.resizable_worker import SimRates
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.task_mix import TaskMix
 from scripts.bench.papers.simulated import row, simulated_frame

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import RunFigures, measure
 from scripts.bench.papers.rollart_setups import LADDER, rollart
+from scripts.bench.papers.run_figures import RunFigures, measure
 from scripts.bench.papers.simulated import exactly, simulated_frame, within
 from scripts.bench.result import now
 

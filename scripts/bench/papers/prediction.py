@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from typing import Any
 import numpy as np
 
 from orchestrator.api import ConfigError
+from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import (
     HistoryPredictor,
+    LengthForecast,
+    LengthOutcome,
     LengthPredictor,
-    OraclePredictor,
     ProgressivePredictor,
     prompt_only,
 )
@@ -52,6 +54,22 @@ COVERAGE = 0.8
 BASELINES = ("prompt only", "history")
 _TAILS = (0.1, 0.2)
 _PRIOR = 100.0  # tokens; before anything is learned
+
+
+class OraclePredictor:
+    """Knows. ``said``: by trajectory, tokens of each of its responses. For recorded trajectories."""
+
+    def __init__(self, said: Mapping[str, Sequence[int]]) -> None:
+        self._said = said
+
+    def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
+        """See the protocol."""
+        left = self._said[progress.trajectory][progress.turns :]
+        tokens = float(sum(left))
+        return LengthForecast(tokens, tokens, tokens, float(len(left)), "oracle")
+
+    def learn(self, outcome: LengthOutcome) -> None:
+        """There is nothing that it could learn."""
 
 
 def predictors(seed: int) -> dict[str, Callable[[], LengthPredictor]]:

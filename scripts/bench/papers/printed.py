@@ -12,7 +12,8 @@ from typing import Any
 
 from orchestrator.sim.cost_model import RooflineCosts, RooflineTraining
 from orchestrator.sim.hardware import DEVICES, MODELS
-from orchestrator.sim.paper_setups import load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
+from scripts.bench.papers.run_figures import measure
 
 _GIB = 1 << 30
 _TRANSFER = "the paper's path has a start of 4 s and reaches a small part of the link; ours counts 0.8 of the link"
@@ -77,9 +78,9 @@ def _transfers() -> list[dict[str, Any]]:
         where = "RollArt, table 4"
         note = "one rate for all sizes"
         found.append(_row(f"push of {name}", training.publish_seconds, push[name], where, "s", note, True))
-        found.append(_row(f"accumulated pull of {name}", engine.fetch_seconds, pull[name], where, "s", note, True))
+        found.append(_row(f"accumulated pull of {name}", engine.weights.fetch, pull[name], where, "s", note, True))
         late = "ours fetches all beside generation and stands still for the copy to the device only"
-        found.append(_row(f"exposed pull of {name}", engine.load_seconds, exposed[name], where, "s", late))
+        found.append(_row(f"exposed pull of {name}", engine.weights.load, exposed[name], where, "s", late))
     return found
 
 

@@ -1,6 +1,6 @@
 """Simulated runs whose engines' degrees are chosen between steps, over the best equal degrees in hindsight (Heddle 6.2).
 
-Whole simulated runs, the production resource manager (:mod:`orchestrator.parallelism.degree_planner`) and proxy, the
+Whole simulated runs, the production resource manager (:mod:`orchestrator.parallelism.replanner`) and proxy, the
 roofline cost model of 8 H800. The managed run is told the mean of the first step's tokens and takes their tail for
 granted (``expected_sigma`` 1): it begins with the degrees that are best for that, learns the lengths from each step,
 and pays for each change: the engines that change are started anew, weights included. It is compared with runs of fixed

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_cluster import engine_costs, trainer_costs
 from scripts.bench.papers.rollart_setups import rollart, rollart_fleet
+from scripts.bench.papers.run_figures import measure
 from scripts.bench.papers.simulated import exactly, row, simulated_frame, within
 from scripts.bench.result import now
 
@@ -218,8 +219,8 @@ def _tax() -> list[dict[str, Any]]:
         config = rollart(model, "affinity")
         engine, trainer = engine_costs(config, "H20"), trainer_costs(config)
         source = "RollArt table 4 and 7.5"
-        whole = trainer.publish_seconds + engine.fetch_seconds
+        whole = trainer.publish_seconds + engine.weights.fetch
         rows.append(exactly(f"{model}: push and pull in the way, s", naive, whole, source, "rates from table 4"))
         late = "all of the pull is beside generation; the copy to the device is not"
-        rows.append(exactly(f"{model}: exposed, s", exposed, engine.load_seconds, source, late))
+        rows.append(exactly(f"{model}: exposed, s", exposed, engine.weights.load, source, late))
     return rows

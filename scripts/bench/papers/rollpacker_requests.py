@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.api import Completion, GenerationRequest
 from orchestrator.config import Config
-from orchestrator.policies.serving.judge_residency import JudgeMemory, pass_seconds, plan_residency
+from orchestrator.policies.serving.judge_residency import JudgeMemory, JudgeResidency, plan_residency
 from orchestrator.sim.cost_model import LINK_EFFICIENCY, RooflineCosts
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import rollpacker
@@ -193,3 +193,26 @@ def table_4(scale: int = 1, steps: int = 6) -> tuple[dict[str, Any], list[dict[s
         )
         for name, printed in TABLE_4.items()
     ]
+
+
+def pass_seconds(residency: JudgeResidency, compute: float, copy: float, passes: int = 1) -> float:
+    """Seconds of ``passes`` through all layers, one after another, where a layer takes ``compute`` seconds and its transfer
+    ``copy``: transfers run one at a time, in order, each as soon as its buffer is free, the next pass's too."""
+    order = [index for _ in range(passes) for index in range(residency.layers)]
+    streamed = frozenset(residency.streamed)
+    freed = [0.0] * residency.buffers  # when each buffer was last free
+    copied = now = 0.0
+    number = 0
+    ready: list[float] = []
+    # A transfer may start when the one before it ended and its buffer was released, which is known as layers are computed.
+    for index in order:
+        if index not in streamed:
+            now += compute
+            continue
+        buffer = number % residency.buffers
+        copied = max(copied, freed[buffer]) + copy
+        ready.append(copied)
+        now = max(now, copied) + compute
+        freed[buffer] = now
+        number += 1
+    return now

@@ -22,9 +22,10 @@ from statistics import mean
 from typing import Any
 
 from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
-from orchestrator.sim.paper_setups import RunFigures, load_scenario, measure
+from orchestrator.sim.paper_setups import load_scenario
 from scripts.bench.papers.borrowed import RULES
 from scripts.bench.papers.rose_runs import played
+from scripts.bench.papers.run_figures import RunFigures, measure
 from scripts.bench.papers.simulated import exactly, row, simulated_frame
 from scripts.bench.result import now
 

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.config import Config
 from orchestrator.sim import hardware
 from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail_latency
-from orchestrator.sim.virtual_loop import run
+from scripts.bench.virtual_run import run
 
 
 def serving_alone(config: Config, seconds: float) -> dict[str, Any]:

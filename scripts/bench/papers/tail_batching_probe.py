@@ -38,9 +38,10 @@ from orchestrator.components import Components, Position
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
-from orchestrator.sim.epoch_audit import account_epochs
 from orchestrator.sim.recorded_traces import EpisodeTraces
+from orchestrator.sim.run_audit import account_epochs
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask
+from scripts.bench.papers.run_figures import epochs_done
 from scripts.bench.papers.tail_batching_scenario import MAX_LEN, SLOTS, scenario, traces
 
 WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
@@ -224,7 +225,7 @@ async def epoch(worker: Any, config: Config, run: int) -> dict[str, Any]:
         "tokens_made": forced.made,
         "tokens_trained": trained,
         "tokens_aborted": forced.aborted,
-        "epochs": found.epochs(size) if enabled else 1,
+        "epochs": epochs_done(found, size) if enabled else 1,
         "violations": found.violations,
         "ledger": ledger.counts.as_dict(),
     }

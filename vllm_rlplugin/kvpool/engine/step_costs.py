@@ -11,8 +11,13 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
-from orchestrator.policies.parallelism.engine_profile import EngineProfile, point_from_dict
-from orchestrator.policies.parallelism.learned_costs import LearnedCosts, ProfiledCosts, StepCosts
+from orchestrator.policies.parallelism.engine_profile import (
+    EngineProfile,
+    LearnedCosts,
+    ProfiledCosts,
+    StepCosts,
+    point_from_dict,
+)
 from orchestrator.policies.serving.admission import Slo, slo_floor
 from vllm_rlplugin.options import PluginOptions
 

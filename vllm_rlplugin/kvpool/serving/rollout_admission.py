@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.policies.parallelism.learned_costs import StepCosts
+from orchestrator.policies.parallelism.engine_profile import StepCosts
 from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, AdmittedWork
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords

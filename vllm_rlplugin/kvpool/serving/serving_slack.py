@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.policies.parallelism.learned_costs import StepCosts
+from orchestrator.policies.parallelism.engine_profile import StepCosts
 from orchestrator.policies.serving.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack, tpot_slack
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
