@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, find_version
+from orchestrator.hooks.tested_versions import VLLM, find_version
 from vllm_rlplugin.engine_activation import activate, is_active, is_cpu_build, register_backend
 from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN
 

@@ -25,7 +25,7 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, InstalledComponent, check_version
+from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.engine_activation import activate, is_cpu_build
 from vllm_rlplugin.kvpool.engine.single_process import check_workers, single_process_executor
 from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, find_version, missing_names, signature_mismatches
-from orchestrator.hooks.source_signatures import SourceTree
+from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
+from orchestrator.hooks.tested_versions import VLLM, find_version
 
 _ARGS = "vllm.engine.arg_utils"
 _CORE = "vllm.v1.engine.core:EngineCore"

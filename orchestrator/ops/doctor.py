@@ -30,7 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent, check_version, find_version
+from orchestrator.hooks.tested_versions import (
+    MEGATRON_CORE,
+    MOONCAKE,
+    PYTHON,
+    RAY,
+    VLLM,
+    EngineComponent,
+    check_version,
+    find_version,
+)
 from orchestrator.ops import doctor_machine as machine
 from orchestrator.ops import nvidia_driver
 from orchestrator.ops.check import Check, Finding, Status

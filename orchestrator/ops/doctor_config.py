@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.hooks import MOONCAKE, VLLM
+from orchestrator.hooks.tested_versions import MOONCAKE, VLLM
 from orchestrator.ops import doctor_machine as machine
 from orchestrator.ops import requirements
 from orchestrator.ops.check import Check, Finding

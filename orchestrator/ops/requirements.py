@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent
+from orchestrator.hooks.tested_versions import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.hooks import VLLM, find_version, signature_mismatches
-from orchestrator.hooks.source_signatures import SourceTree, imported_names
+from orchestrator.hooks.signatures import SourceTree, signature_mismatches
+from orchestrator.hooks.tested_versions import VLLM, find_version
 from vllm_rlplugin import hookpoints
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
@@ -150,7 +150,7 @@ def test_our_imports_from_vllm_are_found_wherever_they_are() -> None:
         ROOT / "vllm_rlplugin" / "worker" / "inprocess_engine.py",
         ROOT / "patches" / "vllm" / "cpu_keep_weights.py",
     ]
-    names = imported_names(files, "vllm")
+    names = vllm_sources.imported_names(files, "vllm")
     assert "vllm.v1.engine.llm_engine:LLMEngine" in names  # in a function
     assert "vllm.model_executor.layers.utils:" in names
     assert not [name for name in names if name.startswith("vllm_rlplugin")]
