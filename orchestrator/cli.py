@@ -195,9 +195,9 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
 
 
 def _mps(arguments: argparse.Namespace) -> int:
-    from orchestrator.ops.mps_watch import run
+    from orchestrator.ops.mps import run_mps
 
-    return run(arguments)
+    return run_mps(arguments)
 
 
 def _lend(arguments: argparse.Namespace) -> int:
@@ -357,7 +357,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     from orchestrator.hooks import tested_versions
     from orchestrator.ops import profile_command as profile
-    from orchestrator.profiler import ProfileProgress
+    from orchestrator.profiler.measurement import ProfileProgress
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)

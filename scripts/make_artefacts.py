@@ -34,9 +34,9 @@ from orchestrator.run_folder import write_environment
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, announcement, version_leases
-from orchestrator.transfer.delta_compression import DeltaCodec
 from orchestrator.transfer.job_head import head_key
 from orchestrator.transfer.retention import VersionHolder
+from orchestrator.transfer.shard_codec import DeltaCodec
 
 CONFIG = """\
 [run]

@@ -1,11 +1,14 @@
 """What a config adds to ``rl-coserve doctor``: its packages, ports, disks and limits; and what it cannot do without fails.
 
-Guarantee: a part that the run would be refused for is a failure here, not a warning
-(:mod:`orchestrator.ops.requirements` is the list of both).
+Guarantees: a part that the run would be refused for is a failure here, not a warning
+(:mod:`orchestrator.ops.requirements` is the list of both). What is written to the relay (1 KB, under a name that was never
+there) is removed again; nothing is started.
 """
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,13 +20,14 @@ from orchestrator.hooks.tested_versions import MOONCAKE, VLLM
 from orchestrator.ops import doctor_machine as machine
 from orchestrator.ops import requirements
 from orchestrator.ops.check import Check, Finding
-from orchestrator.ops.doctor_relay import relay
 from orchestrator.tasks import registry
+from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 
 _ONLY = {  # checks that are of no use without the component
     MOONCAKE: ("mooncake", "mooncake store", "system libraries"),
     VLLM: ("vllm", "vllm plugin"),
 }
+_RELAY_BYTES = 1024
 _RELAY_LIMIT = 30.0  # seconds: an object store may be far away
 # Of the orchestrator's process: a connection to an engine or its server, a reward call, two pipes of an environment process.
 _FILES_AN_ENVIRONMENT = 4
@@ -48,7 +52,7 @@ def for_config(checks: Sequence[Check], config: Config) -> list[Check]:
         elif check.name in names or (check.name == "sandbox" and _needs_sandbox(config)):
             check = replace(check, run=partial(_needed, check.run))
         found.append(check)
-    own = [Check("extras", partial(extras, config)), Check("relay", partial(relay, config), limit=_RELAY_LIMIT)]
+    own = [Check("extras", partial(extras, config)), Check("relay", partial(relay_usable, config), limit=_RELAY_LIMIT)]
     if (folder := relay_folder(config)) is not None:
         own.append(Check("relay disk", partial(machine.disk, folder, "relay.master")))
     if config.environment.backend == "kubernetes":
@@ -114,3 +118,42 @@ def _needs_sandbox(config: Config) -> bool:
     names = [config.task.name, *config.task.mixture]
     classes: list[Any] = [registry.find(name) for name in names]
     return any(getattr(found, "needs_sandbox", False) for found in classes)
+
+
+def relay_usable(config: Config) -> Finding:
+    """Raises ConfigError for an address that is none of this machine, or a port that is taken."""
+    settings = config.relay
+    if settings.kind == "fsspec":
+        return _round_trip(settings.master) if settings.master else Finding("ok", "fsspec: a folder of the run")
+    if settings.master:
+        from orchestrator.transfer.mooncake_relay import seen_from
+
+        try:
+            own = seen_from(settings.master)
+        except RelayError as error:
+            return Finding("fail", str(error), "start mooncake_master there, or leave relay.master empty")
+        return Finding("ok", f"something listens at {settings.master}; clients here say they are at {own}")
+    from orchestrator.runtime.mooncake_master import own_address
+    from orchestrator.runtime.preflight import check_port
+
+    check_port(config)
+    return Finding("ok", f"a mooncake_master of the run's own can listen on {own_address(settings.host)}")
+
+
+def _round_trip(url: str) -> Finding:
+    opened = open_relay(RelayEndpoint(job="doctor", kind="fsspec", master=url))
+    key, sent, received = f"rlc/doctor/{uuid.uuid4().hex}", os.urandom(_RELAY_BYTES), bytearray(_RELAY_BYTES)
+    fix = "check the address, the credentials, and that all processes may write there"
+    try:
+        opened.put(key, memoryview(sent))
+        try:
+            opened.get_into(key, memoryview(received))
+        finally:
+            opened.remove(key)
+    except RelayError as error:
+        return Finding("fail", str(error), fix)
+    finally:
+        opened.close()
+    if bytes(received) != sent:
+        return Finding("fail", f"{url}: 1 KB came back changed", fix)
+    return Finding("ok", f"1 KB put to {url}, read back and removed")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.ops.check import Finding
-from orchestrator.ops.nvml import NvmlUnavailable, handles, started
+from orchestrator.ops.nvidia_driver import NvmlUnavailable, nvml_handles, start_nvml
 
 # The demo's processes together took 2.5 GB (proportional set size, peak, on two cores): Ray, one vLLM engine, one
 # Megatron-Core rank, mooncake_master, reward host, orchestrator.
@@ -35,7 +35,7 @@ def devices() -> Finding:
     """NVIDIA GPUs through NVML; a machine without one is told so, and is no failure: the engines then run on the CPU."""
     nodes = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     try:
-        library = started()
+        library = start_nvml()
     except NvmlUnavailable as error:
         if not error.installed and nodes:
             detail = f"{', '.join(nodes)} in /dev, but NVML cannot be asked: {error}"
@@ -55,7 +55,7 @@ def devices() -> Finding:
 def _devices(library: Any) -> Finding:
     driver = _text(library.nvmlSystemGetDriverVersion())
     said, taken = [], []
-    for index, handle in enumerate(handles(library)):
+    for index, handle in enumerate(nvml_handles(library)):
         memory, name = library.nvmlDeviceGetMemoryInfo(handle), _text(library.nvmlDeviceGetName(handle))
         said.append(f"{index}: {name}, {memory.free >> 20} of {memory.total >> 20} MB free")
         if memory.free < DEVICE_FREE * memory.total:

@@ -17,17 +17,8 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
-from orchestrator.profiler import (
-    Prober,
-    ProfileFile,
-    ProfileKey,
-    ProfileProgress,
-    grid,
-    load,
-    measure,
-    model_name,
-    powers,
-)
+from orchestrator.profiler.measurement import Prober, ProfileProgress, grid, measure, powers
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load, model_name
 from orchestrator.run_folder import describe_machine
 from orchestrator.runtime import tiny_model_setup
 from orchestrator.runtime.engine_actors import RolloutEngines, VllmEngine

@@ -18,9 +18,9 @@ from orchestrator.config import Config
 from orchestrator.parallelism.planner_setup import make_planner, make_reallocation, read_planner_profile
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
-from orchestrator.profiler import ProfileKey, model_name
-from orchestrator.profiler import load as load_profile
+from orchestrator.profiler.profile_file import ProfileKey, model_name
 from orchestrator.profiler.profile_file import check as check_profile
+from orchestrator.profiler.profile_file import load as load_profile
 from orchestrator.proxy.resize import NO_EXPERTS, seats
 
 IDENTITY = "vllm_rlplugin.engine_profiler:identity"

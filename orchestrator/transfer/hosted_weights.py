@@ -2,7 +2,7 @@
 
 Guarantees:
 
-* :meth:`Resident.advance` is all or nothing: it ends at the new version, every shard with the digest that was published, or
+* :meth:`HostedWeights.advance` is all or nothing: it ends at the new version, every shard with the digest that was published, or
   it raises and everything is as it was, bit for bit (differences are applied in place, with an undo log).
 * Only the shards that the regions intersect are fetched and kept; of a difference, only those whose digest changed.
 * A base that is missing needs no care by the caller: from what is held by differences where the chain is there and shorter,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import orchestrator.transfer.job_head as heads
@@ -46,7 +46,7 @@ from orchestrator.transfer.retention import SnapshotPolicy, retained_versions
 from orchestrator.transfer.shard_codec import RAW, ShardCodec
 from orchestrator.transfer.shard_routing import shard_label
 from orchestrator.transfer.shard_writer import ShardWriter, store_checked
-from orchestrator.transfer.transfer_errors import RelayError, VersionTakenError
+from orchestrator.transfer.transfer_errors import VersionTakenError
 from orchestrator.transfer.version_leases import LeaseWatch
 
 Tensor = tuple[str, tuple[int, ...], str, Bytes]  # name, shape, dtype, contiguous uint8 bytes
@@ -54,7 +54,6 @@ Shard = tuple[ShardKey, Bytes, Bytes | None]  # where it belongs, its bytes, its
 # Of a difference at most: a rank's share of one is often less than a bucket, and would otherwise leave only when all of it
 # is encoded. 2 MiB still outweigh the two messages that a bucket costs (docs/results/transfer-limit.md).
 DIFFERENCE_BUCKET_BYTES = 2 << 20
-CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
 Cuts = dict[str, tuple[tuple[int, ...], str]]  # label -> shape and dtype: how a version is cut into shards
 
 
@@ -145,7 +144,7 @@ class Publisher:
         of one rank is raised on all.
         """
         started = self._clock()
-        attempt = PublishAttempt(*self._first(lambda: _flat(self._begin(version, base))))
+        attempt = PublishAttempt(*self._first(lambda: astuple(self._begin(version, base))))
         writer = ShardWriter(
             self._relay,
             self._pool,
@@ -354,25 +353,7 @@ class Publisher:
         return self._update(lambda head: head)
 
     def _update(self, transition: Callable[[JobHead], JobHead]) -> JobHead:
-        return update_head(self._metadata, self._endpoint.job, transition)
-
-
-def update_head(metadata: MetadataStore, job: str, transition: Callable[[JobHead], JobHead]) -> JobHead:
-    """Apply a transition to the head record by compare-and-set, again while others are faster; returns the new head."""
-    key = heads.head_key(job)
-    for _ in range(CAS_TRIES):
-        present = metadata.get(key)
-        before = JobHead() if present is None else heads.decode_head(present[0])
-        after = transition(before)
-        if after == before:
-            return before
-        if metadata.compare_and_set(key, heads.encode_head(after), 0 if present is None else present[1]):
-            return after
-    raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")
-
-
-def _flat(attempt: PublishAttempt) -> list[int]:
-    return [attempt.epoch, attempt.version, attempt.number, attempt.buckets, attempt.base]
+        return heads.update_head(self._metadata, self._endpoint.job, transition)
 
 
 def _discard_all(head: JobHead, attempts: tuple[PublishAttempt, ...]) -> JobHead:

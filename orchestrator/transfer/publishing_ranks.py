@@ -6,18 +6,14 @@ makes the same calls in the same order. A collective that fails (a rank died) ra
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import msgpack
 
 from orchestrator.api import ConfigError, CoserveError, RunError
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError, VersionTakenError
 
-_NAMED: dict[str, type[RelayError] | type[VersionTakenError] | type[CorruptWeightsError]] = {
-    "RelayError": RelayError,
-    "VersionTakenError": VersionTakenError,
-    "CorruptWeightsError": CorruptWeightsError,
-}
+_NAMED = {kind.__name__: kind for kind in (RelayError, VersionTakenError, CorruptWeightsError)}
 
 
 class PublishingRanks(Protocol):
@@ -74,10 +70,6 @@ def unpack_answer(data: bytes, who: str) -> Any:
         kind, reason, detail = map(str, message["error"])
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise RunError(f"{who}: what it says cannot be read: {error!r:.200}") from error
-    _raise(kind, reason, detail, who)
-
-
-def _raise(kind: str, reason: str, detail: str, who: str) -> NoReturn:
     if kind in _NAMED:
         raise _NAMED[kind](reason, f"{detail} ({who})")
     if kind == "ConfigError":

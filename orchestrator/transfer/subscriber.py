@@ -28,9 +28,8 @@ from orchestrator.transfer.manifest_signing import Verifier
 from orchestrator.transfer.registered_buffers import BatchRelay, BufferPool, RangeRelay
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import VersionHolder, choose_route
-from orchestrator.transfer.shard_assembly import RegionAssembler
 from orchestrator.transfer.shard_codec import RAW, ShardCodec, decode_stored
-from orchestrator.transfer.shard_routing import Region, shard_label
+from orchestrator.transfer.shard_routing import Region, RegionAssembler, shard_label
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
 LEASE_SECONDS = 600  # how long a subscriber's word is good for

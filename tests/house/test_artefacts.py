@@ -43,8 +43,7 @@ from orchestrator.transfer import (
 )
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
-from orchestrator.transfer.delta_compression import DeltaCodec
-from orchestrator.transfer.shard_codec import apply_stored
+from orchestrator.transfer.shard_codec import DeltaCodec, apply_stored
 
 ARTEFACTS = sorted((Path(__file__).parents[1] / "artefacts").iterdir())
 VERSIONS = pytest.mark.parametrize("made", ARTEFACTS, ids=lambda path: path.name)

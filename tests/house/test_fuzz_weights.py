@@ -18,23 +18,17 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError, CoserveError, RunError, ShardKey
 from orchestrator.policies.placement.device_allocation import AllocationView, DeviceBinding, DevicePool, DeviceWish
 from orchestrator.resources.resource_manager import decode_view, encode_view
-from orchestrator.transfer import (
-    CorruptWeightsError,
-    RelayEndpoint,
-    announcement,
-    delta,
-    publishing_ranks,
-    version_leases,
-)
+from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, announcement, publishing_ranks, version_leases
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import kv_wire as kv_wire
 from orchestrator.transfer import manifest as manifests
+from orchestrator.transfer.delta import delta_codec as delta
 from orchestrator.transfer.delta import delta_format as delta_format
-from orchestrator.transfer.delta.codec_backend import NumpyCodec
 from orchestrator.transfer.delta.native_codec import native
-from orchestrator.transfer.delta_compression import DeltaCodec
+from orchestrator.transfer.delta.reference_codec import NumpyCodec
 from orchestrator.transfer.retention import VersionHolder
+from orchestrator.transfer.shard_codec import DeltaCodec
 from tests.support import fuzzing
 
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)

@@ -19,7 +19,8 @@ from orchestrator.cli import main
 from orchestrator.config import Config
 from orchestrator.ops.profile_command import Wanted, check
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
-from orchestrator.profiler import ProfileFile, ProfileKey, ProfileProgress, grid, load, measure, model_name, powers
+from orchestrator.profiler.measurement import ProfileProgress, grid, measure, powers
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load, model_name
 
 KEY = ProfileKey("Qwen3ForCausalLM 2x64 float32 0a1b2c3d", "vLLM 0.32.0", "CPU X x 1")
 ONE, TWO = EngineLayout(1), EngineLayout(2)

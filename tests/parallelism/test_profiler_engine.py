@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
-from orchestrator.profiler import load
+from orchestrator.profiler.profile_file import load
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
 from vllm_rlplugin.engine_profiler import EngineProfiler, identity
 

@@ -18,7 +18,7 @@ from orchestrator.policies.parallelism.parallelism_planner import (
     layouts_of,
     replay_preemptions,
 )
-from orchestrator.profiler import grid
+from orchestrator.profiler.measurement import grid
 
 LOAD = StepLoad(0, 100.0)  # no lengths: nothing is known of gains, so nothing keeps the rule from acting
 # Made up, in the shape of RollPacker figure 7a: four short rounds and a long one, then calmer ones.

@@ -15,8 +15,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, StepLoad
-from orchestrator.profiler import load
-from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load
 from orchestrator.sim.cost_model import LINK_EFFICIENCY, REDUCE_SECONDS, RooflineCosts
 from orchestrator.sim.expert_imbalance import ExpertRouting, costs_at_imbalance
 from orchestrator.sim.fault_injector import FaultInjector

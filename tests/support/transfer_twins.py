@@ -24,7 +24,8 @@ from orchestrator.transfer import (
     shard_routing,
 )
 from orchestrator.transfer import job_head as heads
-from orchestrator.transfer.publisher import Shard, update_head
+from orchestrator.transfer.job_head import update_head
+from orchestrator.transfer.publisher import Shard
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=4096)
 Weights = dict[str, np.ndarray]  # uint16: bfloat16

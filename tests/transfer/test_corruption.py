@@ -19,7 +19,7 @@ from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import manifest as manifests
 from orchestrator.transfer import registered_buffers as buffers_module
-from orchestrator.transfer.publisher import update_head
+from orchestrator.transfer.job_head import update_head
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=1100)
 NAMES = tuple(f"w{index}" for index in range(6))  # two fit into a bucket

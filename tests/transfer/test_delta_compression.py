@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError, ShardKey
-from orchestrator.transfer import CorruptWeightsError, HostedWeights, Publisher, Subscriber, delta, shard_routing
-from orchestrator.transfer.delta_compression import DeltaCodec
+from orchestrator.transfer import CorruptWeightsError, HostedWeights, Publisher, Subscriber, shard_routing
+from orchestrator.transfer.delta import delta_codec as delta
+from orchestrator.transfer.shard_codec import DeltaCodec
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
 

@@ -13,9 +13,8 @@ import pytest
 
 from orchestrator.transfer import CorruptWeightsError
 from orchestrator.transfer.delta import delta_codec, native_codec
-from orchestrator.transfer.delta.bf16_line import advance_values
-from orchestrator.transfer.delta.codec_backend import NumpyCodec
 from orchestrator.transfer.delta.native_codec import LEVELS, NativeCodec
+from orchestrator.transfer.delta.reference_codec import NumpyCodec, advance_values
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = [str(CSRC / f"{name}.c") for name in ("level", "rans", "gather", "sparse", "planes")]

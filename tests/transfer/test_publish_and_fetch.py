@@ -26,7 +26,7 @@ from orchestrator.transfer import (
 )
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import registered_buffers as buffers_module
-from orchestrator.transfer.publisher import update_head
+from orchestrator.transfer.job_head import update_head
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=4096)
 OBJECTS = 5  # buckets and manifest of one version of `weights`

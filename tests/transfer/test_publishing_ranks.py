@@ -19,8 +19,8 @@ from orchestrator.transfer import (
     RelayError,
     Subscriber,
     VersionTakenError,
-    bucket_sender,
     shard_routing,
+    shard_writer,
 )
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import manifest as manifests
@@ -303,7 +303,7 @@ def test_buckets_are_pushed_while_later_ones_are_filled_and_only_so_many_wait() 
     relay = Slow()
     publisher = Publisher(replace(twins.ENDPOINT, bucket_bytes=1024), relay, MemoryMetadata())
     filled: list[int] = []
-    limit = 2 + bucket_sender.WAITING  # one in flight, those that wait, and the one that was just filled
+    limit = 2 + shard_writer.WAITING  # one in flight, those that wait, and the one that was just filled
 
     def stream() -> Any:
         for number in range(12):

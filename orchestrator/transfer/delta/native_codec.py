@@ -15,10 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.transfer.delta.bf16_line import Steps, Words
-from orchestrator.transfer.delta.codec_backend import AppliedSegments, Lengths
-from orchestrator.transfer.delta.rans import Bytes
-from orchestrator.transfer.delta.sparse_segments import Positions
+from orchestrator.transfer.delta.reference_codec import AppliedSegments, Bytes, Lengths, Positions, Steps, Words
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
 ABI = 1

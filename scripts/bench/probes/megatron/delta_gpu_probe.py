@@ -21,7 +21,7 @@ import torch
 import triton
 
 from megatron_rlplugin.weights import gpu_delta
-from orchestrator.transfer.delta.bf16_line import steps_between
+from orchestrator.transfer.delta.reference_codec import steps_between
 
 DENSITIES = (0.001, 0.01, 0.05)  # RL steps of large models change about 1 % of bf16 weights (ROSE, figure 11a)
 
