@@ -29,7 +29,6 @@ from typing import Protocol
 from orchestrator.api import (
     CommandError,
     Completion,
-    ConfigError,
     GenerationRequest,
     ManagedWorker,
     PlacedWorker,
@@ -41,22 +40,22 @@ from orchestrator.api import (
 )
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
-from orchestrator.proxy.capacity import BorrowedCaps
-from orchestrator.proxy.health import Heartbeat
+from orchestrator.proxy.health import BorrowedCaps, Heartbeat
 from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.resume_turn import joined, rest
 from orchestrator.proxy.worker_state import (
+    LOST,
     DeviceLoan,
     HandBacks,
     Pending,
     WorkerState,
+    failure_of,
     others_live,
     rest_from,
     spawn,
     waits,
 )
 
-LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
 
 
@@ -219,15 +218,9 @@ class LLMProxy:
         fetches what was not prepared, and a worker that died in it is noticed by its completions. Returns the failures."""
 
         async def one(state: WorkerState) -> str:
-            try:
-                async with asyncio.timeout(self.stall_timeout):
-                    await state.worker.prepare(version)
-                return ""
-            except LOST as error:
-                why = str(error)
-            except TimeoutError:
-                why = f"no answer for {self.stall_timeout} s"
-            self.note_fault(f"prepare {state.worker.name}", why)
+            silence = f"no answer for {self.stall_timeout} s"
+            if why := await failure_of(state.worker.prepare(version), self.stall_timeout, silence):
+                self.note_fault(f"prepare {state.worker.name}", why)
             return why
 
         self._preparing, behind = version, [state for state in self.states if state.usable and state.version != version]
@@ -367,16 +360,9 @@ class LLMProxy:
         """Run a command on all live workers at once, or on some. A worker that fails it, or hangs in it, is revived."""
 
         async def guarded(state: WorkerState) -> None:
-            life = state.lives
-            why: str | None = None
-            try:
-                async with asyncio.timeout(self.stall_timeout):
-                    await call(state)
-            except LOST as error:
-                why = str(error)
-            except TimeoutError:
-                why = f"no answer to a command for {self.stall_timeout} s"
-            if why is not None and state.lives == life:  # else it says something about a process that is gone already
+            life, silence = state.lives, f"no answer to a command for {self.stall_timeout} s"
+            why = await failure_of(call(state), self.stall_timeout, silence)
+            if why and state.lives == life:  # else it says something about a process that is gone already
                 self.lose_worker(state, why)
 
         meant = [state for state in self.states if state.usable and (only is None or state.index in only)]

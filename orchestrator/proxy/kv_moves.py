@@ -12,25 +12,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.api import (
-    CommandError,
-    Completion,
-    ConfigError,
-    GenerationRequest,
-    KvMove,
-    KvMoved,
-    KvWorker,
-    RetryableError,
-)
+from orchestrator.api import Completion, GenerationRequest, KvMove, KvMoved, KvWorker
 from orchestrator.config.sections import KvTransferSection
 from orchestrator.events import EventLog
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import TurnRouter
-from orchestrator.proxy.worker_state import WorkerState
+from orchestrator.proxy.worker_state import LOST, WorkerState
 
 EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
 REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
-_LOST = (RetryableError, CommandError, ConfigError)
 
 
 @dataclass(slots=True)
@@ -147,7 +137,7 @@ class KvMoves:
             async with asyncio.timeout(2 * self._limit):  # its own limit is kept by the worker, while that answers
                 moved = await self._fetch(state, request, source)
             why = moved.why
-        except _LOST as error:
+        except LOST as error:
             why = f"lost: {error}"
         except TimeoutError:
             why = f"timeout: no answer for {2 * self._limit:g} s"

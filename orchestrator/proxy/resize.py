@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
-from orchestrator.proxy.gateway import LOST, LLMProxy
-from orchestrator.proxy.worker_state import WorkerState, spawn
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import LOST, WorkerState, spawn
 
 NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
 

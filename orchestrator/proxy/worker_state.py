@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.api import (
     BorrowedWorker,
+    CommandError,
     Completion,
+    ConfigError,
     GenerationRequest,
     ManagedWorker,
     ReleaseResult,
@@ -22,6 +24,7 @@ from orchestrator.api import (
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import TurnRouter
 
+LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
 _ASK_AGAIN = 1.0  # seconds
 REST = 2.0  # seconds
@@ -170,6 +173,18 @@ class HandBacks:
         told, self._counts = self._counts, {}
         for name, (requests, tokens) in told.items():
             self._events.emit("handed_back", worker=name, requests=requests, tokens=tokens)
+
+
+async def failure_of(call: Awaitable[object], seconds: float, silence: str) -> str:
+    """Why a worker's command failed, in words; "": it did not. ``silence``: there was no answer within ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            await call
+    except LOST as error:
+        return str(error) or type(error).__name__
+    except TimeoutError:
+        return silence
+    return ""
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:
