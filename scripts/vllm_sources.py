@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
-from vllm_rlplugin.hookpoints import HOOKS, names
+from vllm_rlplugin.hookpoints import HOOKS, attribute_targets
 
 OTHER_VERSION = "0.33.0"  # supported, and not the one that runs in CI
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,7 +206,7 @@ def differences(sources: SourceTree) -> list[str]:
     """Every hook and every imported name that these sources do not have as we need it, one line each."""
     found = [str(mismatch) for mismatch in signature_mismatches(HOOKS, sources)]
     files = sorted(path for folder in OUR_FOLDERS for path in (ROOT / folder).glob("*.py"))
-    wanted = (*names(), *imported_names(files, "vllm"))
+    wanted = (*attribute_targets(), *imported_names(files, "vllm"))
     return found + [f"{target}: nothing there" for target in missing_names(wanted, sources)]
 
 

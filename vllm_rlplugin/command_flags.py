@@ -137,7 +137,7 @@ def is_asked_before_parsing(arguments: Sequence[str], environment: Mapping[str, 
     return (module or command) and is_named(environment)
 
 
-def refuse(program: str, error: ConfigError) -> NoReturn:
+def exit_with_error(program: str, error: ConfigError) -> NoReturn:
     """One line, exit code 2."""
     sys.stderr.write(f"{program}: error: {PLUGIN}: {error}\n")
     raise SystemExit(2)
@@ -174,7 +174,7 @@ def _apply_after_parsing(parser: Any) -> None:
             try:
                 _apply(parsed)
             except ConfigError as error:
-                refuse(parser.prog, error)
+                exit_with_error(parser.prog, error)
         return parsed, rest
 
     parser.parse_known_args = parse_known_args

@@ -288,7 +288,7 @@ def __getattr__(name: str) -> Any:
     return _made(name)
 
 
-def register() -> bool:
+def register_with_verl() -> bool:
     """Make the names in verl's config known to it; False: there is no tested verl here, and nothing is done."""
     found = tested_versions.find_version(tested_versions.VERL)
     if found is None or found[1] not in tested_versions.VERL.tested:
@@ -303,4 +303,4 @@ def register() -> bool:
 
 
 with contextlib.suppress(ImportError):  # a verl without what it needs itself: asking for a class says what is missing
-    register()
+    register_with_verl()

@@ -100,7 +100,7 @@ class CostEstimate:
         return "\n".join(lines)
 
 
-def estimate(config: Config) -> CostEstimate:
+def estimate_cost(config: Config) -> CostEstimate:
     """Simulate a few steps of ``config`` and count. Raises ConfigError, and SimulationFailed for a config that cannot run."""
     count = min(config.run.steps, SIMULATED_STEPS)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-cost-") as folder:

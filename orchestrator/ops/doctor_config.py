@@ -34,16 +34,16 @@ _FILES_AN_ENVIRONMENT = 4
 _LOOPBACK = "127.0.0.1"
 
 
-def for_config(checks: Sequence[Check], config: Config) -> list[Check]:
+def checks_for_config(checks: Sequence[Check], config: Config) -> list[Check]:
     """The checks that matter to this config, and those of its own."""
-    wanted = requirements.components(config)
+    wanted = requirements.required_components(config)
     names = {component.name.lower() for component in wanted}
     useless = {name for component, of_it in _ONLY.items() if component not in wanted for name in of_it}
     kept = [check for check in checks if check.name not in useless]
     made: dict[str, Callable[[], Finding]] = {
-        "disk": partial(machine.disk, Path(config.run.folder)),
-        "open files": partial(machine.open_files, files_wanted(config)),
-        "shared memory": partial(machine.shared_memory, shared_memory_wanted(config)),
+        "disk": partial(machine.check_disk, Path(config.run.folder)),
+        "open files": partial(machine.check_open_files, files_wanted(config)),
+        "shared memory": partial(machine.check_shared_memory, shared_memory_wanted(config)),
     }
     found = []
     for check in kept:
@@ -52,20 +52,21 @@ def for_config(checks: Sequence[Check], config: Config) -> list[Check]:
         elif check.name in names or (check.name == "sandbox" and _needs_sandbox(config)):
             check = replace(check, run=partial(_needed, check.run))
         found.append(check)
-    own = [Check("extras", partial(extras, config)), Check("relay", partial(relay_usable, config), limit=_RELAY_LIMIT)]
+    own = [Check("extras", partial(check_extras, config))]
+    own.append(Check("relay", partial(check_relay, config), limit=_RELAY_LIMIT))
     if (folder := relay_folder(config)) is not None:
-        own.append(Check("relay disk", partial(machine.disk, folder, "relay.master")))
+        own.append(Check("relay disk", partial(machine.check_disk, folder, "relay.master")))
     if config.environment.backend == "kubernetes":
         own.append(Check("kubernetes", partial(_cluster, config), limit=_RELAY_LIMIT))
-    for field, number, address in ports(config):
-        own.append(Check(f"port {field}", partial(machine.port, number, address, field)))
+    for field, number, address in listened_ports(config):
+        own.append(Check(f"port {field}", partial(machine.check_free_port, number, address, field)))
     return [*found, *own]
 
 
-def extras(config: Config) -> Finding:
+def check_extras(config: Config) -> Finding:
     """Packages that this config asks for beyond the extra ``orchestrator``."""
-    wanted = requirements.packages(config)
-    if gone := requirements.missing(config):
+    wanted = requirements.required_packages(config)
+    if gone := requirements.missing_packages(config):
         detail = "; ".join(f"{item.field} = {item.value!r} needs {item.module}" for item in gone)
         return Finding(
             "fail", f"not installed: {detail}", f"pip install 'rl-coserve[{','.join(i.extra for i in gone)}]'"
@@ -73,7 +74,7 @@ def extras(config: Config) -> Finding:
     return Finding("ok", ", ".join(item.extra for item in wanted) or "none needed")
 
 
-def ports(config: Config) -> list[tuple[str, int, str]]:
+def listened_ports(config: Config) -> list[tuple[str, int, str]]:
     """(field, port, address) of what the run itself is told to listen on, here. Ports 0 are chosen then, and need no look.
 
     The embedded master's is looked at with the relay.
@@ -93,9 +94,9 @@ def relay_folder(config: Config) -> Path | None:
 
 
 def _cluster(config: Config) -> Finding:
-    from orchestrator.ops.kubernetes_access import cluster
+    from orchestrator.ops.kubernetes_access import check_cluster_access
 
-    return cluster(config.environment.kubernetes)
+    return check_cluster_access(config.environment.kubernetes)
 
 
 def files_wanted(config: Config) -> int:
@@ -120,7 +121,7 @@ def _needs_sandbox(config: Config) -> bool:
     return any(getattr(found, "needs_sandbox", False) for found in classes)
 
 
-def relay_usable(config: Config) -> Finding:
+def check_relay(config: Config) -> Finding:
     """Raises ConfigError for an address that is none of this machine, or a port that is taken."""
     settings = config.relay
     if settings.kind == "fsspec":

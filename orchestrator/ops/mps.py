@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.ops.nvidia_driver import NvmlUnavailable, gpus, nvml_handles, start_nvml
+from orchestrator.ops.nvidia_driver import NvmlUnavailable, find_gpus, nvml_handles, start_nvml
 
 BINARY = "nvidia-cuda-mps-control"
 TIMEOUT = 10.0  # seconds for one command
@@ -201,7 +201,7 @@ def describe_mps(health: MpsHealth, seen: list[int] | None) -> str:
 
 def run_mps(options: argparse.Namespace, *, binary: str = BINARY) -> int:
     """The command; returns the exit code. Raises ConfigError: no GPU, no MPS on this host, or another watcher."""
-    there = gpus()
+    there = find_gpus()
     if there.missing and binary == BINARY:
         raise ConfigError("--pool", options.pool, f"MPS divides an NVIDIA GPU: {there.missing}; {_OTHERWISE}")
     folder = mps_folder(options.pool)

@@ -35,7 +35,7 @@ class Gpus:
     devices: tuple[Gpu, ...] = ()
 
 
-def gpus(library: str = LIBRARY) -> Gpus:
+def find_gpus(library: str = LIBRARY) -> Gpus:
     """Those that CUDA_VISIBLE_DEVICES leaves to this process."""
     try:
         driver = ctypes.CDLL(library)
@@ -59,9 +59,9 @@ def _gpu(driver: ctypes.CDLL, ordinal: int) -> Gpu:
     return Gpu(name.value.decode(errors="replace"), can)
 
 
-def diagnosed(library: str = LIBRARY) -> Finding:
+def check_driver(library: str = LIBRARY) -> Finding:
     """For the doctor."""
-    found = gpus(library)
+    found = find_gpus(library)
     if found.missing:
         return Finding("skip", f"CUDA: {found.missing}; pools of KV pages lie in host memory here")
     names = ", ".join(gpu.name for gpu in found.devices)

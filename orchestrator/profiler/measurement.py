@@ -42,7 +42,7 @@ class GridPlace:
         return self.phase, self.layout, self.batch, self.tokens
 
 
-def powers(low: int, high: int, factor: int = 2) -> tuple[int, ...]:
+def powers_between(low: int, high: int, factor: int = 2) -> tuple[int, ...]:
     """low, low x factor, ... and ``high`` itself."""
     found = []
     while low < high:
@@ -51,7 +51,7 @@ def powers(low: int, high: int, factor: int = 2) -> tuple[int, ...]:
     return (*found, high)
 
 
-def grid(layouts: Sequence[EngineLayout], batches: Sequence[int], lengths: Sequence[int]) -> list[GridPlace]:
+def profile_grid(layouts: Sequence[EngineLayout], batches: Sequence[int], lengths: Sequence[int]) -> list[GridPlace]:
     """All places, layout by layout (an engine start each), within one in the order of :func:`_coarse_first`."""
     found = []
     for layout in layouts:
@@ -102,7 +102,7 @@ class ProfileProgress:
     text: str
 
 
-async def measure(
+async def measure_places(
     file: ProfileFile,
     places: Sequence[GridPlace],
     start: Callable[[EngineLayout], AbstractAsyncContextManager[Prober]],

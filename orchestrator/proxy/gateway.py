@@ -42,7 +42,7 @@ from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.health import BorrowedCaps, Heartbeat
 from orchestrator.proxy.kv_moves import KvMoves
-from orchestrator.proxy.resume_turn import joined, rest
+from orchestrator.proxy.resume_turn import joined_completion, remaining_request
 from orchestrator.proxy.worker_state import (
     LOST,
     DeviceLoan,
@@ -52,8 +52,8 @@ from orchestrator.proxy.worker_state import (
     failure_of,
     others_live,
     rest_from,
-    spawn,
-    waits,
+    spawn_task,
+    waiting_reason,
 )
 
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
@@ -141,7 +141,7 @@ class LLMProxy:
         """Begin to pump completions. The workers are up."""
         for state in self.states:
             self.open_worker(state)
-        self._watch = spawn(self._heartbeat.run(), "proxy heartbeat", self.on_fatal)
+        self._watch = spawn_task(self._heartbeat.run(), "proxy heartbeat", self.on_fatal)
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
@@ -192,11 +192,11 @@ class LLMProxy:
             self._send_to(self.states[granted[1]], self._pending[granted[0]])
 
     def _send_to(self, state: WorkerState, pending: Pending) -> None:
-        request = rest(pending.request, pending.parts, pending.moves)
+        request = remaining_request(pending.request, pending.parts, pending.moves)
         if request is None or pending.answer.done():  # nothing is left to generate, or it was cancelled in this tick
             self.router.end_turn(pending.request.request_id)
             if not pending.answer.done():
-                pending.answer.set_result(joined(pending.request, pending.parts, None))
+                pending.answer.set_result(joined_completion(pending.request, pending.parts, None))
             return
         if not state.sent:
             state.last_progress = asyncio.get_running_loop().time() - state.unanswered
@@ -342,7 +342,7 @@ class LLMProxy:
             if state.alive:
                 self.lose_worker(state, why)
             elif state.reviver is None or state.reviver.done():
-                state.reviver = spawn(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
+                state.reviver = spawn_task(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
         state.wake.set()
         return DeviceLoan(state.worker.name, why, loop.time() - begun, update=result)
 
@@ -377,8 +377,8 @@ class LLMProxy:
         state.alive = True
         self.seat(state)
         state.last_progress, state.unanswered = asyncio.get_running_loop().time(), 0.0
-        state.pump = spawn(self._pump(state), f"pump {state.worker.name}", self.on_fatal)
-        state.sender = spawn(self._send(state), f"send {state.worker.name}", self.on_fatal)
+        state.pump = spawn_task(self._pump(state), f"pump {state.worker.name}", self.on_fatal)
+        state.sender = spawn_task(self._send(state), f"send {state.worker.name}", self.on_fatal)
         if self.watcher is not None:
             self.watcher.worker_came(state.index)
 
@@ -403,7 +403,7 @@ class LLMProxy:
                         continue
                     self.router.end_turn(pending.request.request_id)
                     if pending.moves:
-                        completion = joined(pending.request, pending.parts, completion)
+                        completion = joined_completion(pending.request, pending.parts, completion)
                     pending.answer.set_result(completion)
                 self.dispatch()  # into the slots that became free
         except LOST as error:
@@ -451,7 +451,7 @@ class LLMProxy:
         for pending in state.give_up():
             self.requeue(pending)
         if not state.lent:  # its device is the trainer's
-            state.reviver = spawn(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
+            state.reviver = spawn_task(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
         self.dispatch()
 
     def tell_left(self, state: WorkerState) -> None:
@@ -544,7 +544,7 @@ class LLMProxy:
     @property
     def waiting_for(self) -> str:
         """In words, what generation waits for, "" when nothing is unusual."""
-        return waits(self.states, self.suspended, self._preparing)
+        return waiting_reason(self.states, self.suspended, self._preparing)
 
     @property
     def behind(self) -> bool:

@@ -187,7 +187,7 @@ async def failure_of(call: Awaitable[object], seconds: float, silence: str) -> s
     return ""
 
 
-def spawn(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:
+def spawn_task(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:
     """A task that serves workers. One that ends by what nobody foresaw ends the run: requests would wait for it for ever."""
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -222,7 +222,7 @@ def others_live(states: Sequence[WorkerState], state: WorkerState) -> bool:
     return any(other.alive or not (other.removed or other.borrowed) for other in states if other is not state)
 
 
-def waits(states: Sequence[WorkerState], suspended: bool, preparing: int) -> str:
+def waiting_reason(states: Sequence[WorkerState], suspended: bool, preparing: int) -> str:
     """What generation waits for, "" when nothing is unusual. ``preparing``: the version that workers fetch, -1: none."""
     reviving = [state.worker.name for state in states if not (state.alive or state.removed or state.parked)]
     if reviving:

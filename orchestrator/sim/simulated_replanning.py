@@ -13,7 +13,7 @@ from orchestrator.parallelism.planner_setup import make_reallocation
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
-from orchestrator.proxy.resize import seats
+from orchestrator.proxy.resize import engine_seats
 from orchestrator.sim import hardware
 from orchestrator.sim.movable_worker import TurnMoves
 from orchestrator.sim.resizable_worker import ResizableSimWorker, planner_of
@@ -53,9 +53,9 @@ def seat_workers(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Wat
     if cutter is None:
         return
     if isinstance(cutter, ParallelismPlanner):
-        ranks, experts = seats(cutter.layout, len(workers)), cutter.layout.ep
+        ranks, experts = engine_seats(cutter.layout, len(workers)), cutter.layout.ep
     else:
-        ranks, experts = seats(cutter.degrees, len(workers)), 1
+        ranks, experts = engine_seats(cutter.degrees, len(workers)), 1
     for worker, count in zip(workers, ranks, strict=True):
         assert isinstance(worker, ResizableSimWorker)
         worker.set_devices(count, experts if count else 1)

@@ -14,7 +14,7 @@ from functools import partial
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.proxy.router_setup import plan
+from orchestrator.proxy.router_setup import planned_router
 from orchestrator.sim.movable_worker import MovableSimWorker, TurnMoves
 from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.simulated_cluster import fleet
@@ -48,7 +48,7 @@ def check_disaggregation(config: Config) -> None:
         raise ConfigError("sim.grain", config.sim.grain, fix)
     classes = fleet(config)
     names, borrowed = [f"sim-{index}" for index in range(len(classes))], [False] * len(classes)
-    plan(config.rollout.routing, names, classes, borrowed, config.rollout.disaggregation)
+    planned_router(config.rollout.routing, names, classes, borrowed, config.rollout.disaggregation)
 
 
 def disaggregated(config: Config) -> Callable[..., SimWorker] | None:

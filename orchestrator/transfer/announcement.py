@@ -99,7 +99,7 @@ def check_digests(data: bytes, shards: Sequence[ShardKey], found: Sequence[int])
             raise CorruptWeightsError("digest", detail)
 
 
-def packs(sizes: Sequence[int], limit: int = PACK_BYTES) -> list[tuple[int, tuple[int, ...]]]:
+def pack_layout(sizes: Sequence[int], limit: int = PACK_BYTES) -> list[tuple[int, tuple[int, ...]]]:
     """How shards of these sizes share messages: (bytes, offset of each shard in it), in order. Sender and receiver compute
     the same."""
     found: list[tuple[int, tuple[int, ...]]] = []

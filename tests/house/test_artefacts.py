@@ -25,7 +25,7 @@ from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRule
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import ProgressivePredictor
-from orchestrator.profiler.profile_file import load as load_profile
+from orchestrator.profiler.profile_file import load_profile
 from orchestrator.resources.resource_manager import decode_view
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.recorded_batches import Recording

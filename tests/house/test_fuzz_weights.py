@@ -427,7 +427,7 @@ def _received(sock: socket.socket, count: int) -> bytes:
 def test_a_hostile_source_of_kv_is_refused(examples: int) -> None:
     """It has the token (a proof that fits) or not; what it says is damaged, or its header is."""
     payload = np.arange(16, dtype=np.uint8).reshape(2, 8)
-    header = msgpack.packb({"facts": FACTS, "blocks": 2, "block_bytes": 8, "digests": kv_wire.digests(payload)})
+    header = msgpack.packb({"facts": FACTS, "blocks": 2, "block_bytes": 8, "digests": kv_wire.block_digests(payload)})
     ask = kv_wire.KvAsk(np.zeros(16, np.uint32), 0, FACTS, 3.0)
 
     def check(drawn: tuple[bytes, bytes, bytes | None]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.ops import mps
 from orchestrator.ops.mps import BINARY, MpsControl, MpsHealth, Watcher
-from orchestrator.ops.nvidia_driver import gpus
+from orchestrator.ops.nvidia_driver import find_gpus
 from tests.ops.test_mps import STAND_IN
 from vllm_rlplugin.kvpool.serving import mps_client
 from vllm_rlplugin.options import PluginOptions
@@ -107,7 +107,7 @@ def test_what_cannot_be_under_mps_is_one_error_that_says_why(folder: Path, contr
         Watcher(control, folder.with_name("x" * 90), print)
 
 
-@pytest.mark.skipif(not gpus().missing, reason="there is a GPU here")
+@pytest.mark.skipif(not find_gpus().missing, reason="there is a GPU here")
 def test_the_command_refuses_a_host_without_a_gpu(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"MPS divides an NVIDIA GPU: no driver .*--rl-kv-pool-admission dual"):
         mps.run_mps(argparse.Namespace(pool=POOL, devices="", status=False, json=False))
