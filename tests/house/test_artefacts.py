@@ -101,7 +101,7 @@ def test_trajectories_of_an_earlier_version_are_read(made: Path) -> None:
 @VERSIONS
 def test_weights_on_a_relay_of_an_earlier_version_are_fetched(made: Path) -> None:
     said, folder = expected(made)["weights"], made / "weights"
-    relay, metadata = MemoryRelay(None), MemoryMetadata()
+    relay, metadata = MemoryRelay(), MemoryMetadata()
     for file in folder.glob("rlc@*"):
         relay.put(file.name.replace("@", "/"), memoryview(file.read_bytes()))
     endpoint = RelayEndpoint.from_dict(said["endpoint"])

@@ -17,7 +17,6 @@ from orchestrator.transfer import (
     CorruptWeightsError,
     HostedWeights,
     MemoryMetadata,
-    MemoryRelay,
     Publisher,
     RelayEndpoint,
     Subscriber,
@@ -26,6 +25,7 @@ from orchestrator.transfer import (
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer.job_head import update_head
 from orchestrator.transfer.publisher import Shard
+from tests.support.relay_twin import RelayTwin
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=4096)
 Weights = dict[str, np.ndarray]  # uint16: bfloat16
@@ -134,7 +134,7 @@ class Rig:
 
     def __init__(self, ranks: int = 1, *, capacity: int | None = None, parts: int = 2, **endpoint: Any) -> None:
         self.endpoint = replace(ENDPOINT, **endpoint)
-        self.relay, self.metadata = MemoryRelay(capacity), MemoryMetadata()
+        self.relay, self.metadata = RelayTwin(capacity), MemoryMetadata()
         self.now = 0.0
         self.parts = parts
         self.publishers = self.open(ranks)
