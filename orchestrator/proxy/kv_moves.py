@@ -141,8 +141,28 @@ class KvMoves:
             why = f"lost: {error}"
         except TimeoutError:
             why = f"timeout: no answer for {2 * self._limit:g} s"
-        seconds = loop.time() - begun
-        self._note(state, request, source, moved, why, seconds)
+        seconds, kind = loop.time() - begun, why.partition(":")[0]
+        if moved is not None and moved.moved:
+            self.moves += 1
+            self.tokens += moved.moved
+            self.bytes += moved.bytes
+            if self._events is not None:
+                self._events.emit(
+                    "kv_moved",
+                    trajectory=request.trajectory_id,
+                    source=source.worker.name,
+                    worker=state.worker.name,
+                    tokens=moved.moved,
+                    bytes=moved.bytes,
+                    seconds=round(seconds, 6),
+                    carrier=moved.carrier,
+                )
+        if why:
+            self.failures[kind] += 1
+            if self._events is not None and self.failures[kind] == 1 and kind != EVICTED:
+                what = f"kv {source.worker.name} to {state.worker.name}"
+                detail = f"{why[:200]}; recomputed (said once, counted from now on)"
+                self._events.emit("fault", what=what, cause="kv", detail=detail)
         return moved, why, seconds
 
     async def _fetch(self, state: WorkerState, request: GenerationRequest, source: WorkerState) -> KvMoved:
@@ -155,40 +175,6 @@ class KvMoves:
         if not place:
             return KvMoved(0, 0, 0, 0.0, f"off: {source.worker.name} hands out no KV")
         return await state.worker.fetch_kv(KvMove(request.trajectory_id, request.token_ids, place, self._limit))
-
-    def _note(
-        self,
-        state: WorkerState,
-        request: GenerationRequest,
-        source: WorkerState,
-        moved: KvMoved | None,
-        why: str,
-        seconds: float,
-    ) -> None:
-        if moved is not None and moved.moved:
-            self.moves += 1
-            self.tokens += moved.moved
-            self.bytes += moved.bytes
-        kind = why.partition(":")[0]
-        if why:
-            self.failures[kind] += 1
-        if self._events is None:
-            return
-        if moved is not None and moved.moved:
-            self._events.emit(
-                "kv_moved",
-                trajectory=request.trajectory_id,
-                source=source.worker.name,
-                worker=state.worker.name,
-                tokens=moved.moved,
-                bytes=moved.bytes,
-                seconds=round(seconds, 6),
-                carrier=moved.carrier,
-            )
-        if why and self.failures[kind] == 1 and kind != EVICTED:
-            what = f"kv {source.worker.name} to {state.worker.name}"
-            detail = f"{why[:200]}; recomputed (said once, counted from now on)"
-            self._events.emit("fault", what=what, cause="kv", detail=detail)
 
 
 def kv_moves(settings: KvTransferSection, events: EventLog) -> KvMoves:

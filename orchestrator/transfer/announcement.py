@@ -88,10 +88,8 @@ def closing_bytes(shards: int) -> int:
 
 def check_digests(data: bytes, shards: Sequence[ShardKey], found: Sequence[int]) -> None:
     """Raise CorruptWeightsError unless these are the digests of what came."""
-    words = data[: -_WORD.size]
-    if len(data) != closing_bytes(len(shards)) or _WORD.unpack(data[-_WORD.size :])[0] != xxhash.xxh3_64_intdigest(
-        words
-    ):
+    words, end = data[: -_WORD.size], data[-_WORD.size :]
+    if len(data) != closing_bytes(len(shards)) or _WORD.unpack(end)[0] != xxhash.xxh3_64_intdigest(words):
         raise CorruptWeightsError("checksum", "the digests of the shards are damaged")
     for key, announced, made in zip(shards, np.frombuffer(words, dtype="<u8").tolist(), found, strict=True):
         if announced != made:

@@ -144,7 +144,8 @@ class Subscriber:
         by_bucket = _by_bucket(stored, range(len(stored.shards)))
         for bucket, numbers in sorted(by_bucket.items()):
             if wanted is None or any(stored.shards[number].tensor in wanted for number in numbers):
-                for number, view in self._fetch_bucket(stored, bucket, numbers):
+                data = self._read(self._bucket_key(stored, bucket), stored.buckets[bucket])
+                for number, view in self._open_bucket(stored, bucket, numbers, data):
                     yield stored.shards[number], self._decoded(stored, number, view)
 
     def fetch_shards(self, manifest: StoredManifest, needed: Collection[int]) -> Iterator[tuple[int, Bytes]]:
@@ -232,11 +233,6 @@ class Subscriber:
             return view
         return decode_stored(self._codec, key, view, shard_bytes(key), manifest.pieces[number].digest)
 
-    def _fetch_bucket(self, manifest: StoredManifest, bucket: int, wanted: list[int]) -> list[tuple[int, Bytes]]:
-        """All shards of a bucket, as stored. ``wanted``: those that the manifest has in it."""
-        data = self._read(self._bucket_key(manifest, bucket), manifest.buckets[bucket])
-        return self._open_bucket(manifest, bucket, wanted, data)
-
     def _read_buckets(self, manifest: StoredManifest, buckets: Iterable[int]) -> Iterator[tuple[int, Bytes]]:
         """Whole buckets, up to ``PULL_BYTES`` of them in one call. Views of one buffer: it is held as long as one of them."""
         batch: list[int] = []
@@ -273,6 +269,7 @@ class Subscriber:
     def _open_bucket(
         self, manifest: StoredManifest, bucket: int, wanted: list[int], data: Bytes
     ) -> list[tuple[int, Bytes]]:
+        """All shards of a bucket, as stored. ``wanted``: those that the manifest has in it."""
         if self._verifier is not None and hashlib.sha256(data.data).digest() != manifest.sha256[bucket]:
             raise CorruptWeightsError(
                 "signature", f"bucket {bucket} of version {manifest.version} is not what was signed"
