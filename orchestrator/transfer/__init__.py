@@ -28,8 +28,7 @@ from orchestrator.transfer.hosted_weights import HostedWeights
 from orchestrator.transfer.manifest import StoredManifest
 from orchestrator.transfer.memory_relay import MemoryMetadata, MemoryRelay
 from orchestrator.transfer.mooncake_relay import MooncakeRelay
-from orchestrator.transfer.publisher import Publisher, PublishPlan, Shard
-from orchestrator.transfer.publishing_ranks import PublishingRanks
+from orchestrator.transfer.publisher import Publisher, PublishingRanks, PublishPlan, Shard
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy
 from orchestrator.transfer.shard_codec import DeltaCodec, ShardCodec

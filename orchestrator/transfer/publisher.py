@@ -22,11 +22,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
+
+import msgpack
 
 import orchestrator.transfer.job_head as heads
-import orchestrator.transfer.publishing_ranks as crossing
-from orchestrator.api import ConfigError, MetadataStore, PublishResult, Relay, RunError, ShardKey
+from orchestrator.api import ConfigError, CoserveError, MetadataStore, PublishResult, Relay, RunError, ShardKey
 from orchestrator.transfer.bucket import Bytes
 from orchestrator.transfer.job_head import FULL, JobHead, PublishAttempt, PublishedVersion
 from orchestrator.transfer.manifest import (
@@ -39,14 +40,13 @@ from orchestrator.transfer.manifest import (
     merge_shares,
 )
 from orchestrator.transfer.manifest_signing import signer_of
-from orchestrator.transfer.publishing_ranks import PublishingRanks, SingleRank
 from orchestrator.transfer.registered_buffers import BufferPool
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy, retained_versions
 from orchestrator.transfer.shard_codec import RAW, ShardCodec
 from orchestrator.transfer.shard_routing import shard_label
 from orchestrator.transfer.shard_writer import ShardWriter, store_checked
-from orchestrator.transfer.transfer_errors import VersionTakenError
+from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError, VersionTakenError
 from orchestrator.transfer.version_leases import LeaseWatch
 
 Tensor = tuple[str, tuple[int, ...], str, Bytes]  # name, shape, dtype, contiguous uint8 bytes
@@ -56,6 +56,9 @@ Shard = tuple[ShardKey, Bytes, Bytes | None]  # where it belongs, its bytes, its
 DIFFERENCE_BUCKET_BYTES = 2 << 20
 Cuts = dict[str, tuple[tuple[int, ...], str]]  # label -> shape and dtype: how a version is cut into shards
 
+# Errors that cross between ranks as what they are.
+_NAMED = {kind.__name__: kind for kind in (RelayError, VersionTakenError, CorruptWeightsError)}
+
 
 @dataclass(frozen=True, slots=True)
 class PublishPlan:
@@ -64,6 +67,39 @@ class PublishPlan:
 
     base: int
     snapshot: bool
+
+
+class PublishingRanks(Protocol):
+    """The ranks that publish one version together: two collectives of bytes, which whoever embeds the publisher brings (in a
+    Megatron job: torch.distributed). Every rank makes the same calls in the same order. A collective that fails (a rank died)
+    raises, and the publication ends there."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number; 0 speaks to the metadata store."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """On rank 0 what every rank gave, by number; on others anything."""
+
+    def broadcast(self, data: bytes) -> bytes:
+        """What rank 0 gave."""
+
+
+class SingleRank:
+    """One rank."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, data: bytes) -> bytes:
+        return data
 
 
 class Publisher:
@@ -163,10 +199,10 @@ class Publisher:
         try:
             for key, new, old in shards:
                 writer.add(key, new, None if base == FULL else old)
-            message = crossing.pack_answer(encode_share(writer.finish()))
+            message = pack_answer(encode_share(writer.finish()))
         except BaseException as error:  # noqa: BLE001  raised below, once the other ranks know
             writer.abandon()
-            failure, message = error, crossing.pack_error(error)
+            failure, message = error, pack_error(error)
         conclude = self._lead if self._ranks.rank == 0 else self._follow
         size, buckets, content = conclude(attempt, message, failure)
         return PublishResult(version, size, buckets, self._clock() - started, f"{content:016x}")
@@ -201,13 +237,13 @@ class Publisher:
     def _first(self, action: Callable[[], Any]) -> Any:
         """The answer of rank 0, on every rank; its error, on every rank."""
         if self._ranks.rank:
-            return crossing.unpack_answer(self._ranks.broadcast(b""), "rank 0")
+            return unpack_answer(self._ranks.broadcast(b""), "rank 0")
         try:
             answer = action()
         except Exception as error:
-            self._ranks.broadcast(crossing.pack_error(error))
+            self._ranks.broadcast(pack_error(error))
             raise
-        return crossing.unpack_answer(self._ranks.broadcast(crossing.pack_answer(answer)), "rank 0")
+        return unpack_answer(self._ranks.broadcast(pack_answer(answer)), "rank 0")
 
     def _begin(self, version: int, base: int) -> PublishAttempt:
         if type(version) is not int or version < 0:
@@ -255,7 +291,7 @@ class Publisher:
         answer = self._ranks.broadcast(b"")
         if failure is not None:
             raise failure
-        size, buckets, content = crossing.unpack_answer(answer, "rank 0")
+        size, buckets, content = unpack_answer(answer, "rank 0")
         self._last = attempt
         return size, buckets, content
 
@@ -272,13 +308,13 @@ class Publisher:
             done = self._commit(attempt, messages)
         except BaseException as error:
             self._give_up(attempt, error)
-            self._ranks.broadcast(crossing.pack_error(error))
+            self._ranks.broadcast(pack_error(error))
             raise
-        self._ranks.broadcast(crossing.pack_answer(done))
+        self._ranks.broadcast(pack_answer(done))
         return done
 
     def _commit(self, attempt: PublishAttempt, messages: list[bytes]) -> tuple[int, int, int]:
-        shares = [crossing.unpack_answer(message, f"rank {rank}") for rank, message in enumerate(messages)]
+        shares = [unpack_answer(message, f"rank {rank}") for rank, message in enumerate(messages)]
         share = merge_shares(shares)
         if not share.shards:
             raise RunError(f"version {attempt.version} has no tensors")
@@ -360,3 +396,33 @@ def _discard_all(head: JobHead, attempts: tuple[PublishAttempt, ...]) -> JobHead
     for attempt in attempts:
         head = heads.discard_attempt(head, attempt)
     return head
+
+
+def pack_answer(answer: Any) -> bytes:
+    """Plain data for the others."""
+    packed: bytes = msgpack.packb({"answer": answer})
+    return packed
+
+
+def pack_error(error: BaseException) -> bytes:
+    """An error for the others, by kind and reason."""
+    kind, reason = type(error).__name__, str(getattr(error, "reason", ""))
+    detail = str(getattr(error, "detail", "") or error or kind)
+    packed: bytes = msgpack.packb({"error": [kind if isinstance(error, CoserveError) else "", reason, detail]})
+    return packed
+
+
+def unpack_answer(data: bytes, who: str) -> Any:
+    """The answer of another rank, or its error raised here; ``who`` says which. What is neither is a RunError."""
+    try:
+        message = msgpack.unpackb(data)
+        if "answer" in message:
+            return message["answer"]
+        kind, reason, detail = map(str, message["error"])
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise RunError(f"{who}: what it says cannot be read: {error!r:.200}") from error
+    if kind in _NAMED:
+        raise _NAMED[kind](reason, f"{detail} ({who})")
+    if kind == "ConfigError":
+        raise ConfigError("publish", who, detail)
+    raise RunError(f"{who}: {detail}")

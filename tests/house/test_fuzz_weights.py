@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError, CoserveError, RunError, ShardKey
 from orchestrator.policies.placement.device_allocation import AllocationView, DeviceBinding, DevicePool, DeviceWish
 from orchestrator.resources.resource_manager import decode_view, encode_view
-from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, announcement, publishing_ranks, version_leases
+from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, announcement, publisher, version_leases
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import kv_wire as kv_wire
@@ -217,13 +217,13 @@ RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any], tuple[type[Exception], .
     "share of a rank": (share(), lambda data: manifests.merge_shares([data]), (CorruptWeightsError,)),
     "announcement": (announcement.pack_announcement(KEYS)[8:], announced, (CorruptWeightsError,)),
     "answer of a rank": (
-        publishing_ranks.pack_answer([1, "x"]),
-        lambda data: publishing_ranks.unpack_answer(data, "rank 1"),
+        publisher.pack_answer([1, "x"]),
+        lambda data: publisher.unpack_answer(data, "rank 1"),
         (RunError,),
     ),
     "error of a rank": (
-        publishing_ranks.pack_error(RunError("no")),
-        lambda data: publishing_ranks.unpack_answer(data, "rank 1"),
+        publisher.pack_error(RunError("no")),
+        lambda data: publisher.unpack_answer(data, "rank 1"),
         (CoserveError,),
     ),
     "resources": (encode_view(view()), decode_view, (RunError,)),
