@@ -53,7 +53,7 @@ class Meeting:
 
 
 class Rank:
-    """Implements :class:`orchestrator.transfer.Ranks`."""
+    """Implements :class:`orchestrator.transfer.PublishingRanks`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
