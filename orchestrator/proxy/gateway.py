@@ -203,7 +203,7 @@ class LLMProxy:
         pending.worker = state
         pending.sent_as = request.request_id
         state.sent[pending.sent_as] = pending
-        self.kv.send(state, request, self.states, self.router.prefix_of(pending.request.request_id))
+        self.kv.send_turn(state, request, self.states, self.router.prefix_of(pending.request.request_id))
 
     def requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
@@ -298,7 +298,7 @@ class LLMProxy:
 
     async def move_requests(self, state: WorkerState) -> int:
         """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
-        for request in [*state.outbox, *self.kv.take(state)]:
+        for request in [*state.outbox, *self.kv.take_waiting(state)]:
             if (pending := state.sent.pop(request.request_id, None)) is not None:
                 self.requeue(pending)
         state.outbox.clear()
@@ -391,7 +391,7 @@ class LLMProxy:
                     state.last_progress, state.unanswered = loop.time(), 0.0
                     if state.borrowed:
                         state.restarts = 0
-                    self.kv.answered(completion)
+                    self.kv.learn_from(completion)
                     pending = state.sent.pop(completion.request_id, None)
                     if not state.sent:
                         state.emptied.set()
@@ -430,7 +430,7 @@ class LLMProxy:
     def _move(self, pending: Pending, part: Completion) -> None:
         """Go on with a request on another worker."""
         if (state := pending.worker) is not None and state.borrowed and not state.moving:
-            self._hand_backs.note(state.worker.name, len(part.token_ids))
+            self._hand_backs.note_request(state.worker.name, len(part.token_ids))
         if part.token_ids:
             pending.parts.append(part)
         pending.moves += 1

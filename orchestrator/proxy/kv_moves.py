@@ -51,7 +51,9 @@ class KvMoves:
         """Moves in progress."""
         return list(self._tasks)
 
-    def send(self, state: WorkerState, request: GenerationRequest, states: Sequence[WorkerState], holder: int) -> None:
+    def send_turn(
+        self, state: WorkerState, request: GenerationRequest, states: Sequence[WorkerState], holder: int
+    ) -> None:
         """Send a turn to its worker, now or when its KV is there. ``holder``: which other one has its prefix, -1: none."""
         if self._contexts is not None:
             self._contexts.pop(request.trajectory_id, None)
@@ -77,12 +79,12 @@ class KvMoves:
         state.outbox.append(request)
         state.wake.set()
 
-    def take(self, state: WorkerState) -> list[GenerationRequest]:
+    def take_waiting(self, state: WorkerState) -> list[GenerationRequest]:
         """The turns of this worker that wait for their KV; they are not sent to it any more."""
         taken = [name for name, (held, _) in self._held.items() if held is state]
         return [self._held.pop(name)[1] for name in taken]
 
-    def answered(self, completion: Completion) -> None:
+    def learn_from(self, completion: Completion) -> None:
         """A turn ended in its worker: what it took is what the policy learns from."""
         seen = self._elsewhere.pop(completion.request_id, None)
         if seen is None or self._policy is None or not completion.token_ids or not completion.timing.first_token:
@@ -92,17 +94,17 @@ class KvMoves:
 
     # -- between two turns -------------------------------------------------------------------------------------------
 
-    def remember(self) -> None:
-        """Keep the contexts of trajectories, for :meth:`bring`."""
+    def keep_contexts(self) -> None:
+        """Keep the contexts of trajectories, for :meth:`bring_prefix`."""
         self._contexts = {} if self._contexts is None else self._contexts
 
-    def expected(self, source: WorkerState, state: WorkerState, tokens: int) -> float | None:
+    def expected_seconds(self, source: WorkerState, state: WorkerState, tokens: int) -> float | None:
         """Seconds that a move takes, as far as is known; None: it cannot be."""
         if self._policy is None or not (self._can(source) and self._can(state) and source.usable and state.usable):
             return None
         return self._policy.expected(tokens)[0] if tokens >= self._policy.least else None
 
-    async def bring(self, trajectory: str, source: WorkerState, state: WorkerState) -> bool:
+    async def bring_prefix(self, trajectory: str, source: WorkerState, state: WorkerState) -> bool:
         """Have the prefix of a trajectory's last turn moved; whether all of it is there now."""
         request = (self._contexts or {}).get(trajectory)
         if request is None or self._policy is None:
@@ -194,16 +196,16 @@ class GapMover:
 
     def __init__(self, kv: KvMoves, states: Sequence[WorkerState], router: TurnRouter) -> None:
         self._kv, self._states, self._router = kv, states, router
-        kv.remember()
+        kv.keep_contexts()
 
     def seconds(self, source: int, target: int, tokens: int) -> float | None:
         """See the protocol."""
-        return self._kv.expected(self._states[source], self._states[target], tokens)
+        return self._kv.expected_seconds(self._states[source], self._states[target], tokens)
 
     async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
         """See the protocol. Never raises: what went wrong is an event."""
         life = self._states[target].lives
-        arrived = await self._kv.bring(trajectory, self._states[source], self._states[target])
+        arrived = await self._kv.bring_prefix(trajectory, self._states[source], self._states[target])
         if arrived and self._states[target].lives == life:
             self._router.record_prefix_copy(trajectory, target)
             return True

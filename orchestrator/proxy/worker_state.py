@@ -161,7 +161,7 @@ class HandBacks:
         self._events = events
         self._counts: dict[str, list[int]] = {}  # worker -> requests, tokens, not told yet
 
-    def note(self, worker: str, tokens: int) -> None:
+    def note_request(self, worker: str, tokens: int) -> None:
         """A request came back with so many tokens."""
         if not self._counts:
             asyncio.get_running_loop().call_soon(self._tell)

@@ -131,7 +131,7 @@ class HostedWeights:
     def _hosted(self, manifest: StoredManifest) -> list[int]:
         if self._regions is None:
             return list(range(len(manifest.shards)))
-        return ShardIndex(manifest.shards).needed(self._regions)
+        return ShardIndex(manifest.shards).needed_shards(self._regions)
 
     def _load(self, manifest: StoredManifest, needed: list[int], check: Callable[[], None]) -> dict[str, Bytes]:
         shards: dict[str, Bytes] = {}

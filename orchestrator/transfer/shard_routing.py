@@ -161,7 +161,7 @@ class ShardIndex:
                 found.append(RegionPart(number, _within(shared, box), _within(shared, region.box)))
         return found
 
-    def needed(self, regions: Iterable[Region]) -> list[int]:
+    def needed_shards(self, regions: Iterable[Region]) -> list[int]:
         """The shards that any of the regions needs, ascending."""
         return sorted({part.shard for region in regions for part in self.parts(region)})
 

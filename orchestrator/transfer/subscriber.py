@@ -212,7 +212,7 @@ class Subscriber:
             raise CorruptWeightsError("manifest", f"{found.manifest_bytes} B announced, limit {MAX_MANIFEST_BYTES} B")
         data = self._read(attempt.manifest_key(job), found.manifest_bytes).data
         if self._verifier is not None:
-            data = self._verifier.opened(data)
+            data = self._verifier.open_manifest(data)
         manifest = decode_manifest(
             data,
             found.manifest_checksum,

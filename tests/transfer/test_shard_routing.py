@@ -227,7 +227,7 @@ def test_what_was_not_published_is_refused_by_name() -> None:
     for region in (Region("x", ()), Region("w", ((0, 11), (0, 3))), Region("w", ((0, 5),)), Region("n", ((3, 2),))):
         with pytest.raises(CorruptWeightsError, match=f"tensor {region.tensor}"):
             index.parts(region)
-    assert index.needed([Region("w", ((3, 5), (1, 2))), Region("n", ((0, 1),))]) == [0, 1, 3]
+    assert index.needed_shards([Region("w", ((3, 5), (1, 2))), Region("n", ((0, 1),))]) == [0, 1, 3]
     assert index.parts(Region("w", ((4, 4), (0, 3)))) == []
 
 
