@@ -71,9 +71,7 @@ def missing_library(message: str) -> ConfigError:
 class MooncakeRelay:
     """Implements :class:`orchestrator.api.Relay`. One thread may transfer while another registers memory."""
 
-    def __init__(
-        self, master: str, *, host: str = "", protocol: str = "tcp", segment_bytes: int = 0, devices: str = ""
-    ) -> None:
+    def __init__(self, master: str, *, host: str = "", protocol: str = "tcp", segment_bytes: int = 0) -> None:
         module = load_store()
         seen = seen_from(master)
         host = host or seen
@@ -82,7 +80,7 @@ class MooncakeRelay:
         self._config.with_hard_pin = True
         self._store: Any = module.MooncakeDistributedStore()
         self._registered: dict[int, int] = {}  # address -> size
-        code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, devices, master)
+        code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, "", master)
         if code != 0:
             self._store = None
             raise RelayError(

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import orchestrator.transfer.version_leases as leases
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
@@ -133,20 +133,18 @@ class Subscriber:
         """
         self.hold(-1)
 
-    def fetch(self, manifest: WeightManifest, wanted: Container[str] | None = None) -> Iterator[tuple[ShardKey, Bytes]]:
+    def fetch(self, manifest: WeightManifest) -> Iterator[tuple[ShardKey, Bytes]]:
         """Yield every shard of a full snapshot, bucket by bucket, each bucket verified as a whole before its first shard.
 
-        ``wanted``: tensor names; buckets that hold none of them are left out, other tensors may come with them.
         A later bucket may still fail: use :meth:`fetch_all` where nothing may be applied unless all is right.
         """
         stored = self._stored(manifest)
         _require_full(stored)
         by_bucket = _by_bucket(stored, range(len(stored.shards)))
         for bucket, numbers in sorted(by_bucket.items()):
-            if wanted is None or any(stored.shards[number].tensor in wanted for number in numbers):
-                data = self._read(self._bucket_key(stored, bucket), stored.buckets[bucket])
-                for number, view in self._open_bucket(stored, bucket, numbers, data):
-                    yield stored.shards[number], self._decoded(stored, number, view)
+            data = self._read(self._bucket_key(stored, bucket), stored.buckets[bucket])
+            for number, view in self._open_bucket(stored, bucket, numbers, data):
+                yield stored.shards[number], self._decoded(stored, number, view)
 
     def fetch_shards(self, manifest: StoredManifest, needed: Collection[int]) -> Iterator[tuple[int, Bytes]]:
         """Yield (place in ``manifest.shards``, its bytes as stored, encoded) of these shards and no others.
