@@ -21,7 +21,7 @@ state = pipes / "alive"
 if sys.argv[1:] == ["-d"]:
     if (pipes / "broken").exists():
         sys.exit("cannot access the control pipe")
-    state.write_text("100.0")
+    state.touch()
     sys.exit(0)
 words = sys.stdin.readline().split()
 if (pipes / "hangs").exists():
@@ -30,10 +30,6 @@ if not state.exists():
     sys.exit("Cannot find MPS control daemon process")
 if words[0] == "get_server_list":
     print("4711" if (pipes / "client").exists() else "")
-elif words[0] == "set_default_active_thread_percentage":
-    state.write_text(words[1] + ".0")
-elif words[0] == "get_default_active_thread_percentage":
-    print(state.read_text())
 elif words[0] == "quit":
     state.unlink()
 """
