@@ -319,7 +319,7 @@ def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(mon
 
     monkeypatch.setattr(kv_remap, "run_probe", probe)
     monkeypatch.setattr(
-        kv_remap, "gpus", lambda: nvidia_driver.Gpus("", "12.8", (nvidia_driver.Gpu("a device", True),))
+        kv_remap, "find_gpus", lambda: nvidia_driver.Gpus("", "12.8", (nvidia_driver.Gpu("a device", True),))
     )
     monkeypatch.setattr(kv_remap.importlib.util, "find_spec", lambda name: name)
     found = kv_remap.run(quick=True, nonce="n")
@@ -331,7 +331,7 @@ def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(mon
         "a device",
     )
     assert found["detail"]["others"]["kvcached"]["seconds"] == 0.009
-    monkeypatch.setattr(kv_remap, "gpus", lambda: nvidia_driver.Gpus("no driver"))
+    monkeypatch.setattr(kv_remap, "find_gpus", lambda: nvidia_driver.Gpus("no driver"))
     found = kv_remap.run(quick=True, nonce="n")
     assert (asked[3:], found["bar"], found["detail"]["device"]) == (["host"], "<= 0.05", "host memory")
 
