@@ -292,8 +292,8 @@ MUTATIONS = (
     Mutation(
         "weights: what was applied before the damaged shard stays",
         "orchestrator/transfer/hosted_weights.py",
-        "        except BaseException:\n            _take_back(undo)\n            raise\n        return undo",
-        "        except BaseException:\n            raise\n        return undo",
+        "            for take_back in reversed(undo):\n                take_back()\n            raise",
+        "            raise",
         "tests/transfer/test_version_chain.py tests/transfer/test_delta_compression.py",
     ),
     Mutation(
@@ -334,7 +334,7 @@ MUTATIONS = (
     Mutation(
         "weights: a collector drops what a live subscriber holds",
         "orchestrator/transfer/retention.py",
-        "kept |= _places(published, by_differences(published, held, versions[-1]) or ())",
+        "kept.update(by_differences(published, held, versions[-1]) or ())",
         "pass",
         "tests/transfer/test_version_chain.py",
     ),
