@@ -181,15 +181,14 @@ class Publisher:
         """
         started = self._clock()
         attempt = PublishAttempt(*self._first(lambda: astuple(self._begin(version, base))))
+        bucket_bytes = self._endpoint.bucket_bytes
         writer = ShardWriter(
             self._relay,
             self._pool,
             self._endpoint.job,
             attempt,
             self._reserve,
-            bucket_bytes=self._endpoint.bucket_bytes
-            if base == FULL
-            else min(self._endpoint.bucket_bytes, DIFFERENCE_BUCKET_BYTES),
+            bucket_bytes=bucket_bytes if base == FULL else min(bucket_bytes, DIFFERENCE_BUCKET_BYTES),
             codec=self._codec,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
@@ -251,32 +250,29 @@ class Publisher:
         self._reopen_after_loss(version, base)
         if base != FULL and (self._last is None or self._last.version != base):
             raise RunError(f"version {version}: its base {base} is not what this publisher published last")
-        epoch = self.epoch
-        begun: list[PublishAttempt] = []
-
-        def transition(head: JobHead) -> JobHead:
-            head, attempt = heads.begin_attempt(head, epoch, version, base, self._ranks.size)
-            begun.append(attempt)
-            return head
-
-        self._update(transition)
+        epoch, ranks = self.epoch, self._ranks.size
+        begun = self._record_attempt(lambda head: heads.begin_attempt(head, epoch, version, base, ranks))
         try:
             self.collect_garbage()  # before any rank needs the room
         except BaseException as error:
-            self._give_up(begun[-1], error)
+            self._give_up(begun, error)
             raise
-        return begun[-1]
+        return begun
 
     def _reserve(self, before: PublishAttempt, bucket: int) -> PublishAttempt:
-        got: list[PublishAttempt] = []
+        return self._record_attempt(lambda head: heads.reserve_bucket(head, before, bucket, self._ranks.size))
 
-        def transition(head: JobHead) -> JobHead:
-            head, attempt = heads.reserve_bucket(head, before, bucket, self._ranks.size)
-            got.append(attempt)
+    def _record_attempt(self, transition: Callable[[JobHead], tuple[JobHead, PublishAttempt]]) -> PublishAttempt:
+        """As it is in the new head."""
+        found: list[PublishAttempt] = []
+
+        def changed(head: JobHead) -> JobHead:
+            head, attempt = transition(head)
+            found.append(attempt)
             return head
 
-        self._update(transition)
-        return got[-1]
+        self._update(changed)
+        return found[-1]
 
     def _plan(self, policy: SnapshotPolicy) -> tuple[int, bool]:
         last, head = self._last, self._head()
