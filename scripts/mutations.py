@@ -327,8 +327,8 @@ MUTATIONS = (
     Mutation(
         "weights: a difference waits until all of it is encoded",
         "orchestrator/transfer/publisher.py",
-        "else min(self._endpoint.bucket_bytes, DIFFERENCE_BUCKET_BYTES)",
-        "else self._endpoint.bucket_bytes",
+        "else min(bucket_bytes, DIFFERENCE_BUCKET_BYTES)",
+        "else bucket_bytes",
         "tests/bench/test_transfer_limit.py",
     ),
     Mutation(
