@@ -16,6 +16,7 @@ from orchestrator.api import ConfigError, MetadataStore, Relay, RetryableError, 
 from orchestrator.transfer import (
     CorruptWeightsError,
     MemoryMetadata,
+    MemoryRelay,
     Publisher,
     RelayEndpoint,
     RelayError,
@@ -562,7 +563,7 @@ def test_memory_relays_of_one_name_are_one_relay_and_end_with_their_last_user() 
     del publisher, subscriber
     gc.collect()
     relay = open_relay(endpoint)
-    assert isinstance(relay, RelayTwin)
+    assert isinstance(relay, MemoryRelay)
     assert relay.keys() == []
 
 
