@@ -19,7 +19,7 @@ typedef struct {
 
 size_t rlc_stream_bound(size_t count) { return count + 1; }
 
-/* Frequencies with sum 4096, at least 1 for each symbol in use. The same integers as normalise() in rans.py. */
+/* Frequencies with sum 4096, at least 1 for each symbol in use. The same integers as normalise() in reference_codec.py. */
 static void normalise(const uint32_t *counts, size_t total, uint32_t *frequencies)
 {
     int64_t sum = 0;

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_rlplugin import cpu
 from orchestrator.api import ConfigError
-from orchestrator.hooks import MEGATRON_CORE, check_version, find_version, missing_names, signature_mismatches
-from orchestrator.hooks.source_signatures import SourceTree
+from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
+from orchestrator.hooks.tested_versions import MEGATRON_CORE, check_version, find_version
 
 _CORE = "megatron.core."
 _SCHEDULE = (

@@ -220,7 +220,7 @@ def build_proxy(
         heartbeat=settings.heartbeat_seconds,
         misses=settings.heartbeat_misses,
         current_only=not mode.carries_over,
-        router=router_setup.router(
+        router=router_setup.router_of_workers(
             settings.routing, workers, settings.disaggregation, partial(router_setup.may_come, settings)
         ),
         kv=kv_moves(settings.kv_transfer, events),

@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
-    help_text.explain(commands.choices)
+    help_text.explain_commands(commands.choices)
     return parser
 
 
@@ -195,9 +195,9 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
 
 
 def _mps(arguments: argparse.Namespace) -> int:
-    from orchestrator.ops.mps_watch import run
+    from orchestrator.ops.mps import run_mps
 
-    return run(arguments)
+    return run_mps(arguments)
 
 
 def _lend(arguments: argparse.Namespace) -> int:
@@ -330,9 +330,9 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
 
 def _cost(arguments: argparse.Namespace) -> int:
-    from orchestrator.ops.cost import estimate
+    from orchestrator.ops.cost import estimate_cost
 
-    found = estimate(_config(arguments))
+    found = estimate_cost(_config(arguments))
     print(json.dumps(found.as_dict(), sort_keys=True) if arguments.json else found.text())
     return 0
 
@@ -357,21 +357,21 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     from orchestrator.hooks import tested_versions
     from orchestrator.ops import profile_command as profile
-    from orchestrator.profiler import ProfileProgress
+    from orchestrator.profiler.measurement import ProfileProgress
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
     tested_versions.check_version(tested_versions.VLLM)
-    profile.check(config, wanted)
+    profile.check_sizes(config, wanted)
     start_ray(config)
 
     def say(now: ProfileProgress) -> None:
         print(f"{now.done}/{now.total}  about {now.left:.0f} s left  {now.text}", file=sys.stderr, flush=True)
 
     try:
-        file = asyncio.run(profile.profile(config, wanted, say))
+        file = asyncio.run(profile.profile_model(config, wanted, say))
     finally:
         import ray
 

@@ -34,9 +34,9 @@ from orchestrator.run_folder import write_environment
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, announcement, version_leases
-from orchestrator.transfer.delta_compression import DeltaCodec
 from orchestrator.transfer.job_head import head_key
 from orchestrator.transfer.retention import VersionHolder
+from orchestrator.transfer.shard_codec import DeltaCodec
 
 CONFIG = """\
 [run]
@@ -130,7 +130,7 @@ def trajectories(folder: Path) -> dict[str, Any]:
 
 def weights(folder: Path) -> dict[str, Any]:
     """A full snapshot and a difference, as they lie on a relay; the records beside them."""
-    relay, metadata = MemoryRelay(None), MemoryMetadata()
+    relay, metadata = MemoryRelay(), MemoryMetadata()
     publisher = Publisher(JOB, relay, metadata, codec=DeltaCodec())
     generator = np.random.default_rng(3)
     old = (generator.normal(0, 0.02, 2000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)

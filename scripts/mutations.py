@@ -292,8 +292,8 @@ MUTATIONS = (
     Mutation(
         "weights: what was applied before the damaged shard stays",
         "orchestrator/transfer/hosted_weights.py",
-        "        except BaseException:\n            _take_back(undo)\n            raise\n        return undo",
-        "        except BaseException:\n            raise\n        return undo",
+        "            for take_back in reversed(undo):\n                take_back()\n            raise",
+        "            raise",
         "tests/transfer/test_version_chain.py tests/transfer/test_delta_compression.py",
     ),
     Mutation(
@@ -327,14 +327,14 @@ MUTATIONS = (
     Mutation(
         "weights: a difference waits until all of it is encoded",
         "orchestrator/transfer/publisher.py",
-        "else min(self._endpoint.bucket_bytes, DIFFERENCE_BUCKET_BYTES)",
-        "else self._endpoint.bucket_bytes",
+        "else min(bucket_bytes, DIFFERENCE_BUCKET_BYTES)",
+        "else bucket_bytes",
         "tests/bench/test_transfer_limit.py",
     ),
     Mutation(
         "weights: a collector drops what a live subscriber holds",
         "orchestrator/transfer/retention.py",
-        "kept |= _places(published, by_differences(published, held, versions[-1]) or ())",
+        "kept.update(by_differences(published, held, versions[-1]) or ())",
         "pass",
         "tests/transfer/test_version_chain.py",
     ),

@@ -12,6 +12,7 @@ What was read is kept in a cache folder by version, so that a second run asks no
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import http.client
 import io
@@ -24,13 +25,12 @@ import tempfile
 import urllib.request
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from orchestrator.hooks import missing_names, signature_mismatches
-from orchestrator.hooks.source_signatures import SourceTree, imported_names
-from vllm_rlplugin.hookpoints import HOOKS, names
+from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
+from vllm_rlplugin.hookpoints import HOOKS, attribute_targets
 
 OTHER_VERSION = "0.33.0"  # supported, and not the one that runs in CI
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,11 +190,23 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-coserve" / "sources"
 
 
+def imported_names(files: Iterable[Path], package: str) -> tuple[str, ...]:
+    """Every ``"module:name"`` that these Python files import from a package, in functions too; sorted."""
+    found: set[str] = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == package:
+                found.update(f"{node.module}:{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Import):
+                found.update(f"{alias.name}:" for alias in node.names if alias.name.split(".")[0] == package)
+    return tuple(sorted(found))
+
+
 def differences(sources: SourceTree) -> list[str]:
     """Every hook and every imported name that these sources do not have as we need it, one line each."""
     found = [str(mismatch) for mismatch in signature_mismatches(HOOKS, sources)]
     files = sorted(path for folder in OUR_FOLDERS for path in (ROOT / folder).glob("*.py"))
-    wanted = (*names(), *imported_names(files, "vllm"))
+    wanted = (*attribute_targets(), *imported_names(files, "vllm"))
     return found + [f"{target}: nothing there" for target in missing_names(wanted, sources)]
 
 

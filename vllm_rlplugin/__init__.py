@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, find_version
+from orchestrator.hooks.tested_versions import VLLM, find_version
 from vllm_rlplugin.engine_activation import activate, is_active, is_cpu_build, register_backend
 from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN
 
@@ -68,10 +68,10 @@ def register() -> None:
 
 
 def _stay_inert(error: ConfigError) -> None:
-    from vllm_rlplugin.command_flags import is_asked_before_parsing, refuse
+    from vllm_rlplugin.command_flags import exit_with_error, is_asked_before_parsing
 
     if is_asked_before_parsing(sys.argv, os.environ):
-        refuse("vllm", error)
+        exit_with_error("vllm", error)
     if not _process.inert:
         _logger.warning("rl-coserve stays inert: %s", error)
     _process.inert = str(error)
@@ -82,7 +82,7 @@ def status() -> dict[str, Any]:
 
     Checks the hooks of those vLLM modules that this process has imported: they are the ones it uses.
     """
-    from vllm_rlplugin.hookpoints import HOOKS, check_loaded, names
+    from vllm_rlplugin.hookpoints import HOOKS, attribute_targets, check_loaded
     from vllm_rlplugin.patches.register import REGISTER
 
     found = find_version(VLLM)
@@ -99,6 +99,6 @@ def status() -> dict[str, Any]:
         "patches": REGISTER.status(),
         "signatures_checked": checked > 0,
         "hooks_checked": checked,
-        "hooks": len(HOOKS) + len(names()),
+        "hooks": len(HOOKS) + len(attribute_targets()),
         "signature_mismatches": list(mismatches),
     }

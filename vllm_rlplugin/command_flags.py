@@ -25,7 +25,7 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, InstalledComponent, check_version
+from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.engine_activation import activate, is_cpu_build
 from vllm_rlplugin.kvpool.engine.single_process import check_workers, single_process_executor
 from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments
@@ -137,7 +137,7 @@ def is_asked_before_parsing(arguments: Sequence[str], environment: Mapping[str, 
     return (module or command) and is_named(environment)
 
 
-def refuse(program: str, error: ConfigError) -> NoReturn:
+def exit_with_error(program: str, error: ConfigError) -> NoReturn:
     """One line, exit code 2."""
     sys.stderr.write(f"{program}: error: {PLUGIN}: {error}\n")
     raise SystemExit(2)
@@ -174,7 +174,7 @@ def _apply_after_parsing(parser: Any) -> None:
             try:
                 _apply(parsed)
             except ConfigError as error:
-                refuse(parser.prog, error)
+                exit_with_error(parser.prog, error)
         return parsed, rest
 
     parser.parse_known_args = parse_known_args

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-from orchestrator.hooks import VLLM, InstalledComponent, PatchRegister, check_version
+from orchestrator.hooks.patch_register import PatchRegister
+from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.options import ACTIVE, BACKEND, POOLED
 from vllm_rlplugin.patches import cpu_keep_weights, kv_range
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
-from orchestrator.hooks import VLLM, check_version
+from orchestrator.hooks.tested_versions import VLLM, check_version
 from vllm_rlplugin.engine_activation import is_cpu_build
 from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, find_version, missing_names, signature_mismatches
-from orchestrator.hooks.source_signatures import SourceTree
+from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
+from orchestrator.hooks.tested_versions import VLLM, find_version
 
 _ARGS = "vllm.engine.arg_utils"
 _CORE = "vllm.v1.engine.core:EngineCore"
@@ -330,7 +330,7 @@ _in_source: dict[str, bool] = {}  # attributes that were looked for in the sourc
 
 
 @functools.cache
-def names() -> tuple[str, ...]:
+def attribute_targets() -> tuple[str, ...]:
     """Every attribute as a target."""
     return tuple(
         f"{owner}.{name}" if ":" in owner else f"{owner}:{name}"  # a variable of a class, of a module
@@ -346,13 +346,13 @@ def check_loaded() -> tuple[int, tuple[str, ...]]:
     sources: 0.7 s for all of them. A server does that before it serves (:func:`require_loaded`), as its event loop waits.
     """
     hooks = {target: expected for target, expected in HOOKS.items() if _is_loaded(target)}
-    attributes = [target for target in names() if _is_loaded(target)]
+    attributes = [target for target in attribute_targets() if _is_loaded(target)]
     return len(hooks) + len(attributes), _differing(hooks, attributes)
 
 
 def check_all() -> tuple[str, ...]:
     """What differs of all hooks. Imports the modules they are in, those of vLLM's worker included."""
-    return _differing(HOOKS, names())
+    return _differing(HOOKS, attribute_targets())
 
 
 def require_loaded() -> None:

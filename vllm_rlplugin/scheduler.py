@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, check_version
+from orchestrator.hooks.tested_versions import VLLM, check_version
 from orchestrator.policies.routing.priority import ProgressivePriority
 from vllm_rlplugin.kvpool.engine.pool_scheduling import POOL_COMMANDS, PoolScheduler
 from vllm_rlplugin.options import PluginOptions

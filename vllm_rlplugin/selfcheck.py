@@ -88,7 +88,7 @@ def _kv_connector() -> None:
 
 
 def _patches() -> None:
-    from orchestrator.hooks import VLLM, check_version
+    from orchestrator.hooks.tested_versions import VLLM, check_version
 
     names = [patch.name for patch in REGISTER if patch.name != "cpu_keep_weights" or is_cpu_build(check_version(VLLM))]
     REGISTER.apply(*names)

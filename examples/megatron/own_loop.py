@@ -267,7 +267,7 @@ def train(args: argparse.Namespace, rl: RLTraining, rollout: Rollout, server: Se
         totals = Totals()
         for report in reports:
             totals.add(report)
-        values = replicas.total(totals).metrics()
+        values = replicas.sum_report(totals).metrics()
         lag = version - min(one.versions[0][0] for one in seen)
         if replicas.rank == 0:
             print(

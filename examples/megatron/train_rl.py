@@ -162,7 +162,7 @@ def train(args: argparse.Namespace, settings: TrainerSettings, rl: RLTraining) -
         totals = Totals()
         for report in reports:
             totals.add(report)
-        values = replicas.total(totals).metrics()
+        values = replicas.sum_report(totals).metrics()
         reward = sum(sample.reward for sample in batch.samples) / len(batch.samples)
         if replicas.rank == 0:
             print(

@@ -131,7 +131,7 @@ def generalized_advantages(rewards_T: Floats, values_T: Floats, gamma: float, ga
     return _backwards(rewards_T + gamma * np.append(values[1:], 0.0)[: len(values)] - values, gamma * gae_lambda)
 
 
-def whitened(arrays: Sequence[Floats], kept: Sequence[NDArray[np.bool_]]) -> list[Floats]:
+def whiten_advantages(arrays: Sequence[Floats], kept: Sequence[NDArray[np.bool_]]) -> list[Floats]:
     """(values - mean) / sqrt(sample variance + 1e-8), mean and variance over the kept values of all arrays together.
 
     Fewer than two kept values have no variance: 0.
@@ -172,7 +172,7 @@ def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettin
         raw.append(generalized_advantages(rewards_T, values_T, settings.gamma, settings.gae_lambda))
         returns.append((raw[-1] + values_T).astype(np.float32))
     if whitens_advantages(settings.objective, normalize=settings.normalize_advantage):
-        raw = whitened(raw, [outcome.kept_T for outcome in outcomes])
+        raw = whiten_advantages(raw, [outcome.kept_T for outcome in outcomes])
     return AdvantageEstimate([values_T.astype(np.float32) for values_T in raw], returns if kind == "gae" else None)
 
 

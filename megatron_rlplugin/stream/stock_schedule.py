@@ -10,7 +10,7 @@ from megatron_rlplugin.stream.gradient_stream import GradientStream
 from orchestrator.api import ConfigError
 
 
-def streaming(stock: Callable[..., Any]) -> Callable[..., Any]:
+def streamed_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's forward-backward function, with training steps fed part by part and merged once; evaluation is stock's.
 
     The optimizer stays the caller's, so gradients end up where and as the stock function leaves them.

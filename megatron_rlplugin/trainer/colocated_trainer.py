@@ -101,7 +101,7 @@ class ColocatedTrainer(MegatronTrainer):
 
     def _require_level(self, level: str) -> None:
         for part in self._parts_here():
-            part.require(level)
+            part.require_level(level)
 
     def _parts_here(self) -> list[TrainerResidency]:
         """One for the policy, one for the critic; made anew after their optimizers were."""

@@ -249,7 +249,7 @@ class MegatronTrainer:
         )
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         update = self._learner.supervised_update(batches, self._supervised_loss, learning_rate)
-        loss = self._replicas.total(Totals(loss=math.fsum(update.reports))).loss
+        loss = self._replicas.sum_report(Totals(loss=math.fsum(update.reports))).loss
         return {
             "loss": loss / update.denominator,
             "grad_norm": update.grad_norm,
@@ -301,7 +301,7 @@ class MegatronTrainer:
     def _fed_before(self, batch: TrainBatch) -> tuple[int, Sequence[TrainSample]]:
         """(trajectories whose gradient is taken, what of the batch is not fed yet). The same on every rank."""
         rest = self._feeder.rest_of(batch)  # decided on equal arguments, but a rank may have lost its stream
-        if rest is None or not self._replicas.same(len(rest)):
+        if rest is None or not self._replicas.ranks_agree(len(rest)):
             self._feeder.drop_fed()
             return 0, batch.samples
         return self._feeder.fed, rest
@@ -388,7 +388,7 @@ class MegatronTrainer:
                 gap_T = ((logp_T - batch.tokens.rollout_T) * batch.tokens.fresh_T).abs()
                 fresh = float(batch.tokens.fresh_T.sum())
                 totals.add(Totals(gap=float(gap_T.sum()), gap_max=float(gap_T.max()), fresh_tokens=fresh))
-        return self._replicas.total(totals)
+        return self._replicas.sum_report(totals)
 
     def _previous_gap(self, samples: Sequence[TrainSample]) -> Totals:
         """The gap of some tokens that the previous version made, measured with its weights."""
@@ -418,7 +418,7 @@ class MegatronTrainer:
             if not share.idle:
                 kl = float(kl_estimate("k3", logp_T, reference_T).sum())
                 totals.add(Totals(reference_kl=kl, reference_tokens=float(len(logp_T))))
-        totals = self._replicas.total(totals)
+        totals = self._replicas.sum_report(totals)
         return {"reference_kl": totals.reference_kl / max(totals.reference_tokens, 1.0)}
 
     def _supervised_loss(self, logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, float]:

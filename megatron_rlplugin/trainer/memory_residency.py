@@ -59,7 +59,7 @@ class Storages:
                 found.setdefault(storage._cdata, storage)
         return found
 
-    def leave(self) -> int:
+    def move_to_host(self) -> int:
         """Everything to the host; returns the bytes copied. What left before stays away."""
         moved = 0
         for key, storage in self.storages().items():
@@ -74,7 +74,7 @@ class Storages:
             moved += host.nbytes
         return moved
 
-    def come_back(self) -> int:
+    def move_back(self) -> int:
         """Everything to the device again; returns the bytes copied. The host copy is dropped when the device has all."""
         moved = 0
         for key, (storage, host) in list(self._away.items()):
@@ -134,7 +134,7 @@ class TrainerResidency:
             OPTIMIZER: (self._state.device_bytes, self._state.away_bytes),
         }
 
-    def require(self, level: str) -> None:
+    def require_level(self, level: str) -> None:
         """Raise RunError unless everything that ``level`` needs is on the device."""
         levels = list(_RESIDENT)
         if not self._level or levels.index(self._level) < levels.index(level):
@@ -153,14 +153,14 @@ class TrainerResidency:
         wanted, moved = _RESIDENT[level], {"host": 0, "device": 0}
         self._level = ""
         try:
-            for name, leave, _ in reversed(self._moves()):  # first free, then fill: the peak is that of a level
+            for name, to_host, _ in reversed(self._moves()):  # first free, then fill: the peak is that of a level
                 if name not in wanted:
-                    moved["host"] += leave()
+                    moved["host"] += to_host()
             if self._cuda:
                 torch.cuda.empty_cache()  # to the driver: the next owner is another process
-            for name, _, come_back in self._moves():
+            for name, _, back in self._moves():
                 if name in wanted:
-                    moved["device"] += come_back()
+                    moved["device"] += back()
                     self._peak = max(self._peak, self._device_bytes())
         except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
             raise RetryableError(f"residency {level}: {error}; bytes now: {self._places()}") from error
@@ -195,9 +195,9 @@ class TrainerResidency:
 
     def _moves(self) -> list[tuple[str, Callable[[], int], Callable[[], int]]]:
         return [
-            (WEIGHTS, self._weights.leave, self._weights.come_back),
-            (GRADIENTS, self._gradients_leave, self._gradients_come_back),
-            (OPTIMIZER, self._state.leave, self._state.come_back),
+            (WEIGHTS, self._weights.move_to_host, self._weights.move_back),
+            (GRADIENTS, self._gradients_to_host, self._gradients_back),
+            (OPTIMIZER, self._state.move_to_host, self._state.move_back),
         ]
 
     def _weight_tensors(self) -> Iterator[Tensor]:
@@ -230,7 +230,7 @@ class TrainerResidency:
     def _stream_state(self) -> str:
         return "none" if self._stream is None else str(self._stream.state)
 
-    def _gradients_leave(self) -> int:
+    def _gradients_to_host(self) -> int:
         state = self._stream_state
         if state == "idle" or state == "offloaded" or self._gradients_kept:
             self._gradients.drop()  # nothing, nothing of value, or what a reload that failed had begun
@@ -243,7 +243,7 @@ class TrainerResidency:
         self._gradients_kept = True
         return int(self._gradients.nbytes)
 
-    def _gradients_come_back(self) -> int:
+    def _gradients_back(self) -> int:
         state, kept = self._stream_state, self._gradients_kept
         if state == "idle":  # no step is open: whatever was kept was abandoned meanwhile
             self._gradients.allocate()
@@ -256,10 +256,10 @@ class TrainerResidency:
     # -- guards ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
-        self.require("stream")
+        self.require_level("stream")
 
     def _before_step(self, *_: Any) -> None:
-        self.require("step")
+        self.require_level("step")
 
 
 def _bytes(storage: torch.UntypedStorage, on: torch.device) -> Tensor:

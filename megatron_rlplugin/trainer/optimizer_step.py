@@ -92,7 +92,7 @@ class Stepper:
         totals, values = Totals(), ValueTotals()
         for report in update.reports:
             totals.add(report)
-        totals = self._replicas.total(totals)
+        totals = self._replicas.sum_report(totals)
         if not update.taken:
             if self._critic is not None:
                 self._critic.abandon_step()
@@ -102,7 +102,7 @@ class Stepper:
         value_update = self._critic.finish_step(self._expected)
         for report in value_update.reports:
             values.add(report)
-        values = self._replicas.total(values)
+        values = self._replicas.sum_report(values)
         faulty = () if value_update.taken else self._blame(rows, self._critic, self._value_loss)
         return StepReport(update, totals, value_update, values, faulty)
 

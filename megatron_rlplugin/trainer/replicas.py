@@ -49,7 +49,7 @@ class Replicas:
         """Deals the micro-batches of one optimizer step."""
         return Dealer(self.index, self.count, in_step=self.in_step)
 
-    def total(self, report: Report) -> Report:
+    def sum_report(self, report: Report) -> Report:
         """A dataclass of floats and tuples of floats, summed over the replicas (fields that end in ``_max``: their maximum)."""
         if self.world == 1:
             return report
@@ -82,14 +82,14 @@ class Replicas:
         """Whether it holds on every rank."""
         return flag if self.world == 1 else self._reduce([float(flag)], dist.ReduceOp.MIN)[0] > 0
 
-    def same(self, number: int) -> bool:
+    def ranks_agree(self, number: int) -> bool:
         """Whether all ranks give the same number."""
         if self.world == 1:
             return True
         least, opposite = self._reduce([float(number), -float(number)], dist.ReduceOp.MIN)
         return least == -opposite
 
-    def require(self, flag: bool, what: str) -> None:
+    def require_everywhere(self, flag: bool, what: str) -> None:
         """Raise RunError on every rank when it fails on one, so that no rank waits for one that gave up."""
         if not self.all_true(flag):
             raise RunError(f"rank {self.rank} of {self.world}: another rank failed to {what}; see its error")

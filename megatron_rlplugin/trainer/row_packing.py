@@ -47,7 +47,7 @@ def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], capacit
     return bins
 
 
-def boundaries(lengths: Sequence[int], total: int) -> list[int]:
+def row_boundaries(lengths: Sequence[int], total: int) -> list[int]:
     """Where the trajectories of a row of ``total`` tokens begin and end, 0 first; padding is a last one of its own."""
     ends = list(accumulate(lengths))
     if not ends or min(lengths) < 1 or ends[-1] > total:
@@ -57,7 +57,7 @@ def boundaries(lengths: Sequence[int], total: int) -> list[int]:
 
 def block_causal_mask(lengths: Sequence[int], total: int) -> Tensor:
     """``[1, 1, total, total]``, True where attention is forbidden: to a later token, or to another trajectory's."""
-    edges = boundaries(lengths, total)
+    edges = row_boundaries(lengths, total)
     owner = torch.repeat_interleave(torch.arange(len(edges) - 1), torch.tensor(edges).diff()).to(device())
     place = torch.arange(total, device=device())
     allowed = (owner[:, None] == owner[None, :]) & (place[:, None] >= place[None, :])
@@ -68,7 +68,7 @@ def packed_seq_params(lengths: Sequence[int], total: int) -> Any:
     """Megatron's THD description of the same row, for Transformer Engine's attention."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    edges = boundaries(lengths, total)
+    edges = row_boundaries(lengths, total)
     cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=device())
     longest = max(stop - start for start, stop in pairwise(edges))
     return PackedSeqParams(
@@ -90,9 +90,9 @@ def takes_boundaries(model: Any) -> bool:
 
 __all__ = [
     "block_causal_mask",
-    "boundaries",
     "check_fits",
     "first_fit_decreasing",
     "packed_seq_params",
+    "row_boundaries",
     "takes_boundaries",
 ]

@@ -216,7 +216,7 @@ def _together(replicas: Replicas, what: str, act: Callable[[], None]) -> None:
     fine = replicas.all_true(failure is None)
     if failure is not None:
         raise failure
-    replicas.require(fine, what)
+    replicas.require_everywhere(fine, what)
 
 
 def _read_state(path: Path, rank: int) -> dict[str, Any]:

@@ -40,8 +40,8 @@ from orchestrator.transfer.announcement import (
     PACK_BYTES,
     pack_announcement,
     pack_digests,
+    pack_layout,
     pack_opening,
-    packs,
 )
 from orchestrator.transfer.manifest import shard_bytes
 
@@ -205,7 +205,7 @@ class GlooGroup:
     def shards(self, keys: Sequence[ShardKey], shards: Shards, deadline: float) -> list[int]:
         """See the protocol."""
         digests: list[int] = []
-        layout = packs([shard_bytes(key) for key in keys], HOST_PACK_BYTES)
+        layout = pack_layout([shard_bytes(key) for key in keys], HOST_PACK_BYTES)
         buffer = torch.zeros(max((length for length, _ in layout), default=0), dtype=torch.uint8)
         for length, offsets in layout:
             for offset in offsets:

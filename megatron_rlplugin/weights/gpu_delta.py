@@ -1,12 +1,12 @@
 """Compare-and-gather and scatter-apply on the accelerator, in Triton. Entropy coding stays on the host.
 
-* :func:`gather` : old and new weights to positions and steps on the integer line, in order: what
-  :func:`orchestrator.transfer.delta.encode_steps` packs. Two passes over the weights (count, then compact), so memory
+* :func:`gather_steps` : old and new weights to positions and steps on the integer line, in order: what
+  :func:`orchestrator.transfer.delta.delta_codec.encode_steps` packs. Two passes over the weights (count, then compact), so memory
   traffic is 4 reads of 2 B a weight; no atomics, hence the same result every time.
-* :func:`scatter` : adds steps at positions (or takes them back), in place: one read and one write a changed weight.
+* :func:`scatter_steps` : adds steps at positions (or takes them back), in place: one read and one write a changed weight.
 
-Exact for every bit pattern of a 16-bit float, as the line is (:mod:`orchestrator.transfer.delta.bf16_line`). Runs on tensors of a
-GPU, or anywhere under Triton's interpreter (``TRITON_INTERPRET=1`` before the import), which is how it is tested.
+Exact for every bit pattern of a 16-bit float, as the line is (:mod:`orchestrator.transfer.delta.reference_codec`). Runs on
+tensors of a GPU, or anywhere under Triton's interpreter (``TRITON_INTERPRET=1`` before the import), which is how it is tested.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _scatter(base, positions, steps, changes, SIGN: tl.constexpr, BLOCK: tl.cons
     tl.store(base + at, _line(moved.to(tl.int32)).to(tl.int16), inside)
 
 
-def gather(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_steps(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where two contiguous tensors of a 16-bit float type differ: positions int64 (ascending), steps int16, on their device.
 
     Raises ConfigError for tensors of different shape, device or dtype, or of another width.
@@ -85,11 +85,11 @@ def gather(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return positions, steps
 
 
-def scatter(base: torch.Tensor, positions: torch.Tensor, steps: torch.Tensor, *, back: bool = False) -> None:
+def scatter_steps(base: torch.Tensor, positions: torch.Tensor, steps: torch.Tensor, *, back: bool = False) -> None:
     """Add ``steps`` (int16) at ``positions`` (int64, inside and no two the same) of a contiguous 16-bit float tensor.
 
     ``back`` takes them away again. Positions are not looked at here: they come checked from
-    :func:`orchestrator.transfer.delta.read_steps`. Raises ConfigError for other types or sizes.
+    :func:`orchestrator.transfer.delta.delta_codec.read_steps`. Raises ConfigError for other types or sizes.
     """
     words = _bits("base", base)
     if positions.dtype != torch.int64 or steps.dtype != torch.int16 or positions.shape != steps.shape:

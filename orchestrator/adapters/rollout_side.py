@@ -179,7 +179,7 @@ class RolloutSide:
             restarts=settings.worker_restarts,
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,
-            router=router_setup.router(settings.routing, self._workers, settings.disaggregation),
+            router=router_setup.router_of_workers(settings.routing, self._workers, settings.disaggregation),
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=self._fail,
         )

@@ -18,7 +18,9 @@ The classes are made on demand (PEP 562), because their bases are verl's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from orchestrator.adapters.rollout_side import RolloutSide
@@ -211,26 +213,15 @@ def _client() -> type:
     return _named("CoserveClient", (ClientMethods, LLMServerClient), {"__init__": __init__})
 
 
-def _loop_manager() -> type:
-    from verl.experimental.agent_loop import AgentLoopManager
+def _loop_manager(name: str) -> type:
+    """Of our client; its base has the same name without ours."""
+    base: Any = getattr(importlib.import_module(_LOOP_MANAGERS[name]), name.removeprefix("Coserve"))
 
-    return _named("CoserveAgentLoopManager", (AgentLoopManager,), {"__init__": _with_our_client(AgentLoopManager)})
-
-
-def _loop_manager_tq() -> type:
-    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
-
-    return _named(
-        "CoserveAgentLoopManagerTQ", (AgentLoopManagerTQ,), {"__init__": _with_our_client(AgentLoopManagerTQ)}
-    )
-
-
-def _with_our_client(base: Any) -> Any:
     def __init__(self: Any, config: Any, llm_client: Any = None, *args: Any, **kwargs: Any) -> None:
         client = _made("CoserveClient")(config, rollout_actor(config))
         base.__init__(self, config, client, *args, **kwargs)
 
-    return __init__
+    return _named(name, (base,), {"__init__": __init__})
 
 
 def _checkpoint_manager() -> type:
@@ -255,32 +246,26 @@ def _checkpoint_manager() -> type:
     return _named("CoserveCheckpointManager", (CheckpointEngineManager,), methods)
 
 
-def _checkpoint_engine() -> type:
-    from verl.checkpoint_engine import CheckpointEngine
-
-    return _named("CoserveCheckpointEngine", (EngineMethods, CheckpointEngine), {})
-
-
-def _replica() -> type:
-    from verl.workers.rollout.replica import RolloutReplica
-
-    return _named("CoserveReplica", (ReplicaMethods, RolloutReplica), {})
+def _implementation(name: str) -> type:
+    """Our methods before those of verl's base."""
+    methods, module, base = _IMPLEMENTATIONS[name]
+    return _named(name, (methods, getattr(importlib.import_module(module), base)), {})
 
 
-def _worker() -> type:
-    from verl.workers.rollout.base import BaseRollout
-
-    return _named("CoserveRollout", (WorkerMethods, BaseRollout), {})
-
-
-_MAKERS = {
+_LOOP_MANAGERS = {
+    "CoserveAgentLoopManager": "verl.experimental.agent_loop",
+    "CoserveAgentLoopManagerTQ": "verl.trainer.ppo.v1",
+}
+_IMPLEMENTATIONS = {
+    "CoserveCheckpointEngine": (EngineMethods, "verl.checkpoint_engine", "CheckpointEngine"),
+    "CoserveReplica": (ReplicaMethods, "verl.workers.rollout.replica", "RolloutReplica"),
+    "CoserveRollout": (WorkerMethods, "verl.workers.rollout.base", "BaseRollout"),
+}
+_MAKERS: dict[str, Callable[[], type]] = {
     "CoserveClient": _client,
-    "CoserveAgentLoopManager": _loop_manager,
-    "CoserveAgentLoopManagerTQ": _loop_manager_tq,
     "CoserveCheckpointManager": _checkpoint_manager,
-    "CoserveCheckpointEngine": _checkpoint_engine,
-    "CoserveReplica": _replica,
-    "CoserveRollout": _worker,
+    **{name: partial(_loop_manager, name) for name in _LOOP_MANAGERS},
+    **{name: partial(_implementation, name) for name in _IMPLEMENTATIONS},
 }
 
 
@@ -303,7 +288,7 @@ def __getattr__(name: str) -> Any:
     return _made(name)
 
 
-def register() -> bool:
+def register_with_verl() -> bool:
     """Make the names in verl's config known to it; False: there is no tested verl here, and nothing is done."""
     found = tested_versions.find_version(tested_versions.VERL)
     if found is None or found[1] not in tested_versions.VERL.tested:
@@ -318,4 +303,4 @@ def register() -> bool:
 
 
 with contextlib.suppress(ImportError):  # a verl without what it needs itself: asking for a class says what is missing
-    register()
+    register_with_verl()

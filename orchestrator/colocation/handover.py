@@ -128,15 +128,7 @@ class Colocation:
         """Train the step on all devices; what was fed of it counts. RetryableError: a device could not be handed over; the
         workers run on, the step can be trained later. RunError: the step itself failed; the workers run on, too."""
         self._require("train", DeviceHolder.ROLLOUT, DeviceHolder.STREAMING)
-        self.holder = DeviceHolder.CHANGING
-        if not await self._release([index for index in self._all if index not in self._lent]):
-            await self._retreat()
-            raise RetryableError(f"step {batch.step} is not trained yet: a worker did not release its device")
-        try:
-            await self._move("step")
-        except CoserveError:
-            await self._retreat()
-            raise
+        await self._take_others(f"step {batch.step} is not trained yet: a worker did not release its device")
         begun = self._events.time()
         try:
             metrics: TrainMetrics = await self._ask("the training step", self._trainer.train_step(batch))
@@ -154,15 +146,7 @@ class Colocation:
         """All devices to the trainer, for something other than a step (a checkpoint, an export); :meth:`give_back` ends it.
         RetryableError: a device could not be handed over, and the workers run on."""
         self._require("take_all", DeviceHolder.ROLLOUT)
-        self.holder = DeviceHolder.CHANGING
-        if not await self._release(self._all):
-            await self._retreat()
-            raise RetryableError("a worker did not release its device")
-        try:
-            await self._move("step")
-        except CoserveError:
-            await self._retreat()
-            raise
+        await self._take_others("a worker did not release its device")
         self.holder = DeviceHolder.TRAINED
 
     async def give_back(self, version: int | None = None) -> None:
@@ -171,6 +155,18 @@ class Colocation:
         await self._retreat(version)
 
     # -- transitions -------------------------------------------------------------------------------------------------
+
+    async def _take_others(self, refused: str) -> None:
+        """Also the devices that the workers still have, for the trainer to make a step on. RetryableError ``refused``."""
+        self.holder = DeviceHolder.CHANGING
+        if not await self._release([index for index in self._all if index not in self._lent]):
+            await self._retreat()
+            raise RetryableError(refused)
+        try:
+            await self._move("step")
+        except CoserveError:
+            await self._retreat()
+            raise
 
     async def _release(self, engines: Sequence[int]) -> bool:
         """Whether all of these workers released their memory."""

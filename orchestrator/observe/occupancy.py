@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import Trajectory
-from orchestrator.ops.nvml import NvmlUnavailable, handles, started
+from orchestrator.ops.nvidia_driver import NvmlUnavailable, nvml_handles, start_nvml
 
 SAMPLE_SECONDS = 0.5  # between two samples
 Gpus = Callable[[], Sequence[float]]
@@ -69,11 +69,11 @@ class Occupancy:
 def nvml() -> Gpus | None:
     """Reads the utilisation of this machine's GPUs through NVML; None without pynvml, a driver or a GPU."""
     try:
-        library = started()
+        library = start_nvml()
     except NvmlUnavailable:
         return None
     try:
-        devices = handles(library)
+        devices = nvml_handles(library)
     except library.NVMLError:
         return None
 

@@ -100,7 +100,7 @@ class CostEstimate:
         return "\n".join(lines)
 
 
-def estimate(config: Config) -> CostEstimate:
+def estimate_cost(config: Config) -> CostEstimate:
     """Simulate a few steps of ``config`` and count. Raises ConfigError, and SimulationFailed for a config that cannot run."""
     count = min(config.run.steps, SIMULATED_STEPS)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-cost-") as folder:
@@ -124,30 +124,24 @@ def estimate(config: Config) -> CostEstimate:
 
 def _items(config: Config, run: RunLog, hours: float, rewards: float) -> Sequence[CostItem]:
     cost, trainer, rollout = config.cost, config.trainer, config.rollout
-    given = cost.model_fields_set
     gpus = cost.trainer_gpus or trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
     each = cost.gpus_per_worker
     samples = sum(found["samples"] for found in run.occupancy)
     elapsed = sum(step.period for step in run.steps)
     busy = sum(found["in_flight"] for found in run.occupancy) * run.sample_seconds  # environment-seconds
     environments = busy / elapsed if samples and elapsed else 0.0
-    items = [
-        CostItem("trainer", gpus * hours, "GPU-hours", cost.trainer_gpu_hour, "trainer_gpu_hour" not in given),
-        CostItem(
-            "rollout", rollout.workers * each * hours, "GPU-hours", cost.rollout_gpu_hour, "rollout_gpu_hour" not in given
-        ),
-    ]  # fmt: skip
-    if rollout.served:
-        amount = len(rollout.served) * each * hours
-        items.append(CostItem("served", amount, "GPU-hours", cost.served_gpu_hour, "served_gpu_hour" not in given))
+    bill = [
+        ("trainer", gpus * hours, "GPU-hours", "trainer_gpu_hour"),
+        ("rollout", rollout.workers * each * hours, "GPU-hours", "rollout_gpu_hour"),
+        *([("served", len(rollout.served) * each * hours, "GPU-hours", "served_gpu_hour")] if rollout.served else []),
+        ("environments", environments * hours, "environment-hours", "environment_hour"),
+        ("reward calls", rewards, "calls", "reward_call"),
+        ("reward time", rewards * config.sim.reward_seconds, "function-seconds", "reward_second"),
+    ]
     return [
-        *items,
-        CostItem("environments", environments * hours, "environment-hours", cost.environment_hour,
-             "environment_hour" not in given),
-        CostItem("reward calls", rewards, "calls", cost.reward_call, "reward_call" not in given),
-        CostItem("reward time", rewards * config.sim.reward_seconds, "function-seconds", cost.reward_second,
-             "reward_second" not in given),
-    ]  # fmt: skip
+        CostItem(name, amount, unit, getattr(cost, price), price not in cost.model_fields_set)
+        for name, amount, unit, price in bill
+    ]
 
 
 def _simulated(config: Config, steps: int) -> Config:

@@ -30,7 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent, check_version, find_version
+from orchestrator.hooks.tested_versions import (
+    MEGATRON_CORE,
+    MOONCAKE,
+    PYTHON,
+    RAY,
+    VLLM,
+    EngineComponent,
+    check_version,
+    find_version,
+)
 from orchestrator.ops import doctor_machine as machine
 from orchestrator.ops import nvidia_driver
 from orchestrator.ops.check import Check, Finding, Status
@@ -61,11 +70,11 @@ def run_doctor(json: bool = False, quick: bool = False, config: str = "") -> int
     checks: Sequence[Check] = CHECKS
     if config:
         from orchestrator.config import load_config
-        from orchestrator.ops.doctor_config import for_config
+        from orchestrator.ops.doctor_config import checks_for_config
 
-        checks = for_config(CHECKS, load_config(config))
+        checks = checks_for_config(CHECKS, load_config(config))
     results = []
-    for result in examine(checks, quick):
+    for result in run_checks(checks, quick):
         results.append(result)
         if not json:
             print(as_text(result), flush=True)
@@ -77,7 +86,7 @@ def run_doctor(json: bool = False, quick: bool = False, config: str = "") -> int
     return 1 if failed else 0
 
 
-def examine(checks: Sequence[Check], quick: bool = False) -> Iterator[CheckResult]:
+def run_checks(checks: Sequence[Check], quick: bool = False) -> Iterator[CheckResult]:
     """One result a check, in order."""
     for item in checks:
         begun = time.monotonic()
@@ -207,13 +216,13 @@ def _requirements() -> Finding:
     version = _version(PLUGIN)
     if version is None:
         return Finding("fail", f"{PLUGIN} is not installed, only on the path", "pip install -e '.[orchestrator]'")
-    missing = [name for name in required() if _version(name) is None]
+    missing = [name for name in required_distributions() if _version(name) is None]
     if missing:
         return Finding("fail", f"not installed: {', '.join(missing)}", f"pip install '{PLUGIN}[orchestrator]'")
     return Finding("ok", f"{PLUGIN} {version} and its requirements")
 
 
-def required() -> list[str]:
+def required_distributions() -> list[str]:
     """Distributions that the base and its extra ``orchestrator`` require, as the installed metadata says."""
     found = []
     for text in importlib.metadata.requires(PLUGIN) or []:
@@ -408,7 +417,7 @@ CHECKS: tuple[Check, ...] = (
     Check("mooncake", lambda: _tested(MOONCAKE)),
     Check("ray", lambda: _tested(RAY)),
     Check("torch", _torch, limit=120, isolated=True),
-    Check("cuda", nvidia_driver.diagnosed, limit=60, isolated=True),
+    Check("cuda", nvidia_driver.check_driver, limit=60, isolated=True),
     Check("entry point", _entry_point),
     Check("vllm plugin", _vllm_plugin, limit=180, isolated=True),
     Check("megatron plugin", _megatron_plugin, limit=180, isolated=True),
@@ -416,14 +425,14 @@ CHECKS: tuple[Check, ...] = (
     Check("local ray", _ray, limit=120, isolated=True),
     Check("sqlite", _sqlite),
     Check("weight codec", _weight_codec),
-    Check("system libraries", machine.libraries),
+    Check("system libraries", machine.check_libraries),
     Check("sandbox", lambda: Finding(*diagnose_sandbox()), limit=30),
-    Check("devices", machine.devices, limit=30),
-    Check("disk", machine.disk),
-    Check("temporary disk", machine.temporary),
-    Check("memory", machine.memory),
-    Check("shared memory", machine.shared_memory),
-    Check("open files", machine.open_files),
+    Check("devices", machine.check_devices, limit=30),
+    Check("disk", machine.check_disk),
+    Check("temporary disk", machine.check_temporary_disk),
+    Check("memory", machine.check_memory),
+    Check("shared memory", machine.check_shared_memory),
+    Check("open files", machine.check_open_files),
 )
 
 if __name__ == "__main__":

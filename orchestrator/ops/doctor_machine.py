@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.ops.check import Finding
-from orchestrator.ops.nvml import NvmlUnavailable, handles, started
+from orchestrator.ops.nvidia_driver import NvmlUnavailable, nvml_handles, start_nvml
 
 # The demo's processes together took 2.5 GB (proportional set size, peak, on two cores): Ray, one vLLM engine, one
 # Megatron-Core rank, mooncake_master, reward host, orchestrator.
@@ -31,11 +31,11 @@ OPEN_FILES = (
 DEVICE_FREE = 0.9  # of a GPU's memory: vLLM asks for 0.9 of it by default
 
 
-def devices() -> Finding:
+def check_devices() -> Finding:
     """NVIDIA GPUs through NVML; a machine without one is told so, and is no failure: the engines then run on the CPU."""
     nodes = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     try:
-        library = started()
+        library = start_nvml()
     except NvmlUnavailable as error:
         if not error.installed and nodes:
             detail = f"{', '.join(nodes)} in /dev, but NVML cannot be asked: {error}"
@@ -55,7 +55,7 @@ def devices() -> Finding:
 def _devices(library: Any) -> Finding:
     driver = _text(library.nvmlSystemGetDriverVersion())
     said, taken = [], []
-    for index, handle in enumerate(handles(library)):
+    for index, handle in enumerate(nvml_handles(library)):
         memory, name = library.nvmlDeviceGetMemoryInfo(handle), _text(library.nvmlDeviceGetName(handle))
         said.append(f"{index}: {name}, {memory.free >> 20} of {memory.total >> 20} MB free")
         if memory.free < DEVICE_FREE * memory.total:
@@ -75,7 +75,7 @@ def _text(found: str | bytes) -> str:
     return found.decode() if isinstance(found, bytes) else found
 
 
-def libraries() -> Finding:
+def check_libraries() -> Finding:
     """The shared libraries that Mooncake's client loads."""
     from orchestrator.transfer.mooncake_relay import APT_PACKAGES
 
@@ -91,7 +91,7 @@ def libraries() -> Finding:
     return Finding("ok", ", ".join(APT_PACKAGES))
 
 
-def disk(folder: Path | None = None, field: str = "run.folder") -> Finding:
+def check_disk(folder: Path | None = None, field: str = "run.folder") -> Finding:
     """Room where ``folder`` is or would be made (default: here)."""
     wanted = Path.cwd() if folder is None else folder.absolute()
     here = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -107,15 +107,15 @@ def disk(folder: Path | None = None, field: str = "run.folder") -> Finding:
     return Finding("ok", detail)
 
 
-def temporary() -> Finding:
+def check_temporary_disk() -> Finding:
     """Ray's sessions and spilled objects, and what sandboxes work in."""
-    found = disk(Path(tempfile.gettempdir()), "TMPDIR")
+    found = check_disk(Path(tempfile.gettempdir()), "TMPDIR")
     return Finding(
         found.status, found.detail, found.fix.replace("; see checkpoint.keep", ": set TMPDIR to another disk")
     )
 
 
-def memory() -> Finding:
+def check_memory() -> Finding:
     """What this machine, or the container's limit, leaves."""
     free = min(meminfo_mb(), cgroup_free_mb())
     cores = len(os.sched_getaffinity(0))
@@ -128,7 +128,7 @@ def memory() -> Finding:
     return Finding("ok", detail)
 
 
-def shared_memory(needed: int = SHARED_MEMORY_MB) -> Finding:
+def check_shared_memory(needed: int = SHARED_MEMORY_MB) -> Finding:
     """``needed``: MB."""
     free = shutil.disk_usage("/dev/shm").free >> 20
     if free < needed:
@@ -138,7 +138,7 @@ def shared_memory(needed: int = SHARED_MEMORY_MB) -> Finding:
     return Finding("ok", f"{free} MB free in /dev/shm")
 
 
-def open_files(needed: int = OPEN_FILES) -> Finding:
+def check_open_files(needed: int = OPEN_FILES) -> Finding:
     """``needed``: of one process (``ulimit -n``)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -152,7 +152,7 @@ def open_files(needed: int = OPEN_FILES) -> Finding:
     return Finding("fail", said, fix)
 
 
-def port(number: int, address: str, field: str) -> Finding:
+def check_free_port(number: int, address: str, field: str) -> Finding:
     """Whether ``number`` can be listened on. One that is taken is told with who has it, where that can be seen."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one in TIME_WAIT is free for a listener
@@ -160,13 +160,13 @@ def port(number: int, address: str, field: str) -> Finding:
             probe.bind((address, number))
             probe.listen()
         except OSError as error:
-            who = next(listeners(number), "")
+            who = next(listening_processes(number), "")
             detail = f"{field} = {number} cannot be had on {address} ({error.strerror}){f': {who}' if who else ''}"
             return Finding("fail", detail, f"end that process, or set {field} to another port (0: a free one)")
     return Finding("ok", f"{field} = {number} is free on {address}")
 
 
-def listeners(number: int) -> Iterator[str]:
+def listening_processes(number: int) -> Iterator[str]:
     """Processes that listen on a TCP port, of those that this user may look into."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

@@ -96,7 +96,7 @@ USAGE: Mapping[str, Usage] = {
 }
 
 
-def explain(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+def explain_commands(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Add it to the commands of the command line."""
     for name, parser in commands.items():
         usage = USAGE[name]

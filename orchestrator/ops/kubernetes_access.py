@@ -19,7 +19,7 @@ _ALWAYS = (("", "pods"), ("", "secrets"))  # (API group, resource)
 _PRE_PULL = (("apps", "daemonsets"),)
 
 
-def cluster(settings: KubernetesSection) -> Finding:
+def check_cluster_access(settings: KubernetesSection) -> Finding:
     """Whether the API server answers and allows it. Raises ConfigError without a client or a usable kubeconfig."""
     return asyncio.run(_asked(settings))
 

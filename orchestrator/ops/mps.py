@@ -1,4 +1,4 @@
-"""NVIDIA's Multi-Process Service on one host: started, shares set, watched, brought back (RollPacker 4.3).
+"""NVIDIA's Multi-Process Service on one host: started, watched, brought back (RollPacker 4.3); ``rl-coserve mps``.
 
 MPS lets the processes of a judge and of a rollout engine compute on one GPU at the same time. It gives no error isolation: a
 fault of one client ends the server for all of them.
@@ -7,19 +7,35 @@ Guarantees: one control daemon with folders of its own, not the system's; what i
 RetryableError in its words; :meth:`MpsControl.check` says whether the daemon answers, and :meth:`MpsControl.revive` starts it
 anew: clients of the server that is gone have failed then, and are restarted by their owners. ``stop`` is idempotent and ends
 the server with the daemon.
+
+The command, for the engines of one pool: one watcher a pool, by a lock that the kernel drops with it; engines refuse to start
+without. A daemon that does not answer is started anew, said with a line. Ended by SIGINT or SIGTERM it ends daemon and server.
+The clients it shows are those that NVML sees under MPS, where pynvml is installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import fcntl
+import json
+import os
 import shutil
-from dataclasses import dataclass
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from orchestrator.api import ConfigError, RetryableError
+from orchestrator.ops.nvidia_driver import NvmlUnavailable, find_gpus, nvml_handles, start_nvml
 
 BINARY = "nvidia-cuda-mps-control"
 TIMEOUT = 10.0  # seconds for one command
+FOLDER = Path("/dev/shm")
+WATCH_SECONDS = 5.0
+_SOCKET_PATH = 107  # bytes, of the kernel
+_OTHERWISE = "without it let rollouts run in time that serving has left (--rl-kv-pool-admission dual)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +85,9 @@ class MpsControl:
         for name in ("pipes", "logs"):
             folder = self._folder / name
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        await self._run("-d")
+        await self.command("", "-d")
         if not (found := await self.check()).daemon:
             raise RetryableError(f"MPS did not start: {found.error}")
-
-    async def set_share(self, percentage: int) -> None:
-        """The default share of the GPU's threads of clients that start from now on."""
-        await self.command(f"set_default_active_thread_percentage {_share(percentage)}")
-
-    async def share(self) -> float:
-        """That default, in per cent."""
-        answer = await self.command("get_default_active_thread_percentage")
-        try:
-            return float(answer)
-        except ValueError as error:
-            raise RetryableError(f"MPS says {answer[:100]!r} when asked for its share") from error
 
     async def check(self) -> MpsHealth:
         """Whether it works. Raises nothing."""
@@ -106,11 +110,8 @@ class MpsControl:
         if (await self.check()).daemon:
             await self.command("quit -t 5")
 
-    async def command(self, text: str) -> str:
+    async def command(self, words: str, *arguments: str) -> str:
         """One command of the control program; its answer. Raises RetryableError."""
-        return await self._run(words=text)
-
-    async def _run(self, *arguments: str, words: str = "") -> str:
         environment = {"PATH": "/usr/bin:/bin", **self.environment()}
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
@@ -131,6 +132,98 @@ class MpsControl:
         if process.returncode:
             raise RetryableError(f"MPS refuses {words or ' '.join(arguments)!r}: {said[:300] or process.returncode}")
         return said
+
+
+def mps_folder(pool: str) -> Path:
+    """Of the pool's daemon: the same in ``vllm_rlplugin/kvpool/serving/mps_client.py``."""
+    return FOLDER / f"rlc-mps-{os.getuid()}-{pool}"
+
+
+class Watcher:
+    """Of one pool's daemon. ``say``: one line for people. Raises ConfigError: another one watches it, or the name is too long."""
+
+    def __init__(self, control: MpsControl, folder: Path, say: Callable[[str], None]) -> None:
+        if len(os.fsencode(folder / "pipes" / "control_privileged")) > _SOCKET_PATH:
+            raise ConfigError("--pool", folder.name, "is too long for the sockets of MPS")
+        self._control, self._say = control, say
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid():
+            raise ConfigError("--pool", str(folder), "belongs to another user")
+        self._file = os.open(folder / "watched", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._file)
+            raise ConfigError("--pool", folder.name, "another process watches its MPS daemon") from error
+
+    async def run(self, over: asyncio.Event, seconds: float = WATCH_SECONDS) -> None:
+        """Until ``over``; the daemon is stopped then. Raises RetryableError where it does not start."""
+        try:
+            if await self._control.revive():
+                self._say("MPS is up")
+            while not over.is_set():
+                try:
+                    async with asyncio.timeout(seconds):
+                        await over.wait()
+                except TimeoutError:
+                    if await self._control.revive():
+                        self._say("MPS did not answer and was started anew: restart the engines that it served")
+        finally:
+            try:
+                await self._control.stop()
+            finally:
+                os.close(self._file)
+
+
+def mps_clients() -> list[int] | None:
+    """Processes that compute under MPS on this host's GPUs; None without pynvml or a GPU."""
+    try:
+        library = start_nvml()
+    except NvmlUnavailable:
+        return None
+    found: set[int] = set()
+    try:
+        for handle in nvml_handles(library):
+            found |= {int(process.pid) for process in library.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
+    except library.NVMLError:
+        return None
+    return sorted(found)
+
+
+def describe_mps(health: MpsHealth, seen: list[int] | None) -> str:
+    """For people."""
+    if not health.daemon:
+        return f"MPS: no daemon ({health.error})"
+    servers = ", ".join(map(str, health.servers)) or "none yet"
+    computing = "" if seen is None else f"; clients by NVML: {', '.join(map(str, seen)) or 'none'}"
+    return f"MPS: daemon up; server process: {servers}{computing}"
+
+
+def run_mps(options: argparse.Namespace, *, binary: str = BINARY) -> int:
+    """The command; returns the exit code. Raises ConfigError: no GPU, no MPS on this host, or another watcher."""
+    there = find_gpus()
+    if there.missing and binary == BINARY:
+        raise ConfigError("--pool", options.pool, f"MPS divides an NVIDIA GPU: {there.missing}; {_OTHERWISE}")
+    folder = mps_folder(options.pool)
+    control = MpsControl(folder, options.devices, binary=binary, otherwise=_OTHERWISE)
+    if options.status:
+        health, seen = asyncio.run(control.check()), mps_clients()
+        print(json.dumps({**asdict(health), "clients": seen}) if options.json else describe_mps(health, seen))
+        return 0 if health.daemon else 1
+    watcher = Watcher(control, folder, lambda text: print(text, flush=True))
+
+    async def watch() -> None:
+        over = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, over.set)
+        await watcher.run(over)
+
+    try:
+        asyncio.run(watch())
+    except RetryableError as error:
+        print(f"rl-coserve mps: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _share(percentage: int) -> int:

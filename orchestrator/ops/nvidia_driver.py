@@ -1,12 +1,16 @@
-"""Whether NVIDIA's driver is on this host, and the devices that it sees, by its library alone.
+"""NVIDIA's driver on this host: the devices that it sees, by its library alone, and its management library (NVML), by pynvml
+(extra ``nvml``): the one place where that is imported and started.
 
-Guarantees: nothing is imported or installed for it, no context is made; a host without a driver is an answer, no error.
+Guarantees: no context is made; a host without a driver is an answer, no error; a machine without pynvml or without a driver is
+one exception that says which, and nothing is imported before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.ops.check import Finding
 
@@ -31,7 +35,7 @@ class Gpus:
     devices: tuple[Gpu, ...] = ()
 
 
-def gpus(library: str = LIBRARY) -> Gpus:
+def find_gpus(library: str = LIBRARY) -> Gpus:
     """Those that CUDA_VISIBLE_DEVICES leaves to this process."""
     try:
         driver = ctypes.CDLL(library)
@@ -55,9 +59,9 @@ def _gpu(driver: ctypes.CDLL, ordinal: int) -> Gpu:
     return Gpu(name.value.decode(errors="replace"), can)
 
 
-def diagnosed(library: str = LIBRARY) -> Finding:
+def check_driver(library: str = LIBRARY) -> Finding:
     """For the doctor."""
-    found = gpus(library)
+    found = find_gpus(library)
     if found.missing:
         return Finding("skip", f"CUDA: {found.missing}; pools of KV pages lie in host memory here")
     names = ", ".join(gpu.name for gpu in found.devices)
@@ -65,3 +69,29 @@ def diagnosed(library: str = LIBRARY) -> Finding:
         fix = "a pool (--rl-kv-pool) needs a device with virtual memory management, outside of WSL and vGPUs without it"
         return Finding("warn", f"CUDA {found.version}: {names}, without page mapping", fix)
     return Finding("ok", f"CUDA {found.version}: {names}; KV pages can be mapped")
+
+
+class NvmlUnavailable(Exception):
+    """NVML cannot be asked. ``installed``: pynvml is there, and what it misses is a driver."""
+
+    def __init__(self, why: str, installed: bool) -> None:
+        super().__init__(why)
+        self.installed = installed
+
+
+def start_nvml() -> Any:
+    """The module pynvml, with NVML started. Its calls raise its ``NVMLError``. Raises NvmlUnavailable."""
+    try:
+        library: Any = importlib.import_module("pynvml")
+    except ImportError as error:
+        raise NvmlUnavailable("pynvml is not installed", False) from error
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        raise NvmlUnavailable(str(error), True) from error
+    return library
+
+
+def nvml_handles(library: Any) -> list[Any]:
+    """Of every GPU of this machine. Raises the library's ``NVMLError``."""
+    return [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]

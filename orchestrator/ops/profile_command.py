@@ -17,17 +17,8 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
-from orchestrator.profiler import (
-    Prober,
-    ProfileFile,
-    ProfileKey,
-    ProfileProgress,
-    grid,
-    load,
-    measure,
-    model_name,
-    powers,
-)
+from orchestrator.profiler.measurement import Prober, ProfileProgress, measure_places, powers_between, profile_grid
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load_profile, model_name
 from orchestrator.run_folder import describe_machine
 from orchestrator.runtime import tiny_model_setup
 from orchestrator.runtime.engine_actors import RolloutEngines, VllmEngine
@@ -55,10 +46,10 @@ class Wanted:
                 raise ConfigError(name, ",".join(map(str, values)), "give sizes of at least 1, as in 1,2,4")
 
 
-async def profile(config: Config, wanted: Wanted, note: Callable[[ProfileProgress], object]) -> ProfileFile:
+async def profile_model(config: Config, wanted: Wanted, note: Callable[[ProfileProgress], object]) -> ProfileFile:
     """Bring the file to all points. Ray is up. Raises ConfigError, and RunError when an engine dies."""
     engine = config.rollout.engine
-    check(config, wanted)
+    check_sizes(config, wanted)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-profile-") as folder:
         async with _actor(config, "profile") as actor:
             model = config.model.path or await _tiny(actor, config, folder)
@@ -66,21 +57,21 @@ async def profile(config: Config, wanted: Wanted, note: Callable[[ProfileProgres
         _check_heads(model, wanted.tp)
         key = ProfileKey(model=model_name(Path(model), config.model.dtype), **names)
         path = wanted.out or Path("profiles") / key.file_name()
-        file = load(path, "--out", key) if path.exists() else ProfileFile(path, key)
+        file = load_profile(path, "--out", key) if path.exists() else ProfileFile(path, key)
         file.about = describe_machine()
         layouts = [EngineLayout(tp) for tp in wanted.tp or (1,)]
-        batches = wanted.batches or powers(1, engine.max_num_seqs)
+        batches = wanted.batches or powers_between(1, engine.max_num_seqs)
         room = engine.max_model_len - 32  # for what a point generates
-        lengths = wanted.lengths or powers(min(_SHORTEST, room), room, 4)
+        lengths = wanted.lengths or powers_between(min(_SHORTEST, room), room, 4)
 
         def start(layout: EngineLayout) -> AbstractAsyncContextManager[Prober]:
             return _engine(config, model, layout)
 
-        await measure(file, grid(layouts, batches, lengths), start, note)
+        await measure_places(file, profile_grid(layouts, batches, lengths), start, note)
     return file
 
 
-def check(config: Config, wanted: Wanted) -> None:
+def check_sizes(config: Config, wanted: Wanted) -> None:
     """What can be known before anything starts. Raises ConfigError."""
     longest = config.rollout.engine.max_model_len
     if wanted.lengths and max(wanted.lengths) >= longest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent
+from orchestrator.hooks.tested_versions import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Package:
     value: str
 
 
-def components(config: Config) -> tuple[EngineComponent, ...]:
+def required_components(config: Config) -> tuple[EngineComponent, ...]:
     """What must be there in a tested version: vLLM where engines run on the run's own account, Mooncake where something
     travels over it."""
     generates = config.rollout.workers > 0 or bool(config.reward.judge.path)
@@ -32,7 +32,7 @@ def components(config: Config) -> tuple[EngineComponent, ...]:
     return (PYTHON, *((VLLM,) if generates else ()), MEGATRON_CORE, *((MOONCAKE,) if carries else ()), RAY)
 
 
-def packages(config: Config) -> tuple[Package, ...]:
+def required_packages(config: Config) -> tuple[Package, ...]:
     """What the base and its extra ``orchestrator`` do not bring."""
     tasks = {config.task.name, *config.task.mixture}
     url, otlp = config.relay.metadata_url, config.logging.otlp.endpoint
@@ -54,14 +54,14 @@ def packages(config: Config) -> tuple[Package, ...]:
     return tuple(package for is_asked, package in asked if is_asked)
 
 
-def missing(config: Config) -> tuple[Package, ...]:
+def missing_packages(config: Config) -> tuple[Package, ...]:
     """Those that are not installed here."""
-    return tuple(package for package in packages(config) if not _there(package.module))
+    return tuple(package for package in required_packages(config) if not _there(package.module))
 
 
 def require_packages(config: Config) -> None:
     """Raises ConfigError that names the first one that is missing."""
-    for package in missing(config):
+    for package in missing_packages(config):
         fix = f"needs a package that is not installed: pip install 'rl-coserve[{package.extra}]'"
         raise ConfigError(package.field, package.value, fix)
 

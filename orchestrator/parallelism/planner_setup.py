@@ -15,7 +15,7 @@ from orchestrator.policies.parallelism.degree_reallocation import DegreeRealloca
 from orchestrator.policies.parallelism.engine_profile import EngineProfile
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
 from orchestrator.policies.placement.worker_load import WorkerRates
-from orchestrator.profiler import load as load_profile
+from orchestrator.profiler.profile_file import load_profile
 from orchestrator.proxy.resize import ranks_of
 from orchestrator.proxy.worker_state import WorkerState
 

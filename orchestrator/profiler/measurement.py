@@ -1,4 +1,5 @@
-"""Measures the places of a grid, one engine start a layout, and keeps every point at once.
+"""Measures the places of a grid, one engine start a layout, and keeps every point at once; the corners first, so that a profile
+that is interrupted can be read over the whole range.
 
 Guarantees: what the file has is not measured again; a place that does not fit into the engine is noted with its reason and
 the others go on; when the engine dies, or somebody interrupts, every point so far is in the file, and the same call goes on
@@ -8,16 +9,76 @@ from there. Time is the event loop's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
 from orchestrator.api import RetryableError, RunError
-from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineShape, ProfilePoint, shape_from_dict
-from orchestrator.profiler.measure_grid import GridPlace
+from orchestrator.policies.parallelism.engine_profile import (
+    PHASES,
+    EngineLayout,
+    EngineShape,
+    Phase,
+    ProfilePoint,
+    shape_from_dict,
+)
 from orchestrator.profiler.profile_file import ProfileFile
+
+
+@dataclass(frozen=True, slots=True)
+class GridPlace:
+    """Where one point is to be measured; see :class:`orchestrator.policies.parallelism.engine_profile.ProfilePoint`."""
+
+    phase: Phase
+    layout: EngineLayout
+    batch: int
+    tokens: int
+
+    @property
+    def key(self) -> tuple[Phase, EngineLayout, int, int]:
+        """As a file has it."""
+        return self.phase, self.layout, self.batch, self.tokens
+
+
+def powers_between(low: int, high: int, factor: int = 2) -> tuple[int, ...]:
+    """low, low x factor, ... and ``high`` itself."""
+    found = []
+    while low < high:
+        found.append(low)
+        low *= factor
+    return (*found, high)
+
+
+def profile_grid(layouts: Sequence[EngineLayout], batches: Sequence[int], lengths: Sequence[int]) -> list[GridPlace]:
+    """All places, layout by layout (an engine start each), within one in the order of :func:`_coarse_first`."""
+    found = []
+    for layout in layouts:
+        pairs = [
+            (left + right, batch, tokens)
+            for left, batch in _coarse_first(sorted(batches))
+            for right, tokens in _coarse_first(sorted(lengths))
+        ]
+        found += [GridPlace(phase, layout, batch, tokens) for _, batch, tokens in sorted(pairs) for phase in PHASES]
+    return found
+
+
+def _coarse_first(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(level, value): level 0 are both ends, then the middle of each gap, level by level."""
+    if not values:
+        return
+    ends = dict.fromkeys((0, len(values) - 1))
+    yield from ((0, values[index]) for index in ends)
+    gaps, level = [(0, len(values) - 1)], 1
+    while gaps:
+        halves = []
+        for low, high in gaps:
+            if high - low > 1:
+                middle = (low + high) // 2
+                yield level, values[middle]
+                halves += [(low, middle), (middle, high)]
+        gaps, level = halves, level + 1
 
 
 class Prober(Protocol):
@@ -41,7 +102,7 @@ class ProfileProgress:
     text: str
 
 
-async def measure(
+async def measure_places(
     file: ProfileFile,
     places: Sequence[GridPlace],
     start: Callable[[EngineLayout], AbstractAsyncContextManager[Prober]],

@@ -106,7 +106,7 @@ class ProfileFile:
             raise ConfigError("--out", str(self.path), f"cannot be written ({error.strerror or error})") from error
 
 
-def load(path: Path, name: str = "profile", key: ProfileKey | None = None) -> ProfileFile:
+def load_profile(path: Path, name: str = "profile", key: ProfileKey | None = None) -> ProfileFile:
     """Read a file; ``name`` is the config field or option that it was given in, ``key`` what it must be of (None: anything).
     Raises ConfigError."""
     try:
@@ -131,7 +131,7 @@ def load(path: Path, name: str = "profile", key: ProfileKey | None = None) -> Pr
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(name, str(path), f"is a damaged profile ({error!r}); remove it, and {_HOW}") from error
     if key is not None:
-        check(file, key, name)
+        check_profile(file, key, name)
     return file
 
 
@@ -147,7 +147,7 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def check(file: ProfileFile, key: ProfileKey, name: str = "profile") -> None:
+def check_profile(file: ProfileFile, key: ProfileKey, name: str = "profile") -> None:
     """Whether a profile is of this model, engine and device. Raises one ConfigError that names both."""
     differ = [what for what in ("model", "engine", "device") if getattr(file.key, what) != getattr(key, what)]
     if differ:

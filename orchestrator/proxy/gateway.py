@@ -29,7 +29,6 @@ from typing import Protocol
 from orchestrator.api import (
     CommandError,
     Completion,
-    ConfigError,
     GenerationRequest,
     ManagedWorker,
     PlacedWorker,
@@ -41,22 +40,22 @@ from orchestrator.api import (
 )
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
-from orchestrator.proxy.capacity import BorrowedCaps
-from orchestrator.proxy.health import Heartbeat
+from orchestrator.proxy.health import BorrowedCaps, Heartbeat
 from orchestrator.proxy.kv_moves import KvMoves
-from orchestrator.proxy.resume_turn import joined, rest
+from orchestrator.proxy.resume_turn import joined_completion, remaining_request
 from orchestrator.proxy.worker_state import (
+    LOST,
     DeviceLoan,
     HandBacks,
     Pending,
     WorkerState,
+    failure_of,
     others_live,
     rest_from,
-    spawn,
-    waits,
+    spawn_task,
+    waiting_reason,
 )
 
-LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
 
 
@@ -142,7 +141,7 @@ class LLMProxy:
         """Begin to pump completions. The workers are up."""
         for state in self.states:
             self.open_worker(state)
-        self._watch = spawn(self._heartbeat.run(), "proxy heartbeat", self.on_fatal)
+        self._watch = spawn_task(self._heartbeat.run(), "proxy heartbeat", self.on_fatal)
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
@@ -193,18 +192,18 @@ class LLMProxy:
             self._send_to(self.states[granted[1]], self._pending[granted[0]])
 
     def _send_to(self, state: WorkerState, pending: Pending) -> None:
-        request = rest(pending.request, pending.parts, pending.moves)
+        request = remaining_request(pending.request, pending.parts, pending.moves)
         if request is None or pending.answer.done():  # nothing is left to generate, or it was cancelled in this tick
             self.router.end_turn(pending.request.request_id)
             if not pending.answer.done():
-                pending.answer.set_result(joined(pending.request, pending.parts, None))
+                pending.answer.set_result(joined_completion(pending.request, pending.parts, None))
             return
         if not state.sent:
             state.last_progress = asyncio.get_running_loop().time() - state.unanswered
         pending.worker = state
         pending.sent_as = request.request_id
         state.sent[pending.sent_as] = pending
-        self.kv.send(state, request, self.states, self.router.prefix_of(pending.request.request_id))
+        self.kv.send_turn(state, request, self.states, self.router.prefix_of(pending.request.request_id))
 
     def requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
@@ -219,15 +218,9 @@ class LLMProxy:
         fetches what was not prepared, and a worker that died in it is noticed by its completions. Returns the failures."""
 
         async def one(state: WorkerState) -> str:
-            try:
-                async with asyncio.timeout(self.stall_timeout):
-                    await state.worker.prepare(version)
-                return ""
-            except LOST as error:
-                why = str(error)
-            except TimeoutError:
-                why = f"no answer for {self.stall_timeout} s"
-            self.note_fault(f"prepare {state.worker.name}", why)
+            silence = f"no answer for {self.stall_timeout} s"
+            if why := await failure_of(state.worker.prepare(version), self.stall_timeout, silence):
+                self.note_fault(f"prepare {state.worker.name}", why)
             return why
 
         self._preparing, behind = version, [state for state in self.states if state.usable and state.version != version]
@@ -305,7 +298,7 @@ class LLMProxy:
 
     async def move_requests(self, state: WorkerState) -> int:
         """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
-        for request in [*state.outbox, *self.kv.take(state)]:
+        for request in [*state.outbox, *self.kv.take_waiting(state)]:
             if (pending := state.sent.pop(request.request_id, None)) is not None:
                 self.requeue(pending)
         state.outbox.clear()
@@ -349,7 +342,7 @@ class LLMProxy:
             if state.alive:
                 self.lose_worker(state, why)
             elif state.reviver is None or state.reviver.done():
-                state.reviver = spawn(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
+                state.reviver = spawn_task(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
         state.wake.set()
         return DeviceLoan(state.worker.name, why, loop.time() - begun, update=result)
 
@@ -367,16 +360,9 @@ class LLMProxy:
         """Run a command on all live workers at once, or on some. A worker that fails it, or hangs in it, is revived."""
 
         async def guarded(state: WorkerState) -> None:
-            life = state.lives
-            why: str | None = None
-            try:
-                async with asyncio.timeout(self.stall_timeout):
-                    await call(state)
-            except LOST as error:
-                why = str(error)
-            except TimeoutError:
-                why = f"no answer to a command for {self.stall_timeout} s"
-            if why is not None and state.lives == life:  # else it says something about a process that is gone already
+            life, silence = state.lives, f"no answer to a command for {self.stall_timeout} s"
+            why = await failure_of(call(state), self.stall_timeout, silence)
+            if why and state.lives == life:  # else it says something about a process that is gone already
                 self.lose_worker(state, why)
 
         meant = [state for state in self.states if state.usable and (only is None or state.index in only)]
@@ -391,8 +377,8 @@ class LLMProxy:
         state.alive = True
         self.seat(state)
         state.last_progress, state.unanswered = asyncio.get_running_loop().time(), 0.0
-        state.pump = spawn(self._pump(state), f"pump {state.worker.name}", self.on_fatal)
-        state.sender = spawn(self._send(state), f"send {state.worker.name}", self.on_fatal)
+        state.pump = spawn_task(self._pump(state), f"pump {state.worker.name}", self.on_fatal)
+        state.sender = spawn_task(self._send(state), f"send {state.worker.name}", self.on_fatal)
         if self.watcher is not None:
             self.watcher.worker_came(state.index)
 
@@ -405,7 +391,7 @@ class LLMProxy:
                     state.last_progress, state.unanswered = loop.time(), 0.0
                     if state.borrowed:
                         state.restarts = 0
-                    self.kv.answered(completion)
+                    self.kv.learn_from(completion)
                     pending = state.sent.pop(completion.request_id, None)
                     if not state.sent:
                         state.emptied.set()
@@ -417,7 +403,7 @@ class LLMProxy:
                         continue
                     self.router.end_turn(pending.request.request_id)
                     if pending.moves:
-                        completion = joined(pending.request, pending.parts, completion)
+                        completion = joined_completion(pending.request, pending.parts, completion)
                     pending.answer.set_result(completion)
                 self.dispatch()  # into the slots that became free
         except LOST as error:
@@ -444,7 +430,7 @@ class LLMProxy:
     def _move(self, pending: Pending, part: Completion) -> None:
         """Go on with a request on another worker."""
         if (state := pending.worker) is not None and state.borrowed and not state.moving:
-            self._hand_backs.note(state.worker.name, len(part.token_ids))
+            self._hand_backs.note_request(state.worker.name, len(part.token_ids))
         if part.token_ids:
             pending.parts.append(part)
         pending.moves += 1
@@ -465,7 +451,7 @@ class LLMProxy:
         for pending in state.give_up():
             self.requeue(pending)
         if not state.lent:  # its device is the trainer's
-            state.reviver = spawn(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
+            state.reviver = spawn_task(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
         self.dispatch()
 
     def tell_left(self, state: WorkerState) -> None:
@@ -558,7 +544,7 @@ class LLMProxy:
     @property
     def waiting_for(self) -> str:
         """In words, what generation waits for, "" when nothing is unusual."""
-        return waits(self.states, self.suspended, self._preparing)
+        return waiting_reason(self.states, self.suspended, self._preparing)
 
     @property
     def behind(self) -> bool:

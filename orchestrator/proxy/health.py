@@ -5,8 +5,7 @@ without an answer within ``interval`` seconds, and is then given up: a process w
 not reach, is noticed after ``(1 + misses) * interval`` seconds and one look. One that answers, but finishes nothing for
 ``stall_timeout`` seconds, is given up as well. A worker without work, or that stands still on command, is left alone.
 
-With each beat the borrowed workers are asked what they have room for (:mod:`orchestrator.proxy.capacity`), none waits
-for the other.
+With each beat the borrowed workers are asked what they have room for (:class:`BorrowedCaps`), none waits for the other.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from orchestrator.api import CommandError, ConfigError, RetryableError
-from orchestrator.proxy.capacity import BorrowedCaps
-from orchestrator.proxy.worker_state import WorkerState
+from orchestrator.policies.routing.turn_routing import TurnRouter
+from orchestrator.policies.serving.server_borrowing import turns_within
+from orchestrator.proxy.worker_state import LOST, WorkerState, failure_of
 
 
 class Heartbeat:
@@ -31,7 +30,7 @@ class Heartbeat:
         interval: float,
         misses: int,
         stall_timeout: float,
-        caps: BorrowedCaps | None = None,
+        caps: BorrowedCaps,
     ) -> None:
         self._lanes = states
         self.caps = caps
@@ -50,7 +49,7 @@ class Heartbeat:
         try:
             while True:
                 await asyncio.sleep(min(self._interval, self._stall_timeout / 4))
-                if self.caps is not None and self.caps.states and (self._room is None or self._room.done()):
+                if self.caps.states and (self._room is None or self._room.done()):
                     self._room = asyncio.create_task(self.caps.refresh_caps(), name="room of borrowed workers")
                 for state in self._lanes:
                     if not self._should_work(state):
@@ -79,14 +78,8 @@ class Heartbeat:
         loop, life = asyncio.get_running_loop(), state.lives
         begun, why = loop.time(), ""
         for number in range(1, self._misses + 1):
-            try:
-                async with asyncio.timeout(self._interval):
-                    await state.worker.stats()
-            except TimeoutError:
-                why = f"no answer for {self._interval:g} s"
-            except (RetryableError, CommandError, ConfigError) as error:
-                why = str(error)
-            else:
+            why = await failure_of(state.worker.stats(), self._interval, f"no answer for {self._interval:g} s")
+            if not why:
                 self._heard[state.index] = loop.time()
                 return
             await asyncio.sleep(max(begun + number * self._interval - loop.time(), 0.0))
@@ -94,3 +87,62 @@ class Heartbeat:
                 return
         silent = loop.time() - state.last_progress
         self._lost(state, f"no sign of life for {silent:.1f} s, asked {self._misses} times; the last time: {why}")
+
+
+class BorrowedCaps:
+    """How many turns the borrowed workers of a run may have: as many as the budgets of their devices leave room for (ROSE 4.1,
+    4.3), which their serving neighbours say, at any time.
+
+    Guarantees: one without a budget gets no turn, and is asked again until it has one; no cap is above the configured one
+    (``rollout.routing.served_cap``; without a cap nothing is asked, and nothing is limited); a worker that cannot be asked keeps
+    its cap, since whether it lives is the heartbeat's affair. ``seat``: tells the router anew whether one is open; ``dispatch``:
+    sends what waits."""
+
+    def __init__(
+        self,
+        states: Sequence[WorkerState],
+        router: TurnRouter,
+        seat: Callable[[WorkerState], None],
+        dispatch: Callable[[], None],
+        *,
+        patience: float,
+    ) -> None:
+        self._most = {
+            state.index: router.cap_of(state.index) for state in states if state.borrowed and router.cap_of(state.index)
+        }
+        self.states = [state for state in states if state.index in self._most]
+        self._router, self._seat, self._dispatch = router, seat, dispatch
+        self._patience = patience
+        self._contexts: dict[int, float] = {}  # blocks of a turn, when it last had some
+
+    def join(self, state: WorkerState) -> None:
+        """One more, whose cap the router knows already."""
+        if cap := self._router.cap_of(state.index):
+            self._most[state.index] = cap
+            self.states.append(state)
+
+    async def refresh_caps(self) -> None:
+        """Ask every borrowed worker what it has room for, all at once."""
+        changed = await asyncio.gather(*(self._one(state) for state in self.states if state.usable))
+        if any(changed):
+            self._dispatch()
+
+    async def _one(self, state: WorkerState) -> bool:
+        life = state.lives
+        try:
+            async with asyncio.timeout(self._patience):
+                stats = await state.worker.stats()
+        except (TimeoutError, *LOST):
+            return False
+        if state.lives != life or not state.usable:
+            return False
+        if stats.running:
+            self._contexts[state.index] = stats.kv_used / stats.running
+        turns = turns_within(stats.kv_capacity, self._contexts.get(state.index, 0.0), self._most[state.index])
+        full = turns == 0
+        if not full:
+            self._router.set_cap(state.index, turns)
+        if full != state.full:
+            state.full = full
+            self._seat(state)
+        return True

@@ -12,25 +12,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.api import (
-    CommandError,
-    Completion,
-    ConfigError,
-    GenerationRequest,
-    KvMove,
-    KvMoved,
-    KvWorker,
-    RetryableError,
-)
+from orchestrator.api import Completion, GenerationRequest, KvMove, KvMoved, KvWorker
 from orchestrator.config.sections import KvTransferSection
 from orchestrator.events import EventLog
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import TurnRouter
-from orchestrator.proxy.worker_state import WorkerState
+from orchestrator.proxy.worker_state import LOST, WorkerState
 
 EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
 REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
-_LOST = (RetryableError, CommandError, ConfigError)
 
 
 @dataclass(slots=True)
@@ -61,7 +51,9 @@ class KvMoves:
         """Moves in progress."""
         return list(self._tasks)
 
-    def send(self, state: WorkerState, request: GenerationRequest, states: Sequence[WorkerState], holder: int) -> None:
+    def send_turn(
+        self, state: WorkerState, request: GenerationRequest, states: Sequence[WorkerState], holder: int
+    ) -> None:
         """Send a turn to its worker, now or when its KV is there. ``holder``: which other one has its prefix, -1: none."""
         if self._contexts is not None:
             self._contexts.pop(request.trajectory_id, None)
@@ -87,12 +79,12 @@ class KvMoves:
         state.outbox.append(request)
         state.wake.set()
 
-    def take(self, state: WorkerState) -> list[GenerationRequest]:
+    def take_waiting(self, state: WorkerState) -> list[GenerationRequest]:
         """The turns of this worker that wait for their KV; they are not sent to it any more."""
         taken = [name for name, (held, _) in self._held.items() if held is state]
         return [self._held.pop(name)[1] for name in taken]
 
-    def answered(self, completion: Completion) -> None:
+    def learn_from(self, completion: Completion) -> None:
         """A turn ended in its worker: what it took is what the policy learns from."""
         seen = self._elsewhere.pop(completion.request_id, None)
         if seen is None or self._policy is None or not completion.token_ids or not completion.timing.first_token:
@@ -102,17 +94,17 @@ class KvMoves:
 
     # -- between two turns -------------------------------------------------------------------------------------------
 
-    def remember(self) -> None:
-        """Keep the contexts of trajectories, for :meth:`bring`."""
+    def keep_contexts(self) -> None:
+        """Keep the contexts of trajectories, for :meth:`bring_prefix`."""
         self._contexts = {} if self._contexts is None else self._contexts
 
-    def expected(self, source: WorkerState, state: WorkerState, tokens: int) -> float | None:
+    def expected_seconds(self, source: WorkerState, state: WorkerState, tokens: int) -> float | None:
         """Seconds that a move takes, as far as is known; None: it cannot be."""
         if self._policy is None or not (self._can(source) and self._can(state) and source.usable and state.usable):
             return None
         return self._policy.expected(tokens)[0] if tokens >= self._policy.least else None
 
-    async def bring(self, trajectory: str, source: WorkerState, state: WorkerState) -> bool:
+    async def bring_prefix(self, trajectory: str, source: WorkerState, state: WorkerState) -> bool:
         """Have the prefix of a trajectory's last turn moved; whether all of it is there now."""
         request = (self._contexts or {}).get(trajectory)
         if request is None or self._policy is None:
@@ -147,12 +139,32 @@ class KvMoves:
             async with asyncio.timeout(2 * self._limit):  # its own limit is kept by the worker, while that answers
                 moved = await self._fetch(state, request, source)
             why = moved.why
-        except _LOST as error:
+        except LOST as error:
             why = f"lost: {error}"
         except TimeoutError:
             why = f"timeout: no answer for {2 * self._limit:g} s"
-        seconds = loop.time() - begun
-        self._note(state, request, source, moved, why, seconds)
+        seconds, kind = loop.time() - begun, why.partition(":")[0]
+        if moved is not None and moved.moved:
+            self.moves += 1
+            self.tokens += moved.moved
+            self.bytes += moved.bytes
+            if self._events is not None:
+                self._events.emit(
+                    "kv_moved",
+                    trajectory=request.trajectory_id,
+                    source=source.worker.name,
+                    worker=state.worker.name,
+                    tokens=moved.moved,
+                    bytes=moved.bytes,
+                    seconds=round(seconds, 6),
+                    carrier=moved.carrier,
+                )
+        if why:
+            self.failures[kind] += 1
+            if self._events is not None and self.failures[kind] == 1 and kind != EVICTED:
+                what = f"kv {source.worker.name} to {state.worker.name}"
+                detail = f"{why[:200]}; recomputed (said once, counted from now on)"
+                self._events.emit("fault", what=what, cause="kv", detail=detail)
         return moved, why, seconds
 
     async def _fetch(self, state: WorkerState, request: GenerationRequest, source: WorkerState) -> KvMoved:
@@ -165,40 +177,6 @@ class KvMoves:
         if not place:
             return KvMoved(0, 0, 0, 0.0, f"off: {source.worker.name} hands out no KV")
         return await state.worker.fetch_kv(KvMove(request.trajectory_id, request.token_ids, place, self._limit))
-
-    def _note(
-        self,
-        state: WorkerState,
-        request: GenerationRequest,
-        source: WorkerState,
-        moved: KvMoved | None,
-        why: str,
-        seconds: float,
-    ) -> None:
-        if moved is not None and moved.moved:
-            self.moves += 1
-            self.tokens += moved.moved
-            self.bytes += moved.bytes
-        kind = why.partition(":")[0]
-        if why:
-            self.failures[kind] += 1
-        if self._events is None:
-            return
-        if moved is not None and moved.moved:
-            self._events.emit(
-                "kv_moved",
-                trajectory=request.trajectory_id,
-                source=source.worker.name,
-                worker=state.worker.name,
-                tokens=moved.moved,
-                bytes=moved.bytes,
-                seconds=round(seconds, 6),
-                carrier=moved.carrier,
-            )
-        if why and self.failures[kind] == 1 and kind != EVICTED:
-            what = f"kv {source.worker.name} to {state.worker.name}"
-            detail = f"{why[:200]}; recomputed (said once, counted from now on)"
-            self._events.emit("fault", what=what, cause="kv", detail=detail)
 
 
 def kv_moves(settings: KvTransferSection, events: EventLog) -> KvMoves:
@@ -218,16 +196,16 @@ class GapMover:
 
     def __init__(self, kv: KvMoves, states: Sequence[WorkerState], router: TurnRouter) -> None:
         self._kv, self._states, self._router = kv, states, router
-        kv.remember()
+        kv.keep_contexts()
 
     def seconds(self, source: int, target: int, tokens: int) -> float | None:
         """What it expects to take; None: it cannot."""
-        return self._kv.expected(self._states[source], self._states[target], tokens)
+        return self._kv.expected_seconds(self._states[source], self._states[target], tokens)
 
     async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
         """Whether the target has the KV of the trajectory's prefix now. Never raises: what went wrong is an event."""
         life = self._states[target].lives
-        arrived = await self._kv.bring(trajectory, self._states[source], self._states[target])
+        arrived = await self._kv.bring_prefix(trajectory, self._states[source], self._states[target])
         if arrived and self._states[target].lives == life:
             self._router.record_prefix_copy(trajectory, target)
             return True

@@ -11,8 +11,8 @@ import asyncio
 
 from orchestrator.api import BorrowedWorker
 from orchestrator.policies.routing.turn_routing import Seat
-from orchestrator.proxy.gateway import LOST, LLMProxy
-from orchestrator.proxy.worker_state import WorkerState
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import LOST, WorkerState
 
 
 class Membership:

@@ -19,7 +19,7 @@ from orchestrator.api import Completion, GenerationRequest
 from orchestrator.config.sections import DisaggregationSection
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.resume_turn import joined, rest
+from orchestrator.proxy.resume_turn import joined_completion, remaining_request
 
 _CUT = ("abort", "error")  # finish reasons after which nothing goes on
 
@@ -40,11 +40,11 @@ class PrefillDecode:
         sampling = replace(request.sampling, max_tokens=1)
         before = replace(request, request_id=f"{request.request_id}~p", sampling=sampling)
         first = await self._part(before, PREFILL, DECODE)
-        following = None if first.finish_reason in _CUT else rest(request, [first], 1)
+        following = None if first.finish_reason in _CUT else remaining_request(request, [first], 1)
         if following is None:
-            whole = joined(request, [first], None)
+            whole = joined_completion(request, [first], None)
             return replace(whole, finish_reason=first.finish_reason, error=first.error) if first.error else whole
-        return joined(request, [first], await self._part(following, DECODE, PREFILL))
+        return joined_completion(request, [first], await self._part(following, DECODE, PREFILL))
 
     async def _part(self, request: GenerationRequest, phase: str, other: str) -> Completion:
         """One of the two, with the KV that the worker of the other phase has."""

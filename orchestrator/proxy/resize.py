@@ -3,8 +3,8 @@
 
 Of the run's own workers w0, w1, ..., each with a device, an engine of t devices is a worker that runs over its own device and the
 t - 1 after it; the others are parked: no process, no request, no command. TP t of all engines is every t-th worker; of unequal
-degrees the engines stand one after the other (:func:`seats`). Of a mixture of experts, a device may have whole ones in place of
-slices of all (RollPacker 7). A worker whose devices stay, and what is on them, goes on as if nothing had been.
+degrees the engines stand one after the other (:func:`engine_seats`). Of a mixture of experts, a device may have whole ones in
+place of slices of all (RollPacker 7). A worker whose devices stay, and what is on them, goes on as if nothing had been.
 
 Guarantees: no request is lost and none is refused: those in flight keep their tokens, wait, and go on in the new engines,
 prefilled again; served workers are not touched and take what they can meanwhile. New engines hold the proxy's version before
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
-from orchestrator.proxy.gateway import LOST, LLMProxy
-from orchestrator.proxy.worker_state import WorkerState, spawn
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import LOST, WorkerState, spawn_task
 
 NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
 
@@ -78,7 +78,8 @@ class EngineResizing:
     async def reshape(self, cut: int | Sequence[int] | EngineLayout) -> Reshaped:
         """Let the run's own engines have ``cut`` devices each, or one after the other so many, or each this layout. Raises
         ValueError for what does not make up the devices, and for whole experts where workers have slices only."""
-        ranks = [(rank, cut.ep if isinstance(cut, EngineLayout) and rank else 1) for rank in seats(cut, len(self._own))]
+        experts = cut.ep if isinstance(cut, EngineLayout) else 1
+        ranks = [(rank, experts if rank else 1) for rank in engine_seats(cut, len(self._own))]
         if max(ep for _, ep in ranks) > 1 and not all(isinstance(state.worker, ExpertWorker) for state in self._own):
             raise ValueError(f"{cut}: these engines cannot have whole experts on a device")
         loop = asyncio.get_running_loop()
@@ -160,14 +161,14 @@ class EngineResizing:
             if failure and not give_up:
                 state.lent = False
                 self.proxy.note_fault(f"worker {state.worker.name}", failure)
-                state.reviver = spawn(self.proxy.revive(state), f"revive {state.worker.name}", self.proxy.on_fatal)
+                state.reviver = spawn_task(self.proxy.revive(state), f"revive {state.worker.name}", self.proxy.on_fatal)
         for state in states:
             if not ranks_of(state):
                 state.lent = False
         return next((failure for failure in why if failure), "")
 
 
-def seats(cut: int | Sequence[int] | EngineLayout, devices: int) -> list[int]:
+def engine_seats(cut: int | Sequence[int] | EngineLayout, devices: int) -> list[int]:
     """The ranks of each worker: engines of ``cut`` devices each, or of these degrees one after the other; 0: parked. Raises
     ValueError."""
     width = cut.tp if isinstance(cut, EngineLayout) else cut

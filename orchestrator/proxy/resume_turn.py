@@ -13,7 +13,7 @@ from dataclasses import replace
 from orchestrator.api import Completion, CompletionTiming, GenerationRequest, merge_spans
 
 
-def rest(request: GenerationRequest, parts: Sequence[Completion], moves: int) -> GenerationRequest | None:
+def remaining_request(request: GenerationRequest, parts: Sequence[Completion], moves: int) -> GenerationRequest | None:
     """The request that goes on where ``parts`` ended; None: they are all of it. ``moves`` makes its id a new one: a worker
     ignores an id that it has seen. A seed is replaced by one of its own, else the same draws would be made again."""
     if not moves:
@@ -33,7 +33,7 @@ def rest(request: GenerationRequest, parts: Sequence[Completion], moves: int) ->
     )
 
 
-def joined(request: GenerationRequest, parts: Sequence[Completion], last: Completion | None) -> Completion:
+def joined_completion(request: GenerationRequest, parts: Sequence[Completion], last: Completion | None) -> Completion:
     """One completion of ``request``. ``last`` None: the parts are all of it."""
     every = [*parts, *([last] if last is not None else [])]
     tokens = tuple(token for part in every for token in part.token_ids)

@@ -12,7 +12,7 @@ from orchestrator.config.sections import DisaggregationSection, RolloutSection, 
 from orchestrator.policies.routing.turn_routing import ANY, DECODE, PREFILL, Seat, TurnRouter
 
 
-def router(
+def router_of_workers(
     settings: RoutingSection,
     workers: Sequence[RolloutWorker],
     parts: DisaggregationSection | None = None,
@@ -23,7 +23,7 @@ def router(
     names = [worker.name for worker in workers]
     placed = [worker.hardware if isinstance(worker, PlacedWorker) else "" for worker in workers]
     borrowed = [isinstance(worker, BorrowedWorker) for worker in workers]
-    return plan(settings, names, placed, borrowed, parts or DisaggregationSection(), others)
+    return planned_router(settings, names, placed, borrowed, parts or DisaggregationSection(), others)
 
 
 def may_come(settings: RolloutSection, name: str) -> bool:
@@ -32,7 +32,7 @@ def may_come(settings: RolloutSection, name: str) -> bool:
     return settings.borrowed.exchanged and (known or bool(settings.borrowed.file and not urls.mistake(name, True)))
 
 
-def plan(
+def planned_router(
     settings: RoutingSection,
     names: Sequence[str],
     placed: Sequence[str],
@@ -60,11 +60,11 @@ def plan(
         affinity=settings.affinity,
         fallback=settings.fallback,
         spread=settings.spread,
-        phases=phases(parts or DisaggregationSection(), [seat.hardware for seat in seats]),
+        phases=phase_classes(parts or DisaggregationSection(), [seat.hardware for seat in seats]),
     )
 
 
-def phases(settings: DisaggregationSection, classes: Sequence[str]) -> dict[str, str]:
+def phase_classes(settings: DisaggregationSection, classes: Sequence[str]) -> dict[str, str]:
     """Phase -> class, for the router; empty when it is off. Raises ConfigError for a class that no worker is of."""
     if not settings.enabled:
         return {}

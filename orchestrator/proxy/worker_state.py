@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.api import (
     BorrowedWorker,
+    CommandError,
     Completion,
+    ConfigError,
     GenerationRequest,
     ManagedWorker,
     ReleaseResult,
@@ -22,6 +24,7 @@ from orchestrator.api import (
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import TurnRouter
 
+LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
 _ASK_AGAIN = 1.0  # seconds
 REST = 2.0  # seconds
@@ -158,7 +161,7 @@ class HandBacks:
         self._events = events
         self._counts: dict[str, list[int]] = {}  # worker -> requests, tokens, not told yet
 
-    def note(self, worker: str, tokens: int) -> None:
+    def note_request(self, worker: str, tokens: int) -> None:
         """A request came back with so many tokens."""
         if not self._counts:
             asyncio.get_running_loop().call_soon(self._tell)
@@ -172,7 +175,19 @@ class HandBacks:
             self._events.emit("handed_back", worker=name, requests=requests, tokens=tokens)
 
 
-def spawn(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:
+async def failure_of(call: Awaitable[object], seconds: float, silence: str) -> str:
+    """Why a worker's command failed, in words; "": it did not. ``silence``: there was no answer within ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            await call
+    except LOST as error:
+        return str(error) or type(error).__name__
+    except TimeoutError:
+        return silence
+    return ""
+
+
+def spawn_task(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:
     """A task that serves workers. One that ends by what nobody foresaw ends the run: requests would wait for it for ever."""
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -207,7 +222,7 @@ def others_live(states: Sequence[WorkerState], state: WorkerState) -> bool:
     return any(other.alive or not (other.removed or other.borrowed) for other in states if other is not state)
 
 
-def waits(states: Sequence[WorkerState], suspended: bool, preparing: int) -> str:
+def waiting_reason(states: Sequence[WorkerState], suspended: bool, preparing: int) -> str:
     """What generation waits for, "" when nothing is unusual. ``preparing``: the version that workers fetch, -1: none."""
     reviving = [state.worker.name for state in states if not (state.alive or state.removed or state.parked)]
     if reviving:

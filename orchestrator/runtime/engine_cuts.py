@@ -23,10 +23,8 @@ from orchestrator.parallelism.planner_setup import (
 )
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
-from orchestrator.profiler import ProfileKey, model_name
-from orchestrator.profiler import load as load_profile
-from orchestrator.profiler.profile_file import check as check_profile
-from orchestrator.proxy.resize import NO_EXPERTS, seats
+from orchestrator.profiler.profile_file import ProfileKey, check_profile, load_profile, model_name
+from orchestrator.proxy.resize import NO_EXPERTS, engine_seats
 
 IDENTITY = "vllm_rlplugin.engine_profiler:identity"
 
@@ -68,10 +66,10 @@ async def engine_cuts(
         check_profile(load_profile(Path(name), field), key, field)
     if planned:
         planner = make_planner(rollout, task, heads)
-        return EngineCuts(planner, None, tuple(seats(planner.layout.tp, rollout.workers)))
+        return EngineCuts(planner, None, tuple(engine_seats(planner.layout.tp, rollout.workers)))
     if rollout.reshapes:
         reallocation = make_reallocation(rollout, heads, kept=kept)
-        return EngineCuts(None, reallocation, tuple(seats(reallocation.degrees, rollout.workers)))
+        return EngineCuts(None, reallocation, tuple(engine_seats(reallocation.degrees, rollout.workers)))
     return _fixed(config, heads)
 
 

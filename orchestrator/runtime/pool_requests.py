@@ -73,6 +73,6 @@ def check(config: Config) -> None:
     borrowed = [False] * len(names) + [True] * len(served)
     hardware = [*placed, *([""] * len(served))]
     later = partial(router_setup.may_come, config.rollout)
-    router_setup.plan(
+    router_setup.planned_router(
         config.rollout.routing, [*names, *served], hardware, borrowed, config.rollout.disaggregation, later
     )

@@ -45,7 +45,7 @@ def make_task(config: Config) -> Task:
 
 def check(config: Config, task: Task) -> None:
     """Run all checks. Nothing is started or written."""
-    for component in requirements.components(config):
+    for component in requirements.required_components(config):
         tested_versions.check_version(component)
     requirements.require_packages(config)
     _model(config, task)
@@ -122,7 +122,7 @@ def check_port(config: Config) -> None:
 
 def _room(config: Config) -> None:
     """What the doctor would call a failure: checkpoints and trajectories have no room, or may not be written there."""
-    found = doctor_machine.disk(Path(config.run.folder))
+    found = doctor_machine.check_disk(Path(config.run.folder))
     if found.status == "fail":
         raise ConfigError("run.folder", config.run.folder, f"{found.detail}; {found.fix}")
 

@@ -23,7 +23,7 @@ from orchestrator.policies.parallelism.degree_reallocation import DegreeRealloca
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
 from orchestrator.policies.placement.worker_load import WorkerRates, rates_of
-from orchestrator.proxy.resize import seats
+from orchestrator.proxy.resize import engine_seats
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import EngineCosts
 from orchestrator.sim.simulated_cluster import costs_at_imbalance, engine_costs, fleet
@@ -215,9 +215,9 @@ def seat_workers(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Wat
     if cutter is None:
         return
     if isinstance(cutter, ParallelismPlanner):
-        ranks, experts = seats(cutter.layout, len(workers)), cutter.layout.ep
+        ranks, experts = engine_seats(cutter.layout, len(workers)), cutter.layout.ep
     else:
-        ranks, experts = seats(cutter.degrees, len(workers)), 1
+        ranks, experts = engine_seats(cutter.degrees, len(workers)), 1
     for worker, count in zip(workers, ranks, strict=True):
         assert isinstance(worker, ResizableSimWorker)
         worker.set_devices(count, experts if count else 1)

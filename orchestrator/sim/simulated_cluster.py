@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.proxy.router_setup import plan
+from orchestrator.proxy.router_setup import planned_router
 from orchestrator.sim import hardware
 from orchestrator.sim.cost_model import (
     EngineCosts,
@@ -45,7 +45,7 @@ def check_disaggregation(config: Config) -> None:
         raise ConfigError("sim.grain", config.sim.grain, fix)
     classes = fleet(config)
     names, borrowed = [f"sim-{index}" for index in range(len(classes))], [False] * len(classes)
-    plan(config.rollout.routing, names, classes, borrowed, config.rollout.disaggregation)
+    planned_router(config.rollout.routing, names, classes, borrowed, config.rollout.disaggregation)
 
 
 def fleet(config: Config) -> list[str]:

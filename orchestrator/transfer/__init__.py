@@ -12,7 +12,7 @@ A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensor
     publisher.publish(version, tensors)          # (name, shape, dtype, contiguous uint8 array) in any order
 
     publisher = Publisher(endpoint, ranks=ranks, codec=DeltaCodec())    # one in every rank, each with its own shards
-    plan = publisher.plan(SnapshotPolicy())
+    plan = publisher.plan_next(SnapshotPolicy())
     publisher.publish_shards(version, shards, plan.base)         # (ShardKey, bytes now, bytes in the base or None)
 
     subscriber = Subscriber(endpoint)            # in an engine
@@ -20,20 +20,18 @@ A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensor
     for shard, data in subscriber.fetch(manifest): ...
     for region, data in subscriber.fetch_regions(manifest, regions): ...    # only what this rank hosts
 
-    resident = Resident(subscriber, regions, codec)              # or: kept on the host, moved on by differences
-    resident.advance(version)
+    hosted = HostedWeights(subscriber, regions, codec)          # or: kept on the host, moved on by differences
+    hosted.advance(version)
 """
 
-from orchestrator.transfer.delta_compression import DeltaCodec
 from orchestrator.transfer.hosted_weights import HostedWeights
 from orchestrator.transfer.manifest import StoredManifest
 from orchestrator.transfer.memory_relay import MemoryMetadata, MemoryRelay
 from orchestrator.transfer.mooncake_relay import MooncakeRelay
-from orchestrator.transfer.publisher import Publisher, PublishPlan, Shard
-from orchestrator.transfer.publishing_ranks import PublishingRanks
+from orchestrator.transfer.publisher import Publisher, PublishingRanks, PublishPlan, Shard
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy
-from orchestrator.transfer.shard_codec import ShardCodec
+from orchestrator.transfer.shard_codec import DeltaCodec, ShardCodec
 from orchestrator.transfer.shard_routing import Region
 from orchestrator.transfer.sqlite_metadata import SqliteMetadata
 from orchestrator.transfer.subscriber import Subscriber

@@ -88,10 +88,8 @@ def closing_bytes(shards: int) -> int:
 
 def check_digests(data: bytes, shards: Sequence[ShardKey], found: Sequence[int]) -> None:
     """Raise CorruptWeightsError unless these are the digests of what came."""
-    words = data[: -_WORD.size]
-    if len(data) != closing_bytes(len(shards)) or _WORD.unpack(data[-_WORD.size :])[0] != xxhash.xxh3_64_intdigest(
-        words
-    ):
+    words, end = data[: -_WORD.size], data[-_WORD.size :]
+    if len(data) != closing_bytes(len(shards)) or _WORD.unpack(end)[0] != xxhash.xxh3_64_intdigest(words):
         raise CorruptWeightsError("checksum", "the digests of the shards are damaged")
     for key, announced, made in zip(shards, np.frombuffer(words, dtype="<u8").tolist(), found, strict=True):
         if announced != made:
@@ -99,7 +97,7 @@ def check_digests(data: bytes, shards: Sequence[ShardKey], found: Sequence[int])
             raise CorruptWeightsError("digest", detail)
 
 
-def packs(sizes: Sequence[int], limit: int = PACK_BYTES) -> list[tuple[int, tuple[int, ...]]]:
+def pack_layout(sizes: Sequence[int], limit: int = PACK_BYTES) -> list[tuple[int, tuple[int, ...]]]:
     """How shards of these sizes share messages: (bytes, offset of each shard in it), in order. Sender and receiver compute
     the same."""
     found: list[tuple[int, tuple[int, ...]]] = []

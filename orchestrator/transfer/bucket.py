@@ -18,7 +18,7 @@ tensors lie inside the body, in order, without overlap. It allocates nothing but
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 import msgpack
@@ -97,15 +97,7 @@ class BucketWriter:
     def seal(self, name: BucketName) -> memoryview:
         """Write directory and checksum; returns the bytes to store."""
         directory: bytes = msgpack.packb(
-            {
-                "job": name.job,
-                "epoch": name.epoch,
-                "version": name.version,
-                "kind": name.kind,
-                "attempt": name.attempt,
-                "bucket": name.bucket,
-                "tensors": [[entry.tensor, entry.offset, entry.length] for entry in self.entries],
-            }
+            {**asdict(name), "tensors": [[entry.tensor, entry.offset, entry.length] for entry in self.entries]}
         )
         start = BODY_START + self._body
         total = start + len(directory)
@@ -131,8 +123,7 @@ def open_bucket(data: Bytes, expected: BucketName) -> list[tuple[BucketEntry, By
     if found != checksum:
         raise CorruptWeightsError("checksum", f"{where}: xxh3-64 is {found:016x}, announced {checksum:016x}")
     directory = _decode(data[BODY_START + body_bytes :], where)
-    name = tuple(directory.get(field) for field in ("job", "epoch", "version", "kind", "attempt", "bucket"))
-    wanted = (expected.job, expected.epoch, expected.version, expected.kind, expected.attempt, expected.bucket)
+    name, wanted = tuple(directory.get(field.name) for field in fields(expected)), astuple(expected)
     if name != wanted:
         raise CorruptWeightsError("identity", f"{where}: this is {name}, wanted {wanted}")
     body = data[BODY_START : BODY_START + body_bytes]

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-* :meth:`Resident.advance` is all or nothing: it ends at the new version, every shard with the digest that was published, or
+* :meth:`HostedWeights.advance` is all or nothing: it ends at the new version, every shard with the digest that was published, or
   it raises and everything is as it was, bit for bit (differences are applied in place, with an undo log).
 * Only the shards that the regions intersect are fetched and kept; of a difference, only those whose digest changed.
 * A base that is missing needs no care by the caller: from what is held by differences where the chain is there and shorter,
@@ -32,8 +32,6 @@ from orchestrator.transfer.shard_routing import (
 )
 from orchestrator.transfer.subscriber import Subscriber
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
-
-Undo = Callable[[], None]
 
 
 class HostedWeights:
@@ -102,7 +100,7 @@ class HostedWeights:
         shards, digests = self._shards, dict(self._digests)
         fetched = 0
         changed: set[str] = set()
-        undo: list[Undo] = []
+        undo: list[Callable[[], None]] = []
         try:
             for manifest in chain:
                 hosted = self._hosted(manifest)
@@ -115,12 +113,16 @@ class HostedWeights:
                     needed = [
                         number for number in hosted if manifest.pieces[number].digest != digests[_at(manifest, number)]
                     ]
-                    undo += self._apply(manifest, needed, shards, check)
+                    for number, stored in self._subscriber.fetch_shards(manifest, needed):
+                        check()
+                        key, piece = manifest.shards[number], manifest.pieces[number]
+                        undo.append(apply_stored(self._codec, key, stored, shards[shard_label(key)], piece.digest))
                 digests |= {_at(manifest, number): manifest.pieces[number].digest for number in needed}
                 changed |= {manifest.shards[number].tensor for number in needed}
                 fetched += sum(manifest.pieces[number].length for number in needed)
         except BaseException:
-            _take_back(undo)
+            for take_back in reversed(undo):
+                take_back()
             raise
         last = chain[-1]
         self._shards, self._digests = shards, digests
@@ -131,7 +133,7 @@ class HostedWeights:
     def _hosted(self, manifest: StoredManifest) -> list[int]:
         if self._regions is None:
             return list(range(len(manifest.shards)))
-        return ShardIndex(manifest.shards).needed(self._regions)
+        return ShardIndex(manifest.shards).needed_shards(self._regions)
 
     def _load(self, manifest: StoredManifest, needed: list[int], check: Callable[[], None]) -> dict[str, Bytes]:
         shards: dict[str, Bytes] = {}
@@ -142,20 +144,6 @@ class HostedWeights:
             made = decode_stored(self._codec, key, stored, length, piece.digest)
             shards[shard_label(key)] = made.copy() if made is stored else made  # buffers of the relay are not kept
         return shards
-
-    def _apply(
-        self, manifest: StoredManifest, needed: list[int], shards: dict[str, Bytes], check: Callable[[], None]
-    ) -> list[Undo]:
-        undo: list[Undo] = []
-        try:
-            for number, stored in self._subscriber.fetch_shards(manifest, needed):
-                check()
-                key, piece = manifest.shards[number], manifest.pieces[number]
-                undo.append(apply_stored(self._codec, key, stored, shards[shard_label(key)], piece.digest))
-        except BaseException:
-            _take_back(undo)
-            raise
-        return undo
 
 
 def _at(manifest: StoredManifest, number: int) -> str:
@@ -168,8 +156,3 @@ def _check_cut(manifest: StoredManifest, hosted: list[int], shards: dict[str, By
     if strange or len(hosted) != len(shards):
         detail = f"version {manifest.version} is cut differently from its base {manifest.base_version}"
         raise CorruptWeightsError("layout", f"{detail}: {', '.join(strange[:4])}")
-
-
-def _take_back(undo: list[Undo]) -> None:
-    for one in reversed(undo):
-        one()

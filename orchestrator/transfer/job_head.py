@@ -1,4 +1,4 @@
-"""The head record of a job: one value in the metadata store that says which versions exist. Pure data and transitions.
+"""The head record of a job: one value in the metadata store that says which versions exist. Data and pure transitions.
 
 Guarantees: every change of what exists (a new epoch, an attempt begun, a version committed, garbage dropped) is ONE
 compare-and-set of this one value, so no reader and no crash ever sees half of it. An attempt is recorded before its
@@ -7,22 +7,26 @@ epoch; an epoch never returns. Object keys are a function of (epoch, version, ki
 twice. A difference is published only to the newest version; the full snapshot of a version that is there as a difference
 may follow, with the same content.
 
-The functions take a head and return the next one; they raise :class:`VersionTakenError` where the caller has lost.
+The functions take a head and return the next one, which :func:`update_head` stores; they raise
+:class:`VersionTakenError` where the caller has lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any, TypeVar
 
 import msgpack
 
-from orchestrator.transfer.transfer_errors import CorruptWeightsError, VersionTakenError
+from orchestrator.api import MetadataStore
+from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError, VersionTakenError
 
 FORMAT = 2
 RESERVE_BUCKETS = 64  # buckets a rank may write before it must record more: one control message per 64 buckets
 FULL = -1  # the base of a full snapshot
+CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +214,32 @@ def _check_alive(head: JobHead, attempt: PublishAttempt) -> None:
         raise VersionTakenError("base_not_newest", detail)
 
 
+def update_head(metadata: MetadataStore, job: str, transition: Callable[[JobHead], JobHead]) -> JobHead:
+    """See :func:`update_record`."""
+    return update_record(metadata, head_key(job), JobHead(), decode_head, encode_head, transition)
+
+
+def update_record(
+    metadata: MetadataStore,
+    key: str,
+    empty: Record,
+    decode: Callable[[bytes], Record],
+    encode: Callable[[Record], bytes],
+    transition: Callable[[Record], Record],
+) -> Record:
+    """Apply a transition to a record by compare-and-set, again while others are faster; returns the new one (``empty``: what
+    it is before the first). Raises RelayError."""
+    for _ in range(CAS_TRIES):
+        present = metadata.get(key)
+        before = empty if present is None else decode(present[0])
+        after = transition(before)
+        if after == before or metadata.compare_and_set(key, encode(after), 0 if present is None else present[1]):
+            return after
+    raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")
+
+
 def encode_head(head: JobHead) -> bytes:
     """The value that is stored."""
-
-    def flat(item: PublishAttempt) -> list[int]:
-        return [item.epoch, item.version, item.number, item.buckets, item.base]
 
     packed: bytes = msgpack.packb(
         {
@@ -222,13 +247,10 @@ def encode_head(head: JobHead) -> bytes:
             "epoch": head.epoch,
             "version": head.version,
             "floor": head.floor,
-            "published": [
-                [*flat(item.attempt), item.manifest_bytes, item.manifest_checksum, item.payload_bytes, item.content]
-                for item in head.published
-            ],
-            "pending": [flat(item) for item in head.pending],
-            "garbage": [flat(item) for item in head.garbage],
-            "tries": [list(item) for item in head.tries],
+            "published": [[*attempt, *rest] for attempt, *rest in map(astuple, head.published)],
+            "pending": [astuple(item) for item in head.pending],
+            "garbage": [astuple(item) for item in head.garbage],
+            "tries": head.tries,
         }
     )
     return packed

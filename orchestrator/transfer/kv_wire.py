@@ -106,7 +106,7 @@ class Carrier(Protocol):
         ...
 
 
-def digests(payload: Bytes) -> bytes:
+def block_digests(payload: Bytes) -> bytes:
     """Of each row, one after the other."""
     return b"".join(xxhash.xxh3_128(row).digest() for row in payload)
 
@@ -184,7 +184,7 @@ def _fetch_blocks(stream: _Stream, token: str, ask: KvAsk, block_bytes: int, car
     else:
         payload = np.empty((count, block_bytes), np.uint8)
         stream.read_into(payload.reshape(-1).data if count else memoryview(b""))
-    if digests(payload) != expected:
+    if block_digests(payload) != expected:
         raise KvRefused("damaged", "a block is not what was sent")
     return KvBlocks(ask.first, payload, ask.facts, carrier.name if carrier is not None and offer else "tcp")
 
@@ -280,7 +280,7 @@ class KvServer:
                     "facts": dict(found.facts),
                     "blocks": len(payload),
                     "block_bytes": payload.shape[1],
-                    "digests": digests(payload),
+                    "digests": block_digests(payload),
                 }
                 if self._carrier is not None and len(payload) and asked.get("carrier") == _kind(self._carrier):
                     answer["carrier"] = dict(stack.enter_context(self._carrier.lend(payload)))

@@ -28,6 +28,7 @@ import xxhash
 
 from orchestrator.api import ShardKey, WeightManifest
 from orchestrator.transfer.bucket import BODY_START, BucketName
+from orchestrator.transfer.delta.delta_format import DTYPE_BYTES
 from orchestrator.transfer.job_head import FULL, kind_of
 from orchestrator.transfer.manifest_signing import DIGEST_BYTES
 from orchestrator.transfer.shard_codec import RAW
@@ -39,11 +40,6 @@ FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 30  # about five million shards
 MAX_DIMENSIONS = 16
 MAX_BYTES = 1 << 50
-# Bytes per element of the dtypes that are known; others are only checked to be whole elements.
-DTYPE_BYTES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
 _MAX_U64 = (1 << 64) - 1
 _PREFIX = struct.Struct("<8sQ")
 _ENCODING = re.compile(r"[a-z0-9._-]{1,32}")
@@ -220,7 +216,7 @@ def merge_shares(shares: Sequence[bytes]) -> RankShare:
 
 
 def check_tensor(tensor: str, shape: tuple[int, ...], dtype: str, length: int) -> None:
-    """Raise ValueError unless ``length`` bytes can be a tensor of this shape and dtype."""
+    """Raise ValueError unless ``length`` bytes can be a tensor of this shape and dtype; of an unknown dtype: whole elements."""
     if not 0 < len(tensor) <= 1024 or not 0 < len(dtype) <= 64 or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"tensor {tensor!r:.100}: bad name, dtype or number of dimensions")
     if any(type(size) is not int or size < 0 for size in shape):

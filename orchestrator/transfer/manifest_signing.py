@@ -90,7 +90,7 @@ class Verifier:
         except ValueError as error:
             raise ConfigError("relay.verify_key", verify_key, "is no Ed25519 public key in hexadecimal") from error
 
-    def opened(self, data: memoryview) -> memoryview:
+    def open_manifest(self, data: memoryview) -> memoryview:
         """The manifest in a signed object. Raises CorruptWeightsError "signature"."""
         if data.nbytes <= OVERHEAD or bytes(data[: len(MAGIC)]) != MAGIC:
             raise CorruptWeightsError("signature", "the manifest is not signed, and this job's are")

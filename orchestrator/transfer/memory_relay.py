@@ -1,66 +1,62 @@
-"""In-memory twins of the relay and the metadata store: same semantics, one process, no clock. For tests and simulator.
+"""In-memory relay and metadata store: the semantics of the real ones, one process, no clock.
 
 Guarantees: an object is written once (a second put of its key is an error, never a silent change); a missing key is a
-RelayError; a put beyond ``capacity_bytes`` is ``relay_full``; a leased object is not removed. Where Mooncake leases by
-time, the twin is told: :meth:`MemoryRelay.lease` and :meth:`MemoryRelay.release`.
+RelayError. What is stored lives as long as a handle of the same store does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
 from orchestrator.transfer.transfer_errors import RelayError
 
 
-class _Objects:
-    """What all handles of one in-memory relay share."""
+class _Stored:
+    """What all handles of one store share."""
 
-    def __init__(self, capacity_bytes: int | None) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.data: dict[str, bytes] = {}
-        self.leases: dict[str, int] = {}
-        self.used = 0
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
 
 
-class MemoryRelay:
-    """Implements :class:`orchestrator.api.Relay`. Objects live as long as a handle of the same relay does."""
+class _Handle:
+    """One of a store's handles, closed independently."""
 
-    _named: ClassVar[WeakValueDictionary[str, _Objects]] = WeakValueDictionary()
+    _named: ClassVar[WeakValueDictionary[str, _Stored]]
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self._shared = _Objects(capacity_bytes)
+    def __init__(self) -> None:
+        self._shared = _Stored()
         self._closed = False
 
     @classmethod
     def shared(cls, name: str) -> Self:
-        """A handle of the relay of that name in this process; the first one creates it, without a capacity limit."""
+        """A handle of the store of that name in this process; the first one creates it."""
         handle = cls()
         handle._shared = cls._named.setdefault(name, handle._shared)
         return handle
 
-    def handle(self) -> MemoryRelay:
-        """Another handle of the same objects, closed independently."""
-        other = MemoryRelay()
-        other._shared = self._shared
-        return other
+    def close(self) -> None:
+        self._closed = True
+
+    def _open(self) -> dict[str, Any]:
+        if self._closed:
+            raise RelayError("closed", f"this handle of a {type(self).__name__} was closed")
+        return self._shared.data
+
+
+class MemoryRelay(_Handle):
+    """Implements :class:`orchestrator.api.Relay`."""
+
+    _named: ClassVar[WeakValueDictionary[str, _Stored]] = WeakValueDictionary()
 
     def put(self, key: str, data: memoryview) -> None:
-        objects = self._open()
-        if key in objects.data:
+        if key in self._open():
             raise RelayError("exists", f"{key} was already written; objects are written once")
-        if objects.capacity_bytes is not None and objects.used + data.nbytes > objects.capacity_bytes:
-            raise RelayError(
-                "relay_full", f"{key} needs {data.nbytes} B, {objects.capacity_bytes - objects.used} B are free"
-            )
-        objects.data[key] = bytes(data)
-        objects.used += data.nbytes
+        self._open()[key] = bytes(data)
 
     def get_into(self, key: str, buffer: memoryview) -> int:
-        value = self._open().data.get(key)
-        if value is None:
-            raise RelayError("missing", f"no object {key}")
+        value = self._value(key)
         if len(value) > buffer.nbytes:
             raise RelayError("buffer", f"{key} has {len(value)} B, the buffer {buffer.nbytes} B")
         buffer.cast("B")[: len(value)] = value
@@ -72,99 +68,46 @@ class MemoryRelay:
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
         """See :class:`orchestrator.transfer.registered_buffers.RangeRelay`."""
-        value = self._open().data.get(key)
-        if value is None:
-            raise RelayError("missing", f"no object {key}")
-        target, written = buffer.cast("B"), 0
+        value, target, written = self._value(key), buffer.cast("B"), 0
         for offset, length, place in ranges:
             if offset + length > len(value) or place + length > target.nbytes:
-                raise RelayError(
-                    "buffer", f"{key} has {len(value)} B, the buffer {target.nbytes} B: {offset}, {length}"
-                )
+                detail = f"{key} has {len(value)} B, the buffer {target.nbytes} B: {offset}, {length}"
+                raise RelayError("buffer", detail)
             target[place : place + length] = value[offset : offset + length]
             written += length
         return written
 
     def size(self, key: str) -> int:
-        value = self._open().data.get(key)
+        value = self._open().get(key)
         return -1 if value is None else len(value)
 
     def remove(self, key: str) -> bool:
-        objects = self._open()
-        if objects.leases.get(key, 0) > 0:
-            return False
-        value = objects.data.pop(key, None)
-        if value is not None:
-            objects.used -= len(value)
+        self._open().pop(key, None)
         return True
-
-    def close(self) -> None:
-        self._closed = True
 
     def keys(self) -> list[str]:
         """All object keys, sorted."""
-        return sorted(self._open().data)
+        return sorted(self._open())
 
-    def lease(self, key: str) -> None:
-        """Protect an object from removal, as a reader of the real store does; counted."""
-        leases = self._open().leases
-        leases[key] = leases.get(key, 0) + 1
-
-    def release(self, key: str) -> None:
-        """Undo one ``lease``."""
-        leases = self._open().leases
-        if leases.get(key, 0) < 1:
-            raise RelayError("unknown", f"{key} is not leased")
-        leases[key] -= 1
-
-    def tamper(self, key: str, value: bytes) -> None:
-        """Replace an object's bytes behind everybody's back: fault injection only."""
-        objects = self._open()
-        objects.used += len(value) - len(objects.data.get(key, b""))
-        objects.data[key] = value
-
-    def _open(self) -> _Objects:
-        if self._closed:
-            raise RelayError("closed", "this relay handle was closed")
-        return self._shared
+    def _value(self, key: str) -> bytes:
+        value: bytes | None = self._open().get(key)
+        if value is None:
+            raise RelayError("missing", f"no object {key}")
+        return value
 
 
-class _Values:
-    def __init__(self) -> None:
-        self.data: dict[str, tuple[bytes, int]] = {}
-
-
-class MemoryMetadata:
+class MemoryMetadata(_Handle):
     """Implements :class:`orchestrator.api.MetadataStore`."""
 
-    _named: ClassVar[WeakValueDictionary[str, _Values]] = WeakValueDictionary()
-
-    def __init__(self) -> None:
-        self._shared = _Values()
-        self._closed = False
-
-    @classmethod
-    def shared(cls, name: str) -> Self:
-        """A handle of the store of that name in this process."""
-        handle = cls()
-        handle._shared = cls._named.setdefault(name, handle._shared)
-        return handle
+    _named: ClassVar[WeakValueDictionary[str, _Stored]] = WeakValueDictionary()
 
     def get(self, key: str) -> tuple[bytes, int] | None:
-        return self._open().data.get(key)
+        return self._open().get(key)
 
     def compare_and_set(self, key: str, value: bytes, revision: int) -> bool:
-        data = self._open().data
+        data = self._open()
         _, present = data.get(key, (b"", 0))
         if present != revision:
             return False
         data[key] = (bytes(value), revision + 1)
         return True
-
-    def close(self) -> None:
-        self._closed = True
-
-    def _open(self) -> _Values:
-        if self._closed:
-            raise RelayError("closed", "this metadata handle was closed")
-        return self._shared

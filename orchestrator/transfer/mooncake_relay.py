@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -70,9 +71,7 @@ def missing_library(message: str) -> ConfigError:
 class MooncakeRelay:
     """Implements :class:`orchestrator.api.Relay`. One thread may transfer while another registers memory."""
 
-    def __init__(
-        self, master: str, *, host: str = "", protocol: str = "tcp", segment_bytes: int = 0, devices: str = ""
-    ) -> None:
+    def __init__(self, master: str, *, host: str = "", protocol: str = "tcp", segment_bytes: int = 0) -> None:
         module = load_store()
         seen = seen_from(master)
         host = host or seen
@@ -81,7 +80,7 @@ class MooncakeRelay:
         self._config.with_hard_pin = True
         self._store: Any = module.MooncakeDistributedStore()
         self._registered: dict[int, int] = {}  # address -> size
-        code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, devices, master)
+        code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, "", master)
         if code != 0:
             self._store = None
             raise RelayError(
@@ -94,7 +93,7 @@ class MooncakeRelay:
         if exists != 0:
             raise _error(key, exists) if exists < 0 else RelayError("exists", f"{key}: objects are written once")
         address, size = _span(data)
-        with _Registration(self, data):
+        with self._registration(data):
             code = store.put_from(key, address, size, self._config)
         if code != 0:
             raise _error(key, code, size)
@@ -105,7 +104,7 @@ class MooncakeRelay:
     def get_into(self, key: str, buffer: memoryview) -> int:
         store = self._open()
         address, size = _span(buffer)
-        with _Registration(self, buffer):
+        with self._registration(buffer):
             read = int(store.get_into(key, address, size))
         if read < 0:
             raise _error(key, read, size)
@@ -126,7 +125,7 @@ class MooncakeRelay:
         store = self._open()
         address, _ = _span(buffer)
         sources, lengths, targets = ([item[at] for item in ranges] for at in range(3))
-        with _Registration(self, buffer):
+        with self._registration(buffer):
             found = store.get_into_ranges([address], [[key]], [[targets]], [[sources]], [[lengths]])[0][0]
         failed = [code for code in found if code < 0]
         if failed:
@@ -178,26 +177,22 @@ class MooncakeRelay:
         known = list(self._registered.items())  # a copy: another thread may register
         return any(start <= address and address + size <= start + length for start, length in known)
 
+    @contextmanager
+    def _registration(self, buffer: memoryview) -> Iterator[None]:
+        """For one call, unless it is registered already."""
+        if self.covers(*_span(buffer)):
+            yield
+            return
+        self.register(buffer)
+        try:
+            yield
+        finally:
+            self.unregister(buffer)
+
     def _open(self) -> Any:
         if self._store is None:
             raise RelayError("closed", "this relay was closed")
         return self._store
-
-
-class _Registration:
-    """Registers memory for one call unless it is registered already."""
-
-    def __init__(self, relay: MooncakeRelay, buffer: memoryview) -> None:
-        self._relay = relay
-        self._buffer = None if relay.covers(*_span(buffer)) else buffer
-
-    def __enter__(self) -> None:
-        if self._buffer is not None:
-            self._relay.register(self._buffer)
-
-    def __exit__(self, *_: object) -> None:
-        if self._buffer is not None:
-            self._relay.unregister(self._buffer)
 
 
 def seen_from(master: str) -> str:

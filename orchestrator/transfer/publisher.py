@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol
+
+import msgpack
 
 import orchestrator.transfer.job_head as heads
-import orchestrator.transfer.publishing_ranks as crossing
-from orchestrator.api import ConfigError, MetadataStore, PublishResult, Relay, RunError, ShardKey
+from orchestrator.api import ConfigError, CoserveError, MetadataStore, PublishResult, Relay, RunError, ShardKey
 from orchestrator.transfer.bucket import Bytes
 from orchestrator.transfer.job_head import FULL, JobHead, PublishAttempt, PublishedVersion
 from orchestrator.transfer.manifest import (
@@ -39,14 +40,13 @@ from orchestrator.transfer.manifest import (
     merge_shares,
 )
 from orchestrator.transfer.manifest_signing import signer_of
-from orchestrator.transfer.publishing_ranks import PublishingRanks, SingleRank
 from orchestrator.transfer.registered_buffers import BufferPool
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy, retained_versions
 from orchestrator.transfer.shard_codec import RAW, ShardCodec
 from orchestrator.transfer.shard_routing import shard_label
 from orchestrator.transfer.shard_writer import ShardWriter, store_checked
-from orchestrator.transfer.transfer_errors import RelayError, VersionTakenError
+from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError, VersionTakenError
 from orchestrator.transfer.version_leases import LeaseWatch
 
 Tensor = tuple[str, tuple[int, ...], str, Bytes]  # name, shape, dtype, contiguous uint8 bytes
@@ -54,8 +54,10 @@ Shard = tuple[ShardKey, Bytes, Bytes | None]  # where it belongs, its bytes, its
 # Of a difference at most: a rank's share of one is often less than a bucket, and would otherwise leave only when all of it
 # is encoded. 2 MiB still outweigh the two messages that a bucket costs (docs/results/transfer-limit.md).
 DIFFERENCE_BUCKET_BYTES = 2 << 20
-CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
 Cuts = dict[str, tuple[tuple[int, ...], str]]  # label -> shape and dtype: how a version is cut into shards
+
+# Errors that cross between ranks as what they are.
+_NAMED = {kind.__name__: kind for kind in (RelayError, VersionTakenError, CorruptWeightsError)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,39 @@ class PublishPlan:
 
     base: int
     snapshot: bool
+
+
+class PublishingRanks(Protocol):
+    """The ranks that publish one version together: two collectives of bytes, which whoever embeds the publisher brings (in a
+    Megatron job: torch.distributed). Every rank makes the same calls in the same order. A collective that fails (a rank died)
+    raises, and the publication ends there."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number; 0 speaks to the metadata store."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """On rank 0 what every rank gave, by number; on others anything."""
+
+    def broadcast(self, data: bytes) -> bytes:
+        """What rank 0 gave."""
+
+
+class SingleRank:
+    """One rank."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, data: bytes) -> bytes:
+        return data
 
 
 class Publisher:
@@ -145,16 +180,15 @@ class Publisher:
         of one rank is raised on all.
         """
         started = self._clock()
-        attempt = PublishAttempt(*self._first(lambda: _flat(self._begin(version, base))))
+        attempt = PublishAttempt(*self._first(lambda: astuple(self._begin(version, base))))
+        bucket_bytes = self._endpoint.bucket_bytes
         writer = ShardWriter(
             self._relay,
             self._pool,
             self._endpoint.job,
             attempt,
             self._reserve,
-            bucket_bytes=self._endpoint.bucket_bytes
-            if base == FULL
-            else min(self._endpoint.bucket_bytes, DIFFERENCE_BUCKET_BYTES),
+            bucket_bytes=bucket_bytes if base == FULL else min(bucket_bytes, DIFFERENCE_BUCKET_BYTES),
             codec=self._codec,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
@@ -164,10 +198,10 @@ class Publisher:
         try:
             for key, new, old in shards:
                 writer.add(key, new, None if base == FULL else old)
-            message = crossing.pack_answer(encode_share(writer.finish()))
+            message = pack_answer(encode_share(writer.finish()))
         except BaseException as error:  # noqa: BLE001  raised below, once the other ranks know
             writer.abandon()
-            failure, message = error, crossing.pack_error(error)
+            failure, message = error, pack_error(error)
         conclude = self._lead if self._ranks.rank == 0 else self._follow
         size, buckets, content = conclude(attempt, message, failure)
         return PublishResult(version, size, buckets, self._clock() - started, f"{content:016x}")
@@ -202,13 +236,13 @@ class Publisher:
     def _first(self, action: Callable[[], Any]) -> Any:
         """The answer of rank 0, on every rank; its error, on every rank."""
         if self._ranks.rank:
-            return crossing.unpack_answer(self._ranks.broadcast(b""), "rank 0")
+            return unpack_answer(self._ranks.broadcast(b""), "rank 0")
         try:
             answer = action()
         except Exception as error:
-            self._ranks.broadcast(crossing.pack_error(error))
+            self._ranks.broadcast(pack_error(error))
             raise
-        return crossing.unpack_answer(self._ranks.broadcast(crossing.pack_answer(answer)), "rank 0")
+        return unpack_answer(self._ranks.broadcast(pack_answer(answer)), "rank 0")
 
     def _begin(self, version: int, base: int) -> PublishAttempt:
         if type(version) is not int or version < 0:
@@ -216,32 +250,29 @@ class Publisher:
         self._reopen_after_loss(version, base)
         if base != FULL and (self._last is None or self._last.version != base):
             raise RunError(f"version {version}: its base {base} is not what this publisher published last")
-        epoch = self.epoch
-        begun: list[PublishAttempt] = []
-
-        def transition(head: JobHead) -> JobHead:
-            head, attempt = heads.begin_attempt(head, epoch, version, base, self._ranks.size)
-            begun.append(attempt)
-            return head
-
-        self._update(transition)
+        epoch, ranks = self.epoch, self._ranks.size
+        begun = self._record_attempt(lambda head: heads.begin_attempt(head, epoch, version, base, ranks))
         try:
             self.collect_garbage()  # before any rank needs the room
         except BaseException as error:
-            self._give_up(begun[-1], error)
+            self._give_up(begun, error)
             raise
-        return begun[-1]
+        return begun
 
     def _reserve(self, before: PublishAttempt, bucket: int) -> PublishAttempt:
-        got: list[PublishAttempt] = []
+        return self._record_attempt(lambda head: heads.reserve_bucket(head, before, bucket, self._ranks.size))
 
-        def transition(head: JobHead) -> JobHead:
-            head, attempt = heads.reserve_bucket(head, before, bucket, self._ranks.size)
-            got.append(attempt)
+    def _record_attempt(self, transition: Callable[[JobHead], tuple[JobHead, PublishAttempt]]) -> PublishAttempt:
+        """As it is in the new head."""
+        found: list[PublishAttempt] = []
+
+        def changed(head: JobHead) -> JobHead:
+            head, attempt = transition(head)
+            found.append(attempt)
             return head
 
-        self._update(transition)
-        return got[-1]
+        self._update(changed)
+        return found[-1]
 
     def _plan(self, policy: SnapshotPolicy) -> tuple[int, bool]:
         last, head = self._last, self._head()
@@ -256,7 +287,7 @@ class Publisher:
         answer = self._ranks.broadcast(b"")
         if failure is not None:
             raise failure
-        size, buckets, content = crossing.unpack_answer(answer, "rank 0")
+        size, buckets, content = unpack_answer(answer, "rank 0")
         self._last = attempt
         return size, buckets, content
 
@@ -273,13 +304,13 @@ class Publisher:
             done = self._commit(attempt, messages)
         except BaseException as error:
             self._give_up(attempt, error)
-            self._ranks.broadcast(crossing.pack_error(error))
+            self._ranks.broadcast(pack_error(error))
             raise
-        self._ranks.broadcast(crossing.pack_answer(done))
+        self._ranks.broadcast(pack_answer(done))
         return done
 
     def _commit(self, attempt: PublishAttempt, messages: list[bytes]) -> tuple[int, int, int]:
-        shares = [crossing.unpack_answer(message, f"rank {rank}") for rank, message in enumerate(messages)]
+        shares = [unpack_answer(message, f"rank {rank}") for rank, message in enumerate(messages)]
         share = merge_shares(shares)
         if not share.shards:
             raise RunError(f"version {attempt.version} has no tensors")
@@ -354,28 +385,40 @@ class Publisher:
         return self._update(lambda head: head)
 
     def _update(self, transition: Callable[[JobHead], JobHead]) -> JobHead:
-        return update_head(self._metadata, self._endpoint.job, transition)
-
-
-def update_head(metadata: MetadataStore, job: str, transition: Callable[[JobHead], JobHead]) -> JobHead:
-    """Apply a transition to the head record by compare-and-set, again while others are faster; returns the new head."""
-    key = heads.head_key(job)
-    for _ in range(CAS_TRIES):
-        present = metadata.get(key)
-        before = JobHead() if present is None else heads.decode_head(present[0])
-        after = transition(before)
-        if after == before:
-            return before
-        if metadata.compare_and_set(key, heads.encode_head(after), 0 if present is None else present[1]):
-            return after
-    raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")
-
-
-def _flat(attempt: PublishAttempt) -> list[int]:
-    return [attempt.epoch, attempt.version, attempt.number, attempt.buckets, attempt.base]
+        return heads.update_head(self._metadata, self._endpoint.job, transition)
 
 
 def _discard_all(head: JobHead, attempts: tuple[PublishAttempt, ...]) -> JobHead:
     for attempt in attempts:
         head = heads.discard_attempt(head, attempt)
     return head
+
+
+def pack_answer(answer: Any) -> bytes:
+    """Plain data for the others."""
+    packed: bytes = msgpack.packb({"answer": answer})
+    return packed
+
+
+def pack_error(error: BaseException) -> bytes:
+    """An error for the others, by kind and reason."""
+    kind, reason = type(error).__name__, str(getattr(error, "reason", ""))
+    detail = str(getattr(error, "detail", "") or error or kind)
+    packed: bytes = msgpack.packb({"error": [kind if isinstance(error, CoserveError) else "", reason, detail]})
+    return packed
+
+
+def unpack_answer(data: bytes, who: str) -> Any:
+    """The answer of another rank, or its error raised here; ``who`` says which. What is neither is a RunError."""
+    try:
+        message = msgpack.unpackb(data)
+        if "answer" in message:
+            return message["answer"]
+        kind, reason, detail = map(str, message["error"])
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise RunError(f"{who}: what it says cannot be read: {error!r:.200}") from error
+    if kind in _NAMED:
+        raise _NAMED[kind](reason, f"{detail} ({who})")
+    if kind == "ConfigError":
+        raise ConfigError("publish", who, detail)
+    raise RunError(f"{who}: {detail}")

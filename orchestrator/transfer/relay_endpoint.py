@@ -53,42 +53,33 @@ class RelayEndpoint:
     verify_key: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("job", "kind", "master", "metadata", "protocol", "host", "verify_key"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"relay.{name}", getattr(self, name), "must be a string")
-        for name in ("segment_bytes", "bucket_bytes", "keep_versions", "snapshot_every", "codec_threads"):
-            if type(getattr(self, name)) is not int:
-                raise ConfigError(f"relay.{name}", getattr(self, name), "must be an integer")
-        if not _JOB.fullmatch(self.job):
-            raise ConfigError("relay.job", self.job, "use 1 to 128 of A-Z a-z 0-9 . _ -")
-        if self.kind not in ("mooncake", "fsspec", "memory"):
-            raise ConfigError("relay.kind", self.kind, "must be 'mooncake', 'fsspec' or 'memory'")
-        if self.kind == "mooncake" and not _MASTER.fullmatch(self.master):
-            raise ConfigError("relay.master", self.master, "write it as host:port of the mooncake_master")
-        if self.kind == "fsspec" and not _URL.fullmatch(self.master):
-            raise ConfigError("relay.master", self.master, "write it as a URL, for instance file:///mnt/shared/relay")
-        if not self.metadata:
-            raise ConfigError(
-                "relay.metadata",
-                self.metadata,
-                "give the path of a SQLite file, the URL of a Redis server, or 'memory'",
-            )
+        for field in fields(self):
+            if type(getattr(self, field.name)).__name__ != field.type:
+                fix = "must be an integer" if field.type == "int" else "must be a string"
+                raise ConfigError(f"relay.{field.name}", getattr(self, field.name), fix)
+        url, host = (
+            "write it as a URL, for instance file:///mnt/shared/relay",
+            "write it as host:port of the mooncake_master",
+        )
+        store = "give the path of a SQLite file, the URL of a Redis server, or 'memory'"
+        key = "is no Ed25519 public key in hexadecimal (64 digits)"
+        for name, right, fix in (
+            ("job", _JOB.fullmatch(self.job), "use 1 to 128 of A-Z a-z 0-9 . _ -"),
+            ("kind", self.kind in ("mooncake", "fsspec", "memory"), "must be 'mooncake', 'fsspec' or 'memory'"),
+            ("master", self.kind != "mooncake" or _MASTER.fullmatch(self.master), host),
+            ("master", self.kind != "fsspec" or _URL.fullmatch(self.master), url),
+            ("metadata", self.metadata, store),
+            ("segment_bytes", self.segment_bytes >= 0, "must be 0 (lend nothing) or more"),
+            ("bucket_bytes", self.bucket_bytes >= SMALLEST_BUCKET_BYTES, f"must be at least {SMALLEST_BUCKET_BYTES}"),
+            ("keep_versions", self.keep_versions >= 1, "must be at least 1"),
+            ("snapshot_every", self.snapshot_every >= 0, "must be 0 (no differences) or more"),
+            ("codec_threads", self.codec_threads >= 1, "must be 1 or more"),
+            ("verify_key", not self.verify_key or _KEY.fullmatch(self.verify_key), key),
+        ):
+            if not right:
+                raise ConfigError(f"relay.{name}", getattr(self, name), fix)
         if "://" in self.metadata and (mistake := urls.redis_mistake(self.metadata, allow_plain=True)):
             raise ConfigError("relay.metadata", urls.without_password(self.metadata), mistake)
-        if self.segment_bytes < 0:
-            raise ConfigError("relay.segment_bytes", self.segment_bytes, "must be 0 (lend nothing) or more")
-        if self.bucket_bytes < SMALLEST_BUCKET_BYTES:
-            raise ConfigError("relay.bucket_bytes", self.bucket_bytes, f"must be at least {SMALLEST_BUCKET_BYTES}")
-        if self.keep_versions < 1:
-            raise ConfigError("relay.keep_versions", self.keep_versions, "must be at least 1")
-        if self.snapshot_every < 0:
-            raise ConfigError("relay.snapshot_every", self.snapshot_every, "must be 0 (no differences) or more")
-        if self.verify_key and not _KEY.fullmatch(self.verify_key):
-            raise ConfigError(
-                "relay.verify_key", self.verify_key, "is no Ed25519 public key in hexadecimal (64 digits)"
-            )
-        if self.codec_threads < 1:
-            raise ConfigError("relay.codec_threads", self.codec_threads, "must be 1 or more")
 
     def to_dict(self) -> dict[str, str | int]:
         """A plain dictionary; ``from_dict`` gives the same endpoint back."""

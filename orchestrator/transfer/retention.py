@@ -36,15 +36,14 @@ def retained_versions(
     """What of ``published`` (ordered by version) is kept. ``keep``: versions, 1 or more."""
     versions = sorted({item.attempt.version for item in published})
     wanted = versions[-keep:]
-    kept = {place for place, item in enumerate(published) if item.attempt.version in wanted}
+    kept = {item for item in published if item.attempt.version in wanted}
     holding = list(holders)
     for target in (*wanted, *(holder.fetching for holder in holding)):
-        kept |= _places(published, from_snapshot(published, target) or ())
-    for held in (
-        {holder.version for holder in holding} if versions else ()
-    ):  # who speaks before an epoch's first version
-        kept |= _places(published, by_differences(published, held, versions[-1]) or ())
-    return tuple(item for place, item in enumerate(published) if place in kept)
+        kept.update(from_snapshot(published, target) or ())
+    # Who speaks before an epoch's first version has nothing to keep.
+    for held in {holder.version for holder in holding} if versions else ():
+        kept.update(by_differences(published, held, versions[-1]) or ())
+    return tuple(item for item in published if item in kept)
 
 
 def choose_route(published: Sequence[PublishedVersion], held: int, target: int) -> list[PublishedVersion]:
@@ -114,8 +113,3 @@ class SnapshotPolicy:
         return len(chain) >= self.every or sum(item.payload_bytes for item in chain) >= (
             self.weight * snapshot.payload_bytes
         )
-
-
-def _places(published: tuple[PublishedVersion, ...], way: Iterable[PublishedVersion]) -> set[int]:
-    wanted = list(way)
-    return {place for place, item in enumerate(published) if any(item is other for other in wanted)}

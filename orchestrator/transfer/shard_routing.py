@@ -161,28 +161,9 @@ class ShardIndex:
                 found.append(RegionPart(number, _within(shared, box), _within(shared, region.box)))
         return found
 
-    def needed(self, regions: Iterable[Region]) -> list[int]:
+    def needed_shards(self, regions: Iterable[Region]) -> list[int]:
         """The shards that any of the regions needs, ascending."""
         return sorted({part.shard for region in regions for part in self.parts(region)})
-
-
-def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Where a box lies in the bytes of a contiguous array of ``shape``: (offset, length), ascending, not adjacent.
-
-    One run where only the first dimension is cut (rows), one for each row otherwise (columns, strided).
-    """
-    if box_elements(box) == 0:
-        return
-    sizes = box_shape(box)
-    steps = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # The dimensions behind ``inner`` are whole, so a run spans all of them.
-    inner = len(shape) - 1
-    while inner >= 0 and sizes[inner] == shape[inner]:
-        inner -= 1
-    length = itemsize * math.prod(sizes[max(inner, 0) :])
-    start = sum(begin * step for (begin, _), step in zip(box, steps, strict=True))
-    for place in np.ndindex(*sizes[: max(inner, 0)]):
-        yield start + sum(at * step for at, step in zip(place, steps, strict=False)), length
 
 
 def copy_part(part: RegionPart, shard: Bytes, held: Sequence[int], region: Bytes, shape: Sequence[int]) -> None:
@@ -191,6 +172,62 @@ def copy_part(part: RegionPart, shard: Bytes, held: Sequence[int], region: Bytes
     source = _elements(shard, held, itemsize)[tuple(slice(*bounds) for bounds in part.source)]
     target = _elements(region, shape, itemsize)[tuple(slice(*bounds) for bounds in part.target)]
     target[...] = source
+
+
+class RegionAssembler:
+    """Regions, put together from shards that come one after the other, in any order: each is handed out as soon as its last
+    shard is there, and once. A shard that is a whole region is handed out as it is, without a copy; it is valid as long as the
+    caller keeps the shard's bytes. Raises CorruptWeightsError "layout" for shards that are not every tensor exactly once, and
+    for a region of none.
+
+    ``needed``: places in ``shards`` of those that any region is made of; ``empty``: regions that no shard is needed for.
+    """
+
+    def __init__(self, shards: Sequence[ShardKey], regions: Iterable[Region]) -> None:
+        self._shards = shards
+        self._open: dict[int, _OpenRegion] = {}
+        self._by_shard: dict[int, list[tuple[int, RegionPart]]] = {}
+        self.empty: list[tuple[Region, Bytes]] = []
+        index = ShardIndex(shards)
+        for place, region in enumerate(regions):
+            parts = index.parts(region)
+            if not parts:
+                self.empty.append((region, np.empty(0, dtype=np.uint8)))
+                continue
+            self._open[place] = _OpenRegion(region, len(parts))
+            for part in parts:
+                self._by_shard.setdefault(part.shard, []).append((place, part))
+        self.needed = frozenset(self._by_shard)
+
+    def add(self, number: int, data: Bytes) -> Iterator[tuple[Region, Bytes]]:
+        """The regions that this shard (its place and its decoded bytes) completes; contiguous. One that is not needed: none."""
+        held = box_shape(box_of(self._shards[number]))
+        for place, part in self._by_shard.get(number, ()):
+            if self._open[place].add(part, data, held):
+                done = self._open.pop(place)
+                yield done.region, done.data
+
+
+class _OpenRegion:
+    """One that is being put together."""
+
+    def __init__(self, region: Region, missing: int) -> None:
+        self.region = region
+        self.missing = missing
+        self.data: Bytes = np.empty(0, dtype=np.uint8)
+
+    def add(self, part: RegionPart, shard: Bytes, held: tuple[int, ...]) -> bool:
+        """Whether that was the last part."""
+        shape = box_shape(self.region.box)
+        if self.missing == 1 and not self.data.size and held == shape:
+            self.data = shard  # the very shard
+        else:
+            if not self.data.size:
+                itemsize = shard.nbytes // max(box_elements(tuple((0, size) for size in held)), 1)
+                self.data = np.empty(box_elements(self.region.box) * itemsize, dtype=np.uint8)
+            copy_part(part, shard, held, self.data, shape)
+        self.missing -= 1
+        return self.missing == 0
 
 
 def bounding_box(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> Box:

@@ -8,18 +8,22 @@ written beyond what the head record says the attempt may have written.
 from __future__ import annotations
 
 import hashlib
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 from orchestrator.api import Relay, RunError, ShardKey
 from orchestrator.transfer.bucket import BucketName, BucketWriter, Bytes, digest, room_for
-from orchestrator.transfer.bucket_sender import BucketSender
+from orchestrator.transfer.delta.delta_format import DTYPE_BYTES
 from orchestrator.transfer.job_head import PublishAttempt
-from orchestrator.transfer.manifest import DTYPE_BYTES, RankShare, StoredShard, check_shard
+from orchestrator.transfer.manifest import RankShare, StoredShard, check_shard
 from orchestrator.transfer.registered_buffers import BufferPool
 from orchestrator.transfer.shard_codec import RAW, ShardCodec
 from orchestrator.transfer.shard_routing import shard_label
 from orchestrator.transfer.transfer_errors import RelayError
+
+WAITING = 2  # buckets, sealed and not being stored yet
 
 
 class ShardWriter:
@@ -113,3 +117,56 @@ def store_checked(relay: Relay, key: str, data: memoryview) -> None:
     found = relay.size(key)  # a store may acknowledge what it did not keep
     if found != data.nbytes:
         raise RelayError("not_stored", f"{key}: {data.nbytes} B written, {found} B found")
+
+
+class BucketSender:
+    """Sealed buckets on their way to the relay, in one background thread, while the next ones are being filled.
+
+    Guarantees: buckets are stored in the order they were pushed; at most ``WAITING`` of them wait, then :meth:`send_bucket`
+    blocks, so that memory stays bounded; the first error ends it all and is raised by the next call of any kind; after
+    :meth:`finish` or :meth:`abandon` nothing is being written any more. Its calls come from one thread.
+    """
+
+    def __init__(self, store: Callable[[str, memoryview], None]) -> None:
+        self._store = store
+        self._jobs: queue.Queue[tuple[str, memoryview] | None] = queue.Queue(WAITING)
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._thread: threading.Thread | None = None
+
+    def send_bucket(self, key: str, data: memoryview) -> None:
+        """Hand a bucket over; its bytes must not change any more."""
+        self._raise()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rl-coserve-push", daemon=True)
+            self._thread.start()
+        self._jobs.put((key, data))
+
+    def finish(self) -> None:
+        """Wait until all is stored."""
+        self._end()
+        self._raise()
+
+    def abandon(self) -> None:
+        """Forget what waits; what is being written is waited for. Idempotent, raises nothing."""
+        self._abandoned = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None and not self._abandoned:
+                try:
+                    self._store(*job)
+                except BaseException as error:  # noqa: BLE001  it is raised in the thread that pushes
+                    self._error = error
+            job = None  # not kept while waiting: it holds a buffer

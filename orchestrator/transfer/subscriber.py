@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import orchestrator.transfer.version_leases as leases
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
@@ -28,9 +28,8 @@ from orchestrator.transfer.manifest_signing import Verifier
 from orchestrator.transfer.registered_buffers import BatchRelay, BufferPool, RangeRelay
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import VersionHolder, choose_route
-from orchestrator.transfer.shard_assembly import RegionAssembler
 from orchestrator.transfer.shard_codec import RAW, ShardCodec, decode_stored
-from orchestrator.transfer.shard_routing import Region, shard_label
+from orchestrator.transfer.shard_routing import Region, RegionAssembler, shard_label
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
 LEASE_SECONDS = 600  # how long a subscriber's word is good for
@@ -134,19 +133,18 @@ class Subscriber:
         """
         self.hold(-1)
 
-    def fetch(self, manifest: WeightManifest, wanted: Container[str] | None = None) -> Iterator[tuple[ShardKey, Bytes]]:
+    def fetch(self, manifest: WeightManifest) -> Iterator[tuple[ShardKey, Bytes]]:
         """Yield every shard of a full snapshot, bucket by bucket, each bucket verified as a whole before its first shard.
 
-        ``wanted``: tensor names; buckets that hold none of them are left out, other tensors may come with them.
         A later bucket may still fail: use :meth:`fetch_all` where nothing may be applied unless all is right.
         """
         stored = self._stored(manifest)
         _require_full(stored)
         by_bucket = _by_bucket(stored, range(len(stored.shards)))
         for bucket, numbers in sorted(by_bucket.items()):
-            if wanted is None or any(stored.shards[number].tensor in wanted for number in numbers):
-                for number, view in self._fetch_bucket(stored, bucket, numbers):
-                    yield stored.shards[number], self._decoded(stored, number, view)
+            data = self._read(self._bucket_key(stored, bucket), stored.buckets[bucket])
+            for number, view in self._open_bucket(stored, bucket, numbers, data):
+                yield stored.shards[number], self._decoded(stored, number, view)
 
     def fetch_shards(self, manifest: StoredManifest, needed: Collection[int]) -> Iterator[tuple[int, Bytes]]:
         """Yield (place in ``manifest.shards``, its bytes as stored, encoded) of these shards and no others.
@@ -212,7 +210,7 @@ class Subscriber:
             raise CorruptWeightsError("manifest", f"{found.manifest_bytes} B announced, limit {MAX_MANIFEST_BYTES} B")
         data = self._read(attempt.manifest_key(job), found.manifest_bytes).data
         if self._verifier is not None:
-            data = self._verifier.opened(data)
+            data = self._verifier.open_manifest(data)
         manifest = decode_manifest(
             data,
             found.manifest_checksum,
@@ -232,11 +230,6 @@ class Subscriber:
         if key.encoding == RAW:
             return view
         return decode_stored(self._codec, key, view, shard_bytes(key), manifest.pieces[number].digest)
-
-    def _fetch_bucket(self, manifest: StoredManifest, bucket: int, wanted: list[int]) -> list[tuple[int, Bytes]]:
-        """All shards of a bucket, as stored. ``wanted``: those that the manifest has in it."""
-        data = self._read(self._bucket_key(manifest, bucket), manifest.buckets[bucket])
-        return self._open_bucket(manifest, bucket, wanted, data)
 
     def _read_buckets(self, manifest: StoredManifest, buckets: Iterable[int]) -> Iterator[tuple[int, Bytes]]:
         """Whole buckets, up to ``PULL_BYTES`` of them in one call. Views of one buffer: it is held as long as one of them."""
@@ -274,6 +267,7 @@ class Subscriber:
     def _open_bucket(
         self, manifest: StoredManifest, bucket: int, wanted: list[int], data: Bytes
     ) -> list[tuple[int, Bytes]]:
+        """All shards of a bucket, as stored. ``wanted``: those that the manifest has in it."""
         if self._verifier is not None and hashlib.sha256(data.data).digest() != manifest.sha256[bucket]:
             raise CorruptWeightsError(
                 "signature", f"bucket {bucket} of version {manifest.version} is not what was signed"

@@ -15,11 +15,11 @@ from typing import Any
 import msgpack
 
 from orchestrator.api import MetadataStore
+from orchestrator.transfer.job_head import update_record
 from orchestrator.transfer.retention import VersionHolder
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
 FORMAT = 1
-CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
 MAX_SUBSCRIBERS = 65536
 MAX_NAME = 256
 MAX_SECONDS = 7 * 24 * 3600
@@ -50,11 +50,6 @@ def renew_lease(metadata: MetadataStore, job: str, name: str, epoch: int, holder
         return {**leases, name: VersionLease(epoch, holder, before.beat + 1 if before else 0, seconds)}
 
     _update(metadata, job, change)
-
-
-def forget_leases(metadata: MetadataStore, job: str, names: frozenset[str]) -> None:
-    """Drop leases. Raises RelayError."""
-    _update(metadata, job, lambda leases: {name: lease for name, lease in leases.items() if name not in names})
 
 
 def read_leases(metadata: MetadataStore, job: str) -> dict[str, VersionLease]:
@@ -125,11 +120,4 @@ def decode_leases(value: bytes) -> dict[str, VersionLease]:
 def _update(
     metadata: MetadataStore, job: str, change: Callable[[dict[str, VersionLease]], dict[str, VersionLease]]
 ) -> None:
-    key = leases_key(job)
-    for _ in range(CAS_TRIES):
-        present = metadata.get(key)
-        before = {} if present is None else decode_leases(present[0])
-        after = change(before)
-        if after == before or metadata.compare_and_set(key, encode_leases(after), 0 if present is None else present[1]):
-            return
-    raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")
+    update_record(metadata, leases_key(job), dict[str, VersionLease](), decode_leases, encode_leases, change)

@@ -6,7 +6,8 @@ loop of one's own needs none. What a machine without CUDA needs is no patch of a
 """
 
 from megatron_rlplugin.patches import stream_training
-from orchestrator.hooks import MEGATRON_CORE, PatchRegister
+from orchestrator.hooks.patch_register import PatchRegister
+from orchestrator.hooks.tested_versions import MEGATRON_CORE
 
 REGISTER = PatchRegister(MEGATRON_CORE, (stream_training.PATCH,))
 

@@ -6,7 +6,8 @@ import functools
 import sys
 from typing import Any
 
-from orchestrator.hooks import Patch, VersionRange
+from orchestrator.hooks.patch_register import Patch
+from orchestrator.hooks.tested_versions import VersionRange
 
 _MODULE = "megatron.training.training"
 _MARK = "_rl_coserve_streams"
@@ -14,13 +15,13 @@ _MARK = "_rl_coserve_streams"
 
 def _apply() -> None:
     import megatron.training.training as training
-    from megatron_rlplugin.stream.stock_schedule import streaming
+    from megatron_rlplugin.stream.stock_schedule import streamed_schedule
 
     stock = training.get_forward_backward_func
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        return streaming(stock(*args, **kwargs))
+        return streamed_schedule(stock(*args, **kwargs))
 
     setattr(get_forward_backward_func, _MARK, True)
     training.get_forward_backward_func = get_forward_backward_func

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.hooks import Patch, VersionRange
+from orchestrator.hooks.patch_register import Patch
+from orchestrator.hooks.tested_versions import VersionRange
 
 _METHOD = "rl_coserve"
 

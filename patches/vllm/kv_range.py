@@ -6,7 +6,8 @@ import functools
 import sys
 from typing import Any
 
-from orchestrator.hooks import Patch, VersionRange
+from orchestrator.hooks.patch_register import Patch
+from orchestrator.hooks.tested_versions import VersionRange
 
 _MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 _MARK = "_rl_coserve_pool"

@@ -205,7 +205,7 @@ def test_a_verl_that_was_not_tested_is_left_alone_and_its_names_are_errors(monke
         monkeypatch.delitem(vars(adapter), name, raising=False)
     for installed in (None, ("verl", "0.8.0"), ("verl", "0.10.0"), ("verl", "1.0")):
         monkeypatch.setattr(tested_versions, "find_version", lambda _, found=installed: found)
-        assert adapter.register() is False
+        assert adapter.register_with_verl() is False
         for name in adapter._MAKERS:
             with pytest.raises(ConfigError, match=r">=0\.9\.1,<0\.10"):
                 getattr(adapter, name)
@@ -372,7 +372,7 @@ def test_verl_finds_every_name_of_the_page_and_starts_no_server_of_its_own(verls
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.replica import get_rollout_replica_class
 
-    assert adapter.register()
+    assert adapter.register_with_verl()
     assert CheckpointEngineRegistry.get("coserve") is adapter.CoserveCheckpointEngine
     assert get_rollout_class("coserve") is adapter.CoserveRollout
     queue = importlib.util.find_spec("transfer_queue") is not None  # of verl's v1 trainers

@@ -127,7 +127,7 @@ def test_verl_samples_from_our_engine_and_its_weights_reach_it(tmp_path: Path) -
     from verl.utils.import_utils import load_class_from_fqn
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    assert adapter.register()
+    assert adapter.register_with_verl()
     model = tmp_path / "model"
     end = make_model(model)
     place = {"master": f"file://{tmp_path}/relay", "metadata": str(tmp_path / "metadata.sqlite")}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.transfer.delta import steps_between
+from orchestrator.transfer.delta.reference_codec import steps_between
 from scripts.bench.micro import delta_bytes, delta_peers, delta_real
 from scripts.bench.micro.delta_synthetic import LAYOUTS, Layout, Pool, bf16, entropy_bound
 from scripts.bench.papers import figures

@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.hooks import COMPONENTS, MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, version_matrix
-from orchestrator.hooks.tested_versions import TORCH, EngineComponent
+from orchestrator.hooks.tested_versions import (
+    COMPONENTS,
+    MEGATRON_CORE,
+    MOONCAKE,
+    PYTHON,
+    RAY,
+    TORCH,
+    VLLM,
+    EngineComponent,
+)
+from scripts import version_matrix
 
 ROOT = Path(__file__).parents[2]
 BOOTSTRAP = (ROOT / "scripts" / "bootstrap.sh").read_text(encoding="utf-8")
@@ -29,7 +38,7 @@ def run(component: EngineComponent) -> set[str]:
 
 
 def test_the_table_of_the_readme_is_the_one_that_the_code_makes() -> None:
-    """``python -m orchestrator.hooks.version_matrix README.md`` writes it."""
+    """``scripts/version_matrix.py README.md`` writes it."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert version_matrix.replace_table(page) == page
     assert page.count(version_matrix.version_table()) == 1

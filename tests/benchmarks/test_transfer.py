@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from orchestrator.transfer import delta
+from orchestrator.transfer.delta import delta_codec as delta
 from scripts.bench.micro.delta_synthetic import Bytes, Pool
 
 WEIGHTS = 1 << 20

@@ -20,7 +20,7 @@ from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.router_setup import plan
+from orchestrator.proxy.router_setup import planned_router
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
 from tests.support.served_twins import twins, until, used
@@ -138,7 +138,7 @@ def test_a_server_has_no_more_turns_than_its_budget_has_room_for_and_none_withou
         config = config_of(*(server.url for server in servers), cap=6)
         workers = [HttpWorker(server.url, TOKEN, server.url, relay=relay("run")) for server in servers]
         names = [worker.name for worker in workers]
-        router = plan(config.rollout.routing, names, ["", ""], [True, True])
+        router = planned_router(config.rollout.routing, names, ["", ""], [True, True])
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
         fatal: list[RunError] = []
         proxy = LLMProxy(

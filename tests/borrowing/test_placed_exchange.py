@@ -16,7 +16,7 @@ from orchestrator.placement.placer import TrajectoryPlacer, rates_by_name
 from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.policies.prediction.length_predictor import LengthForecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
-from orchestrator.proxy.router_setup import may_come, plan
+from orchestrator.proxy.router_setup import may_come, planned_router
 from orchestrator.proxy.worker_state import WorkerState
 from scripts.bench.virtual_run import run
 
@@ -257,8 +257,8 @@ def test_speeds_and_classes_may_name_servers_that_come_later_and_nothing_else(tm
     assert not may_come(named, "vllm-7")
     routing = rollout(routing={"hardware": {OTHER: "H20"}}).routing
     with pytest.raises(ConfigError, match="no rollout worker of this name"):
-        plan(routing, ["vllm-0", URL], ["", ""], [False, True])
-    plan(routing, ["vllm-0", URL], ["", ""], [False, True], others=lambda name: may_come(settings, name))
+        planned_router(routing, ["vllm-0", URL], ["", ""], [False, True])
+    planned_router(routing, ["vllm-0", URL], ["", ""], [False, True], others=lambda name: may_come(settings, name))
 
 
 def test_what_a_server_does_that_came_later_is_known_by_its_name() -> None:

@@ -23,7 +23,7 @@ from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.membership import Membership
-from orchestrator.proxy.router_setup import plan
+from orchestrator.proxy.router_setup import planned_router
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
 from tests.support.served_twins import twins, until, used
@@ -48,7 +48,7 @@ class Run:
         workers = await self.market.borrow()
         await served_workers.start(workers, self.events)
         names = [worker.name for worker in workers]
-        router = plan(self.config.rollout.routing, names, [""] * len(names), [True] * len(names))
+        router = planned_router(self.config.rollout.routing, names, [""] * len(names), [True] * len(names))
         self.proxy = LLMProxy(
             workers,
             self.events,

@@ -28,7 +28,7 @@ from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.resume_turn import joined, rest
+from orchestrator.proxy.resume_turn import joined_completion, remaining_request
 from scripts.bench.virtual_run import run
 from tests.support import colocation_twins as twins
 
@@ -306,23 +306,23 @@ def moved(request: GenerationRequest, cuts: list[int]) -> Completion:
     """``request``, answered in pieces of so many tokens."""
     parts: list[Completion] = []
     for moves, cut in enumerate(cuts):
-        now = rest(request, parts, moves)
+        now = remaining_request(request, parts, moves)
         if now is None:
-            return joined(request, parts, None)
+            return joined_completion(request, parts, None)
         tokens = twins.whole_response(now)[:cut]
         timing = CompletionTiming(0.5, 1.0, 0.75 if tokens else 0.0, 0.01)
         spans = ((moves, len(tokens)),) if tokens else ()
         part = Completion(now.request_id, tokens, (-0.5,) * len(tokens), spans, "abort", timing)
         if tokens:
             parts.append(part)
-    now = rest(request, parts, len(cuts))
+    now = remaining_request(request, parts, len(cuts))
     if now is None:
-        return joined(request, parts, None)
+        return joined_completion(request, parts, None)
     tokens = twins.whole_response(now)
     reason = "stop" if tokens[-1] == twins.END else "length"
     timing = CompletionTiming(0.5, 1.0, 0.75, 0.01)
     last = Completion(now.request_id, tokens, (-0.5,) * len(tokens), ((9, len(tokens)),), reason, timing)
-    return joined(request, parts, last)
+    return joined_completion(request, parts, last)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -344,7 +344,7 @@ def test_a_turn_in_pieces_says_what_it_says_in_one(seed: int) -> None:
 def test_the_rest_of_a_seeded_turn_does_not_repeat_its_draws() -> None:
     request = GenerationRequest("r", "t", 0, (2,), Sampling(10, 1.0, seed=7), "t")
     part = Completion("r", (3, 4), (0.0, 0.0), ((0, 2),), "abort")
-    again = rest(request, [part], 1)
+    again = remaining_request(request, [part], 1)
     assert again is not None
     assert again.sampling == replace(request.sampling, max_tokens=8, seed=again.sampling.seed)
     assert again.sampling.seed not in (7, None)

@@ -237,7 +237,7 @@ def check_failures(rig: Rig, residency: Any) -> None:
                     assert "no room" in str(error)  # noqa: PT017
                     assert "on the host" in str(error)  # noqa: PT017
                     with pytest.raises(RunError, match="in between"):
-                        residency.require("stream")
+                        residency.require_level("stream")
                 finally:
                     module._copy = stock
                 residency.move_to(repair)

@@ -25,7 +25,7 @@ from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRule
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import ProgressivePredictor
-from orchestrator.profiler.profile_file import load as load_profile
+from orchestrator.profiler.profile_file import load_profile
 from orchestrator.resources.resource_manager import decode_view
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.recorded_batches import Recording
@@ -43,8 +43,7 @@ from orchestrator.transfer import (
 )
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
-from orchestrator.transfer.delta_compression import DeltaCodec
-from orchestrator.transfer.shard_codec import apply_stored
+from orchestrator.transfer.shard_codec import DeltaCodec, apply_stored
 
 ARTEFACTS = sorted((Path(__file__).parents[1] / "artefacts").iterdir())
 VERSIONS = pytest.mark.parametrize("made", ARTEFACTS, ids=lambda path: path.name)
@@ -102,7 +101,7 @@ def test_trajectories_of_an_earlier_version_are_read(made: Path) -> None:
 @VERSIONS
 def test_weights_on_a_relay_of_an_earlier_version_are_fetched(made: Path) -> None:
     said, folder = expected(made)["weights"], made / "weights"
-    relay, metadata = MemoryRelay(None), MemoryMetadata()
+    relay, metadata = MemoryRelay(), MemoryMetadata()
     for file in folder.glob("rlc@*"):
         relay.put(file.name.replace("@", "/"), memoryview(file.read_bytes()))
     endpoint = RelayEndpoint.from_dict(said["endpoint"])

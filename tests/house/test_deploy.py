@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 import orchestrator
 from orchestrator.config import Config, load_config
 from orchestrator.environments import pod_manifests
-from orchestrator.hooks import COMPONENTS, MEGATRON_CORE, MOONCAKE, VLLM
+from orchestrator.hooks.tested_versions import COMPONENTS, MEGATRON_CORE, MOONCAKE, VLLM
 from tests.support.waiting import free_port, wait_for
 from vllm_rlplugin import options
 

@@ -25,8 +25,7 @@ from orchestrator.observe.view.run_trace import _measured
 from orchestrator.observe.view.top import screen
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineShape, ProfilePoint
-from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
-from orchestrator.profiler.profile_file import load as load_profile
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load_profile
 from orchestrator.run_folder import RunFolder
 from orchestrator.sim import run_audit
 from tests.support import fuzzing, view_runs

@@ -18,23 +18,17 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError, CoserveError, RunError, ShardKey
 from orchestrator.policies.placement.device_allocation import AllocationView, DeviceBinding, DevicePool, DeviceWish
 from orchestrator.resources.resource_manager import decode_view, encode_view
-from orchestrator.transfer import (
-    CorruptWeightsError,
-    RelayEndpoint,
-    announcement,
-    delta,
-    publishing_ranks,
-    version_leases,
-)
+from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, announcement, publisher, version_leases
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import kv_wire as kv_wire
 from orchestrator.transfer import manifest as manifests
+from orchestrator.transfer.delta import delta_codec as delta
 from orchestrator.transfer.delta import delta_format as delta_format
-from orchestrator.transfer.delta.codec_backend import NumpyCodec
 from orchestrator.transfer.delta.native_codec import native
-from orchestrator.transfer.delta_compression import DeltaCodec
+from orchestrator.transfer.delta.reference_codec import NumpyCodec
 from orchestrator.transfer.retention import VersionHolder
+from orchestrator.transfer.shard_codec import DeltaCodec
 from tests.support import fuzzing
 
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
@@ -223,13 +217,13 @@ RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any], tuple[type[Exception], .
     "share of a rank": (share(), lambda data: manifests.merge_shares([data]), (CorruptWeightsError,)),
     "announcement": (announcement.pack_announcement(KEYS)[8:], announced, (CorruptWeightsError,)),
     "answer of a rank": (
-        publishing_ranks.pack_answer([1, "x"]),
-        lambda data: publishing_ranks.unpack_answer(data, "rank 1"),
+        publisher.pack_answer([1, "x"]),
+        lambda data: publisher.unpack_answer(data, "rank 1"),
         (RunError,),
     ),
     "error of a rank": (
-        publishing_ranks.pack_error(RunError("no")),
-        lambda data: publishing_ranks.unpack_answer(data, "rank 1"),
+        publisher.pack_error(RunError("no")),
+        lambda data: publisher.unpack_answer(data, "rank 1"),
         (CoserveError,),
     ),
     "resources": (encode_view(view()), decode_view, (RunError,)),
@@ -433,7 +427,7 @@ def _received(sock: socket.socket, count: int) -> bytes:
 def test_a_hostile_source_of_kv_is_refused(examples: int) -> None:
     """It has the token (a proof that fits) or not; what it says is damaged, or its header is."""
     payload = np.arange(16, dtype=np.uint8).reshape(2, 8)
-    header = msgpack.packb({"facts": FACTS, "blocks": 2, "block_bytes": 8, "digests": kv_wire.digests(payload)})
+    header = msgpack.packb({"facts": FACTS, "blocks": 2, "block_bytes": 8, "digests": kv_wire.block_digests(payload)})
     ask = kv_wire.KvAsk(np.zeros(16, np.uint32), 0, FACTS, 3.0)
 
     def check(drawn: tuple[bytes, bytes, bytes | None]) -> None:

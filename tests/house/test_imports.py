@@ -39,7 +39,10 @@ def third_party(modules: set[str]) -> set[str]:
     return modules - set(sys.stdlib_module_names) - {"orchestrator"} - compiled
 
 
-@pytest.mark.parametrize("module", ["orchestrator", "orchestrator.api", "orchestrator.hooks"])
+@pytest.mark.parametrize(
+    "module",
+    ["orchestrator", "orchestrator.api", "orchestrator.hooks.patch_register", "orchestrator.hooks.signatures"],
+)
 def test_the_contracts_need_the_standard_library_only(module: str) -> None:
     assert third_party(brought_along(f"import {module}")) == set()
 

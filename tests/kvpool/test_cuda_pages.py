@@ -287,15 +287,15 @@ def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: C
 def test_the_doctor_names_the_driver_and_what_it_cannot_do_with_a_fake_driver(
     path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none = nvidia_driver.diagnosed("libcuda-not-here.so")
+    none = nvidia_driver.check_driver("libcuda-not-here.so")
     assert (none.status, none.detail.startswith("CUDA: no driver (libcuda-not-here.so: ")) == ("skip", True)
-    found = nvidia_driver.diagnosed(str(library))
+    found = nvidia_driver.check_driver(str(library))
     assert (found.status, found.detail) == ("ok", "CUDA 12.8: a fake device; KV pages can be mapped")
     monkeypatch.setenv("FAKE_CUDA_LACKS", "103")
-    assert nvidia_driver.diagnosed(str(library)).status == "warn"
+    assert nvidia_driver.check_driver(str(library)).status == "warn"
     fake_cuda.reset(library)
     monkeypatch.delenv("FAKE_CUDA_DEVICE")
-    assert nvidia_driver.diagnosed(str(library)).detail.startswith("CUDA: no device: cuInit ends with error 100;")
+    assert nvidia_driver.check_driver(str(library)).detail.startswith("CUDA: no device: cuInit ends with error 100;")
 
 
 @pytest.mark.parametrize("kind", ["kept", "created"])
@@ -319,7 +319,7 @@ def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(mon
 
     monkeypatch.setattr(kv_remap, "run_probe", probe)
     monkeypatch.setattr(
-        kv_remap, "gpus", lambda: nvidia_driver.Gpus("", "12.8", (nvidia_driver.Gpu("a device", True),))
+        kv_remap, "find_gpus", lambda: nvidia_driver.Gpus("", "12.8", (nvidia_driver.Gpu("a device", True),))
     )
     monkeypatch.setattr(kv_remap.importlib.util, "find_spec", lambda name: name)
     found = kv_remap.run(quick=True, nonce="n")
@@ -331,7 +331,7 @@ def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(mon
         "a device",
     )
     assert found["detail"]["others"]["kvcached"]["seconds"] == 0.009
-    monkeypatch.setattr(kv_remap, "gpus", lambda: nvidia_driver.Gpus("no driver"))
+    monkeypatch.setattr(kv_remap, "find_gpus", lambda: nvidia_driver.Gpus("no driver"))
     found = kv_remap.run(quick=True, nonce="n")
     assert (asked[3:], found["bar"], found["detail"]["device"]) == (["host"], "<= 0.05", "host memory")
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from orchestrator.ops.mps import BINARY
-from orchestrator.ops.nvidia_driver import gpus
+from orchestrator.ops.nvidia_driver import find_gpus
 from scripts.bench.probes.probe_run import run_probe
 from tests.kvpool.test_pool_engine import REQUESTS, Driven, named, play, prompt
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
@@ -28,7 +28,7 @@ from vllm_rlplugin.kvpool.pages import page_keeper
 from vllm_rlplugin.kvpool.pages.cuda_pages import SUPPLIES, Supply
 from vllm_rlplugin.kvpool.pages.page_backends import CudaBackend
 
-THERE = gpus()
+THERE = find_gpus()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(bool(THERE.missing), reason=f"needs an NVIDIA GPU: {THERE.missing}"),

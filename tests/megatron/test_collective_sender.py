@@ -400,7 +400,7 @@ def test_packs_hold_every_shard_once_aligned_and_are_sent_when_they_are_full() -
     draw = np.random.default_rng(4)
     for _ in range(50):
         sizes = draw.integers(0, 5000, int(draw.integers(0, 40))).tolist()
-        packs = wire.packs(sizes, limit=8000)
+        packs = wire.pack_layout(sizes, limit=8000)
         assert sum(len(offsets) for _, offsets in packs) == len(sizes)
         place = 0
         for length, offsets in packs:

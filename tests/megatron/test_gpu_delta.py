@@ -18,8 +18,8 @@ MISSING = [name for name in ("torch", "triton") if importlib.util.find_spec(name
 PROBE = """
 import numpy as np, torch
 from orchestrator.api import ConfigError
-from orchestrator.transfer import delta
-from orchestrator.transfer.delta.bf16_line import steps_between
+from orchestrator.transfer.delta import delta_codec as delta
+from orchestrator.transfer.delta.reference_codec import steps_between
 from megatron_rlplugin.weights import gpu_delta
 
 random = np.random.default_rng(0)

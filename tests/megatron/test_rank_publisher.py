@@ -20,7 +20,7 @@ from orchestrator.transfer import (  # noqa: E402
     Subscriber,
     shard_routing,
 )
-from orchestrator.transfer.delta_compression import DeltaCodec  # noqa: E402
+from orchestrator.transfer.shard_codec import DeltaCodec  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import tiny_folder, tiny_mixture  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]

@@ -135,9 +135,9 @@ def test_boundaries_are_those_of_the_trajectories_with_padding_last() -> None:
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 4, 8, 10]
     assert params.cu_seqlens_q.dtype == torch.int32
     assert (params.max_seqlen_q, params.max_seqlen_kv) == (4, 4)
-    assert row_packing.boundaries([3, 1, 4], 8) == [0, 3, 4, 8]
+    assert row_packing.row_boundaries([3, 1, 4], 8) == [0, 3, 4, 8]
     with pytest.raises(ValueError, match="in a row of 7"):
-        row_packing.boundaries([3, 1, 4], 7)
+        row_packing.row_boundaries([3, 1, 4], 7)
 
 
 def test_packed_logits_are_those_of_rows_of_their_own(folder: str) -> None:

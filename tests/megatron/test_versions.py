@@ -22,11 +22,8 @@ from megatron_rlplugin import (  # noqa: E402
     tiny_model,
 )
 from orchestrator.api import ConfigError  # noqa: E402
-from orchestrator.hooks import (  # noqa: E402
-    MEGATRON_CORE,
-    find_version,
-    tested_versions,
-)
+from orchestrator.hooks import tested_versions  # noqa: E402
+from orchestrator.hooks.tested_versions import MEGATRON_CORE, find_version  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 BESIDE = {folder.name.rsplit("-", 1)[-1]: folder for folder in Path(sys.prefix).glob("alternates/megatron-core-*")}

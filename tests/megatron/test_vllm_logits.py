@@ -27,7 +27,7 @@ from megatron_rlplugin import (  # noqa: E402
 )
 from megatron_rlplugin.objective.vocab_logprobs import logprobs_and_entropy  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge  # noqa: E402
-from orchestrator.hooks import VLLM, find_version  # noqa: E402
+from orchestrator.hooks.tested_versions import VLLM, find_version  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,

@@ -15,7 +15,7 @@ from orchestrator.observe.report.bottleneck_analysis import Analysis, analyse
 from orchestrator.observe.report.report_page import render
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
-from orchestrator.ops.cost import SIMULATED_STEPS, estimate
+from orchestrator.ops.cost import SIMULATED_STEPS, estimate_cost
 from orchestrator.policies.episodes.run_bottleneck import (
     TurnSeconds,
     bottleneck_of,
@@ -202,8 +202,11 @@ def test_the_report_and_the_summary_say_it(tmp_path: Path) -> None:
 
 def test_the_bill_adds_up_and_grows_with_steps_and_gpus() -> None:
     base = ("run.steps=100", "rollout.workers=2")
-    one, more = estimate(config(*base)), estimate(config(*base, "cost.gpus_per_worker=4", "trainer.tensor_parallel=2"))
-    twice = estimate(config("run.steps=200", "rollout.workers=2"))
+    one, more = (
+        estimate_cost(config(*base)),
+        estimate_cost(config(*base, "cost.gpus_per_worker=4", "trainer.tensor_parallel=2")),
+    )
+    twice = estimate_cost(config("run.steps=200", "rollout.workers=2"))
     items = {item.name: item for item in one.items}
     assert one.total == pytest.approx(sum(item.amount * item.price for item in one.items))
     assert one.simulated_steps == SIMULATED_STEPS
@@ -218,15 +221,15 @@ def test_the_bill_adds_up_and_grows_with_steps_and_gpus() -> None:
 
 
 def test_prices_that_nobody_gave_are_labelled_as_assumptions() -> None:
-    found = {item.name: item for item in estimate(config("cost.rollout_gpu_hour=4.0")).items}
+    found = {item.name: item for item in estimate_cost(config("cost.rollout_gpu_hour=4.0")).items}
     assert (found["rollout"].price, found["rollout"].assumed) == (4.0, False)
     assert found["trainer"].assumed
-    text = estimate(config("cost.rollout_gpu_hour=4.0")).text().splitlines()
+    text = estimate_cost(config("cost.rollout_gpu_hour=4.0")).text().splitlines()
     assert [("assumed" in line) for line in text if "GPU-hours" in line] == [True, False]
 
 
 def test_servers_of_others_are_counted_apart_and_cost_nothing_unless_said() -> None:
-    found = {item.name: item for item in estimate(config('rollout.served=["http://127.0.0.1:1"]')).items}
+    found = {item.name: item for item in estimate_cost(config('rollout.served=["http://127.0.0.1:1"]')).items}
     assert found["served"].amount > 0
     assert found["served"].total == 0
 

@@ -13,14 +13,14 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.ops import doctor
-from orchestrator.ops.doctor import CHECKS, Check, Finding, as_text, examine
+from orchestrator.ops.doctor import CHECKS, Check, Finding, as_text, run_checks
 from vllm_rlplugin import selfcheck
 
 ROOT = Path(__file__).parents[2]
 
 
 def only(check: Check, quick: bool = False) -> doctor.CheckResult:
-    (result,) = examine([check], quick)
+    (result,) = run_checks([check], quick)
     return result
 
 

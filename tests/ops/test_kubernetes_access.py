@@ -13,11 +13,11 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, parse_config
-from orchestrator.ops.doctor import examine
-from orchestrator.ops.doctor_config import for_config
+from orchestrator.ops.doctor import run_checks
+from orchestrator.ops.doctor_config import checks_for_config
 
 pytest.importorskip("kubernetes", reason="the extra 'kubernetes' is not installed")
-from orchestrator.ops.kubernetes_access import VERBS, cluster
+from orchestrator.ops.kubernetes_access import VERBS, check_cluster_access
 
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
@@ -81,7 +81,7 @@ def config(**settings: object) -> Config:
 
 
 def test_an_account_that_may_everything_passes_a_twin_and_nothing_is_made(twin: TwinServer) -> None:
-    found = cluster(config().environment.kubernetes)
+    found = check_cluster_access(config().environment.kubernetes)
     assert (found.status, found.fix) == ("ok", "")
     assert "namespace rl at http://127.0.0.1" in found.detail
     assert twin.paths == {REVIEWS}
@@ -91,32 +91,32 @@ def test_an_account_that_may_everything_passes_a_twin_and_nothing_is_made(twin: 
 
 def test_what_a_twin_refuses_is_named(twin: TwinServer) -> None:
     twin.forbidden = {("create", "secrets"), ("deletecollection", "pods"), ("create", "daemonsets")}
-    found = cluster(config().environment.kubernetes)
+    found = check_cluster_access(config().environment.kubernetes)
     assert found.status == "fail"
     assert found.detail.endswith("this account may not: deletecollection pods, create secrets")
     assert "Role" in found.fix
-    assert "create daemonsets" in cluster(config(pre_pull=True).environment.kubernetes).detail
+    assert "create daemonsets" in check_cluster_access(config(pre_pull=True).environment.kubernetes).detail
 
 
 def test_a_server_that_is_away_fails_and_one_that_refuses_is_an_error(twin: TwinServer) -> None:
     twin.status = 401
     with pytest.raises(ConfigError, match="HTTP 401"):
-        cluster(config().environment.kubernetes)
+        check_cluster_access(config().environment.kubernetes)
     twin.shutdown()
     twin.server_close()
-    found = cluster(config().environment.kubernetes)
+    found = check_cluster_access(config().environment.kubernetes)
     assert (found.status, "does not answer" in found.detail, bool(found.fix)) == ("fail", True, True)
 
 
 def test_the_doctor_asks_where_the_config_has_pods_and_nowhere_else(twin: TwinServer) -> None:
     twin.forbidden = {("create", "pods")}
-    wanted = [check for check in for_config([], config()) if check.name == "kubernetes"]
-    (result,) = examine(wanted)
+    wanted = [check for check in checks_for_config([], config()) if check.name == "kubernetes"]
+    (result,) = run_checks(wanted)
     assert (result.status, "create pods" in result.detail) == ("fail", True)
-    assert "kubernetes" not in [check.name for check in for_config([], parse_config({}))]
+    assert "kubernetes" not in [check.name for check in checks_for_config([], parse_config({}))]
 
 
 def test_a_kubeconfig_that_is_not_there_is_one_error(tmp_path: Path, twin: TwinServer) -> None:
     with pytest.raises(ConfigError) as caught:
-        cluster(config(context="no-such").environment.kubernetes)
+        check_cluster_access(config(context="no-such").environment.kubernetes)
     assert caught.value.field == "environment.kubernetes.context"

@@ -21,7 +21,7 @@ state = pipes / "alive"
 if sys.argv[1:] == ["-d"]:
     if (pipes / "broken").exists():
         sys.exit("cannot access the control pipe")
-    state.write_text("100.0")
+    state.touch()
     sys.exit(0)
 words = sys.stdin.readline().split()
 if (pipes / "hangs").exists():
@@ -30,10 +30,6 @@ if not state.exists():
     sys.exit("Cannot find MPS control daemon process")
 if words[0] == "get_server_list":
     print("4711" if (pipes / "client").exists() else "")
-elif words[0] == "set_default_active_thread_percentage":
-    state.write_text(words[1] + ".0")
-elif words[0] == "get_default_active_thread_percentage":
-    print(state.read_text())
 elif words[0] == "quit":
     state.unlink()
 """
@@ -47,15 +43,13 @@ def stand_in(tmp_path: Path) -> MpsControl:
     return MpsControl(tmp_path / "mps", "0", binary=str(program), timeout=20.0)
 
 
-def test_a_stand_in_is_started_given_a_share_watched_and_stopped(stand_in: MpsControl, tmp_path: Path) -> None:
+def test_a_stand_in_is_started_watched_and_stopped(stand_in: MpsControl, tmp_path: Path) -> None:
     async def main() -> None:
         assert not (await stand_in.check()).daemon
         await stand_in.start()
         assert (await stand_in.check()).servers == ()
         (tmp_path / "mps" / "pipes" / "client").touch()
         assert (await stand_in.check()).servers == (4711,)
-        await stand_in.set_share(30)
-        assert await stand_in.share() == 30.0
         assert await stand_in.revive() is False
         await stand_in.stop()
         await stand_in.stop()
@@ -128,8 +122,6 @@ def test_two_processes_share_a_gpu_under_mps_and_a_crash_is_noticed(tmp_path: Pa
     async def main() -> None:
         await control.start()
         try:
-            await control.set_share(50)
-            assert await control.share() == 50.0
             environment = {**os.environ, **control.environment(50)}
             said = await asyncio.to_thread(clients_say, environment)
             assert said == ["1048576.0", "1048576.0"]

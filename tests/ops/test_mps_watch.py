@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.ops import mps_watch
-from orchestrator.ops.mps import BINARY, MpsControl, MpsHealth
-from orchestrator.ops.mps_watch import Watcher
-from orchestrator.ops.nvidia_driver import gpus
+from orchestrator.ops import mps
+from orchestrator.ops.mps import BINARY, MpsControl, MpsHealth, Watcher
+from orchestrator.ops.nvidia_driver import find_gpus
 from tests.ops.test_mps import STAND_IN
 from vllm_rlplugin.kvpool.serving import mps_client
 from vllm_rlplugin.options import PluginOptions
@@ -30,7 +29,7 @@ POOL = "gpu0"
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of the pool's daemon: its sockets need a short path, which pytest's own folders may not have."""
     with tempfile.TemporaryDirectory(prefix="mps-") as short:
-        for module in (mps_client, mps_watch):
+        for module in (mps_client, mps):
             monkeypatch.setattr(module, "FOLDER", Path(short))
         yield mps_client.folder_of(POOL)
 
@@ -50,7 +49,7 @@ def enter(percentage: int = 30, library: str = A_LIBRARY) -> dict[str, str]:
 
 
 def test_both_sides_mean_the_same_folder(folder: Path) -> None:
-    assert mps_watch.folder_of(POOL) == folder
+    assert mps.mps_folder(POOL) == folder
 
 
 def test_an_engine_starts_under_mps_only_while_a_stand_in_for_it_is_watched(folder: Path, control: MpsControl) -> None:
@@ -108,10 +107,10 @@ def test_what_cannot_be_under_mps_is_one_error_that_says_why(folder: Path, contr
         Watcher(control, folder.with_name("x" * 90), print)
 
 
-@pytest.mark.skipif(not gpus().missing, reason="there is a GPU here")
+@pytest.mark.skipif(not find_gpus().missing, reason="there is a GPU here")
 def test_the_command_refuses_a_host_without_a_gpu(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"MPS divides an NVIDIA GPU: no driver .*--rl-kv-pool-admission dual"):
-        mps_watch.run(argparse.Namespace(pool=POOL, devices="", status=False, json=False))
+        mps.run_mps(argparse.Namespace(pool=POOL, devices="", status=False, json=False))
     assert not folder.exists()
 
 
@@ -126,11 +125,11 @@ def test_the_status_shows_server_and_clients(
     library.nvmlDeviceGetMPSComputeRunningProcesses = lambda index: [types.SimpleNamespace(pid=40 + index)]
     monkeypatch.setitem(sys.modules, "pynvml", library)
     options = argparse.Namespace(pool=POOL, devices="", status=True, json=False)
-    assert mps_watch.run(options, binary=control._binary) == 1
+    assert mps.run_mps(options, binary=control._binary) == 1
     asyncio.run(control.start())
     (folder / "pipes" / "client").touch()
-    assert mps_watch.run(options, binary=control._binary) == 0
+    assert mps.run_mps(options, binary=control._binary) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "MPS: daemon up; server process: 4711; clients by NVML: 40, 41"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert mps_watch.clients() is None
-    assert mps_watch.describe(MpsHealth(True), None) == "MPS: daemon up; server process: none yet"
+    assert mps.mps_clients() is None
+    assert mps.describe_mps(MpsHealth(True), None) == "MPS: daemon up; server process: none yet"

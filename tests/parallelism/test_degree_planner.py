@@ -23,7 +23,7 @@ from orchestrator.policies.parallelism.degree_reallocation import (
     format_degrees,
 )
 from orchestrator.policies.placement.worker_load import TrajectoryLoads, WorkerRates
-from orchestrator.proxy.resize import Reshaped, seats
+from orchestrator.proxy.resize import Reshaped, engine_seats
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.virtual_run import run
@@ -107,11 +107,11 @@ def test_the_next_step_is_expected_to_be_what_is_in_flight_and_more_of_what_has_
 
 
 def test_degrees_that_are_not_the_devices_are_refused() -> None:
-    assert seats((2, 1, 1), 4) == [2, 0, 1, 1]
-    assert seats(2, 4) == [2, 0, 2, 0]
+    assert engine_seats((2, 1, 1), 4) == [2, 0, 1, 1]
+    assert engine_seats(2, 4) == [2, 0, 2, 0]
     for wrong in ((2, 1), (3, 2), (4, 0), ()):
         with pytest.raises(ValueError, match="cannot be cut"):
-            seats(wrong, 4)
+            engine_seats(wrong, 4)
     with pytest.raises(ValueError, match="4 devices in all"):
         manager(degrees=(2, 1))
 

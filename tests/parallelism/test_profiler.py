@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.cli import main
 from orchestrator.config import Config
-from orchestrator.ops.profile_command import Wanted, check
+from orchestrator.ops.profile_command import Wanted, check_sizes
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
-from orchestrator.profiler import ProfileFile, ProfileKey, ProfileProgress, grid, load, measure, model_name, powers
+from orchestrator.profiler.measurement import ProfileProgress, measure_places, powers_between, profile_grid
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load_profile, model_name
 
 KEY = ProfileKey("Qwen3ForCausalLM 2x64 float32 0a1b2c3d", "vLLM 0.32.0", "CPU X x 1")
 ONE, TWO = EngineLayout(1), EngineLayout(2)
@@ -38,7 +39,7 @@ def seconds(phase: str, layout: EngineLayout, batch: int, tokens: int) -> float:
 
 
 def made(batches: tuple[int, ...] = (1, 8, 64), lengths: tuple[int, ...] = (32, 512, 4096)) -> EngineProfile:
-    places = grid([ONE, TWO], batches, lengths)
+    places = profile_grid([ONE, TWO], batches, lengths)
     points = [
         ProfilePoint(p.phase, p.layout, p.batch, p.tokens, seconds(p.phase, p.layout, p.batch, p.tokens))
         for p in places
@@ -110,12 +111,14 @@ def test_the_predicted_rollout_lies_between_one_at_a_time_and_all_at_once(length
 
 
 def test_the_corners_of_a_grid_are_measured_first_and_every_place_once() -> None:
-    places = grid([ONE, TWO], powers(1, 16), powers(32, 2000, 4))
-    assert powers(32, 2000, 4) == (32, 128, 512, 2000)
+    places = profile_grid([ONE, TWO], powers_between(1, 16), powers_between(32, 2000, 4))
+    assert powers_between(32, 2000, 4) == (32, 128, 512, 2000)
     assert len(places) == len({place.key for place in places}) == 2 * 2 * 5 * 4
     assert [place.layout for place in places] == [ONE] * 40 + [TWO] * 40
     assert {(place.batch, place.tokens) for place in places[:8]} == {(1, 32), (1, 2000), (16, 32), (16, 2000)}
-    assert grid([ONE], [4], [7]) == [place for place in grid([ONE], [4], [7]) if (place.batch, place.tokens) == (4, 7)]
+    assert profile_grid([ONE], [4], [7]) == [
+        place for place in profile_grid([ONE], [4], [7]) if (place.batch, place.tokens) == (4, 7)
+    ]
 
 
 class TwinEngine:
@@ -146,24 +149,24 @@ class TwinEngine:
 
 def test_measuring_goes_on_where_it_was_interrupted_and_measures_nothing_twice(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
-    places = grid([ONE, TWO], (1, 4, 16), (10, 100))
+    places = profile_grid([ONE, TWO], (1, 4, 16), (10, 100))
     said: list[ProfileProgress] = []
     first = TwinEngine(dies=17)
     with pytest.raises(RunError, match=r"TP 2 failed: profile-tp2 died\n.*points are kept in .*profile.json"):
-        asyncio.run(measure(ProfileFile(path, KEY), places, first.start, said.append))
-    kept = load(path, key=KEY)
+        asyncio.run(measure_places(ProfileFile(path, KEY), places, first.start, said.append))
+    kept = load_profile(path, key=KEY)
     assert len(kept.points) + len(kept.skipped) == 17 == said[-1].done
     second = TwinEngine()
-    asyncio.run(measure(kept, places, second.start, said.append))
+    asyncio.run(measure_places(kept, places, second.start, said.append))
     assert second.starts == [TWO]
     assert sorted(first.asked + second.asked, key=str) == sorted((place.key for place in places), key=str)
-    whole = load(path, key=KEY)
+    whole = load_profile(path, key=KEY)
     assert said[-1].done == said[-1].total == len(places)
     assert set(whole.skipped.values()) == {"the KV cache holds 999 tokens"}
     assert whole.profile.decode_seconds(4, 10, TWO) == pytest.approx(decode_law(TWO, 4, 10))
     assert whole.profile.shape(TWO).kv_bytes_per_token == 512.0
     third = TwinEngine()
-    asyncio.run(measure(whole, places, third.start, said.append))
+    asyncio.run(measure_places(whole, places, third.start, said.append))
     assert third.starts == [], "a complete profile starts nothing"
 
 
@@ -172,7 +175,7 @@ def test_a_profile_of_another_model_engine_or_device_is_one_error_that_names_bot
     ProfileFile(tmp_path / "p.json", KEY).save()
     other = ProfileKey(**{**{name: getattr(KEY, name) for name in ("model", "engine", "device")}, part: "other thing"})
     with pytest.raises(ConfigError) as refused:
-        load(tmp_path / "p.json", "rollout.planner.profile", other)
+        load_profile(tmp_path / "p.json", "rollout.planner.profile", other)
     text = str(refused.value)
     assert text.startswith("rollout.planner.profile = ")
     assert f"another {part}:" in text
@@ -186,9 +189,9 @@ def test_a_profile_of_another_model_engine_or_device_is_one_error_that_names_bot
 def test_what_is_no_profile_is_one_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "p.json").write_text(content)
     with pytest.raises(ConfigError, match="profile"):
-        load(tmp_path / "p.json")
+        load_profile(tmp_path / "p.json")
     with pytest.raises(ConfigError, match="cannot be read"):
-        load(tmp_path / "none.json")
+        load_profile(tmp_path / "none.json")
 
 
 def test_a_point_that_is_no_measurement_is_refused(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_a_point_that_is_no_measurement_is_refused(tmp_path: Path) -> None:
     for damage in ('"seconds": -1.0', '"seconds": "x"', '"seconds": NaN'):
         (tmp_path / "p.json").write_text(text.replace('"seconds": 1.0', damage))
         with pytest.raises(ConfigError, match="damaged"):
-            load(tmp_path / "p.json")
+            load_profile(tmp_path / "p.json")
 
 
 def test_a_model_is_known_by_its_shape_not_by_its_weights_or_its_folder(tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def test_sizes_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path,
     (tmp_path / "config.json").write_text('{"num_attention_heads": 6}')
     model = Config.model_validate({"model": {"path": str(tmp_path)}})
     with pytest.raises(ConfigError, match="6 attention heads, which 4 devices cannot share"):
-        check(model, Wanted(tp=(2, 4)))
+        check_sizes(model, Wanted(tp=(2, 4)))
     with pytest.raises(ConfigError, match="at least 1"):
         Wanted(batches=(0,))
     assert main(["profile", "--length", "99999"]) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
-from orchestrator.profiler import load
+from orchestrator.profiler.profile_file import load_profile
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
 from vllm_rlplugin.engine_profiler import EngineProfiler, identity
 
@@ -55,10 +55,10 @@ def test_the_command_measures_two_layouts_and_goes_on_where_it_was(
     (tmp_path / "c.toml").write_text(f"[model]\npath = {json.dumps(str(tmp_path / 'model'))}\n[ray]\ncpus = 2\n")
     words = [str(tmp_path / "c.toml"), *(f"rollout.engine.{item}" for item in engine)]
     assert main([*command, *words, "--tp", "1"]) == 0
-    first = load(tmp_path / "p.json")
+    first = load_profile(tmp_path / "p.json")
     assert (len(first.points), list(first.shapes)) == (8, [EngineLayout(1)])
     assert main([*command, *words, "--tp", "1,2"]) == 0
-    both = load(tmp_path / "p.json", key=first.key)
+    both = load_profile(tmp_path / "p.json", key=first.key)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["points"] == 16
     assert both.profile.layouts == (EngineLayout(1), EngineLayout(2))
     assert all(both.points[place] == point for place, point in first.points.items()), "not measured again"

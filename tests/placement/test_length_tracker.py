@@ -91,13 +91,13 @@ def test_a_trajectory_that_is_placed_anew_brings_its_kv_along_in_the_gap_between
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the port that real workers have; without it the new worker computes the prefix again."""
-    brought, bring = [], KvMoves.bring
+    brought, bring = [], KvMoves.bring_prefix
 
     async def noted(self: KvMoves, trajectory: str, source: WorkerState, lane: WorkerState) -> bool:
         brought.append(await bring(self, trajectory, source, lane))
         return brought[-1]
 
-    monkeypatch.setattr(KvMoves, "bring", noted)
+    monkeypatch.setattr(KvMoves, "bring_prefix", noted)
     moved, computed = (
         simulate(config(*PLACED, "rollout.placement.prefill_seconds=0.01", f"rollout.kv_transfer.enabled={on}"))
         for on in ("true", "false")

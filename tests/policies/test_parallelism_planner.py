@@ -17,7 +17,7 @@ from orchestrator.policies.parallelism.parallelism_planner import (
     StepLoad,
     layouts_of,
 )
-from orchestrator.profiler import grid
+from orchestrator.profiler.measurement import profile_grid
 
 LOAD = StepLoad(0, 100.0)  # no lengths: nothing is known of gains, so nothing keeps the rule from acting
 # Made up, in the shape of RollPacker figure 7a: four short rounds and a long one, then calmer ones.
@@ -35,7 +35,7 @@ def table(
 ) -> EngineProfile:
     """Each doubling of TP takes ``gain`` of the time of a step that is full, and of a small batch all of it."""
     points, shapes = [], []
-    for place in grid(layouts, (1, 64), (32, 4096)):
+    for place in profile_grid(layouts, (1, 64), (32, 4096)):
         speed = gain ** (place.layout.tp.bit_length() - 1) if place.batch > 1 else 1.0
         speed *= expert_gain if place.layout.ep > 1 else 1.0
         each = step * speed * (1 + place.batch / 16)

@@ -211,7 +211,7 @@ def test_what_it_cannot_be_combined_with_is_one_clear_error(overrides: tuple[str
 
 def test_the_configs_word_reaches_the_router() -> None:
     for spread, expected in (("dedicated-first", [0, 0, 1]), ("least-utilized", [0, 1, 0])):
-        router = router_setup.plan(
+        router = router_setup.planned_router(
             RoutingSection(cap=2, served_cap=2, spread=spread),  # type: ignore[arg-type]
             ("vllm-0", "http://127.0.0.1:1"),
             ("", ""),

@@ -55,7 +55,7 @@ class Classes:
             events,
             stall_timeout=1000.0,
             restarts=restarts,
-            router=TurnRouter(seats, phases=router_setup.phases(section, [seat.hardware for seat in seats])),
+            router=TurnRouter(seats, phases=router_setup.phase_classes(section, [seat.hardware for seat in seats])),
             kv=kv_moves(parse_config({"rollout": {"kv_transfer": {"enabled": True}}}).rollout.kv_transfer, events),
             on_fatal=self.failed.append,
         )
@@ -187,7 +187,7 @@ def test_a_section_that_could_not_work_is_refused(overrides: list[str], field: s
 def test_a_class_that_no_worker_is_of_is_named() -> None:
     section = DisaggregationSection(enabled=True, prefill="H800", decode="H20")
     with pytest.raises(ConfigError, match="H800") as refused:
-        router_setup.plan(settings().rollout.routing, ["vllm-0"], [""], [False], section)
+        router_setup.planned_router(settings().rollout.routing, ["vllm-0"], [""], [False], section)
     assert refused.value.field == "rollout.disaggregation.prefill"
 
 

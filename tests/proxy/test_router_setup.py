@@ -20,7 +20,7 @@ def test_class_cap_and_tier_of_each_worker() -> None:
     settings = RoutingSection(
         cap=1, served_cap=2, hardware={NAMES[2]: "H20"}, affinity={"FrozenLake": "H800", "default": "H20"}
     )
-    router = router_setup.plan(settings, NAMES, ("H800", "H20", ""), (False, False, True))
+    router = router_setup.planned_router(settings, NAMES, ("H800", "H20", ""), (False, False, True))
     for worker in range(3):
         router.open_worker(worker)
     for number, task in enumerate(["FrozenLake", "FrozenLake", "maths", "maths", "maths"]):
@@ -45,7 +45,7 @@ def test_what_names_nothing_is_refused(
     settings: dict[str, object], names: tuple[str, ...], field: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        router_setup.plan(RoutingSection(**settings), names, ("",) * 3, (False,) * 3)  # type: ignore[arg-type]
+        router_setup.planned_router(RoutingSection(**settings), names, ("",) * 3, (False,) * 3)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 

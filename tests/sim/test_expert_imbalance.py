@@ -15,8 +15,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, StepLoad
-from orchestrator.profiler import load
-from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load_profile
 from orchestrator.sim.cost_model import LINK_EFFICIENCY, REDUCE_SECONDS, RooflineCosts
 from orchestrator.sim.fault_injector import FaultInjector, faulty_workers
 from orchestrator.sim.hardware import DEVICES, MODELS
@@ -223,7 +222,7 @@ def test_the_file_of_a_profile_keeps_the_routing_patterns(tmp_path: Path) -> Non
     for point in profile._points():
         file.add(point)
     file.save()
-    again = load(file.path).profile
+    again = load_profile(file.path).profile
     assert list(again._points()) == list(profile._points())
 
 

@@ -17,14 +17,15 @@ from orchestrator.transfer import (
     CorruptWeightsError,
     HostedWeights,
     MemoryMetadata,
-    MemoryRelay,
     Publisher,
     RelayEndpoint,
     Subscriber,
     shard_routing,
 )
 from orchestrator.transfer import job_head as heads
-from orchestrator.transfer.publisher import Shard, update_head
+from orchestrator.transfer.job_head import update_head
+from orchestrator.transfer.publisher import Shard
+from tests.support.relay_twin import RelayTwin
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=4096)
 Weights = dict[str, np.ndarray]  # uint16: bfloat16
@@ -52,7 +53,7 @@ class Meeting:
 
 
 class Rank:
-    """Implements :class:`orchestrator.transfer.Ranks`."""
+    """Implements :class:`orchestrator.transfer.PublishingRanks`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -133,7 +134,7 @@ class Rig:
 
     def __init__(self, ranks: int = 1, *, capacity: int | None = None, parts: int = 2, **endpoint: Any) -> None:
         self.endpoint = replace(ENDPOINT, **endpoint)
-        self.relay, self.metadata = MemoryRelay(capacity), MemoryMetadata()
+        self.relay, self.metadata = RelayTwin(capacity), MemoryMetadata()
         self.now = 0.0
         self.parts = parts
         self.publishers = self.open(ranks)

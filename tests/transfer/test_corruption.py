@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from orchestrator.transfer import CorruptWeightsError, MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, Subscriber
+from orchestrator.transfer import CorruptWeightsError, MemoryMetadata, Publisher, RelayEndpoint, Subscriber
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import manifest as manifests
 from orchestrator.transfer import registered_buffers as buffers_module
-from orchestrator.transfer.publisher import update_head
+from orchestrator.transfer.job_head import update_head
+from tests.support.relay_twin import RelayTwin
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=1100)
 NAMES = tuple(f"w{index}" for index in range(6))  # two fit into a bucket
@@ -39,7 +40,7 @@ class Rig:
     """Two versions of one job, and the same versions of another."""
 
     def __init__(self) -> None:
-        self.relay, self.metadata = MemoryRelay(), MemoryMetadata()
+        self.relay, self.metadata = RelayTwin(), MemoryMetadata()
         for job in ("job", "other"):
             endpoint = RelayEndpoint(**{**ENDPOINT.to_dict(), "job": job})  # type: ignore[arg-type]
             publisher = Publisher(endpoint, self.relay, self.metadata)
@@ -161,7 +162,7 @@ def test_a_transfer_that_ends_early_is_refused(rig: Rig) -> None:
     manifest = rig.subscriber.manifest(2)
     assert len(rig.subscriber.fetch_all(manifest)) == 6
 
-    class Short(MemoryRelay):
+    class Short(RelayTwin):
         def get_into(self, key: str, buffer: memoryview) -> int:
             return super().get_into(key, buffer) - ("/full/1" in key)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError, ShardKey
-from orchestrator.transfer import CorruptWeightsError, HostedWeights, Publisher, Subscriber, delta, shard_routing
-from orchestrator.transfer.delta_compression import DeltaCodec
+from orchestrator.transfer import CorruptWeightsError, HostedWeights, Publisher, Subscriber, shard_codec, shard_routing
+from orchestrator.transfer.shard_codec import DeltaCodec
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
 
@@ -98,7 +98,7 @@ def test_a_change_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, codec = wire.open_change, DeltaCodec()
     old = np.arange(4000, dtype=np.uint16)
     encoding, data = codec.encode(old.view(np.uint8), (old + (old % 100 == 0)).view(np.uint8), "bfloat16")
-    for module in (wire, delta):
+    for module in (wire, shard_codec):
         monkeypatch.setattr(module, "open_change", counted)
     assert work.wire is wire
     codec.apply(encoding, data, old.copy().view(np.uint8))

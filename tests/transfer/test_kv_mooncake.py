@@ -21,7 +21,7 @@ from orchestrator.runtime import kv_setup as runtime_kv
 from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.transfer import kv_mooncake
 from orchestrator.transfer.kv_mooncake import MooncakeCarrier, SpanAllocator, check_device
-from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, digests, fetch_blocks
+from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, block_digests, fetch_blocks
 from vllm_rlplugin.kv.mover import KvOptions
 from vllm_rlplugin.options import FrontendOptions
 
@@ -147,9 +147,9 @@ def test_what_is_read_after_its_place_was_used_for_something_else_is_refused_by_
 ) -> None:
     """The region outlives what it lends: a late read gets other bytes, and no fault."""
     size = BLOCKS * WIDTH
-    assert digests(carrier.read(source.kept, size, 20.0).reshape(-1, WIDTH)) == digests(rows())
+    assert block_digests(carrier.read(source.kept, size, 20.0).reshape(-1, WIDTH)) == block_digests(rows())
     source.say("spoil")
-    assert digests(carrier.read(source.kept, size, 20.0).reshape(-1, WIDTH)) != digests(rows())
+    assert block_digests(carrier.read(source.kept, size, 20.0).reshape(-1, WIDTH)) != block_digests(rows())
     source.say("spoil")
     server = KvServer(lambda asked: KvBlocks(asked.first, rows(), asked.facts), TOKEN, carrier=Elsewhere(source.kept))
     try:

@@ -128,7 +128,9 @@ def test_a_server_without_the_token_is_not_believed() -> None:
         send(client, {"nonce": b"n" * 16})
         client.recv(1 << 20)
         rows = answer(ask()).payload
-        header = msgpack.packb({"facts": FACTS, "blocks": 8, "block_bytes": WIDTH, "digests": kv_wire.digests(rows)})
+        header = msgpack.packb(
+            {"facts": FACTS, "blocks": 8, "block_bytes": WIDTH, "digests": kv_wire.block_digests(rows)}
+        )
         send(client, {"header": header, "proof": b"p" * 32})
         client.sendall(rows.tobytes())
 

@@ -16,7 +16,6 @@ from orchestrator.transfer import (
     CorruptWeightsError,
     DeltaCodec,
     MemoryMetadata,
-    MemoryRelay,
     Publisher,
     RelayEndpoint,
     Subscriber,
@@ -25,6 +24,7 @@ from orchestrator.transfer import (
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import manifest as manifests
 from orchestrator.transfer.filesystem_relay import FsspecRelay
+from tests.support.relay_twin import RelayTwin
 
 pytest.importorskip("cryptography")
 SHAPE = (4000,)
@@ -59,7 +59,7 @@ class Job:
             snapshot_every=4,
             verify_key=manifest_signing.Signer(str(key)).verify_key,
         )
-        self.relay, self.metadata = MemoryRelay(None), MemoryMetadata()
+        self.relay, self.metadata = RelayTwin(None), MemoryMetadata()
         self.publisher = Publisher(self.endpoint, self.relay, self.metadata, codec=DeltaCodec())
         self.subscriber = self.reader()
 
@@ -111,7 +111,7 @@ def test_a_forged_bucket_whose_checksums_all_fit_is_refused_and_the_next_version
     job.publish(0)
     assert fetched(job.subscriber, 0) == values(0).tobytes()
     job.publish(1)
-    forger = Publisher(replace(job.endpoint, verify_key=""), forged := MemoryRelay(None), other := MemoryMetadata())
+    forger = Publisher(replace(job.endpoint, verify_key=""), forged := RelayTwin(None), other := MemoryMetadata())
     evil = values(1).copy()
     evil[:] = 7
     for version in (0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -13,9 +14,8 @@ import pytest
 
 from orchestrator.transfer import CorruptWeightsError
 from orchestrator.transfer.delta import delta_codec, native_codec
-from orchestrator.transfer.delta.bf16_line import advance_values
-from orchestrator.transfer.delta.codec_backend import NumpyCodec
 from orchestrator.transfer.delta.native_codec import LEVELS, NativeCodec
+from orchestrator.transfer.delta.reference_codec import NumpyCodec, advance_values
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = [str(CSRC / f"{name}.c") for name in ("level", "rans", "gather", "sparse", "planes")]
@@ -114,10 +114,15 @@ def test_gathering_is_exact_beyond_a_segment(at_level: NativeCodec) -> None:
     new = old.copy()
     where = np.r_[0, 4095, 4096, 5000:5130, 299_999, 300_000]
     new[where] ^= 0x8000
-    positions, olds, news = at_level.gather(old, new)
-    assert positions.tolist() == where.tolist()
-    assert np.array_equal(olds, old[where])
-    assert np.array_equal(news, new[where])
+    gather, pointer = at_level._library.rlc_sparse_gather, ctypes.c_void_p
+    gather.restype, gather.argtypes = ctypes.c_int64, [pointer, pointer, ctypes.c_uint64, pointer, pointer, pointer]
+    positions, olds, news = (np.empty(old.size + 64, dtype) for dtype in (np.uint32, np.uint16, np.uint16))
+    found = gather(
+        *(array.ctypes.data for array in (old, new)), old.size, *(x.ctypes.data for x in (positions, olds, news))
+    )
+    assert positions[:found].tolist() == where.tolist()
+    assert np.array_equal(olds[:found], old[where])
+    assert np.array_equal(news[:found], new[where])
 
 
 def test_a_damaged_segment_ends_the_call_after_the_whole_ones_before_it(at_level: NativeCodec) -> None:
@@ -150,7 +155,7 @@ def test_arguments_that_do_not_fit_are_refused(library: NativeCodec) -> None:
     with pytest.raises(ValueError, match="refused its arguments"):
         library.sparse_encode(words, words, 12, 0, 3)
     with pytest.raises(ValueError, match="contiguous"):
-        library.gather(words[::2], words[::2])
+        library.sparse_encode(words[::2], words[::2], 12, 0, 1)
     with pytest.raises(ValueError, match="not sorted"):
         library.sparse_encode_steps(np.array([3, 3]), np.array([1, 1], np.int16), 5000, 12, 0, 2)
 

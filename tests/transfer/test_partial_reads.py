@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.transfer import CorruptWeightsError, MemoryRelay, Subscriber
+from orchestrator.transfer import CorruptWeightsError, Subscriber
 from orchestrator.transfer import subscriber as subscribers
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
+from tests.support.relay_twin import RelayTwin
 
 
 def test_few_shards_of_a_bucket_are_read_alone_and_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +20,7 @@ def test_few_shards_of_a_bucket_are_read_alone_and_verified(monkeypatch: pytest.
     rig.publish(0, twins.weights(0))
     reads: list[int] = []
 
-    class Counting(MemoryRelay):
+    class Counting(RelayTwin):
         def get_ranges(self, key: str, ranges: Any, buffer: memoryview) -> int:
             reads.append(sum(length for _, length, _ in ranges))
             return super().get_ranges(key, ranges, buffer)
@@ -62,7 +63,7 @@ def test_whole_buckets_are_asked_for_together_up_to_a_limit(limit: int, monkeypa
     rig.publish(0, twins.weights(0))
     calls: list[list[int]] = []
 
-    class Counting(MemoryRelay):
+    class Counting(RelayTwin):
         def get_many(self, wanted: Any) -> list[int]:
             calls.append([buffer.nbytes for _, buffer in wanted])
             read = super().get_many(wanted)

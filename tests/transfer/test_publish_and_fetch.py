@@ -26,7 +26,8 @@ from orchestrator.transfer import (
 )
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import registered_buffers as buffers_module
-from orchestrator.transfer.publisher import update_head
+from orchestrator.transfer.job_head import update_head
+from tests.support.relay_twin import RelayTwin
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=4096)
 OBJECTS = 5  # buckets and manifest of one version of `weights`
@@ -54,7 +55,7 @@ class Rig:
 
     def __init__(self, endpoint: RelayEndpoint = ENDPOINT, capacity: int | None = None) -> None:
         self.endpoint = endpoint
-        self.relay = MemoryRelay(capacity)
+        self.relay = RelayTwin(capacity)
         self.metadata = MemoryMetadata()
 
     def publisher(self, relay: Relay | None = None, metadata: MetadataStore | None = None) -> Publisher:
@@ -78,10 +79,10 @@ def same(left: Weights, right: Weights) -> bool:
     )
 
 
-class Failing(MemoryRelay):
+class Failing(RelayTwin):
     """Fails at the put of the given number, counting from 0."""
 
-    def __init__(self, shared: MemoryRelay, at: int, keep: bool = False) -> None:
+    def __init__(self, shared: RelayTwin, at: int, keep: bool = False) -> None:
         super().__init__()
         self._shared = shared._shared
         self._left = at
@@ -247,7 +248,7 @@ def test_a_reader_sees_the_old_or_the_new_version_never_between() -> None:
         assert same(rig.read(version), weights(version))
         seen.append(version)
 
-    class Watched(MemoryRelay):
+    class Watched(RelayTwin):
         def put(self, key: str, data: memoryview) -> None:
             look()
             super().put(key, data)
@@ -454,7 +455,7 @@ def test_what_a_dead_publisher_left_behind_goes_when_another_publishes_that_vers
 def test_a_failed_attempt_gives_its_room_back_before_the_next_one() -> None:
     one = Rig()
     one.publisher().publish(0, stream(weights(0)))
-    rig = Rig(capacity=int(2.5 * one.relay._shared.used))
+    rig = Rig(capacity=int(2.5 * one.relay.used))
     publisher = rig.publisher(relay=Failing(rig.relay, 2 * OBJECTS - 1))
     publisher.publish(0, stream(weights(0)))
     with pytest.raises(RelayError, match="injected"):
@@ -475,7 +476,7 @@ def test_a_full_relay_is_back_pressure_with_a_name() -> None:
     assert isinstance(caught.value, RelayError)
     assert caught.value.reason == "relay_full"
     assert same(rig.read(1), weights(1))
-    rig.relay._shared.capacity_bytes = 100_000
+    rig.relay.capacity = 100_000
     publisher.publish(2, stream(weights(2)))
     assert same(rig.read(2), weights(2))
 
@@ -484,7 +485,7 @@ def test_a_full_relay_is_back_pressure_with_a_name() -> None:
 
 
 def test_objects_are_written_once() -> None:
-    relay = MemoryRelay()
+    relay = RelayTwin()
     relay.put("k", memoryview(b"first"))
     with pytest.raises(RelayError) as caught:
         relay.put("k", memoryview(b"second"))
@@ -495,7 +496,7 @@ def test_objects_are_written_once() -> None:
 
 
 def test_a_missing_object_is_an_error_and_a_missing_size_is_minus_one() -> None:
-    relay = MemoryRelay()
+    relay = RelayTwin()
     assert relay.size("k") == -1
     assert relay.remove("k")  # it is gone, which is what was asked
     with pytest.raises(RelayError) as caught:

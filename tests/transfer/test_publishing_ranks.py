@@ -13,22 +13,22 @@ from orchestrator.api import RunError, ShardKey
 from orchestrator.transfer import (
     CorruptWeightsError,
     MemoryMetadata,
-    MemoryRelay,
     Publisher,
     RelayEndpoint,
     RelayError,
     Subscriber,
     VersionTakenError,
-    bucket_sender,
     shard_routing,
+    shard_writer,
 )
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import manifest as manifests
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
+from tests.support.relay_twin import RelayTwin
 
 
-def counting(counts: dict[str, int]) -> tuple[MemoryRelay, MemoryMetadata]:
+def counting(counts: dict[str, int]) -> tuple[RelayTwin, MemoryMetadata]:
     """Twins that count every call."""
     lock = threading.Lock()
 
@@ -43,7 +43,7 @@ def counting(counts: dict[str, int]) -> tuple[MemoryRelay, MemoryMetadata]:
 
         return type(f"Counting{kind.__name__}", (kind,), {name: wrap(name) for name in names})()
 
-    relay = counted(MemoryRelay, ("put", "size", "get_into", "get_ranges", "remove"))
+    relay = counted(RelayTwin, ("put", "size", "get_into", "get_ranges", "remove"))
     return relay, counted(MemoryMetadata, ("get", "compare_and_set"))
 
 
@@ -121,10 +121,10 @@ def test_shards_that_do_not_cover_a_tensor_once_are_refused_by_name_on_every_ran
     rig.publish(0, model)  # and it goes on
 
 
-class Breaking(MemoryRelay):
+class Breaking(RelayTwin):
     """Fails at a put, or dies there as a killed process does."""
 
-    def __init__(self, shared: MemoryRelay, error: BaseException) -> None:
+    def __init__(self, shared: RelayTwin, error: BaseException) -> None:
         super().__init__()
         self._shared = shared._shared
         self.error: BaseException | None = error
@@ -285,7 +285,7 @@ def test_control_messages_grow_with_the_ranks_at_most() -> None:
 # --- pushing
 
 
-class Slow(MemoryRelay):
+class Slow(RelayTwin):
     """Every put waits until it is let through."""
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ def test_buckets_are_pushed_while_later_ones_are_filled_and_only_so_many_wait() 
     relay = Slow()
     publisher = Publisher(replace(twins.ENDPOINT, bucket_bytes=1024), relay, MemoryMetadata())
     filled: list[int] = []
-    limit = 2 + bucket_sender.WAITING  # one in flight, those that wait, and the one that was just filled
+    limit = 2 + shard_writer.WAITING  # one in flight, those that wait, and the one that was just filled
 
     def stream() -> Any:
         for number in range(12):
@@ -324,7 +324,7 @@ def test_buckets_are_pushed_while_later_ones_are_filled_and_only_so_many_wait() 
 
 
 def test_a_failed_push_ends_the_stream_early_and_is_raised() -> None:
-    relay = Breaking(MemoryRelay(), RelayError("transfer", "injected"))
+    relay = Breaking(RelayTwin(), RelayError("transfer", "injected"))
     publisher = Publisher(replace(twins.ENDPOINT, bucket_bytes=1024), relay, MemoryMetadata())
     taken: list[int] = []
 

@@ -15,7 +15,7 @@ from orchestrator.borrowing import served_workers
 from orchestrator.config import parse_config
 from orchestrator.ops.check import Check, Finding
 from orchestrator.ops.doctor import CHECKS
-from orchestrator.ops.doctor_config import for_config
+from orchestrator.ops.doctor_config import checks_for_config
 from orchestrator.runtime.mooncake_master import MooncakeMaster, own_address
 from orchestrator.transfer import RelayEndpoint
 from orchestrator.transfer.mooncake_relay import seen_from
@@ -93,7 +93,7 @@ def test_the_master_listens_at_its_host_only_and_weights_go_through_it(tmp_path:
 
 
 def relay_finding(relay: dict[str, object]) -> Finding:
-    checks = for_config(CHECKS, parse_config({"relay": relay}))
+    checks = checks_for_config(CHECKS, parse_config({"relay": relay}))
     assert ("mooncake store" in [check.name for check in checks]) == (relay.get("kind", "mooncake") == "mooncake")
     return next(result for result in map(_result, checks) if result is not None)
 

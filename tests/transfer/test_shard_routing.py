@@ -147,30 +147,6 @@ def test_every_element_of_every_engine_shard_is_written_exactly_once_with_the_ri
             assert np.array_equal(found, expected), f"{name}: {region}"
 
 
-boxes = st.lists(
-    st.integers(1, 5).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size), st.integers(0, size))),
-    max_size=4,
-)
-
-
-@given(boxes, st.sampled_from([1, 2, 3, 4, 8]))
-def test_the_runs_of_a_box_are_its_bytes_in_order(drawn: list[tuple[int, int, int]], itemsize: int) -> None:
-    shape = [size for size, _, _ in drawn]
-    box = tuple((min(a, b), max(a, b)) for _, a, b in drawn)
-    data = np.arange(math.prod(shape) * itemsize)
-    expected = data.reshape(*shape, itemsize)[tuple(slice(*bounds) for bounds in box)].reshape(-1)
-    found = list(shard_routing.byte_runs(shape, box, itemsize))
-    got = np.concatenate([data[offset : offset + length] for offset, length in found] or [data[:0]])
-    assert np.array_equal(got, expected)
-    assert all(offset + length < after for (offset, length), (after, _) in pairwise(found))  # else one run would do
-
-
-def test_rows_are_one_run_and_columns_are_one_a_row() -> None:
-    assert list(shard_routing.byte_runs((8, 4), ((2, 5), (0, 4)), 2)) == [(16, 24)]
-    assert list(shard_routing.byte_runs((3, 4), ((0, 3), (1, 2)), 2)) == [(2, 2), (10, 2), (18, 2)]
-    assert list(shard_routing.byte_runs((), (), 4)) == [(0, 4)]
-
-
 @given(st.data())
 def test_a_strided_view_is_found_again_in_the_box_around_it(data: st.DataObject) -> None:
     """Views as vLLM's loaders make them (narrowed, transposed, reshaped, flattened), and any others."""
@@ -251,7 +227,7 @@ def test_what_was_not_published_is_refused_by_name() -> None:
     for region in (Region("x", ()), Region("w", ((0, 11), (0, 3))), Region("w", ((0, 5),)), Region("n", ((3, 2),))):
         with pytest.raises(CorruptWeightsError, match=f"tensor {region.tensor}"):
             index.parts(region)
-    assert index.needed([Region("w", ((3, 5), (1, 2))), Region("n", ((0, 1),))]) == [0, 1, 3]
+    assert index.needed_shards([Region("w", ((3, 5), (1, 2))), Region("n", ((0, 1),))]) == [0, 1, 3]
     assert index.parts(Region("w", ((4, 4), (0, 3)))) == []
 
 

@@ -16,7 +16,6 @@ from orchestrator.transfer import (
     CorruptWeightsError,
     HostedWeights,
     MemoryMetadata,
-    MemoryRelay,
     RelayError,
     SnapshotPolicy,
     Subscriber,
@@ -36,6 +35,7 @@ from orchestrator.transfer.retention import (
 )
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
+from tests.support.relay_twin import RelayTwin
 
 HALF = [Region("embed", ((0, 32), (0, 32))), Region("o", ((0, 32), (0, 48))), Region("norm", ((0, 32),))]
 
@@ -508,10 +508,10 @@ def test_a_reader_without_the_codec_says_so() -> None:
         list(rig.subscriber().fetch(rig.subscriber().manifest(1)))
 
 
-class Dying(MemoryRelay):
+class Dying(RelayTwin):
     """Breaks at a read."""
 
-    def __init__(self, shared: MemoryRelay, at: int, error: Exception) -> None:
+    def __init__(self, shared: RelayTwin, at: int, error: Exception) -> None:
         super().__init__()
         self._shared, self.left, self.error = shared._shared, at, error
 

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from orchestrator.api import ConfigError, RetryableError, RunError
-from orchestrator.hooks import VLLM, InstalledComponent
+from orchestrator.hooks.tested_versions import VLLM, InstalledComponent
 from tests.support import sleep_twins
 from tests.vllm.test_activation import finished, play, turn
 from vllm_rlplugin import command_flags

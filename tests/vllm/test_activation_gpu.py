@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.ops.nvidia_driver import gpus
+from orchestrator.ops.nvidia_driver import find_gpus
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 
 ROOT = Path(__file__).parents[2]
-THERE = gpus()
+THERE = find_gpus()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,

@@ -17,6 +17,7 @@ from orchestrator.api import ShardKey  # noqa: E402
 from orchestrator.transfer import DeltaCodec, MemoryRelay, Publisher, RelayEndpoint  # noqa: E402
 from orchestrator.transfer.job_head import FULL  # noqa: E402
 from tests.support import transfer_twins as twins  # noqa: E402
+from tests.support.relay_twin import RelayTwin  # noqa: E402
 from vllm_rlplugin.worker.inprocess_engine import prepare_process  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -143,7 +144,7 @@ class Trainer:
             }
             | endpoint
         )
-        self.relay = MemoryRelay.shared(name)
+        self.relay = RelayTwin.shared(name)
         self.publisher = Publisher(self.endpoint, codec=DeltaCodec())
         self.random = random.Random(seed)
         self.keys: list[ShardKey] = []

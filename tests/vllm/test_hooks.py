@@ -9,22 +9,20 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import (
+from orchestrator.hooks import tested_versions
+from orchestrator.hooks.patch_register import Patch, PatchRegister
+from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
+from orchestrator.hooks.tested_versions import (
     COMPONENTS,
     PYTHON,
     VLLM,
     EngineComponent,
-    Patch,
-    PatchRegister,
     VersionRange,
     check_version,
     find_version,
-    missing_names,
     parse_release,
-    signature_mismatches,
-    tested_versions,
 )
-from orchestrator.hooks.source_signatures import SourceTree, imported_names
+from scripts.vllm_sources import imported_names
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.hooks import VLLM, find_version, signature_mismatches
-from orchestrator.hooks.source_signatures import SourceTree, imported_names
+from orchestrator.hooks.signatures import SourceTree, signature_mismatches
+from orchestrator.hooks.tested_versions import VLLM, find_version
 from vllm_rlplugin import hookpoints
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
@@ -75,7 +75,7 @@ def test_every_hook_of_the_installed_vllm_is_as_it_was_tested() -> None:
     prepare_process(1)  # this may be the first import of vLLM in the test process
     assert hookpoints.check_all() == ()
     checked, differing = hookpoints.check_loaded()  # all of it is imported now
-    assert (checked, differing) == (len(hookpoints.HOOKS) + len(hookpoints.names()), ())
+    assert (checked, differing) == (len(hookpoints.HOOKS) + len(hookpoints.attribute_targets()), ())
 
 
 @pytest.mark.engine
@@ -142,7 +142,7 @@ def test_a_hook_that_was_renamed_or_changed_is_named(installed: SourceTree) -> N
 
 def test_a_file_that_is_gone_is_a_difference_and_no_error() -> None:
     found = vllm_sources.differences(SourceTree(lambda path: None))
-    assert len(found) >= len(hookpoints.HOOKS) + len(hookpoints.names())
+    assert len(found) >= len(hookpoints.HOOKS) + len(hookpoints.attribute_targets())
 
 
 def test_our_imports_from_vllm_are_found_wherever_they_are() -> None:
@@ -150,7 +150,7 @@ def test_our_imports_from_vllm_are_found_wherever_they_are() -> None:
         ROOT / "vllm_rlplugin" / "worker" / "inprocess_engine.py",
         ROOT / "patches" / "vllm" / "cpu_keep_weights.py",
     ]
-    names = imported_names(files, "vllm")
+    names = vllm_sources.imported_names(files, "vllm")
     assert "vllm.v1.engine.llm_engine:LLMEngine" in names  # in a function
     assert "vllm.model_executor.layers.utils:" in names
     assert not [name for name in names if name.startswith("vllm_rlplugin")]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from orchestrator.api import Completion, RetryableError
-from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
+from orchestrator.transfer import Publisher, RelayEndpoint
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, collect, greedy, measure, publish, write_tiny_qwen3
+from tests.support.relay_twin import RelayTwin
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 from vllm_rlplugin.worker.inprocess_worker import EngineWorker
 
@@ -82,7 +83,7 @@ def test_a_version_that_is_not_whole_and_right_leaves_the_old_one_untouched(tmp_
     write_tiny_qwen3(tmp_path / "old", 1)
     weights = write_tiny_qwen3(tmp_path / "new", 2)
     endpoint = memory_endpoint("faults")
-    relay = MemoryRelay.shared(endpoint.master)
+    relay = RelayTwin.shared(endpoint.master)
     publisher = Publisher(endpoint)
 
     def without(name: str) -> dict[str, Any]:

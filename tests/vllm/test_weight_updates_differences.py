@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from orchestrator.api import RetryableError, ShardKey
-from orchestrator.transfer import DeltaCodec, MemoryRelay, Publisher, RelayEndpoint
+from orchestrator.transfer import DeltaCodec, Publisher, RelayEndpoint
 from orchestrator.transfer.job_head import FULL
 from orchestrator.transfer.publisher import Shard
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, collect, greedy, write_tiny_qwen3
+from tests.support.relay_twin import RelayTwin
 from vllm_rlplugin.worker.inprocess_worker import EngineWorker
 
 pytestmark = pytest.mark.engine
@@ -84,7 +85,7 @@ def test_an_engine_that_follows_differences_equals_a_fresh_one_bit_for_bit(tmp_p
         versions.append(stepped(versions[-1], version))
     save_file(versions[4], str(tmp_path / "new" / "model.safetensors"), metadata={"format": "pt"})
     endpoint = RelayEndpoint(job="j", kind="memory", master="differences", bucket_bytes=32 << 10, snapshot_every=9)
-    relay = MemoryRelay.shared(endpoint.master)
+    relay = RelayTwin.shared(endpoint.master)
     publisher = Publisher(endpoint, codec=DeltaCodec())
 
     def publish(version: int) -> int:

@@ -14,6 +14,7 @@ import pytest
 import vllm_rlplugin
 from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish, write_tiny_qwen3
+from tests.support.relay_twin import RelayTwin
 from vllm_rlplugin.weights.version_agreement import find_disagreement
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
@@ -120,7 +121,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.relay = RelayEndpoint(job="in-place", kind="memory", master=f"in-place-{folder}", bucket_bytes=32 << 10)
-        self.objects = MemoryRelay.shared(self.relay.master)
+        self.objects = RelayTwin.shared(self.relay.master)
         self.publisher = Publisher(self.relay)
         self.version = 0
         self.seeds = {seed: write_tiny_qwen3(folder / str(seed), seed) for seed in (1, 2, 3)}

@@ -38,7 +38,7 @@ from orchestrator.transfer.announcement import (
     PACK_BYTES,
     check_digests,
     closing_bytes,
-    packs,
+    pack_layout,
     unpack_announcement,
     unpack_opening,
 )
@@ -183,7 +183,7 @@ class GlooLink:
     def receive_shards(self, sizes: Sequence[int], use: Use, deadline: float) -> None:
         """See the protocol."""
         place = 0
-        for length, offsets in packs(sizes, HOST_PACK_BYTES):
+        for length, offsets in pack_layout(sizes, HOST_PACK_BYTES):
             if self._buffer.numel() < length:
                 self._buffer = torch.empty(length, dtype=torch.uint8)
             pack = self._buffer[:length]

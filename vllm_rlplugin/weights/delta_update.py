@@ -25,7 +25,7 @@ import torch
 
 from orchestrator.transfer import CorruptWeightsError, DeltaCodec, HostedWeights, Region, StoredManifest, Subscriber
 from orchestrator.transfer.bucket import Bytes
-from orchestrator.transfer.delta import ShardEdit
+from orchestrator.transfer.delta.delta_codec import ShardEdit
 from orchestrator.transfer.job_head import FULL
 from orchestrator.transfer.shard_routing import Box, box_elements, box_of, box_shape, shard_label
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, Fill, Slice

@@ -32,8 +32,7 @@ from orchestrator.transfer import (
     Subscriber,
 )
 from orchestrator.transfer.job_head import FULL
-from orchestrator.transfer.shard_assembly import RegionAssembler
-from orchestrator.transfer.shard_routing import box_shape, whole_box
+from orchestrator.transfer.shard_routing import RegionAssembler, box_shape, whole_box
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, TensorSpec
 from vllm_rlplugin.weights.collective_receiver import Transmission
 from vllm_rlplugin.weights.delta_update import DeltaBase, DeltaBuilder, DeltaUpdate, WeightsOrigin, make_origin

@@ -38,7 +38,7 @@ from orchestrator.api import (
     VersionSpans,
     merge_spans,
 )
-from orchestrator.hooks import VLLM, check_version
+from orchestrator.hooks.tested_versions import VLLM, check_version
 from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded

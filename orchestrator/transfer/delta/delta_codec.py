@@ -16,18 +16,21 @@ import numpy.typing as npt
 
 import orchestrator.transfer.delta.delta_format as wire
 from orchestrator.api import ConfigError
-from orchestrator.transfer.delta.bf16_line import Steps, Words, advance_values
-from orchestrator.transfer.delta.codec_backend import AppliedSegments, CodecBackend, Lengths, NumpyCodec
 from orchestrator.transfer.delta.delta_format import Bytes, ChangeHeader, OpenedChange
-from orchestrator.transfer.delta.native_codec import native
-from orchestrator.transfer.delta.sparse_segments import Positions
+from orchestrator.transfer.delta.native_codec import NativeCodec, native
+from orchestrator.transfer.delta.reference_codec import (
+    AppliedSegments,
+    Lengths,
+    NumpyCodec,
+    Positions,
+    Steps,
+    Words,
+    advance_values,
+)
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
-WIDTHS = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
 ON_THE_LINE = frozenset(("bfloat16", "float16"))
+CodecBackend = NativeCodec | NumpyCodec  # both give the same bytes and the same verdicts
 T = TypeVar("T")
 _TARGET = 32768  # changes in a segment: enough that its 0.3 KB of tables are below one percent
 _WINDOW, _WINDOWS = 4096, 64  # what is looked at to guess the density
@@ -74,7 +77,7 @@ def encode_change(
 
     Raises ConfigError for arrays that do not fit each other or ``dtype`` (an unknown dtype is taken as single bytes).
     """
-    width = WIDTHS.get(dtype, 1)
+    width = wire.DTYPE_BYTES.get(dtype, 1)
     _check_array("new", new, width)
     if old is not None:
         _check_array("old", old, width)
@@ -97,21 +100,12 @@ def encode_change(
     return best
 
 
-def encoded_sizes(old: Bytes, new: Bytes, dtype: str, *, backend: CodecBackend | None = None) -> dict[str, int]:
-    """Bytes of the change in each encoding that can carry it: to find where one overtakes another."""
-    work, width = backend or default_backend(), WIDTHS.get(dtype, 1)
-    made = [_encode_planes(known, new, width, 1, work) for known in (old, None)]
-    if dtype in ON_THE_LINE:
-        made.append(_encode_sparse(old.view(np.uint16), new.view(np.uint16), 1, work))
-    return {wire.RAW: wire.HEADER_BYTES + new.size, **{change.encoding: change.data.size for change in made}}
-
-
 def encode_steps(
     positions: Positions, steps: Steps, elements: int, *, backend: CodecBackend | None = None
 ) -> ShardChange:
     """A sparse change of ``elements`` 16-bit floats from what an accelerator gathered.
 
-    ``positions`` int64 in strictly ascending order, ``steps`` int16 (:func:`.line.steps_between`), none of them 0.
+    ``positions`` int64 in strictly ascending order, ``steps`` int16 (:func:`.reference_codec.steps_between`), none of them 0.
     There is no fall-back to dense: the caller has no old and new values at hand. Raises ConfigError.
     """
     if positions.shape != steps.shape or positions.ndim != 1 or positions.dtype != np.int64 or steps.dtype != np.int16:
@@ -334,27 +328,6 @@ def read_edits(
         yield ShardEdit(
             where + (begin + low), values[where] if header.encoding == wire.XOR else values, header.encoding
         )
-
-
-def read_changes(
-    data: Bytes | OpenedChange, old: Bytes, *, backend: CodecBackend | None = None
-) -> Iterator[tuple[Positions, npt.NDArray[np.unsignedinteger]]]:
-    """Positions (int64, ascending) and new values of any change, a segment at a time; ``old`` is only read.
-
-    Values are unsigned integers of the tensor's width. Whatever the encoding, positions that did not change are left out.
-    Raises CorruptWeightsError before the damaged segment is yielded.
-    """
-    opened = _opened(data)
-    header = opened.header
-    if old.size != header.elements * header.width:
-        raise CorruptWeightsError("layout", f"{header.elements} elements of {header.width} B for {old.size} B")
-    values = old.view(f"<u{header.width}")
-    for edit in read_edits(opened, backend=backend):
-        before = values[edit.positions]
-        fresh = edit.new_values(before)
-        moved = fresh != before
-        if moved.any():
-            yield edit.positions[moved], fresh[moved]
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

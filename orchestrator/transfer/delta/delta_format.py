@@ -10,8 +10,8 @@ All integers are little-endian. A segment covers ``1 << log`` elements (the last
 and the base, so segments are coded in parallel and a reader of a slice skips those outside it. Encodings, by the name
 that ``ShardKey.encoding`` carries:
 
-* ``delta-sparse`` : changed 16-bit floats, positions and steps (:mod:`.sparse`).
-* ``delta-xor``    : byte planes of old XOR new (:mod:`.planes`).
+* ``delta-sparse`` : changed 16-bit floats, positions and steps (:mod:`.reference_codec`).
+* ``delta-xor``    : byte planes of old XOR new (:mod:`.reference_codec`).
 * ``dense-planes`` : byte planes of the new values; needs no base.
 * ``dense-raw``    : the new values as they are; no segments, needs no base.
 """
@@ -37,6 +37,11 @@ HEADER_BYTES = 64
 CHECKED_FROM = 16
 MIN_LOG, MAX_LOG, PLANES_LOG = 12, 24, 16
 MAX_ELEMENTS = 1 << 40
+# Bytes per element of the dtypes that are known.
+DTYPE_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
 _HEADER = struct.Struct("<8sQ4BI3Q16s")
 
 

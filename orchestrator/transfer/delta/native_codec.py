@@ -15,10 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.transfer.delta.bf16_line import Steps, Words
-from orchestrator.transfer.delta.codec_backend import AppliedSegments, Lengths
-from orchestrator.transfer.delta.rans import Bytes
-from orchestrator.transfer.delta.sparse_segments import Positions
+from orchestrator.transfer.delta.reference_codec import AppliedSegments, Bytes, Lengths, Positions, Steps, Words
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
 ABI = 1
@@ -32,7 +29,6 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]], list[type]]] = {
     "rlc_delta_abi": (_INT, []),
     "rlc_delta_best": (_INT, []),
     "rlc_delta_use": (_INT, [_INT]),
-    "rlc_sparse_gather": (ctypes.c_int64, [_P, _P, _U64, _P, _P, _P]),
     "rlc_sparse_encode": (ctypes.c_int64, [_P, _P, _U64, _INT, _U64, _U64, _P, _U64, _P, _P]),
     "rlc_sparse_encode_steps": (ctypes.c_int64, [_P, _P, _U64, _U64, _INT, _U64, _U64, _P, _U64, _P]),
     "rlc_sparse_decode": (ctypes.c_int64, [_P, _U64, _U64, _P, _P, _U64]),
@@ -64,13 +60,6 @@ class NativeCodec:
         """Use an instruction set up to the best of this CPU, in the whole process; returns the one now in use."""
         self.level = LEVELS[self._library.rlc_delta_use(LEVELS.index(level))]
         return self.level
-
-    def gather(self, old: Words, new: Words) -> tuple[npt.NDArray[np.uint32], Words, Words]:
-        """Positions that differ, old values and new values, in at most 2^32 words."""
-        positions = np.empty(old.size + 64, np.uint32)
-        olds, news = np.empty(old.size + 64, np.uint16), np.empty(old.size + 64, np.uint16)
-        found = self._library.rlc_sparse_gather(_at(old), _at(new), old.size, _at(positions), _at(olds), _at(news))
-        return positions[:found], olds[:found], news[:found]
 
     def sparse_encode(self, old: Words, new: Words, log: int, first: int, last: int) -> tuple[Bytes, Lengths, int]:
         """Payload, lengths and number of changes."""

@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.transfer import delta
+from orchestrator.transfer.delta import delta_codec as delta
+from orchestrator.transfer.delta import delta_format as wire
+from orchestrator.transfer.delta.native_codec import native_status
 from scripts.bench.micro.delta_synthetic import COO_BYTES, LAYOUTS, POOL, SMALL, Layout, Pool, Words, entropy_bound
 from scripts.bench.result import frame, now
 
@@ -66,7 +68,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         bar=f"<= {_BAR}, bit-exact",
         holds=max(judged) <= _BAR and exact,
         detail={
-            "native": delta.native_status()["live"],
+            "native": native_status()["live"],
             "rows": rows,
             "break_even": {"optimizer": _break_even(_optimizer), "replaced": _break_even(_replaced)},
             "samples": len(rows),
@@ -140,13 +142,21 @@ def _replaced(density: float) -> tuple[Words, Words]:
     return pool.old, np.where(hit, other.old, pool.old)
 
 
+def _encoded_sizes(old: Words, new: Words) -> dict[str, int]:
+    """Bytes of the change in each encoding that can carry it."""
+    work, was, now = delta.default_backend(), old.view(np.uint8), new.view(np.uint8)
+    made = [delta._encode_planes(known, now, 2, 1, work) for known in (was, None)]
+    made.append(delta._encode_sparse(old, new, 1, work))
+    return {wire.RAW: wire.HEADER_BYTES + now.size, **{change.encoding: change.data.size for change in made}}
+
+
 def _break_even(make: Callable[[float], tuple[Words, Words]]) -> dict[str, float]:
     """The least density (to one percent) at which a form is as small as sparse; 1.0: none below 100 %."""
 
     @cache
     def sizes(density: float) -> dict[str, int]:
         old, new = make(density)
-        found = delta.encoded_sizes(old.view(np.uint8), new.view(np.uint8), "bfloat16")
+        found = _encoded_sizes(old, new)
         return {**found, "coo": COO_BYTES * int(np.count_nonzero(old != new))}
 
     found = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.transfer import delta
+from orchestrator.transfer.delta.native_codec import native_status
 from scripts.bench.micro.delta_synthetic import LAYOUTS, Pool
 from scripts.bench.probes.probe_run import run_probe
 from scripts.bench.result import frame, now
@@ -45,7 +45,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         bar="< 1, all bit-exact",
         holds=max(ratios) < 1 and all(row["bit_exact"] for row in rows),
         detail={
-            "native": delta.native_status()["live"],
+            "native": native_status()["live"],
             "rows": rows,
             "samples": len(rows),
             "load_average": os.getloadavg(),

@@ -23,7 +23,8 @@ import numpy as np
 
 from orchestrator.api import ConfigError
 from orchestrator.run_folder import describe_machine
-from orchestrator.transfer import delta
+from orchestrator.transfer.delta import delta_codec as delta
+from orchestrator.transfer.delta.delta_format import open_change
 from scripts.bench.micro.delta_synthetic import COO_BYTES, Bytes, bf16, entropy_bound
 from scripts.bench.result import now
 
@@ -59,7 +60,7 @@ def _row(old: Bytes, new: Bytes, dtype: str) -> dict[str, Any]:
     change = delta.encode_change(old, new, dtype)
     base = old.copy()
     delta.apply_change(change.data, base)
-    width = old.size // max(1, delta.open_change(change.data).header.elements)
+    width = old.size // max(1, open_change(change.data).header.elements)
     words = f"<u{width}" if width else "u1"
     changed = int(np.count_nonzero(old.view(words) != new.view(words)))
     if width == 2:

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.transfer import delta
+from orchestrator.transfer.delta import delta_codec as delta
+from orchestrator.transfer.delta.native_codec import native_status
 from scripts.bench.micro.delta_synthetic import Bytes, Pool
 from scripts.bench.result import frame, now
 
@@ -51,7 +52,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         bar=f">= {_BAR}",
         holds=value >= _BAR,
         detail={
-            "native": delta.native_status()["live"],
+            "native": native_status()["live"],
             "rows": rows,
             "samples": rounds * len(rows),
             "load_average": os.getloadavg(),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.transfer.delta.bf16_line import steps_between
+from orchestrator.transfer.delta.reference_codec import steps_between
 
 Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]

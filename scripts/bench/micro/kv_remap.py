@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from orchestrator.ops.nvidia_driver import gpus
+from orchestrator.ops.nvidia_driver import find_gpus
 from orchestrator.policies.serving.admission import Slo
 from scripts.bench.probes.probe_run import run_probe
 from scripts.bench.result import frame, now
@@ -25,7 +25,7 @@ GPU_BAR = 0.005  # seconds
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
     begun = now()
-    there = gpus()
+    there = find_gpus()
     device = "host memory" if there.missing else there.devices[0].name
     kinds = ["host"] if there.missing else ["kept", "created"]
     if not there.missing and importlib.util.find_spec("kvcached") is not None:

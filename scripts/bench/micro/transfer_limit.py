@@ -34,8 +34,8 @@ from orchestrator.transfer import (
     RelayEndpoint,
     ShardCodec,
     Subscriber,
-    delta,
 )
+from orchestrator.transfer.delta.native_codec import native_status
 from orchestrator.transfer.job_head import FULL
 from scripts.bench.micro.delta_synthetic import LAYOUTS, Bytes, Layout, Pool
 from scripts.bench.micro.link import Link, LinkedMetadata, LinkedRelay
@@ -169,7 +169,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         bar=f"<= {_BAR}",
         holds=all(row["over_limit"] <= _BAR for row in judged),
         detail={
-            "native": delta.native_status()["live"],
+            "native": native_status()["live"],
             "by_gbps": {str(gbps): max(row["over_limit"] for row in judged if row["gbps"] == gbps) for gbps in GBPS},
             "ranks": RANKS,
             "round_trip_s": ROUND_TRIP,

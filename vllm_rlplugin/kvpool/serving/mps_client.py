@@ -1,6 +1,6 @@
 """An engine of a pool as a client of NVIDIA's MPS: the spatial alternative to admission in time (ROSE 4.1).
 
-``rl-coserve mps --pool NAME`` (``orchestrator/ops/mps_watch.py``) starts the daemon and watches it; an engine with
+``rl-coserve mps --pool NAME`` (``orchestrator/ops/mps.py``) starts the daemon and watches it; an engine with
 ``--rl-kv-pool-mps PERCENT`` computes on at most so much of the GPU's threads, beside the others. Guarantees: the share is in the
 environment before CUDA starts, or the engine does not start; without a driver, or without a watched daemon of this pool, that is
 one ConfigError. MPS isolates no faults: what ends one client's context ends those of all.
@@ -22,7 +22,7 @@ _SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 def folder_of(pool: str) -> Path:
-    """Of the pool's daemon: the same in ``orchestrator/ops/mps_watch.py``."""
+    """Of the pool's daemon: the same in ``orchestrator/ops/mps.py``."""
     return FOLDER / f"rlc-mps-{os.getuid()}-{pool}"
 
 

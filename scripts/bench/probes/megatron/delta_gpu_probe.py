@@ -21,7 +21,7 @@ import torch
 import triton
 
 from megatron_rlplugin.weights import gpu_delta
-from orchestrator.transfer.delta.bf16_line import steps_between
+from orchestrator.transfer.delta.reference_codec import steps_between
 
 DENSITIES = (0.001, 0.01, 0.05)  # RL steps of large models change about 1 % of bf16 weights (ROSE, figure 11a)
 
@@ -63,10 +63,10 @@ def require_exact(old: torch.Tensor, new: torch.Tensor, positions: torch.Tensor,
     if not np.array_equal(steps.cpu().numpy(), steps_between(before[where], after[where])):
         raise RuntimeError("gather found other steps than the reference")
     base = old.clone()
-    gpu_delta.scatter(base, positions, steps)
+    gpu_delta.scatter_steps(base, positions, steps)
     if not torch.equal(base.view(torch.int16), new.view(torch.int16)):
         raise RuntimeError("scatter did not give the new weights")
-    gpu_delta.scatter(base, positions, steps, back=True)
+    gpu_delta.scatter_steps(base, positions, steps, back=True)
     if not torch.equal(base.view(torch.int16), old.view(torch.int16)):
         raise RuntimeError("scatter did not take them back")
 
@@ -76,12 +76,12 @@ def measure(weights: int, rounds: int, device: torch.device) -> dict[str, Any]:
     gigabytes, rows = 2 * weights / 1e9, []
     for density in DENSITIES:
         old, new = changed(weights, density, device)
-        positions, steps = gpu_delta.gather(old, new)
+        positions, steps = gpu_delta.gather_steps(old, new)
         require_exact(old, new, positions, steps)
         base, copy = old.clone(), torch.empty_like(old)
         found = {
-            "gather": seconds(lambda: gpu_delta.gather(old, new), rounds, device),  # noqa: B023
-            "scatter": seconds(lambda: gpu_delta.scatter(base, positions, steps), rounds, device),  # noqa: B023
+            "gather": seconds(lambda: gpu_delta.gather_steps(old, new), rounds, device),  # noqa: B023
+            "scatter": seconds(lambda: gpu_delta.scatter_steps(base, positions, steps), rounds, device),  # noqa: B023
             "copy": seconds(lambda: copy.copy_(old), rounds, device),  # noqa: B023
         }
         row = {"density": density, "changes": positions.numel(), "seconds": found}

@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from orchestrator.transfer import delta
+from orchestrator.transfer.delta import delta_codec as delta
 
 Tensors = dict[str, Tensor]
 

@@ -1,6 +1,6 @@
 """The table of versions in the README, made from :mod:`orchestrator.hooks.tested_versions`.
 
-``python -m orchestrator.hooks.version_matrix README.md`` writes it anew between its two markers; a test holds the two together.
+``scripts/version_matrix.py README.md`` writes it anew between its two markers; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.hooks.tested_versions import COMPONENTS, TORCH, TriedVersion
 
-START = "<!-- made by: python -m orchestrator.hooks.version_matrix README.md -->"
+START = "<!-- made by: scripts/version_matrix.py README.md -->"
 END = "<!-- end of it -->"
 
 
