@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchestrator.observe.view.run_state import number
+from orchestrator.observe.run_figures import lag_mean, number
 from orchestrator.observe.view.view_server import SECONDS, Hub
 
 RUNS = 100  # that are shown
@@ -79,7 +79,7 @@ class Runs:
         if self.picture and now - self._drawn_at < SECONDS:
             return
         self._drawn_at = now
-        rows = sorted((row(name, hub) for name, hub in self.hubs.items()), key=_order)
+        rows = sorted((run_row(name, hub) for name, hub in self.hubs.items()), key=_order)
         picture = json.dumps(
             {"folder": self._folder.name, "older": self._older, "runs": rows}, separators=(",", ":"), allow_nan=False
         ).encode()
@@ -95,29 +95,26 @@ class Runs:
             return self.number, self.picture
 
 
-def row(name: str, hub: Hub) -> dict[str, Any]:
+def run_row(name: str, hub: Hub) -> dict[str, Any]:
     """One run in the list. ``folder`` is what its page is asked for by."""
-    state = hub.state
-    start, silent = state.start, hub.silent()
-    taken = sum(state.lag.values())
-    lag = sum(lag * count for lag, count in state.lag.items()) / taken if taken else None
-    success, reward = state.success.shown(), state.reward.shown()
+    figures, silent = hub.state.figures, hub.silent()
+    start = figures.start
     return {
         "folder": name,
-        "state": state.status if state.over else "silent" if silent else "running" if start else "starting",
-        "reason": state.reason[:TEXT],
+        "state": figures.status if figures.over else "silent" if silent else "running" if start else "starting",
+        "reason": figures.reason[:TEXT],
         "silent": silent,
-        "mode": start.mode if start else "",
-        "kind": "simulated" if start and start.simulated else "real",
+        "mode": figures.mode,
+        "kind": figures.kind,
         "started": start.started if start else "",
-        "t": round(state.t, 1),
-        "step": state.step,
-        "steps": start.steps if start else 0,
-        "success": success[-1][1] if success else None,
-        "reward": reward[-1][1] if reward else None,
-        "in_flight": 0 if state.over else int(state.live.get("in_flight", 0)),
-        "lag": number(lag),
-        "faults": sum(count for (kind, _), count in state.faults.items() if kind != "recovered"),
+        "t": round(figures.seconds, 1),
+        "step": figures.step,
+        "steps": figures.planned_steps,
+        "success": figures.success.last,
+        "reward": figures.reward.last,
+        "in_flight": int(figures.live.get("in_flight", 0)),
+        "lag": number(lag_mean(figures.lag)),
+        "faults": figures.incident_count("alarm", "fault"),
     }
 
 

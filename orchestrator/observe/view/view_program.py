@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError, bearer
 from orchestrator.observe.view.exporter_queue import Beside
-from orchestrator.observe.view.exporters import described, exporters
+from orchestrator.observe.view.exporters import config_to_share, start_exporters
 from orchestrator.observe.view.runs_page import Runs
 from orchestrator.observe.view.view_server import Hub, Server
 from orchestrator.run_folder import RunFolder
@@ -42,7 +42,7 @@ def read_token(file: str, field: str = "view.token_file") -> str:
     return token
 
 
-async def serve(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
+async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
     """Show the run until a signal. ``since``: as a child of the run, until standard input ends, and exporters get what happens
     from this time of the run on. Raises ConfigError for a port that is taken."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -111,7 +111,7 @@ async def _listen(server: Server) -> None:
 def _exporters(folder: Path) -> list[Beside]:
     run = RunFolder.open(folder)
     config = run.config()
-    return exporters(config.logging, folder, described(config), _say)
+    return start_exporters(config.logging, folder, config_to_share(config), _say)
 
 
 def _say(text: str) -> None:
@@ -122,7 +122,7 @@ async def _drain(hub: Hub) -> None:
     """The run is gone: read what it said last."""
     for _ in range(int(DRAIN_SECONDS / 0.1)):
         await hub.look()
-        if hub.state.over and not hub.follower.behind:
+        if hub.state.figures.over and not hub.follower.behind:
             return
         await asyncio.sleep(0.1)
 
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--since", type=float, default=0.0)
     options = parser.parse_args(argv)
     try:
-        asyncio.run(serve(options.folder, os.environ[TOKEN_VARIABLE], options.port, since=options.since))
+        asyncio.run(serve_run(options.folder, os.environ[TOKEN_VARIABLE], options.port, since=options.since))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -99,15 +99,15 @@ class Hub:
             await asyncio.sleep(0)
         if (record := self.follower.live()) is not None:
             changed = True
-            self.state.take_live(record)
+            self.state.figures.take_live(record)
         silent = self.silent()
         now = asyncio.get_running_loop().time()
         self._dirty = changed or self._dirty or silent > 0
         ended = (
-            self.state.over and not self._drawn_over
+            self.state.figures.over and not self._drawn_over
         )  # the last picture is not waited for: who made it may be gone then
         if not self.picture or (self._dirty and (ended or now - self._drawn_at >= SECONDS)):
-            self._drawn_at, self._dirty, self._drawn_over = now, False, self.state.over
+            self._drawn_at, self._dirty, self._drawn_over = now, False, self.state.figures.over
             shown = self.state.shown() | {"silent": silent}
             picture = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode()
             if picture != self.picture:
@@ -117,7 +117,7 @@ class Hub:
 
     def silent(self) -> int:
         """Seconds without a sign of life of a run that has not ended; 0: there are some, or it never gave any."""
-        seconds = None if self.state.over else self.follower.silent_for()
+        seconds = None if self.state.figures.over else self.follower.silent_for()
         return int(seconds) if seconds is not None and seconds >= SILENT_SECONDS else 0
 
     async def newer_than(self, seen: int) -> tuple[int, bytes]:
