@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.observe.report.page_text import clock, sparkline
-from orchestrator.observe.run_figures import Curve, RunFigures
+from orchestrator.observe.run_figures import Curve, EventFigures
 from orchestrator.observe.run_records import Evaluation, LedgerCounts, Step
 
 _REDRAW_SECONDS = 0.2  # between two drawings, unless something happened
@@ -87,7 +87,7 @@ class Progress:
         self._steps, self._minutes, self._name, self._now = steps, minutes, name, now
         self._stream = stream if stream is not None else sys.stdout
         self._begun = now()
-        self._figures = RunFigures(name)
+        self._figures = EventFigures(name)
         self._stage, self._detail = "startup", ""
         self._waiting = ""
         self._reason, self._reason_since, self._reason_told = "", self._begun, ""

@@ -84,7 +84,7 @@ class Curve:
         return self._last[1] if self._last is not None else None
 
 
-class RunFigures:
+class EventFigures:
     """Of one run; see the module. ``name``: until the run says its own."""
 
     def __init__(self, name: str) -> None:

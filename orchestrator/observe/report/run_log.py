@@ -17,7 +17,7 @@ from orchestrator.api import ConfigError, RunError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.ledger import recount
 from orchestrator.observe.report.timeline import Piece, lanes_of
-from orchestrator.observe.run_figures import RunFigures, lag_mean, rate_of
+from orchestrator.observe.run_figures import EventFigures, lag_mean, rate_of
 from orchestrator.observe.run_records import (
     Borrowing,
     Evaluation,
@@ -64,7 +64,7 @@ class RunLog:
     journal: LedgerCounts | None = None  # the ledger's journal, recounted; None without one
 
     def __post_init__(self) -> None:
-        self.figures = RunFigures(self.folder.name)
+        self.figures = EventFigures(self.folder.name)
 
     def take(self, event: Mapping[str, Any]) -> None:
         """One more event, in the order of the log. Raises ValueError for what is none: nothing of it is taken."""

@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from orchestrator.observe.run_figures import UPDATE_BUCKETS, RunFigures
+from orchestrator.observe.run_figures import UPDATE_BUCKETS, EventFigures
 from orchestrator.observe.view.run_state import RunState
 
 PREFIX = "rl_coserve:run_"
@@ -36,7 +36,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "seconds": ("gauge", (), "Seconds since the run's start."),
     "reward": ("gauge", (), "Mean reward of the last batch."),
     "success": ("gauge", (), "Greedy success on held-out prompts, at the last evaluation."),
-    "tokens_per_second": ("gauge", (), "Generated and trained tokens over the time of the last steps."),
+    "tokens_per_second": ("gauge", (), "Generated and trained tokens over the time of the last five steps."),
     "steps": ("counter", (), "Training steps that were made."),
     "trained_tokens": ("counter", (), "Generated tokens that were trained on."),
     "trained_trajectories": ("counter", (), "Trajectories that were trained on."),
@@ -110,7 +110,7 @@ class _Metrics(Collector):
         yield _histogram("weight_update_seconds", updates, figures.updates_total[-1], figures.update_seconds)
 
 
-def _plain(figures: RunFigures) -> Iterator[tuple[str, float]]:
+def _plain(figures: EventFigures) -> Iterator[tuple[str, float]]:
     yield "up", float(not figures.over)
     yield "step", figures.step
     yield "steps_planned", figures.planned_steps

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.observe.report.charts import HEALTH
 from orchestrator.observe.report.timeline import LANES, clip, lanes_of
-from orchestrator.observe.run_figures import STAGES, RunFigures, number
+from orchestrator.observe.run_figures import STAGES, EventFigures, number
 from orchestrator.observe.run_records import LedgerCounts, Stage, WorkerSnapshot
 
 LEARNING = (  # of the trainer's figures, those that are shown live
@@ -26,7 +26,7 @@ class RunState:
     """Of one run; see the module."""
 
     def __init__(self, folder: Path) -> None:
-        self.figures = RunFigures(folder.name)
+        self.figures = EventFigures(folder.name)
         self.unreadable = 0  # events that were none
 
     def take(self, event: Mapping[str, Any]) -> None:

@@ -8,12 +8,11 @@ run, or is gone, is left out. What is sent of the list is made once a second at 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 from orchestrator.observe.run_figures import lag_mean, number
-from orchestrator.observe.view.view_server import SECONDS, Hub
+from orchestrator.observe.view.view_server import SECONDS, Hub, PictureFeed
 
 RUNS = 100  # that are shown
 TEXT = 200  # characters of a reason
@@ -41,18 +40,16 @@ def _spoke(folder: Path) -> float:
         return 0.0
 
 
-class Runs:
+class Runs(PictureFeed):
     """Follows the runs of one folder for all who look. As a :class:`Hub`, with one for each run in :attr:`hubs`, by name."""
 
     page = "runs.html"
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.hubs: dict[str, Hub] = {}
-        self.picture = b""  # the newest, as JSON
-        self.number = 0  # counts pictures
         self._folder = folder
         self._older = 0  # runs that are not shown
-        self._changed = asyncio.Condition()
         self._drawn_at = float("-inf")
 
     async def run(self) -> None:
@@ -80,19 +77,7 @@ class Runs:
             return
         self._drawn_at = now
         rows = sorted((run_row(name, hub) for name, hub in self.hubs.items()), key=_order)
-        picture = json.dumps(
-            {"folder": self._folder.name, "older": self._older, "runs": rows}, separators=(",", ":"), allow_nan=False
-        ).encode()
-        if picture != self.picture:
-            async with self._changed:
-                self.picture, self.number = picture, self.number + 1
-                self._changed.notify_all()
-
-    async def newer_than(self, seen: int) -> tuple[int, bytes]:
-        """The newest picture, once there is another than ``seen``."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.number != seen)
-            return self.number, self.picture
+        await self.draw({"folder": self._folder.name, "older": self._older, "runs": rows})
 
 
 def run_row(name: str, hub: Hub) -> dict[str, Any]:

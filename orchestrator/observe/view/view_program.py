@@ -15,7 +15,8 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,6 @@ def read_token(file: str, field: str = "view.token_file") -> str:
 async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
     """Show the run until a signal. ``since``: as a child of the run, until standard input ends, and exporters get what happens
     from this time of the run on. Raises ConfigError for a port that is taken."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
     beside = _exporters(folder) if since is not None else []
 
     def export(event: dict[str, Any]) -> None:
@@ -57,42 +55,42 @@ async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | N
 
     hub, config = Hub(folder, export), RunFolder.open(folder).config()
     server = Server(hub, token, port, config.view.host, config.tls.files())
-    await _listen(server)
-    following = asyncio.create_task(hub.run(), name="follow the run")
-    following.add_done_callback(lambda _: ended.set())
-    try:
-        if since is not None:
-            print(json.dumps({"port": server.port}), flush=True)
-            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
-        else:
-            print(f"view: {server.url}", flush=True)
-        await ended.wait()
-        if following.done():
-            following.result()  # raises what ended it
-        if since is not None:
-            await _drain(hub)
-    finally:
-        await asyncio.gather(*(asyncio.to_thread(exporter.close) for exporter in beside))
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await server.close()
+    async with _following(server, hub.run()) as ended:
+        try:
+            if since is not None:
+                print(json.dumps({"port": server.port}), flush=True)
+                await asyncio.get_running_loop().connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+            else:
+                print(f"view: {server.url}", flush=True)
+            await ended.wait()
+            if since is not None:
+                await _drain(hub)
+        finally:
+            await asyncio.gather(*(asyncio.to_thread(exporter.close) for exporter in beside))
 
 
 async def serve_runs(folder: Path, token: str, port: int = 0) -> None:
     """Show the runs of a folder, on loopback, until a signal. Raises ConfigError for a port that is taken."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
     runs = Runs(folder)
     server = Server(runs, token, port, hubs=lambda: runs.hubs)
-    await _listen(server)
-    following = asyncio.create_task(runs.run(), name="follow the runs")
-    following.add_done_callback(lambda _: ended.set())
-    try:
+    async with _following(server, runs.run()) as ended:
         print(f"view: {server.url}", flush=True)
         await ended.wait()
+
+
+@asynccontextmanager
+async def _following(server: Server, follow: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Event]:
+    """The server, and what follows the files for it; the event is set by a signal, or when that ended. Raises what ended it."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    following = asyncio.create_task(follow, name="follow what is written")
+    following.add_done_callback(lambda _: ended.set())
+    try:
+        await _listen(server)
+        yield ended
         if following.done():
-            following.result()  # raises what ended it
+            following.result()
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
