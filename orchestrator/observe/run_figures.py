@@ -90,7 +90,6 @@ class EventFigures:
     def __init__(self, name: str) -> None:
         self._name = name
         self.start: Start | None = None  # the newest
-        self.starts_total = 0
         self.simulated = False
         self.status, self.reason = "unfinished", ""
         self.seconds = 0.0
@@ -165,7 +164,6 @@ class EventFigures:
 
     def _take_start(self, start: Start) -> None:
         self.start, self.live = start, {}
-        self.starts_total += 1
         self.simulated |= start.simulated
         self.status, self.reason = "unfinished", ""
         self._begun, self._asked = start.t, False
