@@ -47,27 +47,6 @@ class _Terminal(Console):
         self.quiet = True
 
 
-class NullProgress:
-    """Shows nothing: for the simulator and for tests."""
-
-    watched = False
-
-    def stage(self, name: str, detail: str = "") -> None:
-        """Nothing."""
-
-    def waiting(self, reason: str) -> None:
-        """Nothing."""
-
-    def update(self, **numbers: Any) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 class Progress:
     """The display of one run. ``steps`` are planned, ``minutes`` is the time limit, ``now`` the loop's time in seconds.
 

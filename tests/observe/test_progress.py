@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.observe.progress import NullProgress, Progress
+from orchestrator.observe.progress import Progress
 
 LEDGER = {"started": 100, "trained": 60, "evicted_stale": 4, "failed": 1, "in_flight": 35, "rolled_back": 0}
 
@@ -256,13 +256,4 @@ def test_a_closed_stream_is_no_error_either(clock: Clock) -> None:
     display, stream = plain(clock)
     stream.close()
     full_step(display, 1)
-    display.close()
-
-
-def test_the_null_display_takes_every_call() -> None:
-    display = NullProgress()
-    display.stage("get_batch", "step 1")
-    display.waiting("anything")
-    display.update(in_flight=1, anything=2)
-    display.message("text")
     display.close()
