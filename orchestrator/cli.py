@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
 
-    looking.add(commands, _run_path)
+    looking.add_view_commands(commands, _run_path)
     lend = commands.add_parser("lend", help="what a serving engine's KV pool lends to rollouts (docs/coserving.md)")
     lend.add_argument("--max", type=float, metavar="SHARE", help="of the pool, the most that rollouts may have")
     lend.add_argument("--status", action="store_true", help="only say what is lent, and to whom")

@@ -376,7 +376,6 @@ class Pipeline:
             result = await self._evaluator.evaluate(label)
         self.position.success_history.append((version, result.success))
         self.parts.events.emit("evaluation", step=version, version=version, phase=phase, **result.as_dict())
-        self.parts.display.update(success=result.success, low=result.low, high=result.high, phase=phase)
 
     def _run_state(self) -> CheckpointState:
         """What a resume from now on needs, but for the trainer's own state."""
@@ -451,7 +450,6 @@ class Pipeline:
             self.parts.display.update(
                 in_flight=self.rollout.in_flight,
                 buffered=self.rollout.buffer.scored,
-                tokens=self.rollout.proxy.tokens,
                 training=self._training is not None and not self._training.done(),
                 ledger=self.parts.ledger.counts.as_dict(),
             )
@@ -493,15 +491,6 @@ class Pipeline:
         self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
         for alarm in self._watch.check_step(step, values, success, sum(lags) / len(lags)):
             self._alarm(alarm)
-        self.parts.display.update(
-            step=step + 1,
-            version=metrics.version,
-            reward=reward,
-            train_success=success,
-            lag=histogram([item.lag for item in taken]),
-            ledger=ledger,
-            metrics=values,
-        )
 
     def _alarm(self, alarm: Alarm) -> None:
         self.parts.events.emit("alarm", what=alarm.what, detail=alarm.detail)

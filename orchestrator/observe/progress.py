@@ -4,6 +4,8 @@ On a terminal: a panel that says where the run stands and, always, what it is wa
 set: one plain line a step, an evaluation, a message, a new reason for waiting that has lasted five seconds, and what is
 being waited for after each minute in which nothing else was said.
 
+Its figures are those of every view (:mod:`orchestrator.observe.run_figures`), folded from the run's events as they happen.
+
 Guarantees: no thread, no clock of its own (``now`` is the loop's time), no sleeping; drawing is limited to a few times a
 second however often it is called. A stream that can no longer be written to (a closed terminal or pipe) silences the
 display, never the run. Text from the run is never taken for markup.
@@ -14,7 +16,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -25,21 +26,17 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.observe.report.page_text import clock, sparkline
+from orchestrator.observe.run_figures import Curve, EventFigures
+from orchestrator.observe.run_records import Evaluation, LedgerCounts, Step
 
 _REDRAW_SECONDS = 0.2  # between two drawings, unless something happened
-_RATE_SECONDS = 30.0  # tokens a second are the mean over this
 _WAIT_SECONDS = 5.0  # a plain line for a reason that lasted this long
 _REMIND_SECONDS = 60.0  # without any line, one says what is being waited for
 _CURVE = 40  # points of a sparkline
-_ENDS = (
-    ("trained", "trained"),
-    ("evicted_stale", "stale"),
-    ("aborted_redundant", "redundant"),
-    ("deferred", "deferred"),
-    ("filtered", "filtered"),
-    ("failed", "failed"),
-    ("in_flight", "in flight"),
-)
+_ENDS = {
+    "trained": "trained", "evicted_stale": "stale", "aborted_redundant": "redundant", "deferred": "deferred",
+    "filtered": "filtered", "failed": "failed", "in_flight": "in flight",
+}  # fmt: skip
 
 
 class _Terminal(Console):
@@ -50,33 +47,11 @@ class _Terminal(Console):
         self.quiet = True
 
 
-class NullProgress:
-    """Shows nothing: for the simulator and for tests."""
-
-    watched = False
-
-    def stage(self, name: str, detail: str = "") -> None:
-        """Nothing."""
-
-    def waiting(self, reason: str) -> None:
-        """Nothing."""
-
-    def update(self, **numbers: Any) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 class Progress:
     """The display of one run. ``steps`` are planned, ``minutes`` is the time limit, ``now`` the loop's time in seconds.
 
-    Numbers that :meth:`update` knows: ``step`` (steps done), ``version``, ``reward``, ``train_success``, ``success``,
-    ``low``, ``high``, ``phase``, ``tokens`` (generated so far), ``in_flight``, ``buffered``, ``training`` (whether a step is
-    being trained), ``lag`` (trajectories of the batch by lag), ``ledger``. Others are ignored: the log has them.
+    Give :meth:`take` every event of the run. Numbers that :meth:`update` knows of what is under way: ``in_flight``, ``buffered``,
+    ``training`` (whether a step is being trained), ``ledger``.
     """
 
     def __init__(
@@ -91,22 +66,18 @@ class Progress:
         self._steps, self._minutes, self._name, self._now = steps, minutes, name, now
         self._stream = stream if stream is not None else sys.stdout
         self._begun = now()
-        self._numbers: dict[str, Any] = {}
+        self._figures = EventFigures(name)
         self._stage, self._detail = "startup", ""
         self._waiting = ""
         self._reason, self._reason_since, self._reason_told = "", self._begun, ""
         self._told_at = self._begun  # when the last plain line was written
-        self._rewards: deque[float] = deque(maxlen=_CURVE)
-        self._successes: deque[float] = deque(maxlen=_CURVE)
-        self._tokens: deque[tuple[float, float]] = deque()
-        self._first_step: tuple[int, float] | None = None  # where the estimate of the time left starts
         self._drawn = float("-inf")
         self._silent = False
-        self._live: Live | None = None
+        self._terminal: Live | None = None
         if self._stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
             console = _Terminal(file=self._stream)
-            self._live = Live(self._panel(), console=console, auto_refresh=False, transient=False)
-            self._guarded(self._live.start)
+            self._terminal = Live(self._panel(), console=console, auto_refresh=False, transient=False)
+            self._guarded(self._terminal.start)
 
     # -- what the pipeline calls -------------------------------------------------------------------------------------
 
@@ -115,7 +86,7 @@ class Progress:
     def stage(self, name: str, detail: str = "") -> None:
         """The loop enters a stage."""
         self._stage, self._detail = name, detail
-        if self._live is None and name != "get_batch":  # every step has that one
+        if self._terminal is None and name != "get_batch":  # every step has that one
             self._line(f"{name}: {detail}" if detail else name)
         self._draw(at_once=True)
 
@@ -127,7 +98,7 @@ class Progress:
         same = re.sub(r"\d+", "#", reason)
         if same != self._reason:
             self._reason, self._reason_since = same, now
-        if self._live is None and reason:
+        if self._terminal is None and reason:
             lasted = now - self._reason_since
             if same != self._reason_told and lasted >= _WAIT_SECONDS:
                 self._reason_told = same
@@ -136,32 +107,41 @@ class Progress:
                 self._line(f"waiting for: {reason} (nothing else for {now - self._told_at:.0f} s)")
         self._draw()
 
+    def take(self, event: Mapping[str, Any]) -> None:
+        """One more event of the run."""
+        try:
+            found = self._figures.take(event)
+        except ValueError:  # it is in the log, and no figure of ours
+            return
+        match found:
+            case Step():
+                words = self._step_line(found)
+            case Evaluation():
+                words = f"evaluation ({found.phase}): success {_success_words(found)}"
+            case _:
+                return
+        if self._terminal is None:
+            self._line(words)
+        self._draw(at_once=True)
+
     def update(self, **numbers: Any) -> None:
-        """New numbers; those not named stay as they are."""
-        self._numbers.update(numbers)
-        if "tokens" in numbers:
-            self._count_tokens(float(numbers["tokens"]))
-        if "success" in numbers:
-            self._successes.append(float(numbers["success"]))
-            if self._live is None:
-                self._line(f"evaluation ({numbers.get('phase', '')}): success {self._success_words()}")
-        if "step" in numbers:
-            self._take_step(int(numbers["step"]))
-        self._draw(at_once="step" in numbers or "success" in numbers)
+        """New numbers of what is under way; those not named stay as they are."""
+        self._figures.take_live({**self._figures.live, **numbers})
+        self._draw()
 
     def message(self, text: str) -> None:
         """Something that must be read; it stays on the screen."""
-        if self._live is None:
+        if self._terminal is None:
             self._line(text)
         else:
             style = "bold red" if text.startswith("ALARM") else "yellow"
-            live = self._live
+            live = self._terminal
             self._guarded(lambda: live.console.print(Text(text, style=style)))
             self._draw(at_once=True)
 
     def close(self) -> None:
         """The last picture stays. Idempotent."""
-        live, self._live = self._live, None
+        live, self._terminal = self._terminal, None
         if live is not None:
             self._waiting = ""
             self._guarded(lambda: live.update(self._panel()))
@@ -171,39 +151,12 @@ class Progress:
 
     # -- numbers -----------------------------------------------------------------------------------------------------
 
-    def _take_step(self, step: int) -> None:
-        self._rewards.append(float(self._numbers.get("reward", 0.0)))
-        if self._first_step is None:
-            self._first_step = (step, self._now())
-        if self._live is None:
-            self._line(self._step_line(step))
-
-    def _count_tokens(self, tokens: float) -> None:
-        now = self._now()
-        if self._tokens and tokens < self._tokens[-1][1]:
-            self._tokens.clear()  # the counter started anew
-        self._tokens.append((now, tokens))
-        while len(self._tokens) > 2 and now - self._tokens[1][0] >= _RATE_SECONDS:
-            self._tokens.popleft()
-
-    @property
-    def _rate(self) -> float | None:
-        """Tokens a second, None until they can be told."""
-        if len(self._tokens) < 2:
-            return None
-        (begin, first), (end, last) = self._tokens[0], self._tokens[-1]
-        return (last - first) / (end - begin) if end > begin else None
-
     @property
     def _left(self) -> float | None:
         """Seconds until the last step or the time limit, None until a step's time is known."""
-        if self._first_step is None:
+        if (period := self._figures.seconds_per_step) is None:
             return None
-        first, since = self._first_step
-        done = int(self._numbers["step"])
-        if done <= first:
-            return None
-        left = (self._steps - done) * (self._now() - since) / (done - first)
+        left = (self._steps - self._figures.step) * period
         return min(left, self._limit - self._elapsed) if self._limit is not None else left
 
     @property
@@ -216,53 +169,51 @@ class Progress:
 
     # -- words -------------------------------------------------------------------------------------------------------
 
-    def _step_line(self, step: int) -> str:
-        numbers = self._numbers
-        parts = [f"step {step}/{self._steps}", f"reward {float(numbers.get('reward', 0.0)):.3f}"]
-        if self._successes:
-            parts.append(f"success {self._success_words()}")
-        if self._rate is not None:
-            parts.append(f"{self._rate:,.0f} tokens/s")
-        parts += [f"{numbers[name]:,} {words}" for name, words in _COUNTS if name in numbers]
-        if "lag" in numbers:
-            parts.append(f"lag {_lag_words(numbers['lag'])}")
-        if "ledger" in numbers:
-            words, closes = _ledger_words(numbers["ledger"])
-            parts.append("ledger closes" if closes else f"LEDGER: {words}")
+    def _step_line(self, step: Step) -> str:
+        figures = self._figures
+        parts = [f"step {step.number}/{self._steps}", f"reward {step.reward_mean:.3f}"]
+        if figures.last_evaluation is not None:
+            parts.append(f"success {_success_words(figures.last_evaluation)}")
+        parts += [*self._speed(), *self._rollout()]
+        if figures.lag:
+            parts.append(f"lag {_lag_words(figures.lag)}")
+        words, closes = _ledger_words(figures.ledger)
+        parts.append("ledger closes" if closes else f"LEDGER: {words}")
         return "  ".join([*parts, clock(self._elapsed)])
 
-    def _success_words(self) -> str:
-        value = f"{self._successes[-1]:.3f}"
-        if "low" in self._numbers and "high" in self._numbers:
-            value += f" [{float(self._numbers['low']):.3f}, {float(self._numbers['high']):.3f}]"
-        return value
+    def _speed(self) -> list[str]:
+        return [f"{rate:,.0f} tokens/s"] if (rate := self._figures.tokens_per_s) is not None else []
+
+    def _rollout(self) -> list[str]:
+        live = self._figures.live
+        return [f"{live[name]:,} {words}" for name, words in _COUNTS if name in live]
 
     # -- the panel ---------------------------------------------------------------------------------------------------
 
     def _panel(self) -> RenderableType:
-        numbers = self._numbers
+        figures = self._figures
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(no_wrap=True, overflow="ellipsis")
-        if self._successes:
-            rows.add_row("success", Text(f"{self._success_words()}  ") + Text(sparkline(self._successes), "cyan"))
-        if self._rewards:
-            rows.add_row("reward", Text(f"{self._rewards[-1]:.3f}  ") + Text(sparkline(self._rewards), "blue"))
-        if self._rate is not None:
-            rows.add_row("speed", f"{self._rate:,.0f} tokens/s")
-        rollout = [f"{numbers[name]:,} {words}" for name, words in _COUNTS if name in numbers]
-        if rollout:
-            rows.add_row("rollout", ", ".join(rollout))
+        if figures.last_evaluation is not None:
+            words = Text(f"{_success_words(figures.last_evaluation)}  ")
+            rows.add_row("success", words + Text(_drawn(figures.success), "cyan"))
+        if figures.last_step is not None:
+            words = Text(f"{figures.last_step.reward_mean:.3f}  ")
+            rows.add_row("reward", words + Text(_drawn(figures.reward), "blue"))
+        for name, parts in (("speed", self._speed()), ("rollout", self._rollout())):
+            if parts:
+                rows.add_row(name, ", ".join(parts))
         rows.add_row("trainer", Text(self._trainer_words()))
-        if "ledger" in numbers:
-            words, closes = _ledger_words(numbers["ledger"])
-            rows.add_row("ledger", Text(f"{words} ✓" if closes else f"{words} ✗", "" if closes else "bold red"))
+        if figures.ledger.started:
+            told, closes = _ledger_words(figures.ledger)
+            rows.add_row("ledger", Text(f"{told} ✓" if closes else f"{told} ✗", "" if closes else "bold red"))
         waits = Text(self._waiting or self._doing(), "" if self._waiting else "dim")
         rows.add_row("waiting for" if self._waiting else "now", waits)
         return Panel(Group(self._bar(), rows), title=Text(f"rl-coserve · {self._name}"), title_align="left", width=None)
 
     def _bar(self) -> RenderableType:
-        done = int(self._numbers.get("step", 0))
+        done = self._figures.step
         filled = round(30 * min(1.0, done / self._steps))
         time = clock(self._elapsed) + (f" of {clock(self._limit)}" if self._limit is not None else "")
         if self._left is not None and done < self._steps:
@@ -271,11 +222,10 @@ class Progress:
         return Text.assemble(bar, f"  step {done}/{self._steps}  ", (time, "dim"), no_wrap=True, overflow="ellipsis")
 
     def _trainer_words(self) -> str:
-        parts = ["training" if self._numbers.get("training") else "idle"]
-        if "version" in self._numbers:
-            parts.append(f"version {self._numbers['version']}")
-        if "lag" in self._numbers:
-            parts.append(f"staleness {_lag_words(self._numbers['lag'])}")
+        figures = self._figures
+        parts = ["training" if figures.live.get("training") else "idle"]
+        if figures.last_step is not None:
+            parts += [f"version {figures.version}", f"staleness {_lag_words(figures.lag) or '-'}"]
         return ", ".join(parts)
 
     def _doing(self) -> str:
@@ -284,7 +234,7 @@ class Progress:
     # -- output ------------------------------------------------------------------------------------------------------
 
     def _draw(self, at_once: bool = False) -> None:
-        live = self._live
+        live = self._terminal
         if live is None or not (at_once or self._now() - self._drawn >= _REDRAW_SECONDS):
             return
         self._drawn = self._now()
@@ -315,16 +265,21 @@ class Progress:
 _COUNTS = (("in_flight", "in flight"), ("buffered", "buffered"))
 
 
-def _ledger_words(ledger: Mapping[str, Any]) -> tuple[str, bool]:
+def _drawn(curve: Curve) -> str:
+    return sparkline([point[1] for point in curve.shown()[-_CURVE:] if point[1] is not None])
+
+
+def _success_words(found: Evaluation) -> str:
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def _ledger_words(ledger: LedgerCounts) -> tuple[str, bool]:
     """The sum in words, and whether it closes."""
-    started = int(ledger.get("started", 0))
-    parts = [(int(ledger.get(key, 0)), words) for key, words in _ENDS]
-    off = started - sum(number for number, _ in parts)
-    terms = " + ".join(f"{number:,} {words}" for number, words in parts if number) or "0"
-    return f"{started:,} started = {terms}" + (f", off by {off:,}" if off else ""), off == 0
+    terms = " + ".join(f"{count:,} {_ENDS[end]}" for end, count in ledger.parts.items() if count) or "0"
+    off = ledger.difference
+    return f"{ledger.started:,} started = {terms}" + (f", off by {off:,}" if off else ""), off == 0
 
 
-def _lag_words(lag: Mapping[Any, int]) -> str:
+def _lag_words(lag: Mapping[int, int]) -> str:
     total = sum(lag.values()) or 1
-    ordered = sorted((int(key), number) for key, number in lag.items())
-    return ", ".join(f"{key}: {100 * number / total:.0f} %" for key, number in ordered)
+    return ", ".join(f"{versions}: {100 * count / total:.0f} %" for versions, count in lag.items())

@@ -102,9 +102,9 @@ class ViewProcess(ServingChild):
             self._say(f"the view has ended; see {self._log}. The run goes on; rl-coserve view shows it again")
 
 
-def check(config: Config) -> None:
+def check_view(config: Config) -> None:
     """Raises ConfigError for a token that cannot be read, or a port that is taken."""
-    exporters.check(config.logging)
+    exporters.check_exporters(config.logging)
     if not config.view.enabled:
         return
     read_token(config.view.token_file)
@@ -119,10 +119,10 @@ def check(config: Config) -> None:
                 raise ConfigError("view.port", port, fix) from error
 
 
-async def show(config: Config, folder: RunFolder, events: EventLog, say: Say, stack: AsyncExitStack) -> Sampler:
+async def show_run(config: Config, folder: RunFolder, events: EventLog, say: Say, stack: AsyncExitStack) -> Sampler:
     """Begin to show the run, until ``stack`` is unwound. Before its first event of this life."""
     since = events.time()  # what is emitted from now on is of this life of the run
-    if config.logging.tensorboard and not exporters.there("tensorboard"):
+    if config.logging.tensorboard and not exporters.is_installed("tensorboard"):
         say("no curves for TensorBoard: pip install rl-coserve[tensorboard], or logging.tensorboard=false")
     elif config.logging.tensorboard:
         board = TensorBoard(folder.path, say)
@@ -138,7 +138,9 @@ async def show(config: Config, folder: RunFolder, events: EventLog, say: Say, st
     return sampler
 
 
-def attach(sampler: Sampler, config: Config, folder: RunFolder, events: EventLog, pipeline: Pipeline) -> AsyncExitStack:
+def watch_pipeline(
+    sampler: Sampler, config: Config, folder: RunFolder, events: EventLog, pipeline: Pipeline
+) -> AsyncExitStack:
     """Sample this pipeline, and write down when each of its turns ran and where. Close what is returned when it has ended,
     before its workers are closed: the last sample is of the pipeline's end."""
     stack = AsyncExitStack()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Config, parse_config
-from orchestrator.observe.report.bottleneck_analysis import Analysis, analyse
+from orchestrator.observe.report.bottleneck_analysis import Analysis, analyse_bottleneck
 from orchestrator.observe.report.run_log import RunLog, load_run
 from orchestrator.sim.simulated_run import simulate
 
@@ -118,7 +118,7 @@ def estimate_cost(config: Config) -> CostEstimate:
         hours=hours,
         currency=config.cost.currency,
         items=tuple(_items(config, run, hours, scored / count * config.run.steps)),
-        analysis=analyse(run),
+        analysis=analyse_bottleneck(run),
     )
 
 

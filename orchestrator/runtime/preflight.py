@@ -63,7 +63,7 @@ def check(config: Config, task: Task) -> None:
     engine_cuts.check(config)
     kv_setup.check(config)
     pool_requests.check(config)
-    run_view.check(config)
+    run_view.check_view(config)
     discovery.check(config, task)
 
 

@@ -157,6 +157,7 @@ class _Life:
         ledger_lines = folder.lines(folder.ledger_file)
         ledger_stream = stack.enter_context(folder.append(folder.ledger_file))
         events = EventLog(events_stream, loop.time, last_time(folder.events_file))
+        events.listen(display.take)
         ledger = Ledger(ledger_stream, events.time)
         epoch = datetime.fromisoformat(started) - timedelta(seconds=events.time())  # a resume goes on counting
         store = TrajectoryStore(folder.trajectories, epoch=epoch)
@@ -168,7 +169,7 @@ class _Life:
             remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
-        sampler = await run_view.show(config, folder, events, display.message, stack)
+        sampler = await run_view.show_run(config, folder, events, display.message, stack)
         events.emit(
             "run_start",
             mode=config.run.mode,
@@ -186,7 +187,7 @@ class _Life:
                 parts, position = await assembly.start(ledger, store, checkpoints)
             garbage_collector.calm()
             pipeline = build_pipeline(config, parts, position)
-            await stack.enter_async_context(run_view.attach(sampler, config, folder, events, pipeline))
+            await stack.enter_async_context(run_view.watch_pipeline(sampler, config, folder, events, pipeline))
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
             self.up = True

@@ -43,7 +43,7 @@ async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task
         events = EventLog(stack.enter_context(folder.append(folder.events_file)), loop.time)
         ledger = Ledger(stack.enter_context(folder.append(folder.ledger_file)), events.time)
         facts = {"mode": config.run.mode, "alpha": config.rollout.alpha, "name": folder.path.name, "simulated": False}
-        await run_view.show(config, folder, events, print, stack)
+        await run_view.show_run(config, folder, events, print, stack)
         events.emit("run_start", **facts, steps=steps, started=started, resumed_from=None, replay=str(source))
         status, reason = "failed", ""
         try:

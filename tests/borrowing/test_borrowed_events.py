@@ -10,7 +10,7 @@ from orchestrator.api import SharedDevice
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.feature_sections import borrowed
 from orchestrator.observe.report.page_text import duration
-from orchestrator.observe.report.run_log import RunLog, take_event
+from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.summary import borrowed_of, serving_of
 from orchestrator.observe.view.run_metrics import exposition
 from orchestrator.observe.view.run_state import RunState
@@ -28,10 +28,10 @@ EVENTS: list[dict[str, Any]] = [
 
 
 def the_log() -> RunLog:
-    run = RunLog(folder=Path("run"), config={}, machine={}, versions={})
+    run = RunLog(Path("run"))
     for event in EVENTS:
-        take_event(run, dict(event))
-    run.seconds = 10.0
+        run.take(event)
+    run.figures.seconds = 10.0
     return run
 
 
@@ -44,12 +44,12 @@ def test_the_report_says_how_long_each_server_was_the_runs_why_it_went_back_and_
     page = borrowed(the_log())
     for words in (ONE, TWO, "reclaimed (1)", "5 requests", "Borrowed servers (real)"):
         assert words in page
-    assert borrowed(RunLog(folder=Path("run"), config={}, machine={}, versions={})) == ""
+    assert borrowed(RunLog(Path("run"))) == ""
 
 
 def test_the_live_page_and_the_metrics_count_them_by_server_and_reason() -> None:
     state = RunState(Path("run"))
-    state.take_live({"t": 9.0, "workers": [{"name": ONE, "state": "up", "version": 1, "requests": 0}]})
+    state.figures.take_live({"t": 9.0, "workers": [{"name": ONE, "state": "up", "version": 1, "requests": 0}]})
     for event in EVENTS:
         state.take(event)
     assert [row["handed_back"] for row in state.rows()] == [5]
@@ -128,7 +128,7 @@ BESIDE: list[dict[str, Any]] = [
 def test_the_report_shows_slack_and_what_of_servings_late_tokens_rollouts_have_to_do_with() -> None:
     run = the_log()
     for event in BESIDE:
-        take_event(run, dict(event))
+        run.take(event)
     found = serving_of(run)
     assert found is not None
     row = found[ONE]
@@ -144,7 +144,7 @@ def test_the_report_shows_slack_and_what_of_servings_late_tokens_rollouts_have_t
         assert words in page.replace("<strong>", "").replace("</strong>", "")
     assert f"taken at {duration(1.0)} (the run starts), given back after {duration(4.0)} (reclaimed)" in page
     assert "late below this line" in page
-    alone = RunLog(folder=Path("run"), config={}, machine={}, versions={})
-    take_event(alone, dict(BESIDE[0]))
+    alone = RunLog(Path("run"))
+    alone.take(BESIDE[0])
     assert "Serving beside the run (real)" in borrowed(alone), "a run that always has the same servers"
-    assert serving_of(RunLog(folder=Path("run"), config={}, machine={}, versions={})) is None
+    assert serving_of(RunLog(Path("run"))) is None

@@ -136,7 +136,7 @@ def test_a_damaged_event_log_is_shown_and_reported_without_what_is_unreadable(ex
             for found in follower.events():
                 state.take(found)
             if (record := follower.live()) is not None:
-                state.take_live(record)
+                state.figures.take_live(record)
             json.dumps(state.shown() | {"silent": 0}, allow_nan=False)
             console.print(screen(state.shown() | {"silent": 0}))
             exposition(state)

@@ -11,7 +11,6 @@ from orchestrator.api import ConfigError, TrajectoryError
 from orchestrator.config import Config, load_config
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.observe.report.run_log import load_run
-from orchestrator.observe.report.timeline import lanes
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.rollout import Rollout
 from orchestrator.sim.simulated_run import SimResult, simulate
@@ -182,7 +181,7 @@ def test_rewards_of_a_batch_are_asked_for_together_in_sync_and_one_by_one_elsewh
 
 def test_the_rollout_lane_of_one_off_stands_from_its_batch_to_the_update(tmp_path: Any) -> None:
     simulate(long_tailed(("one_off", 1), 0, "sim.train_seconds_per_token=0.1"), tmp_path / "run")
-    states = [piece.state for piece in lanes(load_run(tmp_path / "run"))["rollout"]]
+    states = [piece.state for piece in load_run(tmp_path / "run").lanes()["rollout"]]
     assert "wait_training" in states
     assert "generate" in states
 

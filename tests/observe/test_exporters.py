@@ -86,7 +86,7 @@ def test_without_the_package_a_run_says_so_once_and_goes_on(tmp_path: Path, monk
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
             folder = RunFolder.create(parse_config({"run": {"folder": str(tmp_path / "run")}}))
-            await run_view.show(parse_config({}), folder, EventLog(MemorySink(), lambda: 1.0), said.append, stack)
+            await run_view.show_run(parse_config({}), folder, EventLog(MemorySink(), lambda: 1.0), said.append, stack)
 
     asyncio.run(scenario())
     assert len(said) == 1
@@ -193,18 +193,18 @@ def test_an_exporter_that_fails_is_said_once_and_asked_no_more(where: str) -> No
 
 def test_what_is_switched_on_and_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporters, "there", lambda module: False)
-    exporters.check(LoggingSection())
+    exporters.check_exporters(LoggingSection())
     for field, settings in (
         ("wandb", {"wandb": {"enabled": True}}),
         ("otlp", {"otlp": {"endpoint": "http://127.0.0.1:4318"}}),
     ):
         with pytest.raises(ConfigError, match=rf"logging\.{field}.*pip install rl-coserve\[{field}\]"):
-            exporters.check(LoggingSection.model_validate(settings))
+            exporters.check_exporters(LoggingSection.model_validate(settings))
 
 
 def test_nothing_of_this_machine_is_given_to_others() -> None:
     config = parse_config({"run": {"folder": "/secret/place"}, "rollout": {"served_token_file": "/secret/file"}})
-    assert "secret" not in json.dumps(exporters.described(config))
+    assert "secret" not in json.dumps(exporters.config_to_share(config))
 
 
 def test_an_endpoint_with_a_password_in_it_is_refused() -> None:
@@ -245,7 +245,7 @@ def test_a_collector_gets_stages_as_spans_and_curves_as_gauges(tmp_path: Path, e
     said: list[str] = []
     with collector() as (url, got):
         settings = LoggingSection.model_validate({"otlp": {"endpoint": url}})
-        [beside] = exporters.exporters(settings, tmp_path / "run-001", {}, said.append)
+        [beside] = exporters.start_exporters(settings, tmp_path / "run-001", {}, said.append)
         for event in events:
             beside.take(event)
         beside.close(60)
@@ -279,7 +279,7 @@ def test_a_collector_that_is_away_is_said_once(tmp_path: Path, events: list[dict
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the OTLP exporter is not installed")
     said: list[str] = []
     settings = LoggingSection.model_validate({"otlp": {"endpoint": "http://127.0.0.1:1"}})
-    [beside] = exporters.exporters(settings, tmp_path / "run-001", {}, said.append)
+    [beside] = exporters.start_exporters(settings, tmp_path / "run-001", {}, said.append)
     for event in events:
         beside.take(event)
     beside.close(60)
@@ -295,7 +295,7 @@ def test_weights_and_biases_takes_the_curves_offline(
     monkeypatch.setenv("WANDB_SILENT", "true")
     said: list[str] = []
     settings = LoggingSection.model_validate({"wandb": {"enabled": True, "mode": "offline"}})
-    [beside] = exporters.exporters(settings, tmp_path, {"run": {"steps": 6}}, said.append)
+    [beside] = exporters.start_exporters(settings, tmp_path, {"run": {"steps": 6}}, said.append)
     for event in events:
         beside.take(event)
     beside.close(90)

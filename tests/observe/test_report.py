@@ -16,7 +16,7 @@ from orchestrator.observe.report import page_text
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
-from orchestrator.observe.report.timeline import LANES, clip, lanes, per_step, shares, typical_window
+from orchestrator.observe.report.timeline import LANES, clip, per_step, shares, typical_window
 from tests.support import report_runs as runs
 
 
@@ -367,7 +367,7 @@ def test_steps_after_the_checkpoint_of_a_resume_count_once(tmp_path: Path) -> No
 @pytest.mark.parametrize(("mode", "alpha"), [("sync", 0), ("async", 1)])
 def test_the_pieces_of_a_lane_never_overlap_and_cover_the_run(tmp_path: Path, mode: str, alpha: int) -> None:
     run = load_run(runs.write_run(tmp_path / "run-001", steps=25, mode=mode, alpha=alpha))
-    pieces = lanes(run)
+    pieces = run.lanes()
     for lane in LANES:
         assert all(piece.seconds > 0 for piece in pieces[lane])
         assert all(a.end <= b.start for a, b in zip(pieces[lane], pieces[lane][1:], strict=False))
@@ -381,28 +381,28 @@ def test_the_pieces_of_a_lane_never_overlap_and_cover_the_run(tmp_path: Path, mo
 def test_the_trainers_time_is_what_its_stages_took(tmp_path: Path) -> None:
     run = load_run(runs.write_run(tmp_path / "run-001", steps=25))
     trained = sum(stage.seconds for stage in run.stages if stage.name == "train_step")
-    assert shares(lanes(run)["trainer"])["train"] == pytest.approx(trained, abs=1e-3)
+    assert shares(run.lanes()["trainer"])["train"] == pytest.approx(trained, abs=1e-3)
 
 
 def test_sync_rollout_waits_for_the_trainer_and_async_does_not(tmp_path: Path) -> None:
-    sync = shares(lanes(load_run(runs.write_run(tmp_path / "a-001", steps=20, mode="sync", alpha=0)))["rollout"])
-    overlapped = shares(lanes(load_run(runs.write_run(tmp_path / "b-001", steps=20)))["rollout"])
+    sync = shares(load_run(runs.write_run(tmp_path / "a-001", steps=20, mode="sync", alpha=0)).lanes()["rollout"])
+    overlapped = shares(load_run(runs.write_run(tmp_path / "b-001", steps=20)).lanes()["rollout"])
     assert sync["wait_training"] / sum(sync.values()) > 0.25
     assert overlapped.get("wait_training", 0.0) / sum(overlapped.values()) < 0.1
 
 
 def test_the_window_is_of_typical_steps(tmp_path: Path) -> None:
     run = load_run(runs.write_run(tmp_path / "run-001", steps=40))
-    window = typical_window(run)
+    window = typical_window(run.steps)
     assert window is not None
     assert window.last - window.first == 3
     assert not window.first <= 18 <= window.last  # the step with the dead worker
-    assert clip(lanes(run)["trainer"], window.start, window.end)
+    assert clip(run.lanes()["trainer"], window.start, window.end)
 
 
 def test_each_steps_time_is_accounted_for(tmp_path: Path) -> None:
     run = load_run(runs.write_run(tmp_path / "run-001", steps=20))
-    for step, totals in per_step(run.steps, lanes(run)["trainer"]):
+    for step, totals in per_step(run.steps, run.lanes()["trainer"]):
         assert sum(totals.values()) == pytest.approx(step.period, abs=1e-3)
 
 

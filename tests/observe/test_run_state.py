@@ -11,9 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.observe.run_figures import INCIDENTS, POINTS, STAGES, Curve
 from orchestrator.observe.view import run_metrics
 from orchestrator.observe.view.folder_follower import Follower
-from orchestrator.observe.view.run_state import INCIDENTS, POINTS, STAGES, Curve, RunState
+from orchestrator.observe.view.run_state import RunState
 from tests.support import view_runs as runs
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def test_the_picture_of_a_long_run_with_many_trajectories_is_small(tmp_path: Pat
         state.take({"kind": "fault", "t": number, "what": "w" * 500, "cause": f"cause {number}", "detail": "d" * 9000})
         if number % 4 == 0:
             state.take({**STEP, "t": number, "step": number})
-    state.take_live(LIVE)
+    state.figures.take_live(LIVE)
     picture = json.dumps(state.shown(), allow_nan=False)
     assert len(picture) < 120_000
     shown = state.shown()
@@ -71,7 +72,7 @@ def test_the_picture_of_a_long_run_with_many_trajectories_is_small(tmp_path: Pat
     assert shown["reward"][-1][0] == 19_997
     assert len(shown["incidents"]) == INCIDENTS
     assert sum(map(len, shown["timeline"]["lanes"].values())) <= 3 * STAGES
-    assert len(state.faults) <= 51
+    assert len(state.figures.incidents_total) <= 51
 
 
 STEP: dict[str, Any] = {
@@ -115,8 +116,10 @@ def test_a_resume_takes_the_run_back_to_its_checkpoint(finished: Path) -> None:
 
 def test_stages_under_way_are_on_the_timeline(finished: Path) -> None:
     state = folded(finished)
-    state.status = "unfinished"
-    state.take_live({**LIVE, "t": state.t + 5.0, "stages": [["train_step", 40, state.t + 1.0]]})
+    state.figures.status = "unfinished"
+    state.figures.take_live(
+        {**LIVE, "t": state.figures.seconds + 5.0, "stages": [["train_step", 40, state.figures.seconds + 1.0]]}
+    )
     trainer = state.shown()["timeline"]["lanes"]["trainer"]
     assert trainer[-1][0] == "train"
     assert trainer[-1][3] == "under way"
@@ -146,8 +149,8 @@ def scrape(state: RunState) -> dict[str, list[Any]]:
 
 def test_the_metrics_say_what_the_log_says(finished: Path) -> None:
     state = folded(finished)
-    state.status = "unfinished"
-    state.take_live(LIVE)
+    state.figures.status = "unfinished"
+    state.figures.take_live(LIVE)
     found = scrape(state)
     steps = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines() if '"step"' in line]
     made = [event for event in steps if event["kind"] == "step"]
@@ -170,8 +173,8 @@ def test_the_metrics_say_what_the_log_says(finished: Path) -> None:
 
 def test_no_metric_has_a_label_with_a_trajectory_in_it(finished: Path) -> None:
     state = folded(finished)
-    state.status = "unfinished"
-    state.take_live(LIVE)
+    state.figures.status = "unfinished"
+    state.figures.take_live(LIVE)
     samples = [sample for group in scrape(state).values() for sample in group]
     assert not [sample for sample in samples if any(re.search(r"\bt\d{4,}", text) for text in sample.labels.values())]
     assert len(samples) < 300
@@ -179,8 +182,8 @@ def test_no_metric_has_a_label_with_a_trajectory_in_it(finished: Path) -> None:
 
 def test_every_metric_that_the_dashboard_asks_for_is_in_a_scrape(finished: Path) -> None:
     state = folded(finished)
-    state.status = "unfinished"
-    state.take_live(LIVE)
+    state.figures.status = "unfinished"
+    state.figures.take_live(LIVE)
     found = scrape(state)
     dashboard = (ROOT / "examples" / "grafana" / "rl-coserve.json").read_text()
     panels = json.loads(dashboard)["panels"]
@@ -205,7 +208,7 @@ def test_the_page_of_the_documentation_has_every_metric_and_no_other(finished: P
     }
     assert said == run_metrics.TABLE
     state = folded(finished)
-    state.take_live(LIVE)
-    state.status = "unfinished"
+    state.figures.status = "unfinished"
+    state.figures.take_live(LIVE)
     families = {family.name for family in text_string_to_metric_families(run_metrics.exposition(state).decode())}
     assert families == {run_metrics.PREFIX + name for name in run_metrics.TABLE}

@@ -291,13 +291,13 @@ def test_a_run_says_what_is_under_way_and_its_page_shows_the_last_of_it_when_it_
 def test_a_worker_that_is_asked_between_two_steps_is_shown_with_what_its_steps_were_like() -> None:
     idle = WorkerStats(0, 0, 0, 128, 0, 50.0, 3)
     answers = [replace(idle, steps=100 + n, step_requests=3000 + 24 * n, step_kv=9000 + 64 * n) for n in (0, 10, 20)]
-    row = sampling.said(answers)
+    row = sampling.worker_row(answers)
     assert (row["running"], row["running_mean"], row["kv_used"], row["kv_mean"]) == (0, 24.0, 0, 0.5)
-    assert sampling.said(answers[:1])["running_mean"] == 30.0, "of the first answer: since the start"
-    assert "running_mean" not in sampling.said([answers[0], answers[0]]), "no step since"
+    assert sampling.worker_row(answers[:1])["running_mean"] == 30.0, "of the first answer: since the start"
+    assert "running_mean" not in sampling.worker_row([answers[0], answers[0]]), "no step since"
     assert "budget" not in row
     beside = SharedDevice(12, 16, 2 << 20, ttft_slack=-0.25, firsts=9, late_first=2)
-    row = sampling.said([replace(answers[0], shared=beside)])
+    row = sampling.worker_row([replace(answers[0], shared=beside)])
     assert (row["pages"], row["budget"], row["ttft_slack"], row["late_first"]) == (12, 16, -0.25, 2)
     assert "tpot_slack" not in row, "nothing decodes"
     record = {"t": 1.0, "stages": [], "workers": [{"name": "w", "state": "up", "version": 3, "requests": 0, **row}]}
@@ -394,7 +394,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(ConfigError, match=r"view\.port"):
-            run_view.check(parse_config({"view": {"enabled": True, "port": port}}))
+            run_view.check_view(parse_config({"view": {"enabled": True, "port": port}}))
         server.close()
 
     asyncio.run(main())

@@ -11,8 +11,8 @@ import pytest
 
 from orchestrator.config import Config, load_config
 from orchestrator.observe.occupancy import SAMPLE_SECONDS, Occupancy, nvml
-from orchestrator.observe.report.bottleneck_analysis import Analysis, analyse
-from orchestrator.observe.report.report_page import render
+from orchestrator.observe.report.bottleneck_analysis import Analysis, analyse_bottleneck
+from orchestrator.observe.report.report_page import render_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
 from orchestrator.ops.cost import SIMULATED_STEPS, estimate_cost
@@ -39,7 +39,7 @@ SLOW_GPUS = ("sim.environment_seconds_mean=0.01", "sim.decode_seconds_per_step=0
 
 def analysed(folder: Path, *overrides: str) -> Analysis:
     simulate(config(*overrides), folder)
-    found = analyse(load_run(folder))
+    found = analyse_bottleneck(load_run(folder))
     assert found is not None
     return found
 
@@ -136,7 +136,7 @@ def test_where_a_gpu_was_seen_it_decides(tmp_path: Path) -> None:
     run = load_run(tmp_path)
     for found in run.occupancy:
         found |= {"gpu": 0.2 * found["samples"], "gpu_samples": found["samples"]}
-    seen = analyse(run)
+    seen = analyse_bottleneck(run)
     assert seen is not None
     assert (seen.verdict, seen.measured_by, seen.gpu_busy) == ("environment-bound", "NVML", 0.2)
     assert seen.engine_busy > 0.8
@@ -191,7 +191,7 @@ def test_the_sampled_share_is_the_simulated_engines_own(tmp_path: Path, monkeypa
 
 def test_the_report_and_the_summary_say_it(tmp_path: Path) -> None:
     found = analysed(tmp_path, *SLOW_ENVIRONMENTS)
-    page = render(load_run(tmp_path))
+    page = render_report(load_run(tmp_path))
     assert "environment-bound; no GPU: engine busy share instead" in page
     assert 'href="#bottleneck"' in page
     assert summarize(tmp_path)["analysis"] == found.as_dict()

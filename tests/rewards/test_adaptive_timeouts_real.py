@@ -228,7 +228,7 @@ def test_limits_that_make_no_sense_are_refused(override: str, message: str) -> N
 
 
 def test_the_report_shows_what_was_cut_early_and_what_at_the_fixed_limit(tmp_path: Path) -> None:
-    run = RunLog(tmp_path, {}, {}, {})
+    run = RunLog(tmp_path)
     counts = {"cases": 1234, "adaptive": 1100, "cut_early": 77, "cut_at_most": 5, "seconds": 90.0, "saved": 2000.0}
     run.rewards = {"calls": 1, "timeouts": counts}
     page = environments(run)

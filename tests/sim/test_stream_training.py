@@ -22,7 +22,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
-from orchestrator.observe.report.timeline import lanes, shares
+from orchestrator.observe.report.timeline import shares
 from orchestrator.sim.crash_remains import SimStore
 from orchestrator.sim.fault_injector import FaultInjector
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
@@ -373,7 +373,7 @@ def test_a_group_that_is_filtered_twice_or_not_ended_is_caught(monkeypatch: pyte
 @pytest.mark.parametrize("mode", MODES)
 def test_the_report_shows_what_was_streamed(mode: tuple[str, int], tmp_path: Path) -> None:
     result = simulate(config(mode), tmp_path / "run")
-    trainer = shares(lanes(load_run(tmp_path / "run"))["trainer"])
+    trainer = shares(load_run(tmp_path / "run").lanes()["trainer"])
     fed = sum(feed["end"] - feed["start"] for feed in stages(result, "feed"))
     assert fed > 0
     assert trainer["stream"] == pytest.approx(fed, abs=1e-3)

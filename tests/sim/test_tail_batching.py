@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config import Config, load_config
-from orchestrator.observe.report.report_page import render
+from orchestrator.observe.report.report_page import render_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summary_of
 from orchestrator.policies.batching.round_planner import RoundPlanner
@@ -265,9 +265,9 @@ def test_the_report_and_the_summary_say_what_rounds_took_and_threw_away(tmp_path
     assert rounds["deferred"] == sum(event["deferred"] for event in events_of(result, "round"))
     assert rounds["thrown_away"] > 0
     assert rounds["kinds"]["short"]["rounds"] + rounds["kinds"]["long"]["rounds"] == 9
-    page = render(run)
+    page = render_report(run)
     assert "What did the long tail cost?" in page
     assert "Seconds a prompt with eta 1.1" in page
     plain = simulate(config(("sync_plus", 0), "rollout.rounds.enabled=false", "run.steps=2"), tmp_path / "plain")
     assert plain.ledger["deferred"] == 0
-    assert "long tail" not in render(load_run(tmp_path / "plain"))
+    assert "long tail" not in render_report(load_run(tmp_path / "plain"))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.observe.report.run_log import RunLog
-from orchestrator.observe.report.timeline import lanes, shares
+from orchestrator.observe.report.timeline import shares
 from orchestrator.policies.episodes.run_bottleneck import (
     TurnSeconds,
     bottleneck_of,
@@ -45,7 +45,7 @@ class Analysis:
         return asdict(self)
 
 
-def analyse(run: RunLog) -> Analysis | None:
+def analyse_bottleneck(run: RunLog) -> Analysis | None:
     """What the run's log says; None where it does not say how busy the engines were (older runs, no step done)."""
     seen = {name: sum(found[name] for found in run.occupancy) for name in _TOTALS}
     if not seen["samples"] or not seen["usable"]:
@@ -61,7 +61,7 @@ def analyse(run: RunLog) -> Analysis | None:
     busy = engine if gpu is None else gpu
     wanted = environments_wanted(turns, workers)
     full = environments_wanted(turns, workers, most) if most else None
-    trainer = lanes(run)["trainer"]
+    trainer = run.lanes()["trainer"]
     working = shares(trainer)
     span = sum(working.values())
     trained = sum(working.get(state, 0.0) for state in ("train", "stream"))

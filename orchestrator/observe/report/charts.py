@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from orchestrator.observe.report.page_text import count, duration, interval, percent, significant
 from orchestrator.observe.report.plots import Drawing, Margins, Point, Size, spread
-from orchestrator.observe.report.run_log import RunLog, Step
-from orchestrator.observe.report.summary import lag_counts
+from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.timeline import LANES, STATES, Piece, Window, clip, per_step, shares
+from orchestrator.observe.run_records import Step
 
 SLACKS = (  # field, colour, words
     ("ttft_slack", "c1", "prompts that wait (TTFT)"),
@@ -133,7 +133,7 @@ def trajectory_rate(run: RunLog, size: Size) -> str:
 
 def lag_histogram(run: RunLog, size: Size) -> str:
     """How many versions the trajectories lagged when get_batch took them, beside the lag at which they were trained."""
-    taken = lag_counts(run)
+    taken = run.lags
     trained: dict[int, int] = {}
     for step in run.steps:
         for lag, number in step.lag_trained.items():
@@ -376,11 +376,11 @@ def held(run: RunLog) -> list[tuple[str, float, float, str, str]]:
     found: list[tuple[str, float, float, str, str]] = []
     since: dict[str, tuple[float, str]] = {}
     for event in run.borrowing:
-        if event["kind"] == "borrowed":
-            since[event["worker"]] = event["t"], event["reason"]
-        elif event["kind"] == "returned" and event["worker"] in since:
-            begun, why = since.pop(event["worker"])
-            found.append((event["worker"], begun, event["t"], why, event["reason"]))
+        if event.kind == "borrowed":
+            since[event.worker] = event.t, event.reason
+        elif event.kind == "returned" and event.worker in since:
+            begun, why = since.pop(event.worker)
+            found.append((event.worker, begun, event.t, why, event.reason))
     found += [(name, begun, max(begun, run.seconds), why, "") for name, (begun, why) in since.items()]
     return sorted(found, key=lambda row: row[1])
 
@@ -452,7 +452,7 @@ def _least(points: list[Point]) -> list[Point]:
 
 def _time_scale(plot: Drawing, run: RunLog, size: Size) -> float:
     """Seconds, written in the unit that suits them. Returns the last one."""
-    last = float(max([run.seconds, 1.0, *(row["until"] for row in run.serving), *(row["t"] for row in run.borrowing)]))
+    last = float(max([run.seconds, 1.0, *(row["until"] for row in run.serving), *(event.t for event in run.borrowing)]))
     unit, word = (3600.0, "hours") if last > 7200 else (60.0, "minutes") if last > 180 else (1.0, "seconds")
     plot.x_scale(0.0, last, word, size.ticks, unit=unit)
     return last

@@ -10,8 +10,8 @@ from orchestrator.observe.report.charts import as_percent, smoothing
 from orchestrator.observe.report.page_parts import LegendItem, badge, figure, notice, page, section, table
 from orchestrator.observe.report.page_text import ALPHA, block, count, duration, interval, percent, significant, tag
 from orchestrator.observe.report.plots import Drawing, Point, Size
-from orchestrator.observe.report.run_log import Evaluation, RunLog
-from orchestrator.observe.report.summary import lag_counts, tokens_per_s
+from orchestrator.observe.report.run_log import RunLog
+from orchestrator.observe.run_records import Evaluation
 
 # A run keeps its colour and its dash through the page; beyond twelve they repeat.
 _COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6")
@@ -79,10 +79,7 @@ def _cautions(runs: Sequence[RunLog]) -> str:
 def _table(runs: Sequence[RunLog], names: Sequence[str], styles: Sequence[_Style]) -> str:
     rows = []
     for run, name, style in zip(runs, names, styles, strict=True):
-        lags = lag_counts(run)
-        total = sum(lags.values())
-        rate = tokens_per_s(run)
-        mean = sum(lag * number for lag, number in lags.items()) / total if total else math.nan
+        lags, mean, rate = run.lags, run.lag_mean, run.tokens_per_s_mean
         closes = tag("span", "closes ✓", class_="ok")
         if run.ledger.difference:
             closes = tag("span", f"off by {abs(run.ledger.difference)} ✗", class_="broken")
@@ -97,11 +94,21 @@ def _table(runs: Sequence[RunLog], names: Sequence[str], styles: Sequence[_Style
                 _rate(run.evaluation("end")),
                 significant(rate) if rate is not None else "",
                 duration(run.seconds),
-                f"{significant(mean, 2)} {_under(f'at most {max(lags)}')}" if total else "",
+                f"{significant(mean, 2)} {_under(f'at most {max(lags)}')}" if mean is not None else "",
                 closes,
             ]
         )
-    head = ("Run", "Mode", "Steps", "Success before", "Success after", "Tokens/s", "Wall time", "Lag, mean", "Ledger")
+    head = (
+        "Run",
+        "Mode",
+        "Steps",
+        "Success before",
+        "Success after",
+        "Tokens/s, mean",
+        "Wall time",
+        "Lag, mean",
+        "Ledger",
+    )
     return table(head, rows, (2, 5, 6), "Headline figures; intervals are 95 %", style="tight")
 
 

@@ -39,16 +39,16 @@ def write_report(run: str | Path | Sequence[str | Path]) -> Path:
     file. Raises ConfigError for a folder that is no run."""
     if isinstance(run, str | Path):
         log = load_run(run)
-        return _write(log.folder / "report.html", render(log))
+        return _write(log.folder / "report.html", render_report(log))
     logs = [load_run(folder) for folder in run]
     if len(logs) == 1:
-        return _write(logs[0].folder / "report.html", render(logs[0]))
+        return _write(logs[0].folder / "report.html", render_report(logs[0]))
     names = [log.folder.name for log in logs]
     label = "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-others"
     return _write(logs[0].folder.parent / f"compare-{label}.html", comparison(logs))
 
 
-def render(run: RunLog) -> str:
+def render_report(run: RunLog) -> str:
     """The report of one run as HTML."""
     parts = [
         run_sections.learning(run),

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.ledger import END_STATES
 from orchestrator.observe.report import charts
 from orchestrator.observe.report.page_parts import (
     LegendItem,
@@ -40,9 +39,9 @@ from orchestrator.observe.report.page_text import (
     tag,
 )
 from orchestrator.observe.report.plots import HALF, SMALL, Size
-from orchestrator.observe.report.run_log import Evaluation, LedgerCounts, RunLog
-from orchestrator.observe.report.summary import lag_counts, tokens_per_s
-from orchestrator.observe.report.timeline import Piece, clip, lanes, shares, typical_window
+from orchestrator.observe.report.run_log import RunLog
+from orchestrator.observe.report.timeline import Piece, clip, shares, typical_window
+from orchestrator.observe.run_records import Evaluation, LedgerCounts
 
 STATUS_WORDS = {
     "completed": "completed",
@@ -79,17 +78,18 @@ def notices(run: RunLog) -> str:
     """What must not be overlooked: a failure, a ledger that does not close, alarms, cut lines."""
     found = []
     if run.status == "failed":
-        found.append(notice("bad", "The run failed.", escape(run.reason)))
+        found.append(notice("bad", "The run failed.", escape(run.figures.reason)))
     elif run.status in ("interrupted", "unfinished"):
         done = f"{run.done_steps:,} of {plural(run.planned_steps, 'step')} are done."
         title = "The run was interrupted." if run.status == "interrupted" else "The run did not say that it ended."
-        found.append(notice("warn", title, f"{done} {escape(run.reason) if run.reason != 'interrupted' else ''}"))
+        found.append(
+            notice("warn", title, f"{done} {escape(run.figures.reason) if run.figures.reason != 'interrupted' else ''}")
+        )
     if run.ledger.difference:
         number = plural(abs(run.ledger.difference), "trajectory", "trajectories")
         text = f"{number} {'unaccounted for' if run.ledger.difference > 0 else 'too many'}."
         found.append(notice("bad", "The ledger does not close.", text))
-    alarms = sum(incident.kind == "alarm" for incident in run.incidents)
-    if alarms:
+    if alarms := run.figures.incident_count("alarm"):
         text = f"See {tag('a', 'what went wrong', href='#incidents')}."
         found.append(notice("bad", f"{plural(alarms, 'alarm')}.", text))
     if run.unreadable:
@@ -101,7 +101,7 @@ def notices(run: RunLog) -> str:
 def cards(run: RunLog) -> str:
     """The figures that people look for first."""
     resumes = len(run.starts) - 1
-    rate = tokens_per_s(run)
+    rate = run.tokens_per_s_mean
     shown = [_success_card(run)]
     steps = (
         f"{run.done_steps:,} {tag('small', f'of {run.planned_steps:,}')}"
@@ -115,11 +115,16 @@ def cards(run: RunLog) -> str:
     if rate is not None:
         period = median(step.period for step in run.steps)
         value = f"{significant(rate)} {tag('small', 'tokens/s')}"
-        shown.append(card("Throughput", run.kind, value, f"generated and trained; {duration(period)} a step (median)"))
-    lags = lag_counts(run)
-    total = sum(lags.values())
-    if total:
-        mean = sum(lag * number for lag, number in lags.items()) / total
+        shown.append(
+            card(
+                "Throughput",
+                run.kind,
+                value,
+                f"mean of the run, generated and trained; {duration(period)} per step (median)",
+            )
+        )
+    lags = run.lags
+    if (mean := run.lag_mean) is not None:
         held = max(lags) <= run.alpha or run.mode == "areal"  # which bounds the start only
         shown.append(
             card(
@@ -148,10 +153,11 @@ def learning(run: RunLog) -> str:
     """Success on held-out prompts, and the training reward."""
     note = "Greedy play on prompts that are never trained on; bars and band are the 95 % Wilson interval."
     if run.warmup:
-        steps, first, last, seconds = run.warmup
+        warm = run.warmup
         note += (
-            f" The warm-up ({plural(steps, 'supervised step')}, {duration(seconds)}, loss {significant(first)} to "
-            f"{significant(last)}) teaches the format; what lies above the dashed line was learned by RL."
+            f" The warm-up ({plural(warm.steps, 'supervised step')}, {duration(warm.seconds)}, loss "
+            f"{significant(warm.loss_first)} to {significant(warm.loss_last)}) teaches the format; what lies above the dashed "
+            "line was learned by RL."
         )
     success = figure("Success on held-out prompts", run.kind, lambda size: charts.success(run, size), note=note)
     window = charts.smoothing(len(run.steps))
@@ -168,8 +174,8 @@ def learning(run: RunLog) -> str:
 
 def waiting(run: RunLog) -> str:
     """Who waited for whom."""
-    pieces = lanes(run)
-    place = typical_window(run)
+    pieces = run.lanes()
+    place = typical_window(run.steps)
     if place is None:
         return ""
     seen = {piece.state for lane in pieces.values() for piece in clip(lane, place.start, place.end)}
@@ -211,7 +217,7 @@ def waiting(run: RunLog) -> str:
 
 def staleness(run: RunLog) -> str:
     """How old the trained data was."""
-    lags = lag_counts(run)
+    lags = run.lags
     total = sum(lags.values())
     if not total:
         return ""
@@ -241,7 +247,7 @@ def staleness(run: RunLog) -> str:
 
 def speed(run: RunLog) -> str:
     """Throughput over steps."""
-    rate = tokens_per_s(run)
+    rate = run.tokens_per_s_mean
     if rate is None:
         return ""
     trained = sum(step.trained for step in run.steps)
@@ -290,7 +296,7 @@ def _multiples(run: RunLog, names: Sequence[str]) -> str:
 
 
 def _success_card(run: RunLog) -> str:
-    before, after = run.before, run.evaluation("end") or (run.evaluations[-1] if run.evaluations else None)
+    before, after = run.before, run.after
     label = f"Success on {after.prompts if after else ''} held-out prompts"
     if after is None:
         return card("Success on held-out prompts", run.kind, "not evaluated", "", "large")
@@ -313,7 +319,7 @@ def _when(run: RunLog, evaluation: Evaluation) -> str:
 
 
 def _learning_lead(run: RunLog) -> str:
-    before, after = run.before, run.evaluation("end") or (run.evaluations[-1] if run.evaluations else None)
+    before, after = run.before, run.after
     if before is None or after is None or before is after:
         return ""
     words = f"from {tag('strong', percent(before.value))} to {tag('strong', percent(after.value))}"
@@ -425,7 +431,7 @@ def ledger(run: RunLog, stored: Mapping[str, int] | None) -> str:
         "How they ended",
         run.kind,
         lambda size: _bar(counts, size),
-        legend=[_legend_item(state) for state, number in _parts(counts).items() if number],
+        legend=[_legend_item(state) for state, number in counts.parts.items() if number],
         note=_sum_check(counts),
     )
     lead = (
@@ -451,7 +457,7 @@ def incidents(run: RunLog) -> str:
         ]
         for incident in shown
     ]
-    totals = {kind: sum(item.kind == kind for item in run.incidents) for kind in ("alarm", "fault", "recovered")}
+    totals = {kind: run.figures.incident_count(kind) for kind in ("alarm", "fault", "recovered")}
     lead = (
         f"{plural(totals['alarm'], 'alarm')}, {plural(totals['fault'], 'fault')}, "
         f"{plural(totals['recovered'], 'recovery', 'recoveries')}."
@@ -473,12 +479,8 @@ def environment(run: RunLog) -> str:
     return section("environment", "What did it run on?", "", made, _config(run))
 
 
-def _parts(counts: LedgerCounts) -> dict[str, int]:
-    return {**{state: counts.ended.get(state, 0) for state in END_STATES}, "in_flight": counts.in_flight}
-
-
 def _share(counts: LedgerCounts, state: str) -> float:
-    return _parts(counts)[state] / counts.started if counts.started else 0.0
+    return counts.parts[state] / counts.started if counts.started else 0.0
 
 
 def _legend_item(state: str) -> LegendItem:
@@ -487,13 +489,13 @@ def _legend_item(state: str) -> LegendItem:
 
 
 def _bar(counts: LedgerCounts, size: Size) -> str:
-    parts = _parts(counts)
+    parts = counts.parts
     shown = [(*_ENDS[state], number) for state, number in parts.items() if number]
     return charts.ends(shown, max(counts.started, sum(parts.values())), size)
 
 
 def _sum_check(counts: LedgerCounts) -> str:
-    terms = " + ".join(f"{number:,}" for number in _parts(counts).values())
+    terms = " + ".join(f"{number:,}" for number in counts.parts.values())
     if counts.difference == 0:
         return f"{counts.started:,} = {terms}: {tag('span', 'the sum closes', class_='ok')}."
     total = counts.started - counts.difference
@@ -511,8 +513,8 @@ def _ledger_table(run: RunLog, stored: Mapping[str, int] | None) -> str:
     head += ["Journal, recounted"] if journal else []
     head += ["Rows in Parquet"] if stored is not None else []
     rows = []
-    recounted = _parts(journal) if journal else {}
-    for state, number in _parts(counts).items():
+    recounted = journal.parts if journal else {}
+    for state, number in counts.parts.items():
         words, colour = _ENDS[state]
         row = [
             block("span", class_=f"chip {colour}", aria_hidden="true") + escape(words),

@@ -3,8 +3,9 @@
 * ``success_start``, ``success_end``, ``success_before_warmup``: success rates on held-out prompts, or null; ``success_end``
   is null unless the run was evaluated after its last step. ``success_intervals`` has ``{low, high, prompts}`` of each (95 %
   Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``.
-* ``tokens_per_s``: trained tokens that the policy generated, over the wall time of the training steps: evaluations,
-  weight updates and waiting included, startup and warm-up not.
+* ``tokens_per_s``: the mean over the whole run: trained tokens that the policy generated, over the wall time of the training
+  steps: evaluations, weight updates and waiting included, startup and warm-up not. (What a run's views call tokens/s while it
+  goes on is the same over its last steps.)
 * ``streamed``: share of the trained trajectories whose gradient was taken before their training step began; null when
   nothing was to be streamed.
 * ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
@@ -23,8 +24,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from orchestrator.observe.report.bottleneck_analysis import analyse
+from orchestrator.observe.report.bottleneck_analysis import analyse_bottleneck
 from orchestrator.observe.report.run_log import RunLog, load_run
+from orchestrator.observe.run_figures import number
 
 
 def summarize(run_folder: str | Path) -> dict[str, Any]:
@@ -53,14 +55,14 @@ def summary_of(run: RunLog) -> dict[str, Any]:
             if found
         },
         "success_curve": [[found.step, found.value] for found in run.evaluations],
-        "tokens_per_s": tokens_per_s(run),
+        "tokens_per_s": run.tokens_per_s_mean,
         "streamed": _streamed(run),
         "seconds": round(run.seconds, 3),
         "staleness": _staleness(run),
         "rounds": rounds_of(run),
         "borrowed": borrowed_of(run),
         "serving": serving_of(run),
-        "analysis": analysed.as_dict() if (analysed := analyse(run)) else None,
+        "analysis": found.as_dict() if (found := analyse_bottleneck(run)) else None,
         "ledger": {
             "started": run.ledger.started,
             **dict(run.ledger.ended),
@@ -74,12 +76,6 @@ def summary_of(run: RunLog) -> dict[str, Any]:
     }
 
 
-def tokens_per_s(run: RunLog) -> float | None:
-    """Generated and trained tokens over the wall time of the training steps; None before the first."""
-    seconds = sum(step.period for step in run.steps)
-    return round(sum(step.tokens for step in run.steps) / seconds, 3) if seconds > 0 else None
-
-
 def borrowed_of(run: RunLog) -> dict[str, Any] | None:
     """By server, what the run had of it; None when it borrowed none. Seconds run to the log's end where one is still borrowed."""
     if not run.borrowing:
@@ -88,16 +84,16 @@ def borrowed_of(run: RunLog) -> dict[str, Any] | None:
     since: dict[str, float] = {}
     for event in run.borrowing:
         empty = {"borrowed": 0, "seconds": 0.0, "handed_back": 0, "tokens_kept": 0, "reasons": {}}
-        row = found.setdefault(event["worker"], empty)
-        if event["kind"] == "borrowed":
+        row = found.setdefault(event.worker, empty)
+        if event.kind == "borrowed":
             row["borrowed"] += 1
-            since[event["worker"]] = event["t"]
-        elif event["kind"] == "returned":
-            row["seconds"] += event["t"] - since.pop(event["worker"], event["t"])
-            row["reasons"][event["reason"]] = row["reasons"].get(event["reason"], 0) + 1
+            since[event.worker] = event.t
+        elif event.kind == "returned":
+            row["seconds"] += event.t - since.pop(event.worker, event.t)
+            row["reasons"][event.reason] = row["reasons"].get(event.reason, 0) + 1
         else:
-            row["handed_back"] += int(event.get("requests", 0))
-            row["tokens_kept"] += int(event.get("tokens", 0))
+            row["handed_back"] += event.requests
+            row["tokens_kept"] += event.tokens
     for name, begun in since.items():
         found[name]["seconds"] += max(0.0, run.seconds - begun)
     for row in found.values():
@@ -149,15 +145,6 @@ def rounds_of(run: RunLog) -> dict[str, Any] | None:
     }
 
 
-def lag_counts(run: RunLog) -> dict[int, int]:
-    """Trajectories by lag at ``get_batch``, over all steps."""
-    totals: dict[int, int] = {}
-    for step in run.steps:
-        for lag, count in step.lag.items():
-            totals[lag] = totals.get(lag, 0) + count
-    return dict(sorted(totals.items()))
-
-
 def _streamed(run: RunLog) -> float | None:
     steps = [step for step in run.steps if "stream_fed" in step.metrics]
     trained = sum(step.trained for step in steps)
@@ -165,11 +152,9 @@ def _streamed(run: RunLog) -> float | None:
 
 
 def _staleness(run: RunLog) -> dict[str, Any]:
-    counts = lag_counts(run)
-    total = sum(counts.values())
-    mean = sum(lag * count for lag, count in counts.items()) / total if total else None
+    counts = run.lags
     return {
         "lag": {str(lag): count for lag, count in counts.items()},
-        "mean": round(mean, 6) if mean is not None else None,
+        "mean": number(run.lag_mean),
         "max": max(counts, default=None),
     }

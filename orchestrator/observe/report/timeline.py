@@ -12,11 +12,11 @@ Guarantee: the pieces of a lane never overlap, so shares of time add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrator.observe.report.run_log import RunLog, Stage, Step
+from orchestrator.observe.run_records import Stage, Step
 from orchestrator.policies.batching.coordination_modes import MODES
 
 LANES = ("rollout", "trainer", "weights")
@@ -66,12 +66,13 @@ class Window:
     last: int
 
 
-def lanes(run: RunLog) -> dict[str, list[Piece]]:
-    """The three lanes, from the first batch on."""
+def lanes_of(stages: Sequence[Stage], mode: str, starts: Sequence[float]) -> dict[str, list[Piece]]:
+    """The three lanes, from the first batch on. ``starts``: when the run was started, and resumed."""
+    spans = _spans(stages, starts)
     return {
-        "rollout": _sweep(_rollout(run), _spans(run)),
-        "trainer": _sweep(_trainer(run.stages), _spans(run)),
-        "weights": _sweep(_weights(run.stages), []),
+        "rollout": _sweep(_rollout(stages, mode, spans), spans),
+        "trainer": _sweep(_trainer(stages), spans),
+        "weights": _sweep(_weights(stages), []),
     }
 
 
@@ -92,9 +93,8 @@ def clip(pieces: Iterable[Piece], start: float, end: float) -> list[Piece]:
     ]
 
 
-def typical_window(run: RunLog, count: int = 4) -> Window | None:
+def typical_window(steps: Sequence[Step], count: int = 4) -> Window | None:
     """``count`` consecutive steps whose durations are closest to the median; None before the first step."""
-    steps = run.steps
     if not steps:
         return None
     count = min(count, len(steps))
@@ -127,13 +127,13 @@ def per_step(steps: list[Step], pieces: list[Piece]) -> list[tuple[Step, dict[st
     return result
 
 
-def _spans(run: RunLog) -> list[tuple[float, float]]:
+def _spans(stages: Sequence[Stage], starts: Sequence[float]) -> list[tuple[float, float]]:
     """For each start of the run: from its first ``get_batch`` to its last stage but the final evaluation."""
-    bounds = [start.t for start in run.starts[1:]] + [float("inf")]
+    bounds = [*starts[1:], float("inf")]
     spans = []
     begin = float("-inf")
     for bound in bounds:
-        inside = [stage for stage in run.stages if begin <= stage.start < bound]
+        inside = [stage for stage in stages if begin <= stage.start < bound]
         first = min((stage.start for stage in inside if stage.name == "get_batch"), default=None)
         last = max((stage.end for stage in inside if stage.name in _WORK), default=0.0)
         if first is not None:
@@ -142,7 +142,7 @@ def _spans(run: RunLog) -> list[tuple[float, float]]:
     return spans
 
 
-def _trainer(stages: list[Stage]) -> list[tuple[str, Stage]]:
+def _trainer(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
     states = {
         "train_step": "train",
         "feed": "stream",
@@ -154,25 +154,25 @@ def _trainer(stages: list[Stage]) -> list[tuple[str, Stage]]:
     return [(states[stage.name], stage) for stage in stages if stage.name in states]
 
 
-def _weights(stages: list[Stage]) -> list[tuple[str, Stage]]:
+def _weights(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
     states = {"publish": "publish"} | dict.fromkeys(_WEIGHT_STAGES, "update")
     return [(states[stage.name], stage) for stage in stages if stage.name in states]
 
 
-def _rollout(run: RunLog) -> list[tuple[str, Stage]]:
-    batchwise = run.mode in MODES and not MODES[run.mode].carries_over
+def _rollout(stages: Sequence[Stage], mode: str, spans: Sequence[tuple[float, float]]) -> list[tuple[str, Stage]]:
+    batchwise = mode in MODES and not MODES[mode].carries_over
     stops = _WEIGHT_STAGES if batchwise else _STANDSTILL
-    found = [("wait_weights", stage) for stage in run.stages if stage.name in stops]
+    found = [("wait_weights", stage) for stage in stages if stage.name in stops]
     if batchwise:
         states = {"get_batch": "generate", "evaluate": "evaluate"}
         states |= dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
-        return found + [(states[stage.name], stage) for stage in run.stages if stage.name in states]
-    collecting = [stage for stage in run.stages if stage.name == "get_batch"]
-    for start, end in _spans(run):
+        return found + [(states[stage.name], stage) for stage in stages if stage.name in states]
+    collecting = [stage for stage in stages if stage.name == "get_batch"]
+    for start, end in spans:
         inside = [stage for stage in collecting if start <= stage.start <= end]
         found.append(("generate", Stage("generate", inside[0].step, start, inside[-1].end)))
     states = {"evaluate": "evaluate"} | dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
-    return found + [(states[stage.name], stage) for stage in run.stages if stage.name in states]
+    return found + [(states[stage.name], stage) for stage in stages if stage.name in states]
 
 
 # When several stages cover the same moment, the first of these that does says what the lane is doing: what stops a lane

@@ -17,18 +17,18 @@ from orchestrator.observe.view import otlp, wandb
 from orchestrator.observe.view.exporter_queue import Beside, Say
 
 
-def check(settings: LoggingSection) -> None:
+def check_exporters(settings: LoggingSection) -> None:
     """Raises ConfigError for what is switched on and not installed."""
     for on, module, field, package in (
         (settings.wandb.enabled, "wandb", "logging.wandb.enabled", "wandb"),
         (bool(settings.otlp.endpoint), "opentelemetry.exporter.otlp.proto.http", "logging.otlp.endpoint", "otlp"),
     ):
-        if on and not there(module):
+        if on and not is_installed(module):
             value = settings.otlp.endpoint if package == "otlp" else True
             raise ConfigError(field, value, f"needs a package that is not installed: pip install rl-coserve[{package}]")
 
 
-def there(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a package of others can be imported; nothing is."""
     try:
         return importlib.util.find_spec(module) is not None
@@ -36,7 +36,7 @@ def there(module: str) -> bool:
         return False
 
 
-def described(config: Config) -> dict[str, Any]:
+def config_to_share(config: Config) -> dict[str, Any]:
     """What others may keep of a config: what is trained and how, no address and no file of this machine."""
     kept = ("run", "model", "task", "rollout", "trainer", "warmup", "evaluation", "filters")
     found: dict[str, Any] = config.model_dump(mode="json", include=set(kept))
@@ -45,7 +45,7 @@ def described(config: Config) -> dict[str, Any]:
     return found
 
 
-def exporters(settings: LoggingSection, folder: Path, config: dict[str, Any], say: Say) -> list[Beside]:
+def start_exporters(settings: LoggingSection, folder: Path, config: dict[str, Any], say: Say) -> list[Beside]:
     """Those that the config switches on, under way. ``config``: the run's own, for those who keep it."""
     found = []
     if settings.wandb.enabled:

@@ -205,11 +205,11 @@ class Sampler:
         row: dict[str, Any] = {"name": name, "state": _state(state, name in self._silent), "version": state.version}
         row["requests"] = len(state.sent)
         if (answers := self._asked.get(name)) and not state.removed:
-            row |= said(answers)
+            row |= worker_row(answers)
         return row
 
 
-def said(answers: Sequence[WorkerStats]) -> dict[str, Any]:
+def worker_row(answers: Sequence[WorkerStats]) -> dict[str, Any]:
     """Of a worker's answers, the newest last: what it says now, and what its engine steps since the first of them were like on
     average. It answers between two steps, often when all that ran has just ended: what it says of now alone means little."""
     newest = asdict(answers[-1])

@@ -21,7 +21,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from orchestrator.observe.view.run_state import UPDATE_BUCKETS, RunState
+from orchestrator.observe.run_figures import UPDATE_BUCKETS, EventFigures
+from orchestrator.observe.view.run_state import RunState
 
 PREFIX = "rl_coserve:run_"
 
@@ -35,7 +36,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "seconds": ("gauge", (), "Seconds since the run's start."),
     "reward": ("gauge", (), "Mean reward of the last batch."),
     "success": ("gauge", (), "Greedy success on held-out prompts, at the last evaluation."),
-    "tokens_per_second": ("gauge", (), "Generated and trained tokens over the time of the last steps."),
+    "tokens_per_second": ("gauge", (), "Generated and trained tokens over the time of the last five steps."),
     "steps": ("counter", (), "Training steps that were made."),
     "trained_tokens": ("counter", (), "Generated tokens that were trained on."),
     "trained_trajectories": ("counter", (), "Trajectories that were trained on."),
@@ -88,52 +89,46 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
-        state = self._state
-        for name, value in _plain(state):
+        figures = self._state.figures
+        for name, value in _plain(figures):
             yield _family(name, [((), value)])
-        start = state.start
-        if start is not None:
-            labels = (start.name, start.mode, "simulated" if start.simulated else "real")
-            yield _family("info", [(labels, 1.0)])
-        counts = state.counts()
-        yield _family("trajectories", [((end,), n) for end, n in counts.items() if end != "started"])
-        live: dict[str, Any] = {} if state.over else state.live
-        yield _family("waiting", [((reason,), n) for reason, n in (live.get("reasons") or {}).items()])
-        yield from _workers(state.rows())
-        incidents = [((kind, cause), float(n)) for (kind, cause), n in sorted(state.faults.items())]
-        yield _family("incidents", incidents)
-        yield _family("exchanges", [(key, float(n)) for key, n in sorted(state.exchanges.items())])
-        told = sorted(state.handed_back.items())
+        if figures.start is not None:
+            yield _family("info", [((figures.name, figures.mode, figures.kind), 1.0)])
+        yield _family("trajectories", [((end,), n) for end, n in figures.ledger.parts.items()])
+        yield _family("waiting", [((reason,), n) for reason, n in (figures.live.get("reasons") or {}).items()])
+        yield from _workers(self._state.rows())
+        yield _family("incidents", [(key, float(n)) for key, n in sorted(figures.incidents_total.items())])
+        yield _family("exchanges", [(key, float(n)) for key, n in sorted(figures.exchanges_total.items())])
+        told = sorted(figures.handed_back.items())
         yield _family("handed_back_requests", [((name,), float(counts[0])) for name, counts in told])
         yield _family("handed_back_tokens", [((name,), float(counts[1])) for name, counts in told])
-        metrics = itertools.islice(sorted((state.last_step.get("metrics") or {}).items()), _TRAINER_METRICS)
-        yield _family("metric", [((name,), float(value)) for name, value in metrics])
-        lags = sorted(state.lag_seen.items())
+        last = figures.last_step.metrics if figures.last_step else {}
+        yield _family("metric", [((name,), last[name]) for name in sorted(last)[:_TRAINER_METRICS]])
+        lags = sorted(figures.lag_total.items())
         yield _histogram("lag", [(float(lag), n) for lag, n in lags], 0, float(sum(lag * n for lag, n in lags)))
-        updates = list(zip(UPDATE_BUCKETS, state.updates, strict=False))
-        yield _histogram("weight_update_seconds", updates, state.updates[-1], state.update_seconds)
+        updates = list(zip(UPDATE_BUCKETS, figures.updates_total, strict=False))
+        yield _histogram("weight_update_seconds", updates, figures.updates_total[-1], figures.update_seconds)
 
 
-def _plain(state: RunState) -> Iterator[tuple[str, float]]:
-    live: dict[str, Any] = {} if state.over else state.live
-    yield "up", float(not state.over)
-    yield "step", state.step
-    yield "steps_planned", state.start.steps if state.start else 0
-    yield "version", max(state.version, int(live.get("version", -1)))
-    yield "seconds", state.t
-    if state.last_step:
-        yield "reward", float(state.last_step["reward_mean"])
-    if state.last_evaluation:
-        yield "success", float(state.last_evaluation["success"])
-    if (rate := state.tokens_per_s) is not None:
+def _plain(figures: EventFigures) -> Iterator[tuple[str, float]]:
+    yield "up", float(not figures.over)
+    yield "step", figures.step
+    yield "steps_planned", figures.planned_steps
+    yield "version", figures.version
+    yield "seconds", figures.seconds
+    if figures.last_step is not None:
+        yield "reward", figures.last_step.reward_mean
+    if figures.last_evaluation is not None:
+        yield "success", figures.last_evaluation.value
+    if (rate := figures.tokens_per_s) is not None:
         yield "tokens_per_second", rate
-    yield "steps", state.steps_seen
-    yield "trained_tokens", state.tokens_seen
-    yield "trained_trajectories", state.trajectories_seen
-    yield "trajectories_started", state.counts()["started"]
-    yield "buffered", int(live.get("buffered", 0))
-    yield "queue", int(live.get("queue", 0))
-    yield "weight_bytes", state.update_bytes
+    yield "steps", figures.steps_total
+    yield "trained_tokens", figures.tokens_total
+    yield "trained_trajectories", figures.trajectories_total
+    yield "trajectories_started", figures.ledger.started
+    yield "buffered", int(figures.live.get("buffered", 0))
+    yield "queue", int(figures.live.get("queue", 0))
+    yield "weight_bytes", figures.update_bytes
 
 
 def _workers(rows: list[dict[str, Any]]) -> Iterator[Metric]:

@@ -8,12 +8,11 @@ run, or is gone, is left out. What is sent of the list is made once a second at 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
-from orchestrator.observe.view.run_state import number
-from orchestrator.observe.view.view_server import SECONDS, Hub
+from orchestrator.observe.run_figures import lag_mean, number
+from orchestrator.observe.view.view_server import SECONDS, Hub, PictureFeed
 
 RUNS = 100  # that are shown
 TEXT = 200  # characters of a reason
@@ -41,18 +40,16 @@ def _spoke(folder: Path) -> float:
         return 0.0
 
 
-class Runs:
+class Runs(PictureFeed):
     """Follows the runs of one folder for all who look. As a :class:`Hub`, with one for each run in :attr:`hubs`, by name."""
 
     page = "runs.html"
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.hubs: dict[str, Hub] = {}
-        self.picture = b""  # the newest, as JSON
-        self.number = 0  # counts pictures
         self._folder = folder
         self._older = 0  # runs that are not shown
-        self._changed = asyncio.Condition()
         self._drawn_at = float("-inf")
 
     async def run(self) -> None:
@@ -79,45 +76,30 @@ class Runs:
         if self.picture and now - self._drawn_at < SECONDS:
             return
         self._drawn_at = now
-        rows = sorted((row(name, hub) for name, hub in self.hubs.items()), key=_order)
-        picture = json.dumps(
-            {"folder": self._folder.name, "older": self._older, "runs": rows}, separators=(",", ":"), allow_nan=False
-        ).encode()
-        if picture != self.picture:
-            async with self._changed:
-                self.picture, self.number = picture, self.number + 1
-                self._changed.notify_all()
-
-    async def newer_than(self, seen: int) -> tuple[int, bytes]:
-        """The newest picture, once there is another than ``seen``."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.number != seen)
-            return self.number, self.picture
+        rows = sorted((run_row(name, hub) for name, hub in self.hubs.items()), key=_order)
+        await self.draw({"folder": self._folder.name, "older": self._older, "runs": rows})
 
 
-def row(name: str, hub: Hub) -> dict[str, Any]:
+def run_row(name: str, hub: Hub) -> dict[str, Any]:
     """One run in the list. ``folder`` is what its page is asked for by."""
-    state = hub.state
-    start, silent = state.start, hub.silent()
-    taken = sum(state.lag.values())
-    lag = sum(lag * count for lag, count in state.lag.items()) / taken if taken else None
-    success, reward = state.success.shown(), state.reward.shown()
+    figures, silent = hub.state.figures, hub.silent()
+    start = figures.start
     return {
         "folder": name,
-        "state": state.status if state.over else "silent" if silent else "running" if start else "starting",
-        "reason": state.reason[:TEXT],
+        "state": figures.status if figures.over else "silent" if silent else "running" if start else "starting",
+        "reason": figures.reason[:TEXT],
         "silent": silent,
-        "mode": start.mode if start else "",
-        "kind": "simulated" if start and start.simulated else "real",
+        "mode": figures.mode,
+        "kind": figures.kind,
         "started": start.started if start else "",
-        "t": round(state.t, 1),
-        "step": state.step,
-        "steps": start.steps if start else 0,
-        "success": success[-1][1] if success else None,
-        "reward": reward[-1][1] if reward else None,
-        "in_flight": 0 if state.over else int(state.live.get("in_flight", 0)),
-        "lag": number(lag),
-        "faults": sum(count for (kind, _), count in state.faults.items() if kind != "recovered"),
+        "t": round(figures.seconds, 1),
+        "step": figures.step,
+        "steps": figures.planned_steps,
+        "success": figures.success.last,
+        "reward": figures.reward.last,
+        "in_flight": int(figures.live.get("in_flight", 0)),
+        "lag": number(lag_mean(figures.lag)),
+        "faults": figures.incident_count("alarm", "fault"),
     }
 
 

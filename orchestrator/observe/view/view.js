@@ -49,7 +49,7 @@ function cards(now) {
     card("Step", html("span", {}, count(now.step), html("small", {}, ` of ${count(now.run.steps)}`)), `${clock(now.t)} since the start`),
     card("Success", success ? percent(success[1]) : "–", success ? `${percent(success[2])} to ${percent(success[3])}, step ${success[0]}` : "not evaluated yet"),
     card("Reward", reward ? brief(reward[1]) : "–", "mean of the last batch"),
-    card("Speed", html("span", {}, now.tokens_per_s === null ? "–" : count(now.tokens_per_s), html("small", {}, " tokens/s")), `version ${now.version}`),
+    card("Speed", html("span", {}, now.tokens_per_s === null ? "–" : count(now.tokens_per_s), html("small", {}, " tokens/s")), `the last 5 steps; version ${now.version}`),
     card("Ledger", started === summed ? "closes ✓" : `off by ${count(started - summed)}`, `${count(started)} trajectories`, started === summed ? "" : "bad"));
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 FindRun = Callable[[str], Path]
 
 
-def add(commands: Any, find: FindRun) -> None:
+def add_view_commands(commands: Any, find: FindRun) -> None:
     """Add them to the command line. ``find``: a run's folder by its name."""
     view = commands.add_parser(
         "view", help="a live web page of a run, of one that has ended, or of all runs of a folder"
@@ -47,13 +47,13 @@ def _port(text: str) -> int:
 
 def _view(arguments: argparse.Namespace, find: FindRun) -> int:
     from orchestrator.observe.view.runs_page import runs_in
-    from orchestrator.observe.view.view_program import read_token, serve, serve_runs
+    from orchestrator.observe.view.view_program import read_token, serve_run, serve_runs
 
     token, folder = read_token(arguments.token_file, "--token-file"), Path(arguments.name)
     if not (folder / "config.json").exists() and runs_in(folder):
         asyncio.run(serve_runs(folder.resolve(), token, arguments.port))
     else:
-        asyncio.run(serve(find(arguments.name), token, arguments.port))
+        asyncio.run(serve_run(find(arguments.name), token, arguments.port))
     return 0
 
 
@@ -84,7 +84,7 @@ async def _follow(hub: Any, console: Any) -> None:
     from orchestrator.observe.view.view_server import LOOK_SECONDS
 
     with Live(screen(json.loads(hub.picture)), console=console, auto_refresh=False, screen=True) as live:
-        while not hub.state.over:
+        while not hub.state.figures.over:
             await asyncio.sleep(LOOK_SECONDS)
             number = hub.number
             await hub.look()

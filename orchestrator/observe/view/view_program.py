@@ -15,13 +15,14 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, bearer
 from orchestrator.observe.view.exporter_queue import Beside
-from orchestrator.observe.view.exporters import described, exporters
+from orchestrator.observe.view.exporters import config_to_share, start_exporters
 from orchestrator.observe.view.runs_page import Runs
 from orchestrator.observe.view.view_server import Hub, Server
 from orchestrator.run_folder import RunFolder
@@ -42,12 +43,9 @@ def read_token(file: str, field: str = "view.token_file") -> str:
     return token
 
 
-async def serve(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
+async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
     """Show the run until a signal. ``since``: as a child of the run, until standard input ends, and exporters get what happens
     from this time of the run on. Raises ConfigError for a port that is taken."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
     beside = _exporters(folder) if since is not None else []
 
     def export(event: dict[str, Any]) -> None:
@@ -57,42 +55,42 @@ async def serve(folder: Path, token: str, port: int = 0, *, since: float | None 
 
     hub, config = Hub(folder, export), RunFolder.open(folder).config()
     server = Server(hub, token, port, config.view.host, config.tls.files())
-    await _listen(server)
-    following = asyncio.create_task(hub.run(), name="follow the run")
-    following.add_done_callback(lambda _: ended.set())
-    try:
-        if since is not None:
-            print(json.dumps({"port": server.port}), flush=True)
-            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
-        else:
-            print(f"view: {server.url}", flush=True)
-        await ended.wait()
-        if following.done():
-            following.result()  # raises what ended it
-        if since is not None:
-            await _drain(hub)
-    finally:
-        await asyncio.gather(*(asyncio.to_thread(exporter.close) for exporter in beside))
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await server.close()
+    async with _following(server, hub.run()) as ended:
+        try:
+            if since is not None:
+                print(json.dumps({"port": server.port}), flush=True)
+                await asyncio.get_running_loop().connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+            else:
+                print(f"view: {server.url}", flush=True)
+            await ended.wait()
+            if since is not None:
+                await _drain(hub)
+        finally:
+            await asyncio.gather(*(asyncio.to_thread(exporter.close) for exporter in beside))
 
 
 async def serve_runs(folder: Path, token: str, port: int = 0) -> None:
     """Show the runs of a folder, on loopback, until a signal. Raises ConfigError for a port that is taken."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
     runs = Runs(folder)
     server = Server(runs, token, port, hubs=lambda: runs.hubs)
-    await _listen(server)
-    following = asyncio.create_task(runs.run(), name="follow the runs")
-    following.add_done_callback(lambda _: ended.set())
-    try:
+    async with _following(server, runs.run()) as ended:
         print(f"view: {server.url}", flush=True)
         await ended.wait()
+
+
+@asynccontextmanager
+async def _following(server: Server, follow: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Event]:
+    """The server, and what follows the files for it; the event is set by a signal, or when that ended. Raises what ended it."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    following = asyncio.create_task(follow, name="follow what is written")
+    following.add_done_callback(lambda _: ended.set())
+    try:
+        await _listen(server)
+        yield ended
         if following.done():
-            following.result()  # raises what ended it
+            following.result()
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -111,7 +109,7 @@ async def _listen(server: Server) -> None:
 def _exporters(folder: Path) -> list[Beside]:
     run = RunFolder.open(folder)
     config = run.config()
-    return exporters(config.logging, folder, described(config), _say)
+    return start_exporters(config.logging, folder, config_to_share(config), _say)
 
 
 def _say(text: str) -> None:
@@ -122,7 +120,7 @@ async def _drain(hub: Hub) -> None:
     """The run is gone: read what it said last."""
     for _ in range(int(DRAIN_SECONDS / 0.1)):
         await hub.look()
-        if hub.state.over and not hub.follower.behind:
+        if hub.state.figures.over and not hub.follower.behind:
             return
         await asyncio.sleep(0.1)
 
@@ -145,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--since", type=float, default=0.0)
     options = parser.parse_args(argv)
     try:
-        asyncio.run(serve(options.folder, os.environ[TOKEN_VARIABLE], options.port, since=options.since))
+        asyncio.run(serve_run(options.folder, os.environ[TOKEN_VARIABLE], options.port, since=options.since))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http.cookies import Morsel, SimpleCookie
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -52,29 +52,41 @@ Answer = TypeVar("Answer", bound=web.StreamResponse)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Shown(Protocol):
-    """What a page is fed from: a :class:`Hub`, or :class:`orchestrator.observe.view.runs_page.Runs`."""
+class PictureFeed:
+    """What a page is fed from: the newest picture, as JSON, for all who look."""
 
-    page: str
-    picture: bytes
+    page: str  # the file
 
-    async def newer_than(self, seen: int, /) -> tuple[int, bytes]:
+    def __init__(self) -> None:
+        self.picture = b""  # the newest
+        self.number = 0  # counts pictures
+        self._changed = asyncio.Condition()
+
+    async def draw(self, shown: Mapping[str, Any]) -> None:
+        """Wake those who wait, when it is another picture."""
+        picture = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode()
+        if picture != self.picture:
+            async with self._changed:
+                self.picture, self.number = picture, self.number + 1
+                self._changed.notify_all()
+
+    async def newer_than(self, seen: int) -> tuple[int, bytes]:
         """The newest picture and its number, once that is another than ``seen``."""
-        ...
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.number != seen)
+            return self.number, self.picture
 
 
-class Hub:
+class Hub(PictureFeed):
     """Follows one run folder for all who look. ``take`` is given every event, too: for exporters."""
 
     page = "page.html"
 
     def __init__(self, folder: Path, take: Callable[[dict[str, Any]], None] | None = None) -> None:
+        super().__init__()
         self.state = RunState(folder)
         self.follower = Follower(folder)
-        self.picture = b""  # the newest, as JSON
-        self.number = 0  # counts pictures
         self._take = take
-        self._changed = asyncio.Condition()
         self._dirty = self._drawn_over = False
         self._drawn_at = float("-inf")
 
@@ -99,32 +111,21 @@ class Hub:
             await asyncio.sleep(0)
         if (record := self.follower.live()) is not None:
             changed = True
-            self.state.take_live(record)
+            self.state.figures.take_live(record)
         silent = self.silent()
         now = asyncio.get_running_loop().time()
         self._dirty = changed or self._dirty or silent > 0
         ended = (
-            self.state.over and not self._drawn_over
+            self.state.figures.over and not self._drawn_over
         )  # the last picture is not waited for: who made it may be gone then
         if not self.picture or (self._dirty and (ended or now - self._drawn_at >= SECONDS)):
-            self._drawn_at, self._dirty, self._drawn_over = now, False, self.state.over
-            shown = self.state.shown() | {"silent": silent}
-            picture = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode()
-            if picture != self.picture:
-                async with self._changed:
-                    self.picture, self.number = picture, self.number + 1
-                    self._changed.notify_all()
+            self._drawn_at, self._dirty, self._drawn_over = now, False, self.state.figures.over
+            await self.draw(self.state.shown() | {"silent": silent})
 
     def silent(self) -> int:
         """Seconds without a sign of life of a run that has not ended; 0: there are some, or it never gave any."""
-        seconds = None if self.state.over else self.follower.silent_for()
+        seconds = None if self.state.figures.over else self.follower.silent_for()
         return int(seconds) if seconds is not None and seconds >= SILENT_SECONDS else 0
-
-    async def newer_than(self, seen: int) -> tuple[int, bytes]:
-        """The newest picture, once there is another than ``seen``."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.number != seen)
-            return self.number, self.picture
 
 
 class Server:
@@ -133,7 +134,7 @@ class Server:
 
     def __init__(
         self,
-        shown: Shown,
+        shown: PictureFeed,
         token: str,
         port: int = 0,
         host: str = "127.0.0.1",
@@ -203,7 +204,7 @@ class Server:
         cookie["secure"] = self._context is not None
         return cookie.OutputString()
 
-    def _shown(self, request: web.Request) -> Shown:
+    def _shown(self, request: web.Request) -> PictureFeed:
         """What the address means. Raises HTTPNotFound for a run that is not there."""
         if "run" not in request.match_info:
             return self._top

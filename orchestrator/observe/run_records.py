@@ -1,0 +1,302 @@
+"""The events of a run as typed records: the one place that knows how the log's lines look.
+
+Guarantee: an event that lacks a field, or holds something else there, is a ValueError and nothing else. Times are seconds since
+the run's start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
+
+from orchestrator.events import time_of
+from orchestrator.ledger import END_STATES
+
+Seconds = float  # finite
+Counts = Mapping[str, int]
+Lags = Mapping[int, int]  # trajectories by lag in versions, in its order
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the loop; ``waiting_for`` is what it waited for, "" when it did not."""
+
+    name: str
+    step: int
+    start: Seconds
+    end: Seconds
+    waiting_for: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """A ledger's totals. ``rolled_back`` counts events, not trajectories: it is outside the sum."""
+
+    started: int = 0
+    ended: Counts = field(default_factory=dict)
+    in_flight: int = 0
+    rolled_back: int = 0
+    failed_by_cause: Counts = field(default_factory=dict)
+    ended_by_cause: Counts = field(default_factory=dict)  # other ends with a reason: "filtered: truncated"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """By end, and those in flight: what must sum up to what was started."""
+        return {**{state: self.ended.get(state, 0) for state in END_STATES}, "in_flight": self.in_flight}
+
+    @property
+    def difference(self) -> int:
+        """Started minus what is accounted for: 0 when the ledger closes."""
+        return self.started - sum(self.parts.values())
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> LedgerCounts:
+        """From an event's ``ledger`` field."""
+        return cls(
+            started=int(data.get("started", 0)),
+            ended={state: int(data.get(state, 0)) for state in END_STATES},
+            in_flight=int(data.get("in_flight", 0)),
+            rolled_back=int(data.get("rolled_back", 0)),
+            failed_by_cause=_counts(data.get("failed_by_cause")),
+            ended_by_cause=_counts(data.get("ended_by_cause")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step. ``number`` counts from 1: the steps done after it. ``period``: seconds from the step before it, or from
+    the first batch that was asked for after a start."""
+
+    number: int
+    version: int
+    t: float
+    trained: int
+    tokens: int
+    reward_mean: float
+    success: float
+    lag: Lags = field(default_factory=dict)
+    lag_trained: Lags = field(default_factory=dict)
+    versions_mixed: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    period: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Greedy success on held-out prompts with its 95 % interval, after ``step`` training steps."""
+
+    step: int
+    t: float
+    phase: str
+    value: float
+    low: float
+    high: float
+    successes: int = 0
+    prompts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One rollout worker's weight update. ``preempted``: requests in flight whose KV it made recompute."""
+
+    version: int
+    bytes: int
+    seconds: Seconds
+    preempted: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A rollout worker's state at a weight update."""
+
+    name: str
+    running: int
+    waiting: int
+    kv_used: int
+    kv_capacity: int
+    preemptions: int
+    tokens_per_s: float
+    version: int = 0
+
+    @property
+    def kv_share(self) -> float:
+        """Share of its KV blocks in use."""
+        return self.kv_used / self.kv_capacity if self.kv_capacity else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """The pool of environments at the end of a step; counts are since the start of that life of the run."""
+
+    backend: str
+    size: int
+    busy: int
+    ready: int
+    waiting: int
+    started: int
+    start_failures: int
+    episodes: int
+    wait_seconds: float
+    abandoned: int
+    replaced: Counts
+    versions: tuple[str, ...]
+    waiting_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """An alarm, a fault, or a recovery."""
+
+    kind: str
+    t: float
+    what: str = ""
+    cause: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of the run; the second and later ones are resumes."""
+
+    t: float
+    mode: str
+    alpha: int
+    steps: int
+    name: str
+    simulated: bool
+    resumed_from: int | None = None
+    started: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How the run ended. ``ledger`` None: it did not say."""
+
+    status: str
+    reason: str = ""
+    ledger: LedgerCounts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowing:
+    """A server that was ``borrowed`` or ``returned``, or ``handed_back`` requests."""
+
+    kind: str
+    worker: str
+    t: float
+    reason: str = ""
+    use: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """The supervised steps before RL."""
+
+    steps: int
+    loss_first: float
+    loss_last: float
+    seconds: float
+
+
+def record_of(event: Mapping[str, Any]) -> Any:
+    """The record of one event; a plain dictionary of its fields for kinds without one, None for kinds that nobody reads. Raises
+    ValueError for an event that lacks a field or holds a value of another kind."""
+    try:
+        read = _READERS.get(event["kind"])
+        return read(event) if read is not None else None
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no event of this kind: {error!r:.200}") from error
+
+
+Record = TypeVar("Record")
+
+
+def _of(record: type[Record], event: Mapping[str, Any], **known: Any) -> Record:
+    """A record whose fields are the event's, but for those that are ``known``; what has a default may be missing."""
+    for part in fields(record):  # type: ignore[arg-type]
+        if part.name == "t":
+            known["t"] = time_of(event)
+        elif part.name not in known and part.name in event:
+            known[part.name] = _CONVERT[str(part.type)](event[part.name])
+        elif part.name not in known and part.default is MISSING and part.default_factory is MISSING:
+            raise KeyError(part.name)
+    return record(**known)
+
+
+def _counts(data: Any) -> dict[str, int]:
+    return {str(name): int(number) for name, number in (data or {}).items()}
+
+
+def _lags(data: Any) -> dict[int, int]:
+    return {int(lag): int(count) for lag, count in sorted((data or {}).items(), key=lambda item: int(item[0]))}
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{seconds} seconds")
+    return seconds
+
+
+_CONVERT: dict[str, Callable[[Any], Any]] = {
+    "str": str, "int": int, "float": float, "bool": bool, "Seconds": _seconds, "Counts": _counts, "Lags": _lags,
+    "int | None": lambda value: None if value is None else int(value),
+    "Mapping[str, float]": lambda data: {str(name): float(value) for name, value in (data or {}).items()},
+    "tuple[str, ...]": lambda values: tuple(map(str, values)),
+    "LedgerCounts": lambda data: LedgerCounts.of(data or {}),
+    "LedgerCounts | None": lambda data: LedgerCounts.of(data) if data else None,
+}  # fmt: skip
+
+
+def _occupancy(event: Mapping[str, Any]) -> dict[str, float]:
+    found = {name: float(value) for name, value in event.items() if name not in ("kind", "t")}
+    return found | {"every": found["every"]}
+
+
+def _round(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {**event, "step": int(event["step"])}
+
+
+def _serving(event: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"worker": str(event["worker"]), "until": float(event["until"])}
+    found |= {name: int(event[name]) for name in ("samples", "pages", "budget", "tokens", "late", "blamed")}
+    maybe = ("serving", "serving_most", "ttft_slack", "tpot_slack", "arriving")
+    found |= {name: None if event[name] is None else float(event[name]) for name in maybe}
+    return found | {"seconds": float(event["seconds"])}
+
+
+def _incident(event: Mapping[str, Any]) -> Incident:
+    return _of(Incident, event)
+
+
+def _borrowing(event: Mapping[str, Any]) -> Borrowing:
+    return _of(Borrowing, event)
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "run_start": lambda event: _of(Start, event),
+    "run_end": lambda event: _of(End, event),
+    "stage": lambda event: _of(Stage, event, name=str(event["stage"])),
+    "step": lambda event: _of(Step, event, number=int(event["step"]) + 1, period=0.0),
+    "evaluation": lambda event: _of(Evaluation, event, value=float(event["success"])),
+    "update": lambda event: _of(Update, event),
+    "worker": lambda event: _of(WorkerSnapshot, event),
+    "warmup": lambda event: _of(Warmup, event),
+    "environments": lambda event: _of(PoolSnapshot, event),
+    "alarm": _incident, "fault": _incident, "recovered": _incident,
+    "borrowed": _borrowing, "returned": _borrowing, "handed_back": _borrowing,
+    "occupancy": _occupancy, "round": _round, "serving": _serving,
+    "tools": lambda event: {str(name): dict(found) for name, found in (event.get("tools") or {}).items()},
+    "rewards": lambda event: {name: value for name, value in event.items() if name not in ("kind", "t", "step")},
+    "plan": dict, "reshape": dict, "degrees": dict,
+}  # fmt: skip
