@@ -201,12 +201,12 @@ class TrainerSection(TrainerSettings):
     """The objective and its optimizer; truncated importance sampling stands between trainer and rollout."""
 
     # What only a run has: processes of its own, and what it measures and watches.
-    # Options of Megatron-Core's own, passed on by name: fields of its TransformerConfig, of its DDP's and its optimizer's
-    # config, as in trainer.megatron.recompute_granularity = "selective"
+    threads: Positive = 1
+    # options of Megatron-Core's own, passed on by name: fields of its TransformerConfig, of its DDP's and its optimizer's
+    # config; see docs/megatron.md
     megatron: dict[str, Any] = Field(default_factory=dict)
     # a rank that waits for another longer than this in one collective gives up: with a stream, the tail of a rollout
     collective_timeout: PositiveSeconds = 7200.0
-    threads: Positive = 1
     reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
