@@ -13,6 +13,7 @@ named assumption of Megatron-Core and touches only the modules that make it; no 
 | sends, 0.19.2's gradient sync, the experts' all-to-all)    | returns, so there is nothing to wait for                |
 | ``p.type() == "torch.cuda.FloatTensor"`` (clip, bf16 Adam) | CPU type names also equal their CUDA spelling           |
 | a CUDA RNG tracker around dropout                          | a tracker whose ``fork`` leaves the generator alone     |
+| CUDA's RNG state kept for recomputed activations           | there is none: nothing is kept                          |
 | ``weight.cuda()`` of embeddings tied over pipeline stages  | answers the weight, during that method only             |
 | split sizes of the experts' all-to-all come from a GPU     | they become numpy, as they do on their way from a GPU   |
 | ``all_gather``, ``reduce_scatter`` of parts of other sizes  | gloo has neither: broadcasts, and a sum of everything   |
@@ -160,6 +161,9 @@ class NoForkTracker:
     def get_states(self) -> dict[str, Any]:
         return {}
 
+    def set_states(self, states: dict[str, Any]) -> None:
+        pass
+
     @contextlib.contextmanager
     def fork(self, name: str = "") -> Iterator[None]:
         yield
@@ -216,6 +220,8 @@ def activate() -> bool:
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     _replace(rng, "_CUDA_RNG_STATE_TRACKER", NoForkTracker())
     _replace(rng, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
+    _replace(rng, "_get_cuda_rng_state", lambda *args, **kwargs: None)
+    _replace(rng, "_set_cuda_rng_state", lambda *args, **kwargs: None)
     language = importlib.import_module("megatron.core.models.common.language_module.language_module").LanguageModule
     tie = "setup_embeddings_and_output_layer"
     _replace(language, tie, _without_move(getattr(language, tie)))

@@ -41,6 +41,12 @@ def add_rl_args(parser: argparse.ArgumentParser, then: Provider | None = None) -
         help="where weights are published: the fields of a RelayEndpoint as JSON, or a file of it (default: nowhere)",
     )
     group.add_argument(
+        "--rl-vocab-size",
+        type=int,
+        metavar="N",
+        help="vocab_size of the engines' config.json; what Megatron pads it with is not published (default: no padding)",
+    )
+    group.add_argument(
         "--rl-trajectories",
         metavar="DIR",
         help="a run folder whose recorded trajectories are trained on (default: none)",
@@ -100,6 +106,16 @@ def settings_from(args: argparse.Namespace) -> TrainerSettings:
         if error.field not in names:
             raise
         raise ConfigError(names[error.field], error.value, _in_flags(error.fix, names)) from None
+
+
+def vocabulary_from(args: argparse.Namespace, padded: int) -> int:
+    """The rows of the vocabulary that engines have, of the model's ``padded`` ones. Raises ConfigError."""
+    rows = args.rl_vocab_size
+    if rows is None:
+        return padded
+    if not 0 < rows <= padded:
+        raise ConfigError("--rl-vocab-size", rows, f"must lie between 1 and the model's {padded} rows")
+    return int(rows)
 
 
 def temperature_from(args: argparse.Namespace) -> float:

@@ -9,16 +9,18 @@ changes nothing without the flag, and is refused where the flag would be ignored
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from
+from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from, vocabulary_from
 from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult
 from megatron_rlplugin.stream.rank_agreement import agree_on_step
 from megatron_rlplugin.stream.stock_schedule import part_size
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
+from megatron_rlplugin.weights.tensor_places import UNPADDED, chunks_of
 from orchestrator.api import ConfigError, PublishResult
 
 ForwardStep = Callable[..., Any]  # Megatron's: (data iterator, model chunk) -> (output, loss function)
@@ -33,10 +35,9 @@ class RLTraining:
         self.settings = settings_from(args)
         self.stream: GradientStream | None = None  # None without --rl-stream-training
         if self.settings.stream:
-            self.stream = GradientStream(self.model, optimizer)
-        elif any(chunk.config.finalize_model_grads_func is None for chunk in self.model):
-            fix = "must be set (megatron.core.distributed.finalize_model_grads), or gradients are never synchronised"
-            raise ConfigError("model.finalize_model_grads_func", None, fix)
+            self.stream = GradientStream(self.model, optimizer, elastic=True)
+        for core in chunks_of(self.model):
+            setattr(core, UNPADDED, vocabulary_from(args, core.vocab_size))
         self._relay = relay_from(args)
         self._publisher: WeightPublisher | None = None
 
@@ -46,22 +47,28 @@ class RLTraining:
         """One optimizer step on these micro-batches, streamed or in one call, and the loss functions' reports.
 
         ``forward_step_func`` returns losses as (SUM, denominator, report). A step whose gradient norm is not finite is
-        not taken. Every rank calls it; a replica may have fewer micro-batches than another with streaming only.
+        not taken. Every rank calls it; a replica may have fewer micro-batches than another with streaming only. With
+        virtual pipeline stages each replica has a multiple of the pipeline's stages. What the source or the forward step
+        raises drops the gradients of this rank's step and passes through.
         """
         sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         if self.stream is None:
             return self._stock_step(forward_step_func, list(micro_batches), sizes)
         reports: list[Any] = []
         self.stream.begin_step()
-        source = iter(micro_batches)  # may block: gradients of what has arrived are taken meanwhile
-        while part := list(islice(source, part_size(self.model))):
+        try:
+            source = iter(micro_batches)  # may block: gradients of what has arrived are taken meanwhile
+            while part := list(islice(source, part_size(self.model))):
+                if self.stream.state == "offloaded":
+                    self.stream.reload()
+                reports += self.stream.feed(forward_step_func, self._data(part), num_microbatches=len(part), **sizes)
+                if self.settings.grad_offload:
+                    self.stream.offload()
             if self.stream.state == "offloaded":
                 self.stream.reload()
-            reports += self.stream.feed(forward_step_func, iter(part), num_microbatches=len(part), **sizes)
-            if self.settings.grad_offload:
-                self.stream.offload()
-        if self.stream.state == "offloaded":
-            self.stream.reload()
+        except BaseException:
+            self.stream.abandon_step()  # the next step begins anew
+            raise
         return self.stream.finish_step(), reports
 
     def publish(self, version: int) -> PublishResult:
@@ -82,9 +89,19 @@ class RLTraining:
             self._publisher.close()
             self._publisher = None
 
+    def _data(self, micro_batches: list[Any]) -> Any:
+        """As Megatron's schedules want it: an iterator, or one per virtual stage."""
+        if len(self.model) == 1:
+            return iter(micro_batches)
+        if len(micro_batches) % part_size(self.model):
+            fix = f"must be a multiple of the {part_size(self.model)} pipeline stages, which are interleaved"
+            raise ConfigError("micro_batches", len(micro_batches), fix)
+        return [iter(micro_batches) for _ in self.model]
+
     def _stock_step(
         self, forward_step_func: ForwardStep, micro_batches: list[Any], sizes: dict[str, int]
     ) -> tuple[OptimizerStepResult, list[Any]]:
+        from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not micro_batches:
@@ -93,15 +110,18 @@ class RLTraining:
         counted: list[float] = []
         for chunk in self.model:
             chunk.zero_grad_buffer()
+            if chunk.config.finalize_model_grads_func is None:  # Megatron-LM sets it where its own train() begins
+                chunk.config.finalize_model_grads_func = finalize_model_grads
         self.optimizer.zero_grad()
-        reports = get_forward_backward_func()(
-            forward_step_func=_counting(forward_step_func, counted),
-            data_iterator=iter(micro_batches),
-            model=self.model if len(self.model) > 1 else self.model[0],
-            num_microbatches=len(micro_batches),
-            forward_only=False,
-            **sizes,
-        )
+        with _without_nan_check(self.model):
+            reports = get_forward_backward_func()(
+                forward_step_func=_counting(forward_step_func, counted),
+                data_iterator=self._data(micro_batches),
+                model=self.model if len(self.model) > 1 else self.model[0],
+                num_microbatches=len(micro_batches),
+                forward_only=False,
+                **sizes,
+            )
         total = agree_on_step(math.fsum(counted), None, interrupted=False, finite=True).denominator
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
@@ -152,6 +172,20 @@ def install(args: argparse.Namespace) -> bool:
 
     REGISTER.apply("stream_training")
     return True
+
+
+@contextlib.contextmanager
+def _without_nan_check(chunks: Sequence[Any]) -> Iterator[None]:
+    """Megatron's check raises on the rank that has the NaN while the others wait for it; the norm is checked on all."""
+    configs = [chunk.ddp_config for chunk in chunks]
+    before = [config.check_for_nan_in_grad for config in configs]
+    try:
+        for config in configs:
+            config.check_for_nan_in_grad = False
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config.check_for_nan_in_grad = value
 
 
 def _counting(forward_step_func: ForwardStep, counted: list[float]) -> ForwardStep:

@@ -10,10 +10,12 @@ Layers are Transformer Engine's where it is installed and there is CUDA, else Me
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from megatron_rlplugin.megatron_options import make_config
 from megatron_rlplugin.model_families import ModelShape, read_config, read_shape
 from megatron_rlplugin.parallel_layout import ParallelLayout, device
 from orchestrator.api import ConfigError
@@ -35,8 +37,13 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def transformer_config(shape: ModelShape, dtype: torch.dtype, layout: ParallelLayout) -> Any:
-    """Megatron's config of this shape. Losses are sums: the divisor arrives with the finalizer (per-token loss)."""
+def transformer_config(
+    shape: ModelShape, dtype: torch.dtype, layout: ParallelLayout, options: Mapping[str, Any] | None = None
+) -> Any:
+    """Megatron's config of this shape. Losses are sums: the divisor arrives with the finalizer (per-token loss).
+
+    ``options``: fields of ``TransformerConfig`` that a user set (:mod:`megatron_rlplugin.megatron_options`).
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     mixture: dict[str, Any] = {}
@@ -54,7 +61,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, layout: ParallelLa
         }
     if layout.virtual is not None:  # without overlap the interleaved schedule needs another order of sends
         mixture |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    return TransformerConfig(
+    ours: dict[str, Any] = dict(
         num_layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.intermediate_size,
@@ -96,6 +103,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, layout: ParallelLa
         **{_graph_field(): []},  # the default is a spelling that Megatron warns about
         **mixture,
     )
+    return make_config(TransformerConfig, ours, options or {})
 
 
 def _graph_field() -> str:
@@ -116,14 +124,20 @@ def uses_transformer_engine() -> bool:
 
 
 def build_model(
-    shape: ModelShape, dtype: str, layout: ParallelLayout | None = None, *, parallel_output: bool = True
+    shape: ModelShape,
+    dtype: str,
+    layout: ParallelLayout | None = None,
+    *,
+    parallel_output: bool = True,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """This rank's model chunks (one, or ``layout.virtual``): the stock ``GPTModel``, or (bfloat16) it in Megatron's
     ``Float16Module``. Needs :func:`initialize_parallel` with the same layout.
 
     The last stage's logits are ``[batch, length, vocabulary / TP]``, this rank's part, for the vocabulary-parallel
     objective; without ``parallel_output`` every tensor-parallel rank gives all of them. (``unwrap(chunk).parallel_output``
-    says which.) With sequence parallelism ``length`` must be a multiple of TP.
+    says which.) With sequence parallelism ``length`` must be a multiple of TP. ``options``: fields of
+    ``TransformerConfig`` that a user set.
     """
     layout = layout or ParallelLayout()
     if dtype not in DTYPES:
@@ -133,7 +147,7 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    config = transformer_config(shape, DTYPES[dtype], layout)
+    config = transformer_config(shape, DTYPES[dtype], layout, options)
     chunks = []
     for stage in range(layout.virtual) if layout.virtual else [None]:
         where = {"ignore_virtual": False, "vp_stage": stage}
@@ -224,12 +238,15 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-_masks: dict[int, torch.Tensor] = {}
+_mask: list[torch.Tensor] = []  # the widest so far; narrower ones are its corner
 
 
-def causal_mask(length: int) -> torch.Tensor:
-    """``[1, 1, length, length]``, True where attention is forbidden. Kept: a run sees few lengths."""
-    if length not in _masks:
+def causal_mask(length: int) -> torch.Tensor | None:
+    """``[1, 1, length, length]``, True where attention is forbidden; None where Transformer Engine's kernels mask by
+    themselves. One mask is kept, of the widest row seen: ``length`` squared bytes."""
+    if uses_transformer_engine():
+        return None
+    if not _mask or _mask[0].shape[-1] < length:
         ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=device())
-        _masks[length] = torch.triu(ones, diagonal=1)
-    return _masks[length]
+        _mask[:] = [torch.triu(ones, diagonal=1)]
+    return _mask[0][:, :, :length, :length]

@@ -6,9 +6,11 @@ once a process, the same layout again changes nothing.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -74,9 +76,14 @@ _joined: list[tuple[ParallelLayout, int]] = []  # the layout and world size of t
 
 
 def initialize_parallel(
-    layout: ParallelLayout | None = None, rank: int = 0, world_size: int = 1, init_method: str = ""
+    layout: ParallelLayout | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    init_method: str = "",
+    timeout: float | None = None,
 ) -> None:
     """Join torch.distributed and make Megatron's groups. Once a process; the same layout again changes nothing.
+    ``timeout``: seconds that a rank waits for another in one collective; None: torch's default (NCCL: 10 minutes).
 
     A single rank rendezvouses with itself in memory, so it needs no port. More need ``init_method`` (``tcp://``).
     """
@@ -103,7 +110,8 @@ def initialize_parallel(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+            limit = None if timeout is None else timedelta(seconds=timeout)
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -111,6 +119,7 @@ def initialize_parallel(
         expert_model_parallel_size=layout.expert,
         context_parallel_size=layout.context,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=30 if timeout is None else max(1, math.ceil(timeout / 60)),
     )
     _joined[:] = [(layout, world_size)]
     if torch.cuda.is_available():

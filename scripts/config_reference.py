@@ -189,7 +189,7 @@ def _type(annotation: Any) -> str:
     if origin is typing.Annotated:
         return _type(parts[0])
     if origin is dict:
-        return f"table of {_type(parts[1])}"
+        return "table" if parts[1] is Any else f"table of {_type(parts[1])}"
     if origin in (tuple, list):
         return f"list of {_type(parts[0])}"
     if parts:  # a union

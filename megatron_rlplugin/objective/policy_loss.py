@@ -56,7 +56,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rlplugin.objective.vocab_logprobs import logprobs_and_entropy
+from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs_and_entropy
 from orchestrator.api import VersionSpans
 from orchestrator.policies.training.objective_table import OBJECTIVES, LossMean
 from orchestrator.settings.trainer_settings import TrainerSettings
@@ -290,7 +290,11 @@ def clipped_surrogate(
 
 
 def policy_loss(
-    logits_TV: Tensor, tokens: Tokens, coefficients: Coefficients, temperature: float = 1.0, group: Any = None
+    logits_TV: Tensor | OutputRows,
+    tokens: Tokens,
+    coefficients: Coefficients,
+    temperature: float = 1.0,
+    group: Any = None,
 ) -> tuple[Tensor, Totals]:
     """The SUM of the loss over a micro-batch, to be divided by the sum of the denominators, and its diagnostics.
 

@@ -1,9 +1,11 @@
-"""Log-probs and entropy of softmax(logits / temperature) when the vocabulary may be split over tensor-parallel ranks.
+"""Log-probs and entropy of softmax(logits / temperature), where the vocabulary may be split over tensor-parallel ranks and
+the logits need never exist as a whole.
 
 Guarantees: arithmetic is fp32 whatever the dtype of the logits (float64 stays float64); the result is the same on every
-rank of the group; each rank's gradient is that of its own columns, without communication in the backward. For the backward
-nothing of the size of the vocabulary is kept but the logits themselves, in their own dtype: the probabilities are computed
-again from them and the normaliser.
+rank of the group; each rank's gradient is that of its own columns, without communication in the backward. Rows are worked
+on a chunk at a time (:data:`CHUNK_BYTES`), forward and again in the backward, where the probabilities are computed anew from
+the normaliser: with :class:`OutputRows`, nothing of the size of tokens x vocabulary is ever there, and memory beyond the
+hidden states and the gradient of the output weight is that of a chunk, whatever the length of the row.
 
 Shapes: ``logits_TV`` is [T, V / ranks], rank r holding the columns r * V / ranks and on, as Megatron's
 ``ColumnParallelLinear`` leaves them; ``targets_T`` are indices into the whole vocabulary. ``group`` None or of one rank: V.
@@ -11,21 +13,38 @@ Shapes: ``logits_TV`` is [T, V / ranks], rank r holding the columns r * V / rank
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CHUNK_BYTES = 128 << 20  # of a chunk's logits in fp32; some five tensors of this size live at once
 
-def logprobs(logits_TV: Tensor, targets_T: Tensor, temperature: float = 1.0, *, group: Any = None) -> Tensor:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputRows:
+    """Logits before they are computed: ``hidden_TH @ weight_VH.T``, with this rank's rows of the output layer's weight.
+
+    Under tensor parallelism each rank gives a part of the hidden states' gradient; who made them adds the parts up.
+    """
+
+    hidden_TH: Tensor
+    weight_VH: Tensor
+
+
+def logprobs(
+    logits_TV: Tensor | OutputRows, targets_T: Tensor, temperature: float = 1.0, *, group: Any = None
+) -> Tensor:
     """Log-prob of each target, [T]."""
-    logp_T, _ = _VocabSoftmax.apply(logits_TV, targets_T, temperature, group, False, False)
+    logp_T, _ = _VocabSoftmax.apply(*_factors(logits_TV), targets_T, temperature, group, False, False)
     return logp_T
 
 
 def logprobs_and_entropy(
-    logits_TV: Tensor,
+    logits_TV: Tensor | OutputRows,
     targets_T: Tensor,
     temperature: float = 1.0,
     *,
@@ -33,8 +52,13 @@ def logprobs_and_entropy(
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of each distribution), [T] both. Entropy has a gradient only when asked to."""
-    logp_T, entropy_T = _VocabSoftmax.apply(logits_TV, targets_T, temperature, group, True, entropy_gradient)
+    logp_T, entropy_T = _VocabSoftmax.apply(*_factors(logits_TV), targets_T, temperature, group, True, entropy_gradient)
     return logp_T, entropy_T
+
+
+def _factors(logits_TV: Tensor | OutputRows) -> tuple[Tensor, Tensor | None]:
+    """(rows, weight): the logits are the rows, or their product with the weight."""
+    return (logits_TV.hidden_TH, logits_TV.weight_VH) if isinstance(logits_TV, OutputRows) else (logits_TV, None)
 
 
 class _VocabSoftmax(torch.autograd.Function):  # type: ignore[misc]  # torch is not type-checked here
@@ -43,7 +67,8 @@ class _VocabSoftmax(torch.autograd.Function):  # type: ignore[misc]  # torch is 
     @staticmethod
     def forward(
         ctx: Any,
-        logits_TV: Tensor,
+        rows_TX: Tensor,
+        weight_VX: Tensor | None,
         targets_T: Tensor,
         temperature: float,
         group: Any,
@@ -51,27 +76,37 @@ class _VocabSoftmax(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         split = group is not None and dist.get_world_size(group) > 1
-        columns = logits_TV.shape[-1]
-        largest_T = logits_TV.amax(-1)
-        if split:
-            dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
-        x_TV = _shifted(logits_TV, largest_T, temperature)
+        columns = (rows_TX if weight_VX is None else weight_VX.T).shape[-1]
         local_T = targets_T - (dist.get_rank(group) * columns if split else 0)
         here_T = (local_T >= 0) & (local_T < columns)
         local_T = local_T.clamp(0, columns - 1)
-        chosen_T = x_TV.gather(-1, local_T.unsqueeze(-1)).squeeze(-1) * here_T
-        e_TV = x_TV.exp()
-        sums = [e_TV.sum(-1), chosen_T]
-        if entropy:
-            sums.append(e_TV.mul_(x_TV).sum(-1))
-        sums_3T = torch.stack(sums)
-        if split:
+        parts = []
+        for chunk in _chunks(len(rows_TX), columns):
+            logits_CV = _logits(rows_TX[chunk], weight_VX)
+            largest_C = logits_CV.amax(-1)
+            x_CV = _shifted(logits_CV, largest_C, temperature)
+            chosen_C = x_CV.gather(-1, local_T[chunk].unsqueeze(-1)).squeeze(-1) * here_T[chunk]
+            e_CV = x_CV.exp()
+            weighted_C = (x_CV.mul_(e_CV) if entropy else e_CV[:, :0]).sum(-1)
+            parts.append(torch.stack([largest_C.to(x_CV.dtype), e_CV.sum(-1), chosen_C, weighted_C]))
+        local_4T = torch.cat(parts, -1)
+        largest_T, sums_3T = local_4T[0], local_4T[1:]
+        if split:  # sums of each rank are to its own maximum
+            own_T = largest_T.clone()
+            largest_T = largest_T.clone()
+            dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
+            below_T = (largest_T - own_T) / temperature
+            sum_T, chosen_T, weighted_T = sums_3T
+            scale_T = (-below_T).exp()
+            sums_3T = torch.stack(
+                [sum_T * scale_T, (chosen_T - below_T) * here_T, (weighted_T - below_T * sum_T) * scale_T]
+            )
             dist.all_reduce(sums_3T, group=group)
         log_z_T = sums_3T[0].log()
         logp_T = sums_3T[1] - log_z_T
         entropy_T = log_z_T - sums_3T[2] / sums_3T[0] if entropy else torch.zeros_like(logp_T)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
-        ctx.save_for_backward(logits_TV, local_T, here_T, largest_T, log_z_T, entropy_T)
+        ctx.save_for_backward(rows_TX, weight_VX, local_T, here_T, largest_T, log_z_T, entropy_T)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
@@ -79,19 +114,49 @@ class _VocabSoftmax(torch.autograd.Function):  # type: ignore[misc]  # torch is 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_logp_T, grad_entropy_T = gradients
-        logits_TV, local_T, here_T, largest_T, log_z_T, entropy_T = ctx.saved_tensors
-        logp_TV = _shifted(logits_TV, largest_T, ctx.temperature).sub_(log_z_T.unsqueeze(-1))
-        p_TV = logp_TV.exp()
-        # d logp_t / dx = onehot - p;  d H / dx = -p (log p + H)
-        if ctx.entropy_gradient:
-            outer_TV = logp_TV.add_(entropy_T.unsqueeze(-1)).mul_(grad_entropy_T.unsqueeze(-1))
-            grad_TV = outer_TV.add_(grad_logp_T.unsqueeze(-1)).mul_(p_TV).neg_()
-        else:
-            grad_TV = p_TV.mul_(-grad_logp_T.unsqueeze(-1))
-        grad_TV.scatter_add_(-1, local_T.unsqueeze(-1), (grad_logp_T * here_T).unsqueeze(-1))
-        if ctx.temperature != 1.0:
-            grad_TV /= ctx.temperature
-        return grad_TV.to(logits_TV.dtype), None, None, None, None, None
+        rows_TX, weight_VX, local_T, here_T, largest_T, log_z_T, entropy_T = ctx.saved_tensors
+        chunks = list(_chunks(len(rows_TX), (rows_TX if weight_VX is None else weight_VX.T).shape[-1]))
+        by_rows_TX = torch.empty_like(rows_TX)
+        by_weight_VX: Tensor | None = None
+        for chunk in chunks:
+            logits_CV = _logits(rows_TX[chunk], weight_VX)
+            logp_CV = _shifted(logits_CV, largest_T[chunk], ctx.temperature).sub_(log_z_T[chunk].unsqueeze(-1))
+            p_CV, grad_logp_C = logp_CV.exp(), grad_logp_T[chunk]
+            # d logp_t / dx = onehot - p;  d H / dx = -p (log p + H)
+            if ctx.entropy_gradient:
+                outer_CV = logp_CV.add_(entropy_T[chunk].unsqueeze(-1)).mul_(grad_entropy_T[chunk].unsqueeze(-1))
+                grad_CV = outer_CV.add_(grad_logp_C.unsqueeze(-1)).mul_(p_CV).neg_()
+            else:
+                grad_CV = p_CV.mul_(-grad_logp_C.unsqueeze(-1))
+            grad_CV.scatter_add_(-1, local_T[chunk].unsqueeze(-1), (grad_logp_C * here_T[chunk]).unsqueeze(-1))
+            if ctx.temperature != 1.0:
+                grad_CV /= ctx.temperature
+            grad_CV = grad_CV.to(logits_CV.dtype)
+            if weight_VX is None:
+                by_rows_TX[chunk] = grad_CV
+                continue
+            by_rows_TX[chunk] = grad_CV @ weight_VX
+            if ctx.needs_input_grad[1]:
+                added_VX = grad_CV.T @ rows_TX[chunk]
+                if by_weight_VX is None:
+                    by_weight_VX = added_VX if len(chunks) == 1 else added_VX.to(log_z_T.dtype)
+                else:  # summed in fp32: bf16 sums of many chunks lose digits
+                    by_weight_VX += added_VX
+        if by_weight_VX is not None:
+            by_weight_VX = by_weight_VX.to(rows_TX.dtype)
+        return by_rows_TX, by_weight_VX, None, None, None, None, None
+
+
+def _chunks(rows: int, columns: int) -> Iterator[slice]:
+    """``rows`` in chunks of nearly equal size; one that is empty, when there are none."""
+    count = max(-(-rows * columns * 4 // CHUNK_BYTES), 1)
+    size = max(-(-rows // count), 1)
+    for start in range(0, max(rows, 1), size):
+        yield slice(start, min(start + size, rows))
+
+
+def _logits(rows_CX: Tensor, weight_VX: Tensor | None) -> Tensor:
+    return rows_CX if weight_VX is None else torch.nn.functional.linear(rows_CX, weight_VX)
 
 
 def _shifted(logits_TV: Tensor, largest_T: Tensor, temperature: float) -> Tensor:

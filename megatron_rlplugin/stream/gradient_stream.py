@@ -222,6 +222,7 @@ class GradientStream:
             "grad_sync_func": None,
             "param_sync_func": None,
             "calculate_per_token_loss": True,  # the SUM goes into backward as it is
+            "barrier_with_L1_time": False,  # of Megatron's timers, over all replicas
         }
         configs = list({id(chunk.config): chunk.config for chunk in self.model}.values())
         saved = [(config, {name: getattr(config, name) for name in patch}) for config in configs]

@@ -66,6 +66,10 @@ def _check_ddp(ddp: Any) -> None:
     }.items():
         if getattr(ddp, name, False):
             raise ConfigError(f"ddp.{name}", True, f"must be off: {why}")
+    instances = getattr(ddp, "num_distributed_optimizer_instances", 1)
+    if instances > 1 and ddp.overlap_grad_reduce:
+        fix = "must be 1 with overlap_grad_reduce: the end of the step would reduce between the instances twice"
+        raise ConfigError("ddp.num_distributed_optimizer_instances", instances, fix)
 
 
 def _check_config(config: Any, elastic: bool) -> None:
@@ -88,6 +92,10 @@ def _check_config(config: Any, elastic: bool) -> None:
     if elastic and experts and "global_aux_loss" in kinds:
         fix = "must be another one: it reduces over all replicas in every forward, so none can train alone"
         raise ConfigError("model.moe_router_load_balancing_type", balancing, fix)
+    recipe = getattr(config, "fp8_recipe", None)
+    if elastic and getattr(config, "fp8", None) and str(recipe).endswith("delayed"):
+        fix = "must be another one: its scales are reduced over all replicas in every forward, so none can train alone"
+        raise ConfigError("model.fp8_recipe", recipe, fix)
     if not config.calculate_per_token_loss:
         coefficient = getattr(config, "moe_aux_loss_coeff", 0.0) or 0.0
         used = any(coefficient) if isinstance(coefficient, list) else bool(coefficient)

@@ -59,7 +59,7 @@ class Experience:
 
     def keep_reference(self) -> None:
         """The present weights are the reference from here on, if one is asked for."""
-        self.reference = self._policy.snapshot(host=True) if self._settings.keeps_reference else None
+        self.reference = self._policy.snapshot() if self._settings.keeps_reference else None
 
     def rows(
         self, samples: Sequence[TrainSample], version: int

@@ -17,18 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
-from megatron_rlplugin.objective.vocab_logprobs import logprobs
+from megatron_rlplugin.megatron_options import MegatronOptions, make_config, sort_options
+from megatron_rlplugin.model import DTYPES, build_model, causal_mask, check_layout, read_shape, transformer_config
+from megatron_rlplugin.objective.deferred_output import defer_output_layer, keeps_dtype, output_rows
+from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import ParallelLayout, device, initialize_parallel
 from megatron_rlplugin.stream.gradient_stream import GradientStream
 from megatron_rlplugin.trainer.micro_batches import MicroBatch
 from megatron_rlplugin.trainer.row_packing import block_causal_mask, packed_seq_params, takes_boundaries
 from megatron_rlplugin.weights import hf_bridge
 from orchestrator.api import ConfigError
-from orchestrator.settings.trainer_settings import TrainerSettings
+from orchestrator.settings.trainer_settings import TrainerSection, TrainerSettings
 
-# A loss: output at the policy's tokens -> (SUM, what is reported of it). Its divisor is the micro-batch's denominator.
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
+# A loss: output at the policy's tokens (OutputRows; a critic's are values) -> (SUM, what is reported of it). Its divisor is
+# the micro-batch's denominator.
+LossFunction = Callable[[Any, MicroBatch], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Rendezvous:
     rank: int = 0
     world_size: int = 1
     init_method: str = ""
+    timeout: float = 7200.0  # seconds that a rank waits in one collective before it gives up
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,9 @@ class LearnerUpdate:
 class Learner:
     """Model, optimizer and schedule of one Hugging Face folder.
 
-    ``prepare`` is called with the loaded model chunks, before Megatron's DDP takes their parameters; ``learning_rate``
-    replaces the settings' (their final one in proportion). Both are for a critic.
+    ``options``: what the user set of Megatron's own. ``prepare`` is called with the loaded model chunks, before Megatron's
+    DDP takes their parameters; ``learning_rate`` replaces the settings' (their final one in proportion). Both are for a
+    critic; without ``prepare`` losses get :class:`OutputRows` instead of logits.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Learner:
         dtype: str,
         ranks: Rendezvous | None = None,
         *,
+        options: MegatronOptions | None = None,
         prepare: Callable[[list[Any]], None] | None = None,
         learning_rate: float | None = None,
     ) -> None:
@@ -75,16 +81,17 @@ class Learner:
         self.dtype = dtype
         self.folder = folder
         self.shape = read_shape(folder)
+        self.options = options or MegatronOptions()
         ranks = ranks or Rendezvous()
-        self.layout = layout_of(settings, self.shape)
+        self.layout = layout_of(settings, self.shape, self.options)
         if self.layout.data_parallel_size(ranks.world_size) != settings.data_parallel:
             ask = settings.tensor_parallel * settings.pipeline_parallel * settings.data_parallel
             raise ConfigError("world_size", ranks.world_size, f"must be tensor * pipeline * data parallel = {ask}")
-        initialize_parallel(self.layout, ranks.rank, ranks.world_size, ranks.init_method)
-        modules = build_model(self.shape, dtype, self.layout)
+        initialize_parallel(self.layout, ranks.rank, ranks.world_size, ranks.init_method, ranks.timeout)
+        modules = build_model(self.shape, dtype, self.layout, options=self.options.transformer)
         hf_bridge.load_hf(modules, folder)
-        if prepare is not None:
-            prepare(modules)
+        self._deferred = prepare is None
+        (prepare or defer_output_layer)(modules)
         self.config = modules[0].config
         self.chunks = [self._wrapped(module) for module in modules]
         self._thd = takes_boundaries(modules[0])
@@ -118,13 +125,14 @@ class Learner:
 
         module.train()
         config = module.config
-        options = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,  # sums in bf16 would depend on the order of the micro-batches in the second digit
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=self.layout.distributed_optimizer,
-        )
+        ours = {
+            "grad_reduce_in_fp32": True,  # sums in bf16 would depend on the order of the micro-batches in the second digit
+            "overlap_grad_reduce": False,
+            "use_distributed_optimizer": self.layout.distributed_optimizer,
+        }
+        ddp_config = make_config(DistributedDataParallelConfig, ours, self.options.ddp)
         config.finalize_model_grads_func = finalize_model_grads
-        return DistributedDataParallel(config, options, module)
+        return DistributedDataParallel(config, ddp_config, module)
 
     def reset_optimizer(self) -> None:
         """Fresh optimizer state and a schedule at its start, over the present weights."""
@@ -135,21 +143,20 @@ class Learner:
         final = rate
         if settings.final_learning_rate is not None:
             final = settings.final_learning_rate * (rate / settings.learning_rate)
+        ours = {
+            "optimizer": "adam",
+            "lr": rate,
+            "min_lr": final,
+            "weight_decay": settings.weight_decay,
+            "adam_beta1": settings.adam_beta1,
+            "adam_beta2": settings.adam_beta2,
+            "clip_grad": settings.clip_grad,
+            "bf16": self.config.bf16,
+            "params_dtype": DTYPES[self.dtype],
+            "use_distributed_optimizer": self.layout.distributed_optimizer,
+        }
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=rate,
-                min_lr=final,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.adam_beta1,
-                adam_beta2=settings.adam_beta2,
-                clip_grad=settings.clip_grad,
-                bf16=self.config.bf16,
-                params_dtype=DTYPES[self.dtype],
-                use_distributed_optimizer=self.layout.distributed_optimizer,
-            ),
-            self.chunks,
-            use_gloo_process_groups=False,
+            make_config(OptimizerConfig, ours, self.options.optimizer), self.chunks, use_gloo_process_groups=False
         )
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -185,7 +192,10 @@ class Learner:
             return
         if self.stream.state == "offloaded":
             self.stream.reload()
-        self._reports += self.stream.feed(_forward_step(loss, self._thd), **self._schedule(batches))
+        filled = self._filled(batches)
+        self._reports += self.stream.feed(_forward_step(loss, self._thd, self._deferred), **self._schedule(filled))[
+            : len(batches)
+        ]
 
     def offload(self) -> None:
         """Gradients to host memory until the next feed or the end of the step."""
@@ -235,9 +245,9 @@ class Learner:
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the policy's tokens under the present weights, one tensor a micro-batch; [] but on the last stage."""
 
-        def report(logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        def report(logits_TV: Tensor | OutputRows, batch: MicroBatch) -> tuple[Tensor, Tensor]:
             logp_T = logprobs(logits_TV, batch.tokens.targets_T, temperature, group=self.tensor_group)
-            return logits_TV.new_zeros(()), logp_T
+            return logp_T.new_zeros(()), logp_T
 
         return self.forward_only(batches, report)
 
@@ -249,29 +259,44 @@ class Learner:
             return []
         with torch.no_grad():
             run = get_forward_backward_func()
-            step = _forward_step(report, self._thd)
-            return list(run(forward_step_func=step, model=self.chunks, forward_only=True, **self._schedule(batches)))
+            step, filled = _forward_step(report, self._thd, self._deferred), self._filled(batches)
+            answers = run(forward_step_func=step, model=self.chunks, forward_only=True, **self._schedule(filled))
+            return list(answers)[: len(batches)]
 
-    def snapshot(self, *, host: bool = False) -> list[Tensor]:
-        """A copy of the present weights; ``host``: in host memory."""
+    def snapshot(self, into: list[Tensor] | None = None) -> list[Tensor]:
+        """A copy of the present weights in host memory (pinned where there is CUDA): none of it on the device.
+
+        ``into``: an earlier snapshot whose memory is used again, since pinning memory takes longer than a copy.
+        """
+        pinned = torch.cuda.is_available()
+        if into is None:
+            into = [torch.empty_like(weight, device="cpu", pin_memory=pinned) for weight in self.parameters()]
         with torch.no_grad():
-            weights = (parameter.detach() for parameter in self.parameters())
-            return [value.to("cpu", copy=True) if host else value.clone() for value in weights]
+            for copy, weight in zip(into, self.parameters(), strict=True):
+                copy.copy_(weight)
+        return into
 
     @contextlib.contextmanager
     def swapped_weights(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """The model with other weights (a snapshot's) for a while; the present ones come back bit for bit."""
-        present = self.snapshot()
-        self._set_weights(weights)
+        """The model with other weights (a snapshot's) for a while; the present ones come back bit for bit. Meanwhile
+        ``weights`` holds the present ones: on the device there is one tensor more than without."""
+        self._exchange_weights(weights)
         try:
             yield
         finally:
-            self._set_weights(present)
+            self._exchange_weights(weights)
 
-    def _set_weights(self, weights: Sequence[Tensor]) -> None:
+    def _exchange_weights(self, weights: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for parameter, value in zip(self.parameters(), weights, strict=True):
+                present = parameter.detach().clone()
                 parameter.copy_(value)
+                value.copy_(present)
+
+    def _filled(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """With copies that weigh nothing, as many as Megatron's interleaved schedule wants: a multiple of the stages."""
+        missing = -len(batches) % self.layout.pipeline if self.layout.virtual else 0
+        return [*batches, *[batches[-1].idle_copy()] * missing]
 
     def _schedule(self, batches: Sequence[MicroBatch]) -> dict[str, Any]:
         iterators = [iter(batches) for _ in self.chunks]
@@ -283,37 +308,57 @@ class Learner:
         }
 
 
-def layout_of(settings: TrainerSettings, shape: Any) -> ParallelLayout:
+def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
+    """Refuse what cannot be built, before a rank is started: options, layout, and how both fit the model of ``folder``
+    ("": a model that the run makes, of which only the options are checked). Raises ConfigError."""
+    options = sort_options(settings.megatron)
+    if not folder:
+        return
+    shape = read_shape(folder)
+    layout = layout_of(settings, shape, options)
+    check_layout(shape, layout)
+    transformer_config(shape, DTYPES[dtype], layout, options.transformer)
+
+
+def layout_of(settings: TrainerSettings, shape: Any, options: MegatronOptions | None = None) -> ParallelLayout:
     """The layout that the settings ask for. Megatron wants sequence parallelism for experts under tensor parallelism."""
+    options = options or MegatronOptions()
+    sequence = options.sequence_parallel
+    if sequence is None:
+        sequence = settings.tensor_parallel > 1 and bool(getattr(shape, "num_experts", None))
     return ParallelLayout(
         tensor=settings.tensor_parallel,
         pipeline=settings.pipeline_parallel,
         expert=settings.expert_parallel,
-        sequence=settings.tensor_parallel > 1 and bool(getattr(shape, "num_experts", None)),
+        virtual=options.virtual_pipeline,
+        sequence=sequence,
         distributed_optimizer=settings.distributed_optimizer,
     )
 
 
 def _forward_step(
-    loss: LossFunction, thd: bool
+    loss: LossFunction, thd: bool, deferred: bool
 ) -> Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Callable[..., Any]]]:
     """Megatron's forward-step function: model output, and the function that turns it into (SUM, divisor, report)."""
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
         width = batch.inputs_BS.shape[1]
+        more: dict[str, Any] = keeps_dtype(model) if deferred else {}
         if not batch.packed:
-            output_BSV = model(batch.inputs_BS, batch.positions_BS, causal_mask(width))
+            mask = causal_mask(width)
         elif thd:
-            parameters = packed_seq_params(batch.packed, width)
-            output_BSV = model(batch.inputs_BS, batch.positions_BS, None, packed_seq_params=parameters)
+            mask = None
+            more["packed_seq_params"] = packed_seq_params(batch.packed, width)
         else:
-            output_BSV = model(batch.inputs_BS, batch.positions_BS, block_causal_mask(batch.packed, width))
+            mask = block_causal_mask(batch.packed, width)
+        output_BSX = model(batch.inputs_BS, batch.positions_BS, mask, **more)
 
-        def loss_function(output_BSV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            total, report = loss(batch.select(output_BSV), batch)
+        def loss_function(output_BSX: Tensor) -> tuple[Tensor, Tensor, Any]:
+            output_TX = batch.select(output_BSX)
+            total, report = loss(output_rows(model, output_TX) if deferred else output_TX, batch)
             return total, torch.tensor(batch.tokens.denominator, dtype=torch.int, device=total.device), report
 
-        return output_BSV, loss_function
+        return output_BSX, loss_function
 
     return forward_step

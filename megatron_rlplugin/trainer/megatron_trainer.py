@@ -12,7 +12,7 @@ Guarantees
   so the ratio is exactly 1 and no second forward pass is made.
 * The log-prob gap compares trainer and rollout on tokens that the SAME version made: all those of the present version,
   and, since an asynchronous batch has few of them, those of the previous one in ``logprob_gap_samples`` trajectories
-  (which costs a copy of the weights; 0 switches it off).
+  (which costs a copy of the weights in host memory; 0 switches it off).
 * ``load`` after ``save`` continues bit-identically. RL begins with fresh optimizer state and schedule after a warm-up; the
   weights it begins with are the reference of the KL, and stay so over checkpoints.
 
@@ -40,10 +40,11 @@ from torch import Tensor
 
 from megatron_rlplugin import cpu
 from megatron_rlplugin.hookpoints import engine_status, require_megatron
+from megatron_rlplugin.megatron_options import sort_options
 from megatron_rlplugin.objective.advantages import group_counts
 from megatron_rlplugin.objective.critic import install_value_head
 from megatron_rlplugin.objective.policy_loss import Totals, kl_estimate
-from megatron_rlplugin.objective.vocab_logprobs import logprobs
+from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.stream.batch_feeder import BatchFeeder
 from megatron_rlplugin.trainer import trainer_checkpoint
@@ -116,8 +117,9 @@ class MegatronTrainer:
         torch.set_num_threads(settings_.threads)
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
-        ranks = Rendezvous(rank, world_size, init_method)
-        self._learner = Learner(model, settings_, total_steps, dtype, ranks)
+        ranks = Rendezvous(rank, world_size, init_method, settings_.collective_timeout)
+        options = sort_options(settings_.megatron)
+        self._learner = Learner(model, settings_, total_steps, dtype, ranks, options=options)
         self._critic: Learner | None = None
         if settings_.needs_critic:
             self._critic = Learner(
@@ -126,6 +128,7 @@ class MegatronTrainer:
                 total_steps,
                 dtype,
                 ranks,
+                options=options,
                 prepare=install_value_head,
                 learning_rate=settings_.value_rate,
             )
@@ -162,7 +165,7 @@ class MegatronTrainer:
         previous_gap = self._previous_gap(kept)
         reference_kl = self._reference_kl(kept)
         if self._settings.logprob_gap_samples:
-            self._previous = self._version, self._learner.snapshot()
+            self._previous = self._version, self._learner.snapshot(self._previous[1] if self._previous else None)
         trained = self._streamed(rest) if self._settings.stream else self._monolithic(batch.samples)
         self._step += 1
         self._version += 1
@@ -421,7 +424,7 @@ class MegatronTrainer:
         totals = self._replicas.sum_report(totals)
         return {"reference_kl": totals.reference_kl / max(totals.reference_tokens, 1.0)}
 
-    def _supervised_loss(self, logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, float]:
+    def _supervised_loss(self, logits_TV: OutputRows, batch: MicroBatch) -> tuple[Tensor, float]:
         group = self._learner.tensor_group
         logp_T = logprobs(logits_TV, batch.tokens.targets_T, group=group)
         loss = -(logp_T * batch.tokens.weights_T).sum()

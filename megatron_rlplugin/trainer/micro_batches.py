@@ -89,6 +89,11 @@ class MicroBatch:
     values_T: Tensor | None = None  # the critic's, at the step's start
     returns_T: Tensor | None = None  # what the critic is trained towards
 
+    def idle_copy(self) -> MicroBatch:
+        """The same to compute, weighing nothing in loss and denominator: where a schedule wants more micro-batches."""
+        tokens = replace(self.tokens, weights_T=torch.zeros_like(self.tokens.weights_T), denominator=0)
+        return replace(self, tokens=tokens)
+
     def select(self, logits_BSV: Tensor) -> Tensor:
         """The logits (or values) that predict the policy's tokens."""
         return logits_BSV.reshape(-1, logits_BSV.shape[-1]).index_select(0, self.at_T)

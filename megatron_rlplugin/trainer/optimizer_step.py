@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rlplugin.objective.critic import ValueTokens, ValueTotals, value_loss
 from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss, token_weights
+from megatron_rlplugin.objective.vocab_logprobs import OutputRows
 from megatron_rlplugin.trainer.experience import Experience
 from megatron_rlplugin.trainer.learner import Learner, LearnerUpdate, LossFunction
 from megatron_rlplugin.trainer.micro_batches import MicroBatch, MicroBatchLimits, TrainRow, micro_batch
@@ -130,7 +131,7 @@ class Stepper:
         batch = micro_batch(rows, members, self._limits, self._settings.loss_mean)
         return learner.gradient_is_finite(batch, loss)
 
-    def _policy_loss(self, logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, Totals]:
+    def _policy_loss(self, logits_TV: OutputRows, batch: MicroBatch) -> tuple[Tensor, Totals]:
         group = self._policy.tensor_group
         return policy_loss(logits_TV, batch.tokens, self._coefficients, self._temperature, group)
 

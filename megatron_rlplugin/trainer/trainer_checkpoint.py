@@ -153,7 +153,7 @@ def _state_of(learner: Learner) -> dict[str, Any]:
 
 
 def _critic_state(critic: Learner) -> dict[str, Any]:
-    return {**_state_of(critic), "weights": critic.snapshot(host=True)}
+    return {**_state_of(critic), "weights": critic.snapshot()}
 
 
 def _restore(learner: Learner, state: dict[str, Any]) -> None:

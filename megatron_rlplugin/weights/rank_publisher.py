@@ -87,13 +87,15 @@ class WeightPublisher:
         """The present weights as this version; the result is that of all ranks. See ``Publisher.publish_shards``."""
         plan = self._publisher.plan_next(self._policy)
         base = plan.base if plan.base != version else FULL  # the same version again: its relay lost it
-        results = []
-        if base != FULL:
-            results.append(self._publisher.publish_shards(version, self._shards(differences=True), base))
-        if base == FULL or plan.snapshot:
-            results.append(self._publisher.publish_shards(version, self._shards(differences=False)))
-        if self._policy.every:
-            self._keep()
+        results: list[PublishResult] = []
+        try:
+            if base != FULL:
+                results.append(self._publisher.publish_shards(version, self._shards(differences=True), base))
+            if base == FULL or plan.snapshot:
+                results.append(self._publisher.publish_shards(version, self._shards(differences=False)))
+        finally:
+            if self._policy.every and results:  # a snapshot that failed leaves a difference that readers have
+                self._keep()
         total, buckets = sum(item.bytes for item in results), sum(item.buckets for item in results)
         return PublishResult(version, total, buckets, sum(item.seconds for item in results), results[-1].content)
 

@@ -1,9 +1,10 @@
 """Where each Hugging Face tensor lives in the Megatron model chunks of this rank, in Hugging Face coordinates.
 
-Guarantees: :func:`tensor_pieces` yields every parameter of the chunks exactly once, cut into the Hugging Face tensors that it is
-made of; reading and writing move bits and cast only when the dtypes differ; a parameter without a place is a ConfigError
-that names it. Nothing is gathered: a rank speaks of what it holds. :func:`tensor_shapes` lists the whole model, so the pieces of
-the ranks of one replica cover each tensor of it exactly once per holder.
+Guarantees: :func:`tensor_pieces` yields every parameter of the chunks exactly once, cut into the Hugging Face tensors that it
+is made of; reading and writing move bits and cast only when the dtypes differ; a parameter without a place is a ConfigError
+that names it; rows that pad a vocabulary (:data:`UNPADDED`) are in no tensor. Nothing is gathered: a rank speaks of what it
+holds. :func:`tensor_shapes` lists the whole model, so the pieces of the ranks of one replica cover each tensor of it exactly
+once per holder.
 
 Tensor parallelism cuts rows (dim 0) or, behind a reduction, columns (dim 1); pipeline stages hold layers; expert
 parallelism holds whole experts. Megatron keeps q, k and v of one query group side by side,
@@ -25,6 +26,8 @@ from torch import Tensor
 from megatron_rlplugin.model import unwrap
 from orchestrator.api import ConfigError
 
+# An attribute of a GPTModel whose vocabulary is padded: the rows that the Hugging Face tensors have.
+UNPADDED = "unpadded_vocab_size"
 Window = Callable[
     [Tensor], Tensor
 ]  # a tensor shaped as the parameter -> the view of it that is one Hugging Face tensor
@@ -144,7 +147,9 @@ def tensor_pieces(model: Any) -> Iterator[TensorPiece]:
             place, layer, expert = _find(core, name)
             windows = place.windows(core.config)
             for source, window in zip(place.sources, windows, strict=True):
-                yield _piece(core, place, source.format(i=layer, e=expert), whole, parameter, window, expert)
+                piece = _piece(core, place, source.format(i=layer, e=expert), whole, parameter, window, expert)
+                if piece.start < piece.stop:  # else all of it is padding of the vocabulary
+                    yield piece
 
 
 def _piece(
@@ -168,6 +173,10 @@ def _piece(
         dim = -1
     elif dim >= 0:
         start, stop = (shape[dim] * part // size for part in (tensor.rank(), tensor.rank() + 1))
+    if place in (PLACES["embedding.word_embeddings.weight"], PLACES["output_layer.weight"]):
+        rows = parameter.shape[0]  # of this rank, padding at the vocabulary's end included
+        start, stop = (min(rows * part, shape[0]) for part in (tensor.rank(), tensor.rank() + 1))
+        window = _first_rows(stop - start)
     others = {"dp": data} if dim >= 0 or size == 1 else {"dp": data, "tp": tensor}
     if (
         place is TIED_OUTPUT
@@ -180,6 +189,10 @@ def _piece(
         index, count = index * group.size() + group.rank(), count * group.size()
     replicated = tuple(key for key, group in others.items() if group.size() > 1)
     return TensorPiece(name, shape, dim, start, stop, replicated, (index, count), is_expert, parameter, window)
+
+
+def _first_rows(count: int) -> Window:
+    return lambda value: value[:count]
 
 
 def _find(core: Any, name: str) -> tuple[TensorPlace, int, int]:
@@ -219,7 +232,8 @@ def tensor_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     rows = dict(
         zip("qkv", (n * head for n in (config.num_attention_heads, *[config.num_query_groups] * 2)), strict=True)
     )
-    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (core.vocab_size, hidden)}
+    vocabulary = getattr(core, UNPADDED, core.vocab_size)
+    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for index in range(config.num_layers):
         at = f"model.layers.{index}."
         table[f"{at}input_layernorm.weight"] = (hidden,)
@@ -239,7 +253,7 @@ def tensor_shapes(model: Any) -> dict[str, tuple[int, ...]]:
             table |= _swiglu(f"{at}mlp.", hidden, config.ffn_hidden_size)
     table["model.norm.weight"] = (hidden,)
     if not core.share_embeddings_and_output_weights:
-        table["lm_head.weight"] = (core.vocab_size, hidden)
+        table["lm_head.weight"] = (vocabulary, hidden)
     return table
 
 

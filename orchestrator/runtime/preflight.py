@@ -30,6 +30,7 @@ from orchestrator.tasks.game_memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 from orchestrator.transfer.redis_metadata import PASSWORD_FILE, RedisMetadata
 
+_TRAINER = "megatron_rlplugin.trainer.learner:check_trainer"
 _SHAPE = "megatron_rlplugin.model_families:read_shape"  # what the trainer computes; the engines compute more
 
 
@@ -49,6 +50,7 @@ def check(config: Config, task: Task) -> None:
         tested_versions.check_version(component)
     requirements.require_packages(config)
     _model(config, task)
+    _trainer(config)
     _function(config, task)
     _task(config, task)
     _environments(config, task)
@@ -134,6 +136,13 @@ def _model(config: Config, task: Task) -> None:
     if shape.vocab_size < len(task.vocabulary):
         fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its tokenizer"
         raise ConfigError("model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer)")
+
+
+def _trainer(config: Config) -> None:
+    trainer = config.trainer
+    sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.expert_parallel
+    if trainer.megatron or sizes > 1:  # what one rank of the defaults does is known
+        named_function("trainer.megatron", _TRAINER)(config.model.path, trainer, config.model.dtype)
 
 
 def _environments(config: Config, task: Task) -> None:

@@ -26,7 +26,7 @@ from orchestrator.policies.training.objective_table import (
     TisMode,
     whitens_advantages,
 )
-from orchestrator.settings.section import Positive, Section, config_error, violation
+from orchestrator.settings.section import Positive, PositiveSeconds, Section, config_error, violation
 
 Rate = Annotated[float, Field(gt=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -204,6 +204,11 @@ class TrainerSection(TrainerSettings):
 
     # What only a run has: processes of its own, and what it measures and watches.
     threads: Positive = 1
+    # options of Megatron-Core's own, passed on by name: fields of its TransformerConfig, of its DDP's and its optimizer's
+    # config; see docs/megatron.md
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    # a rank that waits for another longer than this in one collective gives up: with a stream, the tail of a rollout
+    collective_timeout: PositiveSeconds = 7200.0
     reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version

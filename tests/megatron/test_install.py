@@ -51,7 +51,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[learner.Learner]
         dtype="float32",
         seed=3,
     )
-    yield learner.Learner(folder, TrainerSettings(), 1, "float32")
+    # Nothing prepared: a training script's model gives logits.
+    yield learner.Learner(folder, TrainerSettings(), 1, "float32", prepare=lambda chunks: None)
     parallel_layout.shutdown_parallel()
 
 
@@ -66,6 +67,12 @@ def forward_step(data: Iterator[int], chunk: Any) -> tuple[Any, Any]:
     return logits, loss
 
 
+def restore(built: learner.Learner, weights: list[Any]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(built.parameters(), weights, strict=True):
+            parameter.copy_(value)
+
+
 def step(rl: RLTraining, micro_batches: Any) -> Any:
     return rl.step(forward_step, micro_batches, seq_length=8, micro_batch_size=1)
 
@@ -74,7 +81,7 @@ def test_streamed_or_not_a_step_reports_and_changes_the_same(built: learner.Lear
     start = built.snapshot()
     found = []
     for words in ((), (STREAM,), (STREAM, "--rl-grad-offload")):
-        built._set_weights(start)
+        restore(built, start)
         built.reset_optimizer()
         built.advance_schedule()
         rl = wrap(built.chunks, built.optimizer, parse(*words))
@@ -86,7 +93,7 @@ def test_streamed_or_not_a_step_reports_and_changes_the_same(built: learner.Lear
     assert found[0] == found[1] == found[2]
     assert found[0][0].denominator == 21
     assert found[0][2] != [value.tolist() for value in start]
-    built._set_weights(start)
+    restore(built, start)
 
 
 def test_weights_are_published_bit_for_bit(built: learner.Learner, tmp_path: Path) -> None:
@@ -106,20 +113,59 @@ def test_weights_are_published_bit_for_bit(built: learner.Learner, tmp_path: Pat
     rl.close()
 
 
+def test_padding_of_the_vocabulary_is_not_published(built: learner.Learner, tmp_path: Path) -> None:
+    """Megatron pads a vocabulary to a multiple of TP; engines have as many rows as config.json says."""
+    relay = {**RELAY, "job": "padded", "master": "test_padded_vocabulary"}
+    words = ("--rl-weight-relay", json.dumps(relay))
+    rl = wrap(built.chunks, built.optimizer, parse(*words, "--rl-vocab-size", "37"))
+    try:
+        rl.publish(1)
+        whole = dict(hf_bridge.export_hf(built.chunks))
+        subscriber = Subscriber(RelayEndpoint.from_dict(relay))
+        fetched = {key.tensor: (key.global_shape, bytes(data)) for key, data in subscriber.fetch_all(subscriber.manifest(1))}
+        subscriber.close()
+    finally:
+        rl.close()
+        wrap(built.chunks, built.optimizer, parse())  # no padding again
+    embedding = model.unwrap(built.model).embedding.word_embeddings.weight.detach()
+    assert embedding.shape[0] == 40
+    shape, data = fetched["model.embed_tokens.weight"]
+    assert shape[0] == 37
+    assert data == embedding[:37].numpy().tobytes()
+    assert whole["model.embed_tokens.weight"].shape[0] == 37
+    for wrong in ("0", "41"):
+        with pytest.raises(ConfigError, match="--rl-vocab-size"):
+            wrap(built.chunks, built.optimizer, parse("--rl-vocab-size", wrong))
+
+
 def test_publishing_without_a_relay_is_refused(built: learner.Learner) -> None:
     with pytest.raises(ConfigError, match="--rl-weight-relay"):
         wrap(built.chunks, built.optimizer, parse()).publish(1)
 
 
-def test_without_streaming_a_model_that_would_never_synchronise_is_refused(built: learner.Learner) -> None:
+def test_a_model_as_megatron_sets_it_up_is_synchronised_all_the_same(built: learner.Learner) -> None:
+    """Megatron-LM's ``setup_model_and_optimizer`` leaves this unset; its own ``train()`` sets it."""
     finalize = built.config.finalize_model_grads_func
     built.config.finalize_model_grads_func = None
     try:
-        with pytest.raises(ConfigError, match="never synchronised"):
-            wrap(built.chunks, built.optimizer, parse())
-        assert wrap(built.chunks, built.optimizer, parse(STREAM)).stream is not None
+        rl = wrap(built.chunks, built.optimizer, parse())
+        assert step(rl, iter([1]))[0].taken
+        assert built.config.finalize_model_grads_func is finalize
     finally:
         built.config.finalize_model_grads_func = finalize
+
+
+def test_a_source_that_fails_leaves_the_next_step_whole(built: learner.Learner) -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("the queue is gone")
+
+    rl = wrap(built.chunks, built.optimizer, parse(STREAM))
+    with pytest.raises(OSError, match="the queue is gone"):
+        step(rl, broken())
+    result, _ = step(rl, iter([1, 2]))
+    assert result.taken
+    assert result.denominator == 14  # of the two alone
 
 
 def test_a_gradient_that_is_not_finite_is_not_taken(built: learner.Learner) -> None:
@@ -127,7 +173,10 @@ def test_a_gradient_that_is_not_finite_is_not_taken(built: learner.Learner) -> N
         output, loss = forward_step(data, chunk)
         return output, lambda value: (loss(value)[0] * np.inf, *loss(value)[1:])
 
+    checks = [chunk.ddp_config for chunk in built.chunks]
     for words in ((), (STREAM,)):
+        for ddp_config in checks:
+            ddp_config.check_for_nan_in_grad = True  # Megatron-LM's default, which raises on one rank alone
         rl = wrap(built.chunks, built.optimizer, parse(*words))
         before = [value.tolist() for value in built.snapshot()]
         result, _ = rl.step(broken, iter([1]), seq_length=8, micro_batch_size=1)

@@ -28,6 +28,7 @@ from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: 
 from megatron_rlplugin.weights import hf_bridge  # noqa: E402
 from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, TrainMetrics, TrainSample  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
+from tests.support.trainer_logits import plain_logits  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 T = TypeVar("T")
@@ -229,7 +230,7 @@ def test_a_rewarded_token_becomes_more_probable(folder: str) -> None:
     def policy() -> Any:
         tokens = torch.tensor([[1]])
         with torch.no_grad():
-            logits = trainer._learner.model(tokens, torch.zeros_like(tokens), model.causal_mask(1))
+            logits = plain_logits(trainer, tokens, torch.zeros_like(tokens), model.causal_mask(1))
         return logits[0, 0].log_softmax(-1)
 
     before = float(policy()[4].exp())
@@ -280,7 +281,7 @@ def own_logprobs(trainer: MegatronTrainer, sample: TrainSample) -> tuple[float, 
     tokens = torch.tensor([sample.token_ids])
     positions = torch.arange(tokens.shape[1])[None]
     with torch.no_grad():
-        logp = trainer._learner.model(tokens, positions, model.causal_mask(tokens.shape[1]))[0].log_softmax(-1)
+        logp = plain_logits(trainer, tokens, positions, model.causal_mask(tokens.shape[1]))[0].log_softmax(-1)
     pairs = enumerate(zip(sample.token_ids, sample.loss_mask, strict=True))
     return tuple(float(logp[place - 1, token]) if own else 0.0 for place, (token, own) in pairs)
 

@@ -19,6 +19,7 @@ from megatron_rlplugin import (  # noqa: E402
 )
 from orchestrator.api import TrainBatch  # noqa: E402
 from tests.megatron.test_trainer import make_batch, make_folder, make_trainer, run, same, weights_of  # noqa: E402
+from tests.support.trainer_logits import plain_logits  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 
@@ -42,7 +43,7 @@ def logprobs(trainer: Any, batch: TrainBatch) -> list[Any]:
         ids = torch.tensor([sample.token_ids])
         length = ids.shape[1]
         with torch.no_grad():
-            logits = trainer._learner.model(ids, torch.arange(length)[None], model.causal_mask(length))
+            logits = plain_logits(trainer, ids, torch.arange(length)[None], model.causal_mask(length))
         logp = logits[0].float().log_softmax(-1)
         found.append(torch.stack([logp[i - 1, ids[0, i]] for i, own in enumerate(sample.loss_mask) if own]))
     return found

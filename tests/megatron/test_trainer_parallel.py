@@ -37,12 +37,19 @@ KL = {"kl_coefficient": 0.1, "max_token_lag": 0}
 PPO = {"objective": "ppo", "normalize_advantage": False, "kl_coefficient": 0.05, "kl_estimator": "k2"}
 STREAM = {"stream": True, "grad_offload": True}
 SHARDED = {"distributed_optimizer": True}
+LONG_ROWS = {
+    "sequence_parallel": True,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 # name -> (settings, more of the scenario)
 SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": (DP, {}),
     "dp stream": ({**DP, **STREAM}, {"feeds": [1, 2]}),
     "dp one micro-batch": ({**DP, "micro_batch_size": 64}, {}),
     "dp by length, packed": ({**DP, "micro_batch_order": "length", "pack_tokens": 60}, {}),
+    "dp overlapped": ({**DP, "megatron": {"overlap_grad_reduce": True, "bucket_size": 2000}}, {}),
     "dp kl": ({**DP, **KL}, {}),
     "dp kl stream": ({**DP, **KL, **STREAM}, {"feeds": [2, 1, 1]}),
     "dp ppo": ({**DP, **PPO}, {}),
@@ -56,10 +63,13 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp": (TP, {}),
     "tp stream": ({**TP, **STREAM}, {"feeds": [2, 1]}),
     "tp kl": ({**TP, **KL, "entropy_coefficient": 0.01}, {}),
+    "tp long rows": ({**TP, "megatron": LONG_ROWS}, {}),
+    "tp long rows stream": ({**TP, "megatron": LONG_ROWS, **STREAM}, {"feeds": [2, 1]}),
     "tp ppo": ({**TP, **PPO}, {}),
     "tp restored": (TP, {"save_after": 0}),
     "pp": (PP, {}),
     "pp stream": ({**PP, **STREAM}, {"feeds": [1, 2]}),
+    "pp interleaved": ({**PP, "megatron": {"virtual_pipeline_model_parallel_size": 2}}, {"deep": True}),
     "pp kl two mini-batches": ({**PP, **KL, "minibatches": 2}, {}),
     "pp ppo": ({**PP, **PPO}, {}),
     "pp restored": (PP, {"save_after": 0}),
@@ -80,7 +90,11 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models = tiny_folder(folder / "dense"), tiny_mixture(folder / "mixture")
+        self._models = {
+            "dense": tiny_folder(folder / "dense"),
+            "mixture": tiny_mixture(folder / "mixture"),
+            "deep": tiny_folder(folder / "deep", layers=4),
+        }
         self._pairs: dict[str, tuple[Answers, Answers]] = {}
         self._alone: Answers = {}
 
@@ -95,14 +109,15 @@ class Ranks:
     def alone(self, name: str) -> dict[str, Any]:
         """What one rank saw in the same scenario."""
         if name not in self._alone:
-            one = {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
+            sizes = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+            one = {**dict.fromkeys(sizes, 1), "megatron": {}}
             scenario = self.scenario(name, "alone")
             self._alone[name] = play({**scenario, "settings": {**scenario["settings"], **one}}, 0, 1, "")
         return self._alone[name]
 
     def scenario(self, name: str, where: str) -> dict[str, Any]:
         settings, more = SCENARIOS[name]
-        model = self._models["mixture" in more]
+        model = self._models[next((kind for kind in ("mixture", "deep") if kind in more), "dense")]
         return {"model": model, "settings": {**BASE, **settings}, "folder": str(self._folder / where / name), **more}
 
     def _play(self, names: list[str]) -> tuple[Answers, Answers]:
@@ -182,6 +197,7 @@ STREAMED = {
     "dp kl stream": "dp kl",
     "dp ppo stream": "dp ppo",
     "tp stream": "tp",
+    "tp long rows stream": "tp long rows",
     "pp stream": "pp",
     "ep stream": "ep",
 }

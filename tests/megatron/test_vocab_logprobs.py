@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from megatron_rlplugin.objective import vocab_logprobs  # noqa: E402
 from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss  # noqa: E402
-from megatron_rlplugin.objective.vocab_logprobs import logprobs, logprobs_and_entropy  # noqa: E402
+from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs, logprobs_and_entropy  # noqa: E402
 
 T, V, RANKS = 11, 10, 2
 SCENARIOS = [(temperature, entropy) for temperature in (1.0, 0.6) for entropy in (False, True)]
@@ -97,6 +103,84 @@ def test_nothing_of_the_size_of_the_vocabulary_is_kept_but_the_logits() -> None:
         logprobs_and_entropy(leaf, targets, 0.7, entropy_gradient=True)
     large = [tensor for tensor in kept if tensor.numel() >= T * V]
     assert [tensor.data_ptr() for tensor in large] == [leaf.data_ptr()]
+
+
+def rows_case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Hidden states and output weight whose product has logits of size 3, targets, two gradients."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(T, 6, generator=generator), torch.randn(V, 6, generator=generator)
+    return hidden.to(dtype), weight.to(dtype), *case(dtype)[1:]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, T])
+@pytest.mark.parametrize(("temperature", "entropy_gradient"), SCENARIOS)
+def test_logits_that_exist_a_chunk_at_a_time_give_the_gradients_of_the_whole(
+    temperature: float, entropy_gradient: bool, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocab_logprobs, "CHUNK_BYTES", chunk_rows * V * 4)
+    hidden, weight, targets, by_logp, by_entropy = rows_case(torch.float32)
+    leaves = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    logp = torch.log_softmax(leaves[0] @ leaves[1].T / temperature, -1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    total = (logp.gather(-1, targets[:, None])[:, 0] * by_logp).sum()
+    expected = torch.autograd.grad(total + ((entropy * by_entropy).sum() if entropy_gradient else 0), leaves)
+    ours_ = [tensor.requires_grad_() for tensor in (hidden, weight)]
+    found, found_entropy = logprobs_and_entropy(
+        OutputRows(*ours_), targets, temperature, entropy_gradient=entropy_gradient
+    )
+    total = (found * by_logp).sum() + ((found_entropy * by_entropy).sum() if entropy_gradient else 0)
+    for ours_grad, theirs in zip(torch.autograd.grad(total, ours_), expected, strict=True):
+        assert (ours_grad - theirs).norm() <= 1e-6 * theirs.norm()
+    torch.testing.assert_close(found.double(), logp.gather(-1, targets[:, None])[:, 0], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found_entropy.double(), entropy, rtol=2e-6, atol=2e-6)
+
+
+def test_no_rows_give_a_gradient_of_zeros() -> None:
+    hidden, weight = torch.zeros(0, 6, requires_grad=True), torch.ones(V, 6, requires_grad=True)
+    logprobs(OutputRows(hidden, weight), torch.zeros(0, dtype=torch.long)).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(V, 6))
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
+    """Bytes of the tensors that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def _free(self, key: int) -> None:
+        self.now -= self._live.pop(key, 0)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._live[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        torch.utils._pytree.tree_map_only(torch.Tensor, self._note, result)
+        return result
+
+
+@pytest.mark.parametrize("length", [8192, 32768])
+def test_memory_of_a_long_row_is_that_of_a_chunk(length: int) -> None:
+    """Shapes and bytes of Qwen2.5-7B's output layer on one device, by fake tensors: nothing is computed."""
+    width, vocabulary = 3584, 152064
+    with FakeTensorMode(), LiveBytes() as live:
+        hidden = torch.empty(length, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.zeros(length, dtype=torch.long)
+        before = live.now
+        logp, _ = logprobs_and_entropy(OutputRows(hidden, weight), targets)
+        logp.sum().backward()
+    # Of the hidden states' size: their gradient. Of the weight's: its gradient, summed in fp32, and what a chunk adds.
+    gradients = hidden.nbytes + weight.numel() * (4 + 2 + 2)
+    assert live.peak - before - gradients < 1e9
+    assert live.peak - before > weight.nbytes + hidden.nbytes  # the count counts
 
 
 def test_two_ranks_with_half_the_vocabulary_each_give_the_plain_result(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""Megatron's own options: what ``[trainer.megatron]`` says, checked and sorted into Megatron-Core's config dataclasses.
+
+Guarantees: any field of the installed version's ``TransformerConfig``, ``DistributedDataParallelConfig`` and
+``OptimizerConfig`` is passed on as it stands, to each of the three that has it. What the version does not have is a
+ConfigError with the nearest name; what the model's folder, a key of ours or this plugin decides is one that says which; a value
+of another type than the field's is one that says the type. Nothing is dropped silently.
+
+A dtype is written by its name in torch ("bfloat16"), a member of an enum by its name ("flash").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from orchestrator.api import ConfigError
+
+TABLE = "trainer.megatron"
+
+_FOLDER = "comes from config.json of model.path; leave it out"
+_RATES = "is trainer.{}; set it there"
+# What is decided elsewhere, and where.
+OWNED = {
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "normalization",
+            "layernorm_epsilon",
+            "qk_layernorm",
+            "gated_linear_unit",
+            "activation_func",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "num_moe_experts",
+            "moe_router_topk",
+            "moe_ffn_hidden_size",
+            "moe_router_score_function",
+            "moe_router_pre_softmax",
+        ),
+        _FOLDER,
+    ),
+    "lr": _RATES.format("learning_rate"),
+    "min_lr": _RATES.format("final_learning_rate"),
+    "weight_decay": _RATES.format("weight_decay"),
+    "adam_beta1": _RATES.format("adam_beta1"),
+    "adam_beta2": _RATES.format("adam_beta2"),
+    "clip_grad": _RATES.format("clip_grad"),
+    "tensor_model_parallel_size": _RATES.format("tensor_parallel"),
+    "pipeline_model_parallel_size": _RATES.format("pipeline_parallel"),
+    "expert_model_parallel_size": _RATES.format("expert_parallel"),
+    "use_distributed_optimizer": _RATES.format("distributed_optimizer"),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16"), "follows model.dtype; set it there"),
+    "fp16": "must be off: its loss scale may change during a step; use model.dtype = 'bfloat16'",
+    **dict.fromkeys(
+        ("hidden_dropout", "attention_dropout"),
+        "must be 0: with dropout the trainer's policy is not the one that sampled",
+    ),
+    "calculate_per_token_loss": "must be true: losses are sums whose divisor arrives with the last micro-batch",
+    "grad_reduce_in_fp32": "must be true: sums in bf16 depend on the order in which trajectories arrive",
+    "average_in_collective": "must be off: replicas have uneven shares of a batch",
+    "num_distributed_optimizer_instances": "must be 1: several would reduce a streamed step's gradients twice",
+    "use_megatron_fsdp": "must be off: it reduces gradients in every backward pass, so no step can be streamed",
+    "use_custom_fsdp": "must be off: it reduces gradients in every backward pass, so no step can be streamed",
+    "variable_seq_lengths": "follows the layout: micro-batches of a pipeline differ in length",
+    "moe_token_dispatcher_type": "must be alltoall: micro-batches differ in length",
+    "perform_initialization": "must be off: the weights come from model.path",
+    "use_cpu_initialization": "must be on: the weights come from model.path",
+    "context_parallel_size": "must be 1: inputs are not split over context-parallel ranks yet; use trainer.tensor_parallel "
+    "with sequence_parallel, or recompute_granularity, for long rows",
+    "mtp_num_layers": "must be unset: the objective trains the policy's own head only",
+    **dict.fromkeys(
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        "must be unset: objectives divide by trajectories or tokens, these losses by tokens only",
+    ),
+}
+# What decides how ranks are grouped: known before a model is built.
+_LAYOUT = ("sequence_parallel", "virtual_pipeline_model_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronOptions:
+    """Keyword arguments for Megatron-Core's three dataclasses, and the ones that a :class:`ParallelLayout` holds."""
+
+    transformer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    sequence_parallel: bool | None = None  # None: as the model needs
+    virtual_pipeline: int | None = None  # model chunks per pipeline stage
+
+
+def sort_options(given: Mapping[str, Any]) -> MegatronOptions:
+    """``given`` by dataclass. Raises ConfigError that names the field, the value and the fix."""
+    if not given:
+        return MegatronOptions()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    classes = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+    known = {name: {item.name: item for item in dataclasses.fields(cls)} for name, cls in classes.items()}
+    sorted_: dict[str, dict[str, Any]] = {name: {} for name in classes}
+    layout: dict[str, Any] = {}
+    for key, value in given.items():
+        name = f"{TABLE}.{key}"
+        if key in OWNED:
+            raise ConfigError(name, value, OWNED[key])
+        owners = [owner for owner, fields in known.items() if key in fields]
+        if not owners:
+            raise ConfigError(name, value, _unknown(key, {each for fields in known.values() for each in fields}))
+        if callable(getattr(classes[owners[0]], key, None)) or "Callable" in str(known[owners[0]][key].type):
+            raise ConfigError(name, value, "is a function, which a config file cannot hold; leave it out")
+        checked = _checked(name, value, known[owners[0]][key].type)
+        if key in _LAYOUT:
+            layout[key] = checked
+            continue
+        for owner in owners:
+            sorted_[owner][key] = checked
+    return MegatronOptions(
+        **sorted_,
+        sequence_parallel=layout.get("sequence_parallel"),
+        virtual_pipeline=layout.get("virtual_pipeline_model_parallel_size"),
+    )
+
+
+def make_config(constructor: Callable[..., Any], ours: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """One of the dataclasses, from what we set and, over it, what the user set. What Megatron refuses is a ConfigError."""
+    try:
+        return constructor(**{**ours, **options})
+    except (ValueError, TypeError, AssertionError, ImportError) as error:
+        if not options:
+            raise
+        named = sorted(key for key in options if key in str(error)) or sorted(options)
+        fix = f"Megatron-Core refuses it: {str(error) or type(error).__name__}"
+        raise ConfigError(f"{TABLE}.{named[0]}", options[named[0]], fix) from error
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    from megatron.core import __version__
+
+    near = difflib.get_close_matches(key, sorted(known - OWNED.keys()), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"Megatron-Core {__version__} has no such option in TransformerConfig, its DDP's or its optimizer's config{hint}"
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as the dataclass wants it. Raises ConfigError."""
+    choices = [kind, *typing.get_args(kind)]
+    if isinstance(value, str):
+        if torch.dtype in choices:
+            found = getattr(torch, value, None)
+            if not isinstance(found, torch.dtype):
+                raise ConfigError(name, value, "must be the name of a torch dtype, such as 'bfloat16'")
+            return found
+        for choice in choices:
+            if isinstance(choice, type) and issubclass(choice, enum.Enum):
+                if value not in choice.__members__:
+                    raise ConfigError(name, value, f"must be one of {', '.join(choice.__members__)}")
+                return choice[value]
+    try:
+        adapter = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticSchemaGenerationError, PydanticUserError, NameError):
+        return value  # a type that cannot be checked here: Megatron-Core does
+    try:
+        return adapter.validate_python(value, strict=False if isinstance(value, int | float) else None)
+    except ValidationError as error:
+        message = str(error.errors()[0]["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
+        raise ConfigError(name, value, f"must be {message.split(', unable')[0]}") from None

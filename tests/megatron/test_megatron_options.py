@@ -1,0 +1,106 @@
+"""``[trainer.megatron]``: Megatron-Core's own options, passed on by name or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_rlplugin.megatron_options import OWNED, sort_options  # noqa: E402
+from megatron_rlplugin.trainer.learner import check_trainer  # noqa: E402
+from orchestrator.api import ConfigError  # noqa: E402
+from orchestrator.settings.trainer_settings import TrainerSection  # noqa: E402
+from scripts.bench.probes.megatron.trainer_probe import tiny_folder  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
+
+
+def test_options_reach_every_config_that_has_them() -> None:
+    found = sort_options(
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn"],
+            "attention_backend": "fused",
+            "overlap_grad_reduce": True,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1,  # an integer where Megatron says float
+            "exp_avg_dtype": "bfloat16",
+            "overlap_param_gather": True,
+            "sequence_parallel": True,
+        }
+    )
+    assert found.transformer["recompute_modules"] == ["core_attn"]
+    assert found.transformer["attention_backend"].name == "fused"
+    assert found.ddp == {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert found.optimizer == {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 1.0,
+        "exp_avg_dtype": torch.bfloat16,
+        "overlap_param_gather": True,
+    }
+    assert (found.sequence_parallel, found.virtual_pipeline) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("recompute_granularty", "full", "did you mean 'recompute_granularity'"),
+        ("num_layers", 4, "config.json of model.path"),
+        ("lr", 1e-4, "trainer.learning_rate"),
+        ("tensor_model_parallel_size", 2, "trainer.tensor_parallel"),
+        ("fp16", True, "model.dtype = 'bfloat16'"),
+        ("grad_reduce_in_fp32", False, "must be true"),
+        ("context_parallel_size", 2, "not split over context-parallel ranks"),
+        ("moe_aux_loss_coeff", 0.01, "must be unset"),
+        ("timers", "x", "a function"),
+        ("overlap_grad_reduce", "maybe", "must be boolean"),
+        ("recompute_granularity", "half", "must be 'full' or 'selective'"),
+        ("recompute_num_layers", "two", "must be"),
+        ("exp_avg_dtype", "bf17", "torch dtype"),
+        ("attention_backend", "quick", "must be one of"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_by_name(key: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^trainer\.megatron\.{key} = ") as error:
+        sort_options({key: value})
+    assert says in str(error.value)
+
+
+def test_what_is_decided_elsewhere_exists_in_some_version() -> None:
+    """A name that no version had would be refused as ours where it should be refused as unknown."""
+    import dataclasses
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    assert {name for cls in classes for name in (f.name for f in dataclasses.fields(cls))} >= OWNED.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "says"),
+    [
+        (
+            {"megatron": {"recompute_granularity": "full"}},
+            "trainer.megatron.recompute_granularity",
+            "Megatron-Core refuses",
+        ),
+        ({"megatron": {"sequence_parallel": True}}, "layout.sequence", "tensor parallelism"),
+        ({"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "layout.virtual", "pipeline parallelism"),
+        ({"tensor_parallel": 3}, "model.num_key_value_heads", "TP = 3"),
+        ({"pipeline_parallel": 4}, "model.num_hidden_layers", "4 pipeline stages"),
+        ({"expert_parallel": 2, "data_parallel": 2}, "layout.expert", "no experts"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(
+    settings: dict[str, Any], field: str, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_trainer(tiny_folder(tmp_path), TrainerSection.from_dict(settings), "float32")
+    assert error.value.field == field
+    assert says in str(error.value)
