@@ -193,7 +193,7 @@ def test_a_peer_that_hangs_costs_the_limit_and_its_place_is_kept_until_nothing_c
     code = """
 import os, signal, sys, time
 import numpy as np
-from tests.transfer.test_kv_mooncake import BLOCKS, WIDTH, MooncakeCarrier, Source, ask, digests, rows, settled
+from tests.transfer.test_kv_mooncake import BLOCKS, WIDTH, MooncakeCarrier, Source, ask, block_digests, rows, settled
 source = Source()
 carrier = MooncakeCarrier("127.0.0.1", room=8 << 20)
 size = BLOCKS * WIDTH
