@@ -122,7 +122,9 @@ def test_padding_of_the_vocabulary_is_not_published(built: learner.Learner, tmp_
         rl.publish(1)
         whole = dict(hf_bridge.export_hf(built.chunks))
         subscriber = Subscriber(RelayEndpoint.from_dict(relay))
-        fetched = {key.tensor: (key.global_shape, bytes(data)) for key, data in subscriber.fetch_all(subscriber.manifest(1))}
+        fetched = {
+            key.tensor: (key.global_shape, bytes(data)) for key, data in subscriber.fetch_all(subscriber.manifest(1))
+        }
         subscriber.close()
     finally:
         rl.close()

@@ -292,7 +292,7 @@ def shape_from_dict(data: Mapping[str, Any]) -> EngineShape:
 
 
 @dataclass(slots=True)
-class _Size:
+class _SizeSeconds:
     alone: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     shared: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
@@ -310,8 +310,8 @@ class LearnedCosts:
 
     def __init__(self, unknown: float) -> None:
         self._unknown = unknown
-        self._prefill: dict[int, _Size] = {}
-        self._decode: dict[int, _Size] = {}
+        self._prefill: dict[int, _SizeSeconds] = {}
+        self._decode: dict[int, _SizeSeconds] = {}
 
     def prefill(self, tokens: int) -> float:
         """Seconds of a chunk of so many tokens."""
@@ -327,14 +327,14 @@ class LearnedCosts:
         if tokens:
             if batch and self._decode:
                 seconds = max(seconds - self.decode(batch), seconds / 4)
-            size = self._prefill.setdefault(_rank(tokens), _Size())
+            size = self._prefill.setdefault(_rank(tokens), _SizeSeconds())
         elif batch:
-            size = self._decode.setdefault(_rank(batch), _Size())
+            size = self._decode.setdefault(_rank(batch), _SizeSeconds())
         else:
             return
         (size.shared if shared else size.alone).append(seconds)
 
-    def _read(self, sizes: dict[int, _Size], count: int) -> float:
+    def _read(self, sizes: dict[int, _SizeSeconds], count: int) -> float:
         if count <= 0:
             return 0.0
         rank = _rank(count)
