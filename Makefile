@@ -7,6 +7,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 CONFIG ?= examples/frozenlake.toml
 PYTEST_ARGS ?=
+# Where it is set, every process that a test starts would compile this repository anew, and pytest each of its files.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run in two processes, file by file; JOBS=0 runs them in one, where a debugger or `-s` is wanted.
 JOBS ?= 2
 

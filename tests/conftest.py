@@ -31,15 +31,18 @@ from tests.support.waiting import free_port
 ROOT = Path(__file__).parents[1]
 # For processes that tests start: `scripts.bench` and `tests.support` are packages of the checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+# Test processes share the cores, and models of tests are tiny: more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("fixed")  # --hypothesis-profile, which is read later, wins
 
 START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start real engines come first: run side by side, the short ones then fill what is left of the time."""
-    slow = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: item.path not in slow)  # stable: within a file the order stays
+    """The long files come first, those with engines before those marked slow: run side by side, the short ones fill what
+    is left of the time."""
+    engine, slow = ({item.path for item in items if item.get_closest_marker(marker)} for marker in ("engine", "slow"))
+    items.sort(key=lambda item: (item.path not in engine, item.path not in slow))  # stable: a file's order stays
 
 
 def named_as_users_have_it(folder: Path) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.forked_ranks import ForkedRank, wait_for_all
+
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 OTHER_MEGATRON = ROOT / ".venv" / "alternates" / "megatron-core-0.19.2"
@@ -279,10 +281,7 @@ def main(rank: int, world: int, rendezvous: str, results: str) -> None:
     Path(f"{results}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def spawn(folder: Path, world: int, path: str) -> list[dict[str, Any]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    environment["MODEL"] = str(folder / "model")
-    command = [sys.executable, __file__, str(world), f"file://{folder}/rendezvous", str(folder / "result")]
+def run_fresh(command: list[str], world: int, environment: dict[str, str]) -> None:
     ranks = [
         subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(world)
@@ -294,6 +293,17 @@ def spawn(folder: Path, world: int, path: str) -> list[dict[str, Any]]:
     finally:
         for process in ranks:
             process.kill()
+
+
+def spawn(folder: Path, world: int, path: str) -> list[dict[str, Any]]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    environment["MODEL"] = str(folder / "model")
+    command = [__file__, str(world), f"file://{folder}/rendezvous", str(folder / "result")]
+    if path == str(ROOT):
+        for ended in wait_for_all([ForkedRank(*command, str(rank), env=environment) for rank in range(world)], 250):
+            assert ended.code == 0, ended.err[-3000:]
+    else:
+        run_fresh([sys.executable, *command], world, environment)
     return [json.loads((folder / f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 

@@ -23,6 +23,7 @@ from orchestrator.events import read_events
 from orchestrator.ledger import recount
 from orchestrator.sim.run_audit import account_epochs
 from scripts.bench.papers.run_figures import epochs_done
+from tests.support.forked_ranks import ForkedRank, wait_for_all
 from tests.support.real_runs import of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -206,12 +207,9 @@ asyncio.run(replay(Path(sys.argv[1]), sys.argv[2] == "stream", Path(sys.argv[3])
 def replayed(run: Path, how: str, target: Path) -> list[float]:
     """Train the recorded batches again in a process of its own. Returns the share that was streamed, by step."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _REPLAY, str(run), how, str(target)],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    fed: list[float] = json.loads(done.stdout.splitlines()[-1])
+    (done,) = wait_for_all([ForkedRank("-c", _REPLAY, str(run), how, str(target), env=environment)], 200)
+    assert done.code == 0, done.err
+    fed: list[float] = json.loads(done.out.splitlines()[-1])
     return fed
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from megatron_rlplugin import (  # noqa: E402
 )
 from megatron_rlplugin.objective.critic import ValueTokens, ValueTotals, install_value_head, value_loss  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 LENGTHS = (4, 1, 6)
 T = sum(LENGTHS)
@@ -229,22 +228,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def start(world: int, folder: str, cases: list[tuple[str, dict[str, Any]]], out: Path) -> None:
     """Run the cases on ``world`` ranks; each leaves a file a case."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(world), folder, json.dumps(cases), str(out)],
-            env=environment,
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        errors = [process.communicate(timeout=250)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), errors
+    words = (str(world), folder, json.dumps(cases), str(out))
+    ended = wait_for_all([ForkedRank("-c", RANK, str(rank), *words, env=environment) for rank in range(world)], 250)
+    assert all(rank.code == 0 for rank in ended), ended
 
 
 @pytest.mark.engine

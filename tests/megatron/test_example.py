@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_ranks import Ended, ForkedRank, wait_for_all
 from tests.support.waiting import free_port
 
 torch = pytest.importorskip("torch")
@@ -80,21 +81,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return Path(model), root / "run"
 
 
-def start(inputs: tuple[Path, Path], out: Path, *flags: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """The script on so many ranks, started as torchrun does; what rank 0 says."""
+def start(inputs: tuple[Path, Path], out: Path, *flags: str, ranks: int = 1, fresh: bool = False) -> Ended:
+    """The script on so many ranks, started as torchrun does; what rank 0 says. ``fresh``: one rank, in a new interpreter."""
     model, run = inputs
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--model", str(model), "--rl-trajectories", str(run)]
+    command = [str(SCRIPT), "--model", str(model), "--rl-trajectories", str(run)]
     command += ["--save", str(out), "--lr", "1e-2", "--micro-batch-size", "4", *flags]
     port = str(free_port())
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     environments = [os.environ | shared | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"} for rank in range(ranks)]
-    others = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) for env in environments[1:]]
-    try:
-        return subprocess.run(command, env=environments[0], capture_output=True, text=True, timeout=280, check=False)
-    finally:
-        for process in others:
-            if process.poll() is None and process.wait(timeout=60) is None:
-                process.kill()
+    if fresh:
+        words = [sys.executable, "-W", "ignore", *command]
+        done = subprocess.run(words, env=environments[0], capture_output=True, text=True, timeout=280, check=False)
+        return Ended(done.returncode, done.stdout, done.stderr)
+    return wait_for_all([ForkedRank(*command, env=environment) for environment in environments], 280)[0]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -108,9 +107,9 @@ ARRIVAL = ("--rl-micro-batch-order", "arrival")
 def plain(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained without streaming."""
     out = tmp_path_factory.mktemp("plain") / "out"
-    done = start(inputs, out, *ARRIVAL)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"iteration +\d \|.*loss: [-\d.]+E.*grad norm: [\d.]+", done.stdout)) == STEPS
+    done = start(inputs, out, *ARRIVAL, fresh=True)
+    assert done.code == 0, done.err
+    assert len(re.findall(r"iteration +\d \|.*loss: [-\d.]+E.*grad norm: [\d.]+", done.out)) == STEPS
     return out
 
 
@@ -119,7 +118,7 @@ def test_streaming_ends_with_the_same_bits(
     inputs: tuple[Path, Path], plain: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     done = start(inputs, tmp_path / "out", "--rl-stream-training", *flags)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert weights(tmp_path / "out") == weights(plain)
     assert weights(plain) != weights(inputs[0])
 
@@ -137,7 +136,7 @@ def test_two_replicas_or_two_tensor_parts_train_the_same_model(
     layouts = {"dp": ("--use-distributed-optimizer",), "tp": ("--tensor-model-parallel-size", "2")}
     for name, flags in layouts.items():
         done = start(inputs, tmp_path / name, "--rl-stream-training", *flags, ranks=2)
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done.err
         for tensor, value in load_file(tmp_path / name / "model.safetensors").items():
             # Adam's first steps turn differences of the summation order (1e-8 of a gradient) into some 1e-6 of a weight.
             assert torch.allclose(value, one[tensor], atol=1e-4), (name, tensor)
@@ -145,9 +144,9 @@ def test_two_replicas_or_two_tensor_parts_train_the_same_model(
 
 def test_help_shows_every_flag(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     done = start(inputs, tmp_path / "out", "--help")
-    assert done.returncode == 0
-    assert "--rl-stream-training" in done.stdout
-    assert "--tensor-model-parallel-size" in done.stdout
+    assert done.code == 0
+    assert "--rl-stream-training" in done.out
+    assert "--tensor-model-parallel-size" in done.out
 
 
 @pytest.mark.parametrize(
@@ -162,9 +161,9 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(
     inputs: tuple[Path, Path], tmp_path: Path, flags: tuple[str, ...], complaint: str
 ) -> None:
     done = start(inputs, tmp_path / "out", *flags)
-    assert done.returncode == 1
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 1
+    assert complaint in done.err
+    assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
 
 

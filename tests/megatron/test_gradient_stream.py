@@ -32,6 +32,7 @@ from scripts.bench.probes.megatron.equality_data import (  # noqa: E402
     forward_step,
 )
 from scripts.bench.probes.megatron.equality_probe import QUICK, chosen, spawn  # noqa: E402
+from tests.support.forked_ranks import first_of_ranks  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 OTHER_MEGATRON = Path(sys.prefix) / "alternates" / "megatron-core-0.19.2"
@@ -118,7 +119,8 @@ def check(figures: dict[str, Any]) -> None:
     ],
 )
 def test_every_layout_streams_as_it_trains_a_batch(world: int, names: list[str]) -> None:
-    figures = spawn(world, ["--steps", "3", *(word for name in names for word in ("--case", name))])
+    words = ["--steps", "3", *(word for name in names for word in ("--case", name))]
+    figures = first_of_ranks(world, ["-m", "scripts.bench.probes.megatron.equality_probe"], words)
     assert [case["case"] for case in figures] == names
     for case in figures:
         check(case)

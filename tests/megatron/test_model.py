@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from megatron_rlplugin.weights import (  # noqa: E402
     weight_export,
 )
 from orchestrator.api import ConfigError  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 WORDS = [f"w{index}" for index in range(61)]
@@ -339,12 +338,8 @@ def test_two_tensor_parallel_ranks_hold_the_same_model(tmp_path: Path) -> None:
     words = [f"w{index}" for index in range(60)]
     folder = Path(tiny_model.create_qwen3(str(tmp_path / "model"), **SHAPE | {"vocabulary": words}))
     arguments = [str(tmp_path / "rendezvous"), str(folder), str(tmp_path)]
-    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", TWO_RANKS, str(r), *arguments]) for r in range(2)]
-    try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ended = wait_for_all([ForkedRank("-c", TWO_RANKS, str(rank), *arguments) for rank in range(2)], 120)
+    assert [rank.code for rank in ended] == [0, 0], ended
     expected = logits_of(make(folder), torch.arange(24).view(2, 12))
     weights = load_file(folder / "model.safetensors")
     for index in range(2):

@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from megatron_rlplugin import tiny_model  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 # fp32; the two sides sum in another order. Measured: logits (of size 4) to 4e-6, gradients (relative to the largest
@@ -159,6 +160,12 @@ def run_ranks(world: int, cases: list[tuple[str, str, dict[str, Any]]], out: Pat
     """``beside``: the folder of another Megatron-Core, in place of the installed one."""
     arguments = [str(world), json.dumps(cases), str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(beside)} if beside else {})
+    if beside is None:
+        ended = wait_for_all(
+            [ForkedRank("-c", RANK, str(rank), *arguments, env=environment) for rank in range(world)], 270
+        )
+        assert [rank.code for rank in ended] == [0] * world, ended
+        return
     ranks = [
         subprocess.Popen([sys.executable, "-W", "ignore", "-c", RANK, str(rank), *arguments], env=environment)
         for rank in range(world)

@@ -24,7 +24,7 @@ from megatron_rlplugin.stream.gradient_stream import GradientStream  # noqa: E40
 from orchestrator.api import ConfigError, RunError  # noqa: E402
 from scripts.bench.probes.megatron.equality import feed, optimizer_tensors, same, weights_of  # noqa: E402
 from scripts.bench.probes.megatron.equality_data import Case, batch_of, build, denominator_of, even  # noqa: E402
-from scripts.bench.probes.megatron.equality_probe import spawn  # noqa: E402
+from tests.support.forked_ranks import first_of_ranks  # noqa: E402
 
 pytestmark = pytest.mark.engine
 LAYOUTS = {"plain": {}, "overlapped": {"overlap_reduce": True}, "sharded": {}}
@@ -33,7 +33,7 @@ LAYOUTS = {"plain": {}, "overlapped": {"overlap_reduce": True}, "sharded": {}}
 @pytest.fixture(scope="module")
 def said() -> dict[str, dict[str, Any]]:
     """What rank 0 found, layout by layout; rank 1 leaves in the last scenario, and says before what it found."""
-    answer: dict[str, dict[str, Any]] = spawn(2, [], program=[__file__], limit=250)
+    answer: dict[str, dict[str, Any]] = first_of_ranks(2, [__file__], [])
     return answer
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +20,7 @@ from orchestrator.transfer import (  # noqa: E402
 )
 from orchestrator.transfer.shard_codec import DeltaCodec  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import tiny_folder, tiny_mixture  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 
@@ -91,25 +90,10 @@ def test_what_the_ranks_publish_is_the_model_bit_for_bit(layout: str, tmp_path: 
         "versions": 4 if snapshot_every else 2,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", RANK, json.dumps(order)]
-    meet = f"file://{tmp_path / 'meet'}"
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), meet if world > 1 else "", str(tmp_path)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=200)
-            assert rank.returncode == 0, errors[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    words = (str(world), f"file://{tmp_path / 'meet'}" if world > 1 else "", str(tmp_path))
+    ranks = [ForkedRank("-c", RANK, json.dumps(order), str(rank), *words, env=environment) for rank in range(world)]
+    for ended in wait_for_all(ranks, 200):
+        assert ended.code == 0, ended.err[-4000:]
     answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
     assert all(answer == answers[0] for answer in answers)
     codec = DeltaCodec()

@@ -1,6 +1,6 @@
 """Two ranks as one trainer: data, tensor, pipeline and expert parallel, on gloo, against one rank and against each other.
 
-A pair of processes plays all scenarios of a kind (the first word of their names); the tests read what they wrote.
+A pair of processes plays the scenarios of every run, another one those of the long tier; the tests read what they wrote.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from orchestrator.config import Config  # noqa: E402
 from orchestrator.runtime.engine_actors import RayTrainer  # noqa: E402
 from orchestrator.runtime.real_run import TRAINER_CLASS, start_ray  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import chunked, make_batch, play, tiny_folder, tiny_mixture  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 Answers = dict[str, dict[str, Any]]
@@ -86,7 +85,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Ranks:
-    """Plays the scenarios of one kind when they are first asked for, on two ranks together and on one alone."""
+    """Plays the scenarios of a tier when they are first asked for, on two ranks together, and each one on one rank alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -95,25 +94,27 @@ class Ranks:
             "mixture": tiny_mixture(folder / "mixture"),
             "deep": tiny_folder(folder / "deep", layers=4),
         }
-        self._pairs: dict[str, tuple[Answers, Answers]] = {}
+        self._pairs: dict[bool, tuple[Answers, Answers]] = {}
         self._alone: Answers = {}
 
     def pair(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """What each of the two ranks saw."""
-        kind = name.split()[0]
-        if kind not in self._pairs:
-            self._pairs[kind] = self._play([other for other in SCENARIOS if other.split()[0] == kind])
-        first, second = self._pairs[kind]
+        tier = is_long(name)
+        if tier not in self._pairs:
+            self._pairs[tier] = self._play([other for other in SCENARIOS if is_long(other) == tier])
+        first, second = self._pairs[tier]
         return first[name], second[name]
 
     def alone(self, name: str) -> dict[str, Any]:
-        """What one rank saw in the same scenario."""
-        if name not in self._alone:
-            sizes = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
-            one = {**dict.fromkeys(sizes, 1), "megatron": {}}
-            scenario = self.scenario(name, "alone")
-            self._alone[name] = play({**scenario, "settings": {**scenario["settings"], **one}}, 0, 1, "")
-        return self._alone[name]
+        """What one rank saw in the same scenario; some differ in the layout only."""
+        sizes = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+        one = {**dict.fromkeys(sizes, 1), "megatron": {}}
+        scenario = self.scenario(name, "alone")
+        scenario["settings"] |= one
+        same = json.dumps({**scenario, "folder": ""}, sort_keys=True)
+        if same not in self._alone:
+            self._alone[same] = play(scenario, 0, 1, "")
+        return self._alone[same]
 
     def scenario(self, name: str, where: str) -> dict[str, Any]:
         settings, more = SCENARIOS[name]
@@ -125,20 +126,12 @@ class Ranks:
         folder.mkdir()
         (folder / "scenarios.json").write_text(json.dumps({name: self.scenario(name, "pair") for name in names}))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "scripts.bench.probes.megatron.trainer_probe", str(folder / "scenarios.json")]
+        command = ["-m", "scripts.bench.probes.megatron.trainer_probe", str(folder / "scenarios.json")]
         meet = f"file://{folder / 'meet'}"
-        ranks = [
-            subprocess.Popen([*command, str(rank), "2", meet], env=environment, stderr=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
-        try:
-            for rank in ranks:
-                _, errors = rank.communicate(timeout=280)
-                assert rank.returncode == 0, errors[-4000:]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        for ended in wait_for_all(
+            [ForkedRank(*command, str(rank), "2", meet, env=environment) for rank in range(2)], 280
+        ):
+            assert ended.code == 0, ended.err[-4000:]
         first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
         return first, second
 
@@ -149,9 +142,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     parallel_layout.shutdown_parallel()
 
 
-def tiers(names: Iterable[str]) -> list[ParameterSet | str]:
+def is_long(name: str) -> bool:
     """Pipelines belong to the long tier: tests/megatron/test_gradient_stream.py has the same layouts in every run."""
-    return [pytest.param(name, marks=pytest.mark.long) if name.startswith("pp") else name for name in names]
+    return name.startswith("pp")
+
+
+def tiers(names: Iterable[str]) -> list[ParameterSet | str]:
+    return [pytest.param(name, marks=pytest.mark.long) if is_long(name) else name for name in names]
 
 
 TRAINED = tiers(name for name in SCENARIOS if name != "dp wrong world")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import weakref
 from datetime import timedelta
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from megatron_rlplugin.objective import vocab_logprobs  # noqa: E402
 from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss  # noqa: E402
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs, logprobs_and_entropy  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 T, V, RANKS = 11, 10, 2
 SCENARIOS = [(temperature, entropy) for temperature in (1.0, 0.6) for entropy in (False, True)]
@@ -183,23 +183,12 @@ def test_memory_of_a_long_row_is_that_of_a_chunk(length: int) -> None:
     assert live.peak - before > weight.nbytes + hidden.nbytes  # the count counts
 
 
+@pytest.mark.slow
 def test_two_ranks_with_half_the_vocabulary_each_give_the_plain_result(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), errors
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [ForkedRank(__file__, str(rank), str(tmp_path), env=environment) for rank in range(RANKS)]
+    ended = wait_for_all(ranks, 200)
+    assert all(rank.code == 0 for rank in ended), ended
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
     for name, parts in ((name, [result[name] for result in results]) for name in results[0]):
         *same, gradients = zip(*parts, strict=True)

@@ -26,6 +26,12 @@ def finished(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a finished run: tests that only read it share it."""
+    return write_report(runs.write_run(tmp_path_factory.mktemp("drawn") / "frozenlake-001", steps=40))
+
+
 def read_document(file: Path) -> ElementTree.Element:
     """The page as a tree: parsing fails unless every element is closed and every text escaped."""
     shown = file.read_text(encoding="utf-8")
@@ -47,8 +53,8 @@ def edit_events(folder: Path, change: Any) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_well_formed_and_says_what_happened(finished: Path) -> None:
-    page = read_document(write_report(finished))
+def test_the_page_is_well_formed_and_says_what_happened(drawn: Path) -> None:
+    page = read_document(drawn)
     shown = words(page)
     for heading in (
         "Did it learn?",
@@ -97,8 +103,8 @@ def test_the_page_requests_nothing_and_runs_nothing(finished: Path, tmp_path: Pa
     assert all(target.startswith("url(#") for target in re.findall(r"url\([^)]*", shown))
 
 
-def test_links_within_the_page_and_patterns_have_their_targets(finished: Path) -> None:
-    shown = write_report(finished).read_text(encoding="utf-8")
+def test_links_within_the_page_and_patterns_have_their_targets(drawn: Path) -> None:
+    shown = drawn.read_text(encoding="utf-8")
     identities = re.findall(r'\bid="([^"]+)"', shown)
     assert len(identities) == len(set(identities))
     for target in re.findall(r'href="#([^"]+)"', shown) + re.findall(r"url\(#([^)]+)\)", shown):
@@ -120,8 +126,8 @@ def test_every_figure_card_and_table_says_real_or_simulated(tmp_path: Path, simu
     assert all(f"({kind}" in caption and f"({other}" not in caption for caption in captions)
 
 
-def test_every_drawing_has_a_title_and_a_label_for_screen_readers(finished: Path) -> None:
-    drawings = list(read_document(write_report(finished)).iter("svg"))
+def test_every_drawing_has_a_title_and_a_label_for_screen_readers(drawn: Path) -> None:
+    drawings = list(read_document(drawn).iter("svg"))
     assert len(drawings) > 15
     for drawing in drawings:
         assert drawing.get("role") == "img"
@@ -149,13 +155,14 @@ def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
     assert shown.count("</main>") == 1
 
 
-def test_a_drawing_is_coloured_by_the_page_in_light_and_dark(finished: Path) -> None:
-    page = write_report(finished).read_text(encoding="utf-8")
-    drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.S))
-    assert set(re.findall(r"var\(--([\w-]+)\)", drawn)) <= set(re.findall(r"--([\w-]+):", page))
-    assert re.findall(r"#[0-9a-f]{6}", drawn) == []
+def test_a_drawing_is_coloured_by_the_page_in_light_and_dark(drawn: Path) -> None:
+    page = drawn.read_text(encoding="utf-8")
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.S))
+    assert set(re.findall(r"var\(--([\w-]+)\)", drawings)) <= set(re.findall(r"--([\w-]+):", page))
+    assert re.findall(r"#[0-9a-f]{6}", drawings) == []
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
     folder = runs.write_run(tmp_path / "run-001", steps=1500, batch=2)
     assert write_report(folder).stat().st_size < 1_500_000
@@ -164,8 +171,8 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
 # -- the ledger --------------------------------------------------------------------------------------------------------
 
 
-def test_a_ledger_that_closes_is_said_to_close(finished: Path) -> None:
-    shown = words(read_document(write_report(finished)))
+def test_a_ledger_that_closes_is_said_to_close(drawn: Path) -> None:
+    shown = words(read_document(drawn))
     assert "the sum closes" in shown
     assert "does not close" not in shown
 

@@ -193,6 +193,7 @@ def events_of(result: Any, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, result.events.splitlines()) if event["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_simulated_run_follows_the_resource_manager_pays_for_it_and_accounts_for_every_trajectory(
     tmp_path: Path,
 ) -> None:

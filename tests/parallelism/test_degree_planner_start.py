@@ -95,6 +95,7 @@ def test_engines_of_a_resumed_run_start_with_the_degrees_that_it_had() -> None:
     assert asyncio.run(ranks({**kept, "degrees": [8]})) == (1, 1, 1, 1), "of other devices"
 
 
+@pytest.mark.slow
 def test_killed_runs_go_on_with_the_degrees_of_their_checkpoint_and_lose_nothing() -> None:
     resumed = other = 0
     for seed in range(200):

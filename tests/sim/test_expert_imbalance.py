@@ -295,6 +295,7 @@ def planned() -> tuple[Config, SimResult]:
     return config, simulate(config)
 
 
+@pytest.mark.slow
 def test_a_run_whose_experts_get_uneven_leaves_expert_parallelism_pays_for_it_and_is_faster(
     planned: tuple[Config, SimResult],
 ) -> None:

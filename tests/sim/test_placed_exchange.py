@@ -159,6 +159,7 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part", [pytest.param(range(12), id="a few"), pytest.param(MANY, id="many", marks=pytest.mark.long)]
 )

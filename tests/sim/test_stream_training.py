@@ -173,6 +173,7 @@ def test_feeds_that_are_lost_repeated_or_late_change_no_batch(
     ]
 
 
+@pytest.mark.slow
 def test_the_fault_runs_stream_and_filter_in_part() -> None:
     """What `test_every_trajectory_is_accounted_for_in_seeded_fault_runs` covers."""
     shapes = Counter(

@@ -140,6 +140,7 @@ def test_without_rounds_nothing_speaks_of_them() -> None:
     assert not any("prompt" in line for line in journal(result))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "seeds"), [(0, 45), pytest.param(10_000, 1500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
@@ -258,6 +259,7 @@ def test_a_run_tries_its_values_of_eta_first_and_stays_with_the_one_that_took_th
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_report_and_the_summary_say_what_rounds_took_and_threw_away(tmp_path: Path) -> None:
     result = simulate(config(("sync_plus", 0), "rollout.rounds.search=[1.1, 1.25]"), tmp_path)
     run = load_run(tmp_path)

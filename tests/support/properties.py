@@ -10,8 +10,3 @@ from hypothesis import settings
 
 settings.register_profile("fixed", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
-
-
-def examples(fixed: int, random: int) -> int:
-    """How many examples to draw: few in every run, many in the long search. For tests that take seconds."""
-    return fixed if settings.default.derandomize else random

@@ -24,6 +24,7 @@ pytest.importorskip("megatron.core")
 from orchestrator.runtime.mooncake_master import MooncakeMaster  # noqa: E402
 from orchestrator.transfer import RelayEndpoint  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import tiny_folder  # noqa: E402
+from tests.support.forked_ranks import Ended, ForkedRank  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 
@@ -95,11 +96,13 @@ def main():
 
     name, tp = sys.argv[3], int(sys.argv[4])
     vllm_rlplugin.register_backend()
-    made = LLMEngine.from_engine_args(EngineArgs(
+    config = EngineArgs(
         model=order["model"], skip_tokenizer_init=True, generation_config="vllm", dtype="bfloat16", max_model_len=64,
         block_size=32, kv_cache_memory_bytes=16 << 20, enforce_eager=True, disable_log_stats=True, max_num_seqs=8,
         weight_transfer_config={"backend": "rl_coserve"}, worker_extension_cls="vllm_rlplugin.extension.WorkerExtension",
-        distributed_executor_backend="mp", tensor_parallel_size=tp))
+        distributed_executor_backend="mp", tensor_parallel_size=tp).create_engine_config()
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM for CPUs has just chosen to spawn: imports in each worker
+    made = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     rpc = made.collective_rpc
     rpc("rl_ready")
     rpc("init_weight_transfer_engine", kwargs={"init_info": {"endpoint": order["relay"]}})
@@ -138,15 +141,24 @@ if __name__ == "__main__":
 )
 
 
-async def started(folder: Path, program: str, *arguments: str) -> asyncio.subprocess.Process:
-    path = folder / f"{'engine' if program is ENGINE else 'rank'}.py"
-    path.write_text(program)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+def environment() -> dict[str, str]:
+    made = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return made | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+async def start_engine(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
+    path = folder / "engine.py"
+    path.write_text(ENGINE)
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "ignore", str(path), str(folder), *arguments, env=environment,
+        sys.executable, "-W", "ignore", str(path), str(folder), *arguments, env=environment(),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+
+
+async def end_of_engine(child: asyncio.subprocess.Process) -> Ended:
+    output, _ = await child.communicate()
+    assert child.returncode is not None
+    return Ended(child.returncode, output.decode(errors="replace"), "")
 
 
 async def run_all(folder: Path) -> None:
@@ -154,6 +166,7 @@ async def run_all(folder: Path) -> None:
     master = MooncakeMaster(log=folder / "master.log")
     await master.start()
     children: list[asyncio.subprocess.Process] = []
+    ranks: list[ForkedRank] = []
     try:
         relay = RelayEndpoint(
             job=f"mismatched-{os.getpid()}",
@@ -174,16 +187,18 @@ async def run_all(folder: Path) -> None:
             "relay": relay.to_dict(), "versions": VERSIONS, "joins": JOINS,
         }  # fmt: skip
         text = json.dumps(order)
-        children += [await started(folder, ENGINE, text, name, name.removeprefix("tp")) for name in JOINS]
-        children += [await started(folder, RANK, text, str(rank)) for rank in range(4)]
-        ends = {asyncio.ensure_future(child.communicate()): child for child in children}
+        children += [await start_engine(folder, text, name, name.removeprefix("tp")) for name in JOINS]
+        ranks += [ForkedRank("-c", RANK, str(folder), text, str(rank), env=environment()) for rank in range(4)]
+        ends = {asyncio.ensure_future(end_of_engine(child)) for child in children}
+        ends |= {asyncio.ensure_future(asyncio.to_thread(rank.wait, LIMIT)) for rank in ranks}
         while ends:
-            done, _ = await asyncio.wait(ends, timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
+            done, ends = await asyncio.wait(ends, timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
             assert done, f"nothing ended within {LIMIT} s"
             for end in done:
-                output, _ = end.result()
-                assert ends.pop(end).returncode == 0, output.decode(errors="replace")[-6000:]
+                assert end.result().code == 0, (end.result().out + end.result().err)[-6000:]
     finally:
+        for rank in ranks:
+            rank.kill()
         for child in children:
             if child.returncode is None:
                 os.killpg(child.pid, 9)

@@ -20,7 +20,7 @@ pytestmark = [
 
 # A process of its own: vLLM's groups live as long as their process. Workers are forked from it.
 CHILD = '''
-import json, sys
+import json, os, sys
 from pathlib import Path
 
 def spoil(worker, rank, on):
@@ -72,12 +72,14 @@ def main(settings):
                 yield key, *part
 
     def engine(name):
-        made = LLMEngine.from_engine_args(EngineArgs(
+        config = EngineArgs(
             model=str(folder / name), skip_tokenizer_init=True, generation_config="vllm", dtype="bfloat16",
             max_model_len=256, block_size=32, kv_cache_memory_bytes=16 << 20, enforce_eager=True,
             weight_transfer_config={"backend": "rl_coserve"}, disable_log_stats=True, max_num_seqs=8,
             worker_extension_cls="vllm_rlplugin.extension.WorkerExtension", distributed_executor_backend="mp",
-            tensor_parallel_size=2))
+            tensor_parallel_size=2).create_engine_config()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM for CPUs has just chosen to spawn: imports in each worker
+        made = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         made.collective_rpc("rl_ready")
         return made
 
@@ -138,7 +140,7 @@ def test_both_ranks_follow_in_place_or_both_take_everything_back(tmp_path: Path)
         text=True,
         timeout=280,
         check=False,
-        env={**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     )
     lines = [line for line in child.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, (child.stdout + child.stderr)[-6000:]

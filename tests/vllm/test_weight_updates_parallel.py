@@ -73,12 +73,14 @@ def main(settings):
     prompts = [[draw.randrange(64) for _ in range(draw.randint(5, 40))] for _ in range(6)]
 
     def engine(name):
-        made = LLMEngine.from_engine_args(EngineArgs(
+        config = EngineArgs(
             model=str(Path(folder) / name), skip_tokenizer_init=True, generation_config="vllm", dtype="float32",
             max_model_len=256, block_size=32, kv_cache_memory_bytes=16 << 20, enforce_eager=True,
             weight_transfer_config={"backend": "rl_coserve"}, disable_log_stats=True, max_num_seqs=8,
             worker_extension_cls="vllm_rlplugin.extension.WorkerExtension", distributed_executor_backend="mp",
-            tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"]))
+            tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"]).create_engine_config()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM for CPUs has just chosen to spawn: imports in each worker
+        made = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         found.setdefault("ready", made.collective_rpc("rl_ready"))
         if not found["ready"][-1]["cured"]:
             made.collective_rpc("rl_ready")
@@ -191,7 +193,7 @@ async def run_child(folder: Path, *, tp: int, pp: int, tied: bool) -> dict[str, 
         )
         settings = {"folder": str(folder), "relay": relay.to_dict(), "tp": tp, "pp": pp, "tied": tied}
         settings["cut_off"] = 0 if tied else 1  # the rank that cannot reach the relay
-        environment = {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             str(folder / "child.py"),
