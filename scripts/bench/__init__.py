@@ -1,7 +1,8 @@
 """The benchmarks: one name, one figure of ``docs/results``, measured afresh by each call.
 
 A benchmark module has ``NAME``, a docstring whose first paragraph says what it measures, and ``run(quick, nonce) -> dict``, a
-result of :func:`scripts.bench.result.frame`.
+result of :func:`scripts.bench.result.frame`; a simulated figure is declared, as ``FIGURE``
+(:class:`scripts.bench.papers.runner.Figure`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def describe() -> list[tuple[str, str]]:
     rows = []
     for name, (module, whole, needs) in sorted(BENCHES.items()):
         text = (importlib.import_module(module).__doc__ or "").strip().partition("\n\n")[0]
-        rows.append((name, f"{' '.join(text.split())} [needs {needs}; {whole}, --quick under a minute]"))
+        rows.append((name, f"{' '.join(text.split())} [needs {needs}; about {whole}, --quick about a minute]"))
     return rows
 
 
@@ -85,5 +86,6 @@ def run(name: str, *, quick: bool, nonce: str, model: str = "") -> dict[str, Any
     if model and not getattr(module, "TAKES_MODEL", False):
         raise ConfigError("bench --model", model, f"{name} is not measured with a model of yours: leave it out")
     more = {"model": model} if model else {}
-    result: dict[str, Any] = module.run(quick=quick, nonce=nonce, **more)
+    measure = module.FIGURE.run if hasattr(module, "FIGURE") else module.run
+    result: dict[str, Any] = measure(quick=quick, nonce=nonce, **more)
     return result

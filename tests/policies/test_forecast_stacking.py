@@ -24,8 +24,8 @@ from orchestrator.policies.prediction.length_predictor import (
     ProgressivePredictor,
     prompt_only,
 )
+from scripts.bench.data.chat_tasks import ChatTask, Chores, Problems, Puzzles
 from scripts.bench.papers import prediction as bench
-from scripts.bench.papers.chat_tasks import ChatTask, Chores, Problems, Puzzles
 from scripts.bench.papers.length_sets import Case, built_in, pack, packed, trajectories_of
 from scripts.bench.papers.resampling import paired, words
 

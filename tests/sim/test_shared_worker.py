@@ -27,7 +27,7 @@ from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.virtual_loop import run
-from scripts.bench.papers.serving_alone import serving_alone
+from scripts.bench.papers.rose_runs import serving_alone
 from tests.support.worker_contract import CHECKS, Rig
 
 STEP = 0.02
