@@ -1,77 +1,91 @@
 """The benchmarks: one name, one figure of ``docs/results``, measured afresh by each call.
 
-A benchmark module has ``NAME``, a docstring whose first line says what it measures, and ``run(quick, nonce) -> dict`` with
-the keys ``name, kind, value, unit, reference, reference_value, bar, holds, machine, versions, detail``.
+A benchmark module has ``NAME``, a docstring whose first paragraph says what it measures, and ``run(quick, nonce) -> dict``, a
+result of :func:`scripts.bench.result.frame`; a simulated figure is declared, as ``FIGURE``
+(:class:`scripts.bench.papers.runner.Figure`).
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.api import ConfigError
 
-MODULES = {
-    "recompute-exact": "scripts.bench.micro.recompute_exact",
-    "update-pause": "scripts.bench.micro.update_pause",
-    "preemption": "scripts.bench.micro.preemption",
-    "idle-overhead": "scripts.bench.micro.idle_overhead",
-    "active-overhead": "scripts.bench.micro.active_overhead",
-    "ledger-faults": "scripts.bench.micro.ledger_faults",
-    "kills": "scripts.bench.micro.kills",
-    "learns": "scripts.bench.papers.learns",
-    "reward-timeout": "scripts.bench.micro.reward_timeout",
-    "event-loop": "scripts.bench.micro.event_loop",
-    "learning-parity": "scripts.bench.papers.learning_parity",
-    "trajectory-vs-batch": "scripts.bench.micro.trajectory_vs_batch",
-    "store": "scripts.bench.micro.store",
-    "routing": "scripts.bench.micro.routing",
-    "placement": "scripts.bench.micro.placement",
-    "allocation": "scripts.bench.micro.allocation",
-    "reallocation": "scripts.bench.papers.reallocation",
-    "expert-parallelism": "scripts.bench.papers.expert_parallelism",
-    "prediction": "scripts.bench.papers.prediction",
-    "heddle": "scripts.bench.papers.heddle",
-    "all-together": "scripts.bench.papers.all_together",
-    "stream-equality": "scripts.bench.micro.stream_equality",
-    "stream-step": "scripts.bench.micro.stream_step",
-    "merge-control": "scripts.bench.micro.merge_control",
-    "delta-bytes": "scripts.bench.micro.delta_bytes",
-    "delta-speed": "scripts.bench.micro.delta_speed",
-    "transfer-limit": "scripts.bench.micro.transfer_limit",
-    "delta-peers": "scripts.bench.micro.delta_peers",
-    "kv-migrate": "scripts.bench.micro.kv_migrate",
-    "sim-error": "scripts.bench.papers.sim_error",
-    "sim-speed": "scripts.bench.micro.sim_speed",
-    "modes": "scripts.bench.papers.modes",
-    "affinity": "scripts.bench.papers.affinity",
-    "rollart-figures": "scripts.bench.papers.rollart_figures",
-    "rollpacker-figures": "scripts.bench.papers.rollpacker_figures",
-    "borrowed": "scripts.bench.papers.borrowed",
-    "rose-figures": "scripts.bench.papers.rose_figures",
-    "tail-batching": "scripts.bench.papers.tail_batching",
-    "coserve-slo": "scripts.bench.micro.coserve_slo",
-    "kv-remap": "scripts.bench.micro.kv_remap",
+VLLM, MEGATRON, MOONCAKE = "vllm", "megatron-core", "mooncake"
+RUN = "vllm, megatron-core, ray, mooncake"
+
+
+class Bench(NamedTuple):
+    """Where a benchmark is, how long the whole of it took on two cores, and what it needs beside the package."""
+
+    module: str
+    whole: str
+    needs: str = "nothing more"
+
+
+BENCHES = {
+    "recompute-exact": Bench("scripts.bench.micro.recompute_exact", "2 min", VLLM),
+    "update-pause": Bench("scripts.bench.micro.update_pause", "3 min", VLLM),
+    "preemption": Bench("scripts.bench.micro.preemption", "2 min", VLLM),
+    "idle-overhead": Bench("scripts.bench.micro.idle_overhead", "4 min", VLLM),
+    "active-overhead": Bench("scripts.bench.micro.active_overhead", "20 min", VLLM),
+    "ledger-faults": Bench("scripts.bench.micro.ledger_faults", "15 min"),
+    "kills": Bench("scripts.bench.micro.kills", "25 min", f"{RUN}, redis-server"),
+    "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
+    "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min"),
+    "event-loop": Bench("scripts.bench.micro.event_loop", "31 min"),
+    "learning-parity": Bench("scripts.bench.papers.learning_parity", "60 min", RUN),
+    "trajectory-vs-batch": Bench("scripts.bench.micro.trajectory_vs_batch", "15 min", f"{VLLM}, ray"),
+    "store": Bench("scripts.bench.micro.store", "6 min"),
+    "routing": Bench("scripts.bench.micro.routing", "2 min"),
+    "placement": Bench("scripts.bench.micro.placement", "1 min"),
+    "allocation": Bench("scripts.bench.micro.allocation", "a few seconds"),
+    "reallocation": Bench("scripts.bench.papers.reallocation", "3 h"),
+    "expert-parallelism": Bench("scripts.bench.papers.expert_parallelism", "3 min"),
+    "prediction": Bench("scripts.bench.papers.prediction", "2 min"),
+    "heddle": Bench("scripts.bench.papers.heddle", "46 min"),
+    "all-together": Bench("scripts.bench.papers.all_together", "37 min"),
+    "stream-equality": Bench("scripts.bench.micro.stream_equality", "29 min", MEGATRON),
+    "stream-step": Bench("scripts.bench.micro.stream_step", "10 min", RUN),
+    "merge-control": Bench("scripts.bench.micro.merge_control", "8 min", MEGATRON),
+    "delta-bytes": Bench("scripts.bench.micro.delta_bytes", "5 min"),
+    "delta-speed": Bench("scripts.bench.micro.delta_speed", "1 min"),
+    "transfer-limit": Bench("scripts.bench.micro.transfer_limit", "6 min", MOONCAKE),
+    "delta-peers": Bench("scripts.bench.micro.delta_peers", "2 min", VLLM),
+    "kv-migrate": Bench("scripts.bench.micro.kv_migrate", "1 min", VLLM),
+    "sim-error": Bench("scripts.bench.papers.sim_error", "8 min", VLLM),
+    "sim-speed": Bench("scripts.bench.micro.sim_speed", "1 min"),
+    "modes": Bench("scripts.bench.papers.modes", "5 min"),
+    "affinity": Bench("scripts.bench.papers.affinity", "1 min"),
+    "rollart-figures": Bench("scripts.bench.papers.rollart_figures", "3 min"),
+    "rollpacker-figures": Bench("scripts.bench.papers.rollpacker_figures", "2 h"),
+    "borrowed": Bench("scripts.bench.papers.borrowed", "43 min"),
+    "rose-figures": Bench("scripts.bench.papers.rose_figures", "18 min"),
+    "tail-batching": Bench("scripts.bench.papers.tail_batching", "3 min", VLLM),
+    "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "2 min", VLLM),
+    "kv-remap": Bench("scripts.bench.micro.kv_remap", "a few seconds", VLLM),
 }
 
 
 def describe() -> list[tuple[str, str]]:
-    """Name and first line of each benchmark."""
+    """Name of each benchmark, and what it measures (its module's first paragraph), needs and takes."""
     rows = []
-    for name, module in sorted(MODULES.items()):
-        text = importlib.import_module(module).__doc__ or ""
-        rows.append((name, text.strip().splitlines()[0]))
+    for name, (module, whole, needs) in sorted(BENCHES.items()):
+        text = (importlib.import_module(module).__doc__ or "").strip().partition("\n\n")[0]
+        rows.append((name, f"{' '.join(text.split())} [needs {needs}; about {whole}, --quick about a minute]"))
     return rows
 
 
 def run(name: str, *, quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
     """Measure. ``model``: a Hugging Face folder, where the benchmark can take one (``TAKES_MODEL``). Raises ConfigError for an
     unknown name, or a model that it does not take."""
-    if name not in MODULES:
-        raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(MODULES))}")
-    module = importlib.import_module(MODULES[name])
+    if name not in BENCHES:
+        raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(BENCHES))}")
+    module = importlib.import_module(BENCHES[name].module)
     if model and not getattr(module, "TAKES_MODEL", False):
         raise ConfigError("bench --model", model, f"{name} is not measured with a model of yours: leave it out")
     more = {"model": model} if model else {}
-    result: dict[str, Any] = module.run(quick=quick, nonce=nonce, **more)
+    measure = module.FIGURE.run if hasattr(module, "FIGURE") else module.run
+    result: dict[str, Any] = measure(quick=quick, nonce=nonce, **more)
     return result

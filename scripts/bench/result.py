@@ -1,4 +1,4 @@
-"""What every benchmark returns, in one form: the figure, what it is compared with, the machine and versions, how it was measured.
+"""What every benchmark returns, in one form: figure, what it is compared with, commit, machine and versions, how it was measured.
 
 It is what ``docs/results/NAME.json`` holds.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from orchestrator.run_folder import describe_machine
@@ -16,6 +18,19 @@ from orchestrator.run_folder import describe_machine
 def now() -> str:
     """Of the wall clock, in ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat()
+
+
+def source() -> dict[str, Any]:
+    """What was measured: ``commit`` ("" outside of a git checkout), and whether tracked files are as they are there."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--untracked-files=no")}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": "", "clean": False}
 
 
 def frame(
@@ -27,14 +42,15 @@ def frame(
     reference: str,
     reference_value: float,
     bar: str,
-    holds: bool,
+    holds: bool | None,
     detail: dict[str, Any],
     quick: bool,
     nonce: str = "",
     begun: str = "",
     pids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The result, ended now. ``kind``: real or simulated. ``begun``: see :func:`now`. ``nonce`` comes back as it was given.
+    """The result, ended now. ``kind``: real or simulated. ``holds``: None where nothing is claimed, as in a quick form that only
+    shows that the measurement works. ``begun``: see :func:`now`. ``nonce`` comes back as it was given.
     ``pids``: of processes that took part beside this one. ``detail`` may say all these itself, where parts are put together."""
     return {
         "name": name,
@@ -45,6 +61,7 @@ def frame(
         "reference_value": reference_value,
         "bar": bar,
         "holds": holds,
+        "source": source(),
         **describe_machine(),
         "detail": {
             "quick": quick,

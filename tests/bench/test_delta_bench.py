@@ -13,9 +13,9 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.transfer.delta.reference_codec import steps_between
+from scripts.bench import drawings
 from scripts.bench.micro import delta_bytes, delta_peers, delta_real
 from scripts.bench.micro.delta_synthetic import LAYOUTS, Layout, Pool, bf16, entropy_bound
-from scripts.bench.papers import figures
 
 
 def test_layouts_have_the_parameters_of_the_models() -> None:
@@ -131,7 +131,7 @@ def _marks(drawing: str) -> list[tuple[str, list[float]]]:
 
 def test_every_drawing_of_the_results_is_made_from_the_file_beside_it() -> None:
     folder = Path(__file__).parents[2] / "docs" / "results"
-    for name, (source, draw) in figures.DRAWINGS.items():
+    for name, (source, draw) in drawings.DRAWINGS.items():
         drawn = draw(json.loads((folder / source).read_text())["detail"])
         kept = (folder / name).read_text(encoding="utf-8")
         assert _marks(drawn) == _marks(kept), f"{name} is older than {source}"

@@ -16,6 +16,7 @@ from orchestrator.sim.simulated_cluster import engine_costs, kv_bytes
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench import describe
 from scripts.bench.papers.rollpacker_figures import (
+    FIGURE,
     OVER_RLHFUSE,
     PLANNER,
     SEARCHED,
@@ -26,7 +27,6 @@ from scripts.bench.papers.rollpacker_figures import (
     figure_14c,
     only,
     play,
-    run,
     search,
     stages,
     table_2,
@@ -94,7 +94,7 @@ def test_adaptive_timeouts_cut_what_runs_on_after_right_answers_and_earn_nothing
 
 @pytest.mark.long
 def test_the_quick_form_has_all_its_rungs() -> None:
-    result = run(quick=True, nonce="n")
+    result = FIGURE.run(quick=True, nonce="n")
     assert result["kind"] == "simulated"
     assert set(result["detail"]["ladder"]["7B/8k"]) == {*RUNGS, PLANNER}
     assert result["detail"]["simulator_error"]["step_time"]

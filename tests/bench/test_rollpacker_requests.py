@@ -15,12 +15,12 @@ def test_every_trained_trajectory_is_seen_by_the_watch_with_its_tokens_and_the_r
     config = rollpacker(
         "7B/8k", "veRL", 8, steps=2, extra=[*ALONE, "rollout.groups_per_step=16", "rollout.environments=128"]
     )
-    said, events, journal = rollpacker_requests.watched(config)
-    trained = {line["id"] for line in journal if line["state"] == "trained"}
+    said, run = rollpacker_requests.watched(config)
+    trained = {line["id"] for line in run.journal if line["state"] == "trained"}
     assert trained <= {one.trajectory for one in said if one.whole}
-    assert [event for event in events if event["kind"] == "step"]
+    assert run.events_of("step")
     assert simulate(config).events.decode().splitlines() == [
-        json.dumps(e, sort_keys=True, separators=(",", ":")) for e in events
+        json.dumps(e, sort_keys=True, separators=(",", ":")) for e in run.events
     ]
     longest = max(said, key=lambda one: one.tokens)
     middle = longest.end - longest.per_token * longest.tokens / 2

@@ -25,7 +25,7 @@ import pytest
 from orchestrator.api import ConfigError
 from orchestrator.cli import _parser, main
 from orchestrator.config import load_config, parse_config
-from scripts.bench import MODULES as BENCHMARKS
+from scripts.bench import BENCHES as BENCHMARKS
 from tests.support import view_runs
 from vllm_rlplugin.options import FrontendOptions, PluginOptions
 

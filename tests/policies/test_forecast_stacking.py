@@ -24,8 +24,8 @@ from orchestrator.policies.prediction.length_predictor import (
     prompt_only,
 )
 from orchestrator.policies.prediction.online_estimators import ForecastStack, best_of_simplex
+from scripts.bench.data.chat_tasks import ChatTask, Chores, Problems, Puzzles
 from scripts.bench.papers import prediction as bench
-from scripts.bench.papers.chat_tasks import ChatTask, Chores, Problems, Puzzles
 from scripts.bench.papers.length_sets import Case, built_in, pack, packed, trajectories_of
 from scripts.bench.papers.resampling import paired, words
 

@@ -4,8 +4,10 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -28,11 +30,12 @@ from orchestrator.sim.cost_model import CHUNK_TOKENS, seconds_of
 from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_cluster import engine_costs, fleet, trainer_costs
 from scripts.bench import describe
-from scripts.bench.papers import printed, simulated
+from scripts.bench.papers import printed
 from scripts.bench.papers.affinity import FLEETS, config_of, config_of_task
 from scripts.bench.papers.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
 from scripts.bench.papers.rollart_setups import LADDER, rollart
 from scripts.bench.papers.run_figures import measure
+from scripts.bench.papers.runner import Figure, Found, Row, Verdict, interval, row
 from scripts.bench.papers.simulated_page import page
 
 NAMES = sorted(file.name.removesuffix(".toml") for file in (files("orchestrator.sim") / "scenarios").iterdir())
@@ -214,21 +217,49 @@ def test_a_rollout_is_the_sum_of_its_steps() -> None:
 
 def test_the_papers_table_counts_only_rows_that_no_constant_came_from() -> None:
     rows = printed.rows(simulate=False)
-    assert all(row["source"] and row["printed"] for row in rows)
-    assert any(row["calibration"] for row in rows)
-    for row in rows:
-        assert row["error"] == pytest.approx(row["predicted"] / row["printed"] - 1, abs=1e-3)
-    proving = sorted(abs(row["error"]) for row in rows if not row["calibration"])
+    assert all(one["source"] and one["printed"] for one in rows)
+    assert any(one["calibration"] for one in rows)
+    for one in rows:
+        assert one["error"] == pytest.approx(one["predicted"] / one["printed"] - 1, abs=1e-3)
+    proving = sorted(abs(one["error"]) for one in rows if not one["calibration"])
     assert proving[0] <= printed.median_error(rows) <= proving[-1]
-    assert [row["error"] for row in rows if row["what"].startswith("size")] == pytest.approx([0, 0, 0], abs=0.002)
+    assert [one["error"] for one in rows if one["what"].startswith("size")] == pytest.approx([0, 0, 0], abs=0.002)
 
 
 def test_a_row_says_how_far_it_is_outside_of_the_printed_range() -> None:
-    inside, above, below = (simulated.row("x", "1 to 2", 1.0, 2.0, ours, "s") for ours in (1.5, 3.0, 0.5))
+    inside, above, below = (row("x", (1.0, 2.0), ours, "s") for ours in (1.5, 3.0, 0.5))
     assert (inside["off"], above["off"], below["off"]) == (0.0, 0.5, -0.5)
+    assert (inside["printed"], row("x", 2, 3.0, "s")["printed"]) == ("1.0 to 2.0", "2")
     assert {"modes", "affinity", "sim-error", "sim-speed", "rollart-figures"} <= {name for name, _ in describe()}
 
 
 def test_the_page_of_simulated_figures_is_what_its_files_say() -> None:
     folder = Path(__file__).parents[2] / "docs" / "results"
     assert (folder / "simulated.md").read_text(encoding="utf-8") == page(folder)
+
+
+def test_an_interval_is_students_over_the_seeds_and_one_seed_has_none() -> None:
+    found = interval([1.0, 2.0, 3.0])
+    assert found["mean"] == 2.0
+    assert found["interval"] == pytest.approx([2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5])
+    assert interval([5.0])["interval"] is None
+
+
+def _part(number: int) -> Found:
+    return {"number": number}, [row(f"row {number}", 1.0, float(number), "s")]
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_a_figure_plays_its_parts_in_their_order_and_says_sources_and_seeds(apart: int) -> None:
+    def read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
+        return found["a"]["number"], True, {"found": found}
+
+    parts = {"b": partial(_part, 2), "a": partial(_part, 1)}
+    figure = Figure("x", "claim", "paper", 3.0, "> 0", lambda quick: parts, read, seeds=(0, 1), apart=apart)
+    result = figure.run(quick=False, nonce="n")
+    assert (result["kind"], result["value"], result["reference_value"], result["holds"]) == ("simulated", 1, 3.0, True)
+    assert [one["what"] for one in result["detail"]["rows"]] == ["row 2", "row 1"]
+    assert list(result["detail"]["found"]) == ["b", "a"]
+    assert (result["detail"]["seeds"], result["detail"]["nonce"]) == ([0, 1], "n")
+    assert set(result["source"]) == {"commit", "clean"}
+    assert figure.run(quick=True, nonce="")["detail"]["seeds"] == [0]

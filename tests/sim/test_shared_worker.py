@@ -25,7 +25,7 @@ from orchestrator.sim.cost_model import RooflineCosts
 from orchestrator.sim.paper_setups import load_scenario
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
-from scripts.bench.papers.serving_alone import serving_alone
+from scripts.bench.papers.rose_runs import serving_alone
 from scripts.bench.virtual_run import run
 from tests.support.worker_contract import CHECKS, Rig
 

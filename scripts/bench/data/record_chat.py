@@ -23,7 +23,7 @@ from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.store import TrajectoryStore
-from scripts.bench.papers.chat_tasks import TASKS, HuggingFaceChat
+from scripts.bench.data.chat_tasks import TASKS, HuggingFaceChat
 from vllm_rlplugin.worker.inprocess_worker import EngineWorker
 
 

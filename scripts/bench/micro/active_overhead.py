@@ -13,7 +13,7 @@ import os
 import statistics
 from typing import Any
 
-from scripts.bench.micro.overhead_pairs import paired, probes, with_adds
+from scripts.bench.micro.overhead_pairs import paired, pairs_against_stock, with_adds
 from scripts.bench.result import frame, now
 
 NAME = "active-overhead"
@@ -27,14 +27,13 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     sizes, pairs, rounds = ({64: 32, 512: 32}, 1, 2) if quick else (_SIZES, 8, 4)
     rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
     pids, adds = [os.getpid()], {}
-    for pair in range(pairs):
-        with probes(("worker", "stock") if pair % 2 else ("stock", "worker")) as (started, hooks):
-            pids += [int(answer["pid"]) for answer in hooks.values()]
-            for index, (size, tokens) in enumerate(sizes.items()):
-                seed = (pair * len(sizes) + index) << 20
-                rows[size].append(paired(started, "worker", "stock", size, tokens, rounds, seed))
-            if pair == 0:
-                adds = with_adds(started["worker"], 128, 64 if quick else 400, 1000, 2 if quick else 6, 1 << 30)
+    for pair, started, hooks in pairs_against_stock("worker", pairs):
+        pids += [int(answer["pid"]) for answer in hooks.values()]
+        for index, (size, tokens) in enumerate(sizes.items()):
+            seed = (pair * len(sizes) + index) << 20
+            rows[size].append(paired(started, "worker", "stock", size, tokens, rounds, seed))
+        if pair == 0:
+            adds = with_adds(started["worker"], 128, 64 if quick else 400, 1000, 2 if quick else 6, 1 << 30)
     medians = {str(size): statistics.median(row["ratio"] for row in found) for size, found in rows.items()}
     worst = min(medians.values())
     return frame(

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from orchestrator.api import ConfigError
-from orchestrator.run_folder import describe_machine
 from orchestrator.transfer.delta import delta_codec as delta
 from orchestrator.transfer.delta.delta_format import open_change
 from scripts.bench.micro.delta_synthetic import COO_BYTES, Bytes, bf16, entropy_bound
-from scripts.bench.result import now
+from scripts.bench.result import frame, now
 
 NAME = "delta-real"
+_BAR = 1.4
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I64": "int64", "I32": "int32"}
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SUMS = ("elements", "changed", "wire_bytes", "entropy_bytes")
@@ -140,14 +140,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tensors", action="store_true", help="each tensor of each pair, too")
-    arguments = parser.parse_args()
+    arguments, begun = parser.parse_args(), now()
     found = {name: measure(arguments.folder, cast=cast) for name, cast in (("as_published", False), ("bfloat16", True))}
     for result in found.values() if not arguments.tensors else ():
         for pair in result["pairs"]:
             pair["encodings"] = _count(row["encoding"] for row in pair.pop("tensors"))
-    at = now()
-    made = json.dumps({"name": NAME, "kind": "real", **describe_machine(), "at": at, "detail": found})
+    made = json.dumps(result(found, begun))
     print(json.dumps(json.loads(made, parse_float=lambda text: float(f"{float(text):.5g}")), indent=1))
+
+
+def result(found: dict[str, dict[str, Any]], begun: str) -> dict[str, Any]:
+    """The figure, of what :func:`measure` found ``as_published`` and as ``bfloat16``."""
+    value = found["bfloat16"]["over_bound"]
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="bytes on the wire over the entropy bound, all pairs, cast to bf16",
+        reference="the entropy bound",
+        reference_value=1.0,
+        bar=f"<= {_BAR} x the bound, every change bit-exact",
+        holds=value <= _BAR and all(one["bit_exact"] for one in found.values()),
+        detail=found,
+        quick=False,
+        begun=begun,
+    )
 
 
 def _count(words: Iterable[str]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import os
 import statistics
 from typing import Any
 
-from scripts.bench.micro.overhead_pairs import paired, probes
+from scripts.bench.micro.overhead_pairs import paired, pairs_against_stock
 from scripts.bench.result import frame, now
 
 NAME = "idle-overhead"
@@ -24,10 +24,9 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     begun = now()
     pairs, rounds, tokens = (1, 6, 64) if quick else (8, 8, 128)
     rows, pids = [], [os.getpid()]
-    for pair in range(pairs):
-        with probes(("idle", "stock") if pair % 2 else ("stock", "idle")) as (started, hooks):
-            rows.append(paired(started, "idle", "stock", 64, tokens, rounds, pair << 16, seeded=True))
-            pids += [int(answer["pid"]) for answer in hooks.values()]
+    for pair, started, hooks in pairs_against_stock("idle", pairs):
+        rows.append(paired(started, "idle", "stock", 64, tokens, rounds, pair << 16, seeded=True))
+        pids += [int(answer["pid"]) for answer in hooks.values()]
     ratio = statistics.median(row["ratio"] for row in rows)
     identical = all(row["identical"] for row in rows)
     return frame(

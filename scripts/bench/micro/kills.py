@@ -30,10 +30,9 @@ from typing import Any
 from orchestrator.api import RunError
 from orchestrator.events import read_events
 from orchestrator.ledger import END_STATES, recount
-from orchestrator.run_folder import describe_machine
 from orchestrator.store import count_by_outcome
 from scripts.bench.micro.victims import RedisProcess, alive, descendants, environment_workers, identity, marked
-from scripts.bench.result import now
+from scripts.bench.result import frame, now
 
 NAME = "kills"
 KINDS = ("engine", "trainer", "relay master", "function host", "environment worker", "metadata store", "orchestrator")
@@ -70,7 +69,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     bench = Kills(folder, QUICK_KINDS if quick else KINDS, 1 if quick else PER_KIND, seed=0)
     while not bench.measure(3600.0):
         pass
-    return bench.result(quick, nonce)
+    return bench.result(quick, nonce, begun)
 
 
 class Kills:
@@ -170,7 +169,7 @@ class Kills:
         with self._ends_file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(end, sort_keys=True) + "\n")
 
-    def result(self, quick: bool, nonce: str) -> dict[str, Any]:
+    def result(self, quick: bool, nonce: str, begun: str = "") -> dict[str, Any]:
         """The figure, of a measurement that is done."""
         rows, ends = self.rows(), list(read_events(self._ends_file))
         kinds: dict[str, dict[str, Any]] = {}
@@ -187,27 +186,28 @@ class Kills:
             }
         orphans = sum(kind["orphans"] for kind in kinds.values()) + sum(len(end["orphans"]) for end in ends)
         wrong = orphans + sum(end["unaccounted"] for end in ends)
-        return {
-            "name": NAME,
-            "kind": "real",
-            "value": wrong,
-            "unit": "trajectories unaccounted for, and processes left over",
-            "reference": "kills",
-            "reference_value": len(rows),
-            "bar": "0; each kind killed >= 3 times; every run completes",
-            "holds": not quick
-            and wrong == 0
-            and all(kinds.get(kind, {}).get("kills", 0) >= PER_KIND for kind in KINDS),
-            **describe_machine(),
-            "detail": {
-                "quick": quick,
-                "nonce": nonce,
-                "pids": [os.getpid()],
+        every_kind = all(kinds.get(kind, {}).get("kills", 0) >= PER_KIND for kind in KINDS)
+        return frame(
+            NAME,
+            "real",
+            value=wrong,
+            unit="trajectories unaccounted for, and processes left over",
+            reference="kills",
+            reference_value=len(rows),
+            bar="0; each kind killed >= 3 times; every run completes",
+            holds=None if quick and wrong == 0 else wrong == 0 and every_kind,
+            detail={
+                **(
+                    {"shrunk": f"one kill of {', '.join(QUICK_KINDS)} each, in a run of {STEPS} steps"} if quick else {}
+                ),
                 "kinds": kinds,
                 "ends": ends,
                 "rows": rows,
             },
-        }
+            quick=quick,
+            nonce=nonce,
+            begun=begun,
+        )
 
     # -- the run -----------------------------------------------------------------------------------------------------
 

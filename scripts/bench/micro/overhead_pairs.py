@@ -85,6 +85,14 @@ def probes(kinds: tuple[str, ...]) -> Iterator[tuple[dict[str, Probe], dict[str,
         yield started, {kind: probe.ready() for kind, probe in started.items()}
 
 
+def pairs_against_stock(subject: str, pairs: int) -> Iterator[tuple[int, dict[str, Probe], dict[str, dict[str, Any]]]]:
+    """So many times: number, probes and hooks of a fresh engine of ``subject`` and one of stock vLLM, in turn in the other
+    order of starts. Two processes of one kind differ by a percent or two, as their memory lies elsewhere: hence several."""
+    for pair in range(pairs):
+        with probes((subject, "stock") if pair % 2 else ("stock", subject)) as (started, hooks):
+            yield pair, started, hooks
+
+
 def paired(
     started: dict[str, Probe],
     subject: str,

@@ -22,9 +22,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from typing import Any
 
 from orchestrator.api import ConfigError
@@ -36,10 +35,8 @@ from orchestrator.sim.resizable_worker import SimRates
 from orchestrator.sim.simulated_cluster import trainer_costs
 from scripts.bench.papers.heddle import DEGREES, MARGIN, known_loads
 from scripts.bench.papers.run_figures import RunFigures, measure
-from scripts.bench.papers.simulated import row, simulated_frame
-from scripts.bench.result import now
+from scripts.bench.papers.runner import Figure, Found, Parts, Row, Verdict, unprinted
 
-NAME = "all-together"
 BAR = 1.15
 SETS = ("RollArt", "RollPacker", "Heddle", "ROSE", "all")
 _QUICK = {  # settings that --quick plays
@@ -227,7 +224,7 @@ def played(where: Workload, setting: str, given: Sequence[str], steps: int, seed
     try:
         return measure(load_scenario(where.scenario, all_given, where.scale))
     except ConfigError as error:
-        raise ConfigError(NAME, setting, str(error)) from error
+        raise ConfigError("all-together", setting, str(error)) from error
 
 
 def _row(one: RunFigures) -> dict[str, Any]:
@@ -250,8 +247,9 @@ def binds_at(where: Workload, given: Sequence[str], tokens: float) -> float:
     return tokens / seconds
 
 
-def compared(name: str, where: Workload, steps: int, seeds: Sequence[int], quick: bool) -> dict[str, Any]:
+def compared(name: str, steps: int, quick: bool) -> Found:
     """All sets on a workload: each in its settings, the best of each, the gain, what binds. Raises SimulationFailed."""
+    where = WORKLOADS[name]
     table: dict[str, dict[str, Any]] = {}
     best: dict[str, float] = {}
     binds: dict[str, float] = {}
@@ -259,19 +257,19 @@ def compared(name: str, where: Workload, steps: int, seeds: Sequence[int], quick
         for setting, given in settings(chosen, where):
             if quick and setting not in _QUICK[chosen]:
                 continue
-            runs = [played(where, f"{chosen}, {setting}", given, steps, seed) for seed in seeds]
-            mean = sum(one.throughput for one in runs) / len(runs)
-            found = {**_row(runs[0]), "tokens_per_s": mean, "by_seed": [one.throughput for one in runs]}
-            table.setdefault(chosen, {})[setting] = found
-            if mean > best.get(chosen, 0.0):
-                best[chosen], binds[chosen] = mean, binds_at(where, given, runs[0].tokens)
+            one = played(where, f"{chosen}, {setting}", given, steps, 0)
+            table.setdefault(chosen, {})[setting] = {**_row(one), "by_seed": [one.throughput]}
+            if one.throughput > best.get(chosen, 0.0):
+                best[chosen], binds[chosen] = one.throughput, binds_at(where, given, one.tokens)
     single = max((one for one in SETS if one != "all"), key=lambda one: best[one])
     whole = max(table["all"], key=lambda one: float(table["all"][one]["tokens_per_s"]))
     training = next(gpus for gpus in where.splits if whole.endswith(f", {gpus} GPUs train"))
     found_ladder = [
-        {"policies": step, **_row(played(where, step, given, steps, seeds[0]))}
+        {"policies": step, **_row(played(where, step, given, steps, 0))}
         for step, given in ([] if quick else ladder(where, training))
     ]
+    what = f"{name}'s workload: all policies over"
+    rows = [unprinted(f"{what} {one}'s set", best["all"] / best[one], "ours") for one in SETS if one != "all"]
     return {
         "scale": where.scale,
         "best_single": single,
@@ -280,54 +278,30 @@ def compared(name: str, where: Workload, steps: int, seeds: Sequence[int], quick
         "training_binds_at": binds,
         "sets": table,
         "ladder": found_ladder,
-        "rows": [
-            row(
-                f"{name}'s workload: all policies over {one}'s set",
-                "not printed",
-                0.0,
-                1e9,
-                best["all"] / best[one],
-                "ours",
-            )
-            for one in SETS
-            if one != "all"
-        ],
-    }
+        "rows": rows,
+    }, rows
 
 
-def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Simulate; the full run plays the workloads in processes of their own. Raises SimulationFailed."""
-    begun = now()
-    steps, seeds = (4, (0,)) if quick else (5, (0,))
-    if quick:
-        found = {"RollArt": compared("RollArt", WORKLOADS["RollArt"], steps, seeds, quick)}
-    else:
-        with ProcessPoolExecutor(len(WORKLOADS), mp_context=get_context("spawn")) as pool:
-            asked = {name: pool.submit(compared, name, one, steps, seeds, quick) for name, one in WORKLOADS.items()}
-            found = {name: future.result() for name, future in asked.items()}
-    return result_of(found, quick, nonce, begun)
+def _parts(quick: bool) -> Parts:
+    workloads = ("RollArt",) if quick else tuple(WORKLOADS)
+    return {name: partial(compared, name, 4 if quick else 5, quick) for name in workloads}
 
 
-def result_of(found: Mapping[str, Any], quick: bool, nonce: str, begun: str) -> dict[str, Any]:
-    """The figure, of what :func:`compared` found of each workload."""
+def _read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
     least = min(found, key=lambda name: float(found[name]["gain"]))
     value = float(found[least]["gain"])
-    return simulated_frame(
-        NAME,
-        value=value,
-        unit=f"throughput of all policies together over the best single paper's set, the least of the workloads ({least}'s)",
-        reference="none: the papers were built one by one",
-        reference_value=1.0,
-        bar=f"> {BAR}",
-        holds=value > BAR,
-        detail={
-            "scales": {name: one["scale"] for name, one in found.items()},
-            "best_single": {name: one["best_single"] for name, one in found.items()},
-            "gains": {name: one["gain"] for name, one in found.items()},
-            "workloads": found,
-            "rows": [line for one in found.values() for line in one["rows"]],
-        },
-        quick=quick,
-        nonce=nonce,
-        begun=begun,
-    )
+    keys = {"scales": "scale", "best_single": "best_single", "gains": "gain"}
+    each = {name: {where: one[key] for where, one in found.items()} for name, key in keys.items()}
+    return value, value > BAR, {"least": least, **each, "workloads": found}
+
+
+FIGURE = Figure(
+    "all-together",
+    claim="throughput of all policies together over the best single paper's set, the least of the workloads",
+    paper="none: the papers were built one by one",
+    printed=1.0,
+    bar=f"> {BAR}",
+    parts=_parts,
+    read=_read,
+    apart=3,
+)

@@ -18,95 +18,90 @@ sequences. Who leaves d more neighbours than it finds wins 2 x 1.3 x d, which pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from scripts.bench.papers.rose_runs import played
-from scripts.bench.papers.simulated import exactly, row, simulated_frame
-from scripts.bench.result import now
+from scripts.bench.papers.rose_runs import RULES, played
+from scripts.bench.papers.runner import Figure, Found, Parts, Row, Verdict, interval, row
 
-NAME = "borrowed"
 PRINTED = {4: 1.26, 8: 1.45, 16: 1.69}
 BAR = 1.60
-SEEDS = 3
-_SOURCE = "ROSE appendix E, figure 14"
-_TAIL = ("sim.tasks.frozenlake.response_sigma=1.0",)
-_COLLOCATED = ("sim.borrowed.phases=collocated",)
-RULES: dict[str, tuple[str, ...]] = {
-    "dedicated-first": (),  # ROSE 4.3
-    "least-utilized": ("rollout.routing.spread=least-utilized", "rollout.routing.imbalance=2"),
-}
+SEEDS = (0, 1, 2)
 VALUE = "least-utilized"  # the rule that the value is of
+_SLOS = {"ttft": 0.5, "tpot": 0.15}  # ROSE 6
 _MOONCAKE = (  # prompts of 12k tokens in the mean, up to 120k: no SLO of 0.5 s
     "sim.borrowed.trace=mooncake_conversation",
     "sim.borrowed.speed=1.0",
     "sim.borrowed.ttft=10.0",
 )
+_OTHERS = {
+    "longer tail": ("sim.tasks.frozenlake.response_sigma=1.0",),
+    "Mooncake's conversation trace": _MOONCAKE,
+    "collocated": ("sim.borrowed.phases=collocated",),
+}
 
 
-def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Simulate. Raises SimulationFailed."""
-    begun = now()
-    counts = (16,) if quick else tuple(PRINTED)
-    rules: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    for name, given in RULES.items():
-        rules[name], found = _figure_14(counts, 2 if quick else 5, 1 if quick else SEEDS, given, name)
-        rows += found
-    one = rules[VALUE]
-    detail: dict[str, Any] = {"value_is_of": VALUE, "rules": rules, "rows": rows}
-    if not quick:
-        others = {"longer tail": _TAIL, "Mooncake's conversation trace": _MOONCAKE, "collocated": _COLLOCATED}
-        papers = ("rollout.routing.imbalance=2",)  # the paper's rule with the other one's imbalance
-        more = _figure_14((16,), 5, 1, papers, "dedicated-first")[0]
-        detail["others"] = {"dedicated-first, imbalance 2": more} | {
-            f"{name}, {rule}": _figure_14((16,), 5, 1, (*given, *extra), rule)[0]
-            for name, extra in others.items()
-            for rule, given in RULES.items()
-        }
-    late = max(users["ttft_late"] for users in one["serving"].values())
-    value = one["speed_up"]["16"]
-    return simulated_frame(
-        NAME,
-        value=value,
-        unit=f"rollout time on 8 dedicated GPUs over that with 16 borrowed ones beside, spread {VALUE!r}",
-        reference="ROSE figure 14 (paper)",
-        reference_value=PRINTED[16],
-        bar=f">= {BAR} (1.69 less the simulator's own error of 5.3 %), and P99 of serving within its SLOs",
-        holds=value >= BAR and late <= 0.01,
-        detail=detail,
-        quick=quick,
-        nonce=nonce,
-        begun=begun,
-    )
-
-
-def _figure_14(
-    counts: Sequence[int], steps: int, seeds: int, extra: Sequence[str], rule: str
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _figure_14(rule: str, counts: Sequence[int], steps: int, seeds: int, extra: Sequence[str] = ()) -> Found:
     """Rollout seconds and speed-up by borrowed GPUs, what serving's users saw, and the rows. ``extra``: overrides of all runs."""
-    runs = {str(count): played([f"sim.borrowed.workers={count}", *extra], steps, seeds) for count in (0, *counts)}
+    given = [*RULES[rule], *extra]
+    runs = {str(count): played([f"sim.borrowed.workers={count}", *given], steps, seeds) for count in (0, *counts)}
     seconds = {count: one["rollout_seconds"] for count, one in runs.items()}
-    alone = seconds["0"]
-    gains = {count: alone / one for count, one in seconds.items() if count != "0"}
+    gains = {count: seconds["0"] / one for count, one in seconds.items() if count != "0"}
     serving = {count: one for count, one in runs.items() if count != "0"}
     papers = rule == "dedicated-first"
-    known = "calibration: " if papers else ""
-    place = "ROSE table 1 and figure 14"
-    rows = [row(f"{known}{rule}: rollout on 8 GPUs, s", "839", 838.0, 840.0, alone, place)]
+    why = "the longest trajectories have fifteen neighbours on a dedicated GPU, however many are borrowed"
+    why = why if papers else "another rule than the paper's"
+    known = {0: "calibration: ", 4: "calibration: "} if papers else {}
+    what, place = f"{known.get(0, '')}{rule}: rollout on 8 GPUs, s", "ROSE table 1 and figure 14"
+    rows = [row(what, (838.0, 840.0), seconds["0"], place, text="839")]
     for count in counts:
-        printed, known = PRINTED[count], "calibration: " if papers and count == 4 else ""
-        what = f"{known}{rule}: speed-up with {count} borrowed GPUs"
-        why = (
-            "the longest trajectories have fifteen neighbours on a dedicated GPU, however many are borrowed"
-            if papers
-            else "another rule than the paper's"
-        )
-        rows.append(exactly(what, printed, gains[str(count)], _SOURCE, why))
-    late = max(users["ttft_late"] - users["alone_ttft_late"] for users in serving.values())
+        what = f"{known.get(count, '')}{rule}: speed-up with {count} borrowed GPUs"
+        rows.append(row(what, PRINTED[count], gains[str(count)], "ROSE appendix E, figure 14", why))
+    late = max(0.0, *(users["ttft_late"] - users["alone_ttft_late"] for users in serving.values()))
     what = f"{rule}: prompts late for 0.5 s beside rollouts, less those late without, share"
-    rows.append(row(what, "0", 0.0, 0.0005, max(0.0, late), "ROSE 6: no violation of P99"))
-    for name, limit in (("ttft", 0.5), ("tpot", 0.15)):
+    rows.append(row(what, (0.0, 0.0005), late, "ROSE 6: no violation of P99", text="0"))
+    for name, limit in _SLOS.items():
         worst = max(users[f"{name}_p99"] for users in serving.values())
         what = f"{rule}: serving's P99 {name.upper()} in these, s"
-        rows.append(row(what, f"<= {limit}", 0.0, limit, worst, "ROSE 6, its SLO"))
-    return {"rollout_seconds": seconds, "speed_up": gains, "serving": serving}, rows
+        rows.append(row(what, (0.0, limit), worst, "ROSE 6, its SLO", text=f"<= {limit}"))
+    by_seed = [sum(alone) / sum(one) for alone, one in zip(runs["0"]["steps"], runs["16"]["steps"], strict=True)]
+    detail = {"rollout_seconds": seconds, "speed_up": gains, "speed_up_of_16": interval(by_seed), "serving": serving}
+    return detail, rows
+
+
+def _other(rule: str, extra: Sequence[str]) -> Found:
+    """One seed, of which there are no rows."""
+    return _figure_14(rule, (16,), 5, 1, extra)[0], []
+
+
+def _parts(quick: bool) -> Parts:
+    if quick:
+        return {rule: partial(_figure_14, rule, (16,), 2, 1) for rule in RULES}
+    same = "rollout.routing.imbalance=2"  # the paper's rule with the other one's imbalance
+    return {
+        **{rule: partial(_figure_14, rule, tuple(PRINTED), 5, len(SEEDS)) for rule in RULES},
+        "dedicated-first, imbalance 2": partial(_other, "dedicated-first", (same,)),
+        **{f"{name}, {rule}": partial(_other, rule, extra) for name, extra in _OTHERS.items() for rule in RULES},
+    }
+
+
+def _read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
+    rules = {rule: found.pop(rule) for rule in RULES}
+    one = rules[VALUE]
+    late = max(users["ttft_late"] for users in one["serving"].values())
+    value = one["speed_up"]["16"]
+    detail: dict[str, Any] = {"value_is_of": VALUE, "rules": rules, **({"others": found} if found else {})}
+    return value, value >= BAR and late <= 0.01, detail
+
+
+FIGURE = Figure(
+    "borrowed",
+    claim=f"rollout time on 8 dedicated GPUs over that with 16 borrowed ones beside, spread {VALUE!r}",
+    paper="ROSE figure 14 (paper)",
+    printed=PRINTED[16],
+    bar=f">= {BAR} (1.69 less the simulator's own error of 5.3 %), and P99 of serving within its SLOs",
+    parts=_parts,
+    read=_read,
+    seeds=SEEDS,
+    statistic="mean over steps and seeds; speed_up_of_16: each seed's own ratio, with its interval",
+)

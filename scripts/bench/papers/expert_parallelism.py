@@ -8,18 +8,15 @@ paper prints nothing of this. ``--quick``: fewer steps, against the layout that 
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.sim.paper_setups import load_scenario
-from orchestrator.sim.simulated_run import simulate
-from scripts.bench.papers.simulated import simulated_frame
-from scripts.bench.result import now
+from scripts.bench.papers.runner import Figure, Found, Parts, Row, Run, Verdict
 
-NAME = "expert-parallelism"
 DEVICES = 8
 LAYOUTS = tuple(EngineLayout(tp, ep) for tp in (1, 2, 4, 8) for ep in sorted({1, tp}))
 QUICK = ("run.steps=8", "sim.expert_imbalance={0 = 1.0, 3 = 4.0}")
@@ -27,57 +24,38 @@ QUICK = ("run.steps=8", "sim.expert_imbalance={0 = 1.0, 3 = 4.0}")
 
 def fixed(layout: EngineLayout, *overrides: str) -> Config:
     """The scenario without the planner, all engines in one layout."""
-    given = [
-        "rollout.planner.enabled=false",
-        "rollout.planner.experts=false",
-        f"rollout.workers={DEVICES // layout.tp}",
-    ]
+    given = ["rollout.planner.enabled=false", "rollout.planner.experts=false"]
+    given += [f"rollout.workers={DEVICES // layout.tp}"]
     given += [f"sim.tensor_parallel={layout.tp}", f"sim.expert_parallel={layout.ep}"]
     return load_scenario("experts", [*given, *overrides])
 
 
 def played(config: Config) -> dict[str, Any]:
     """Seconds of the whole run and of each step's rollout; the layout and the imbalance of each step, and what changes cost."""
-    result = simulate(config)
-    events = [json.loads(line) for line in result.events.splitlines()]
-    took = {event["step"]: event["end"] - event["start"] for event in events if event.get("stage") == "get_batch"}
-    plans = [event for event in events if event["kind"] == "plan"]
-    changes = [event for event in events if event["kind"] == "reshape"]
+    run = Run(config)
+    plans, kept = run.events_of("plan"), ("step", "tp", "ep", "seconds", "error")
     return {
-        "seconds": round(result.summary["seconds"], 3),
-        "rollouts": [round(took[step], 3) for step in sorted(took)],
+        "seconds": round(run.seconds, 3),
+        "rollouts": [round(seconds, 3) for seconds in run.took.values()],
         "layouts": [str(EngineLayout(event["tp"], event["ep"])) for event in plans],
         "imbalance": [event["imbalance"] for event in plans],
         "reasons": {event["step"]: event["reason"] for event in plans if event["reason"]},
-        "changes": [{name: event[name] for name in ("step", "tp", "ep", "seconds", "error")} for event in changes],
+        "changes": [{name: event[name] for name in kept} for event in run.events_of("reshape")],
     }
 
 
-def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Simulate. Raises SimulationFailed."""
-    begun, given = now(), QUICK if quick else ()
+def _layouts(quick: bool) -> Found:
+    given = QUICK if quick else ()
     planner = played(load_scenario("experts", given))
-    layouts = LAYOUTS if not quick else [layout for layout in LAYOUTS if str(layout) == planner["layouts"][0]]
+    layouts = [layout for layout in LAYOUTS if not quick or str(layout) == planner["layouts"][0]]
     others = {str(layout): played(fixed(layout, *given)) for layout in layouts}
-    best = min(others, key=lambda name: others[name]["seconds"])
-    value = planner["seconds"] / others[best]["seconds"]
-    rows = [
+    table = [
         {"layout": name, "seconds": one["seconds"], **_phases(one["rollouts"], planner["imbalance"])}
         for name, one in {"planner": planner, **others}.items()
     ]
-    return simulated_frame(
-        NAME,
-        value=value,
-        unit="seconds of a run whose layout is chosen between steps, over the best layout that never changes",
-        reference="the best fixed layout in hindsight",
-        reference_value=1.0,
-        bar="< 1, changes paid for",
-        holds=value < 1.0,
-        detail={"best_fixed": best, "rows": rows, "planner": planner},
-        quick=quick,
-        nonce=nonce,
-        begun=begun,
-    )
+    best = min(others, key=lambda name: float(others[name]["seconds"]))
+    over = planner["seconds"] / others[best]["seconds"]
+    return {"value": over, "detail": {"best_fixed": best, "rows": table, "planner": planner}}, []
 
 
 def _phases(rollouts: list[float], imbalance: list[float]) -> dict[str, float]:
@@ -85,3 +63,23 @@ def _phases(rollouts: list[float], imbalance: list[float]) -> dict[str, float]:
     pairs = list(zip(rollouts, imbalance, strict=True))
     even, uneven = ([took for took, one in pairs if (one > 1.0) == worse] for worse in (False, True))
     return {"even": round(fmean(even), 3), "uneven": round(fmean(uneven), 3)}
+
+
+def _parts(quick: bool) -> Parts:
+    return {"layouts": partial(_layouts, quick)}
+
+
+def _read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
+    one = found["layouts"]
+    return one["value"], one["value"] < 1.0, one["detail"]
+
+
+FIGURE = Figure(
+    "expert-parallelism",
+    claim="seconds of a run whose layout is chosen between steps, over the best layout that never changes",
+    paper="the best fixed layout in hindsight",
+    printed=1.0,
+    bar="< 1, changes paid for",
+    parts=_parts,
+    read=_read,
+)

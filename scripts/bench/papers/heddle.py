@@ -11,26 +11,24 @@ agents, the baselines that are best somewhere.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.degree_reallocation import allocate_loads
 from orchestrator.policies.placement.worker_load import SCORE, TrajectoryLoads, sorted_loads
 from orchestrator.sim.paper_setups import load_scenario
-from orchestrator.sim.resizable_worker import SimRates
-from orchestrator.sim.simulated_run import simulate
+from orchestrator.sim.simulated_forecasts import SimRates
 from orchestrator.sim.task_mix import TaskMix
-from scripts.bench.papers.simulated import row, simulated_frame
-from scripts.bench.result import now
+from scripts.bench.papers.runner import Figure, Found, Parts, Row, Run, Verdict, row, unprinted
 
-NAME = "heddle"
 AGENTS = ("coding", "search", "math")
 GPUS = 64
+_SCALE = 8
 DEGREES = (1, 2, 4, 8)
 MARGIN = 0.05  # by which degrees that differ must be better than equal ones
 BASELINES = {
@@ -125,57 +123,34 @@ def variants(agent: str, scale: int, gpus: int) -> dict[str, tuple[str, ...]]:
 
 def measure(config: Config) -> dict[str, float]:
     """Simulate: throughput over the steps after the first, their seconds. Raises SimulationFailed."""
-    result = simulate(config)
-    events = [json.loads(line) for line in result.events.splitlines()]
-    batches = [event for event in events if event["kind"] == "stage" and event["stage"] == "get_batch"][1:]
-    seconds = sum(event["end"] - event["start"] for event in batches)
-    numbers = {event["step"] for event in batches}
-    tokens = sum(event["tokens"] for event in events if event["kind"] == "step" and event["step"] in numbers)
-    return {"tokens_per_s": tokens * config.sim.grain / seconds, "seconds": seconds / len(batches)}
+    run = Run(config)
+    later = list(run.took)[1:]
+    seconds = sum(run.took[step] for step in later)
+    tokens = sum(run.steps[step]["tokens"] for step in later if step in run.steps)
+    return {"tokens_per_s": tokens * config.sim.grain / seconds, "seconds": seconds / len(later)}
 
 
-def played(agent: str, scale: int, few: bool) -> dict[str, Any]:
+def played(agent: str, scale: int, few: bool) -> Found:
     """One agent on an n-th of the GPUs and the batch: degrees, each run, rows. ``few``: without the ablation."""
     found = {
         name: measure(base(agent, scale, ("run.steps=2", *extra)))
         for name, extra in variants(agent, scale, GPUS // scale).items()
         if name in _QUICK or not few
     }
-    return {"degrees": degrees(base(agent, scale)), "runs": found, "rows": _rows(agent, found)}
+    over = {name: found["ours"]["tokens_per_s"] / one["tokens_per_s"] for name, one in found.items() if name != "ours"}
+    rows = [
+        row(f"{agent}: ours over {name}", (1.0, 2.5), ours, "Heddle 7.1, figure 12", text="up to 2.5")
+        if name in BASELINES
+        else unprinted(f"{agent}: ours over {name}", ours, "7.2 to 7.4")
+        for name, ours in over.items()
+    ]
+    return {"degrees": degrees(base(agent, scale)), "runs": found, "rows": rows}, rows
 
 
-def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Simulate. Raises SimulationFailed."""
-    begun, scale = now(), 8
-    gpus = GPUS // scale
-    table = {agent: played(agent, scale, quick) for agent in (_QUICK_AGENTS if quick else AGENTS)}
-    whole = {} if quick else {agent: played(agent, 1, True) for agent in AGENTS}
-    gains = {agent: _over(found["runs"]) for agent, found in table.items()}
-    value = statistics.geometric_mean(gains.values())
-    return simulated_frame(
-        NAME,
-        value=value,
-        unit="rollout throughput over the best baseline, geometric mean of the agents",
-        reference="Heddle, figure 12: up to 2.5 over the baselines (paper; its bars are not in our copy)",
-        reference_value=2.5,
-        bar="> 1 for each agent",
-        holds=min(gains.values()) > 1.0,
-        detail={
-            "gpus": gpus,
-            "scale": scale,
-            "over_best_baseline": gains,
-            "over_tuned": {agent: _over(found["runs"], ("hybrid, our degrees",)) for agent, found in table.items()},
-            "agents": table,
-            "all_gpus": whole,
-            "rows": [
-                *(one for found in table.values() for one in found["rows"]),
-                *({**one, "what": f"{GPUS} GPUs, {one['what']}"} for found in whole.values() for one in found["rows"]),
-            ],
-        },
-        quick=quick,
-        nonce=nonce,
-        begun=begun,
-    )
+def _whole(agent: str) -> Found:
+    """All the paper's GPUs."""
+    found, rows = played(agent, 1, True)
+    return found, [{**one, "what": f"{GPUS} GPUs, {one['what']}"} for one in rows]
 
 
 def _over(found: dict[str, Any], baselines: Iterable[str] = tuple(BASELINES)) -> float:
@@ -183,25 +158,31 @@ def _over(found: dict[str, Any], baselines: Iterable[str] = tuple(BASELINES)) ->
     return float(found["ours"]["tokens_per_s"] / best)
 
 
-def _rows(agent: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-    ours = found["ours"]["tokens_per_s"]
-    rows = [
-        row(
-            f"{agent}: ours over {name}",
-            "up to 2.5",
-            1.0,
-            2.5,
-            ours / found[name]["tokens_per_s"],
-            "Heddle 7.1, figure 12",
-        )
-        for name in BASELINES
-        if name in found
-    ]
-    for name, measured in found.items():
-        if name not in BASELINES and name != "ours":
-            rows.append(
-                row(
-                    f"{agent}: ours over {name}", "not printed", 0.0, 1e9, ours / measured["tokens_per_s"], "7.2 to 7.4"
-                )
-            )
-    return rows
+def _parts(quick: bool) -> Parts:
+    agents = {agent: partial(played, agent, _SCALE, quick) for agent in (_QUICK_AGENTS if quick else AGENTS)}
+    return agents if quick else {**agents, **{f"all, {agent}": partial(_whole, agent) for agent in AGENTS}}
+
+
+def _read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
+    whole = {agent: found.pop(f"all, {agent}") for agent in AGENTS if f"all, {agent}" in found}
+    gains = {agent: _over(one["runs"]) for agent, one in found.items()}
+    detail = {
+        "gpus": GPUS // _SCALE,
+        "scale": _SCALE,
+        "over_best_baseline": gains,
+        "over_tuned": {agent: _over(one["runs"], ("hybrid, our degrees",)) for agent, one in found.items()},
+        "agents": found,
+        "all_gpus": whole,
+    }
+    return statistics.geometric_mean(gains.values()), min(gains.values()) > 1.0, detail
+
+
+FIGURE = Figure(
+    "heddle",
+    claim="rollout throughput over the best baseline, geometric mean of the agents",
+    paper="Heddle, figure 12: up to 2.5 over the baselines (paper; its bars are not in our copy)",
+    printed=2.5,
+    bar="> 1 for each agent",
+    parts=_parts,
+    read=_read,
+)

@@ -20,17 +20,14 @@ on in all. Two kinds of workload:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from orchestrator.config import Config, load_config
 from orchestrator.policies.parallelism.degree_reallocation import format_degrees
-from orchestrator.sim.simulated_run import simulate
-from scripts.bench.result import frame, now
+from scripts.bench.papers.runner import Figure, Found, Parts, Row, Run, Verdict
 
-NAME = "reallocation"
 DEVICES = 8
 _GRAIN = 16
 _TAILS = (0.5, 1.0, 1.5)  # sigma of log(length)
@@ -45,24 +42,17 @@ def _run(model: str, groups: int, longest: int, task: str, overrides: Sequence[s
         "sim.device=H800",
         f"rollout.workers={DEVICES}",
         f"sim.grain={_GRAIN}",
-        f"rollout.engine.max_model_len={longest // _GRAIN}",
-        f"rollout.engine.max_num_seqs={groups * 8}",
-        "run.mode=sync_plus",
-        "rollout.alpha=0",
-        f"rollout.groups_per_step={groups}",
-        "rollout.group_size=8",
+    ]
+    base += [f"rollout.engine.max_model_len={longest // _GRAIN}", f"rollout.engine.max_num_seqs={groups * 8}"]
+    base += ["run.mode=sync_plus", "rollout.alpha=0", f"rollout.groups_per_step={groups}", "rollout.group_size=8"]
+    base += [
         f"rollout.environments={groups * 8}",
         "rollout.trajectory_timeout=100000.0",
         "rollout.stall_timeout=9999.0",
-        "rollout.weights=relay",
-        "evaluation.every=0",
-        "evaluation.prompts=4",
-        "sim.start_seconds=20.0",
-        "rollout.prediction.enabled=true",
-        "rollout.placement.enabled=true",
-        "rollout.placement.degrees.enabled=true",
-        f"sim.tasks={{t={{{task}}}}}",
     ]
+    base += ["rollout.weights=relay", "evaluation.every=0", "evaluation.prompts=4", "sim.start_seconds=20.0"]
+    base += [f"rollout.{key}.enabled=true" for key in ("prediction", "placement", "placement.degrees")]
+    base.append(f"sim.tasks={{t={{{task}}}}}")
     return load_config(None, [*base, *overrides])
 
 
@@ -79,53 +69,48 @@ def growing(*overrides: str, groups: int = 64) -> Config:
     return _run("Qwen2.5-14B", groups, _LAST + 1024, task, [f"run.steps={steps}", *overrides])
 
 
-def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Simulate."""
-    begun = now()
-    stationary = [{"sigma": tail, **_row(partial(config, tail), 3000.0)} for tail in (_TAILS[1:2] if quick else _TAILS)]
-    played = partial(growing, "run.steps=6", groups=8) if quick else growing
-    found = _row(played, float(_FIRST))
-    value = float(found["over_best_equal"])
-    return frame(
-        NAME,
-        "simulated",
-        value=value,
-        unit=f"seconds of a run of ever longer responses, degrees chosen between steps, over the best equal ones of {DEVICES}",
-        reference="the best equal degrees in hindsight, fixed",
-        reference_value=1.0,
-        bar="< 1, changes paid for",
-        holds=value < 1.0,
-        detail={
-            "growing": found,
-            "stationary": stationary,
-            "stationary_over_best_equal": sum(row["over_best_equal"] for row in stationary) / len(stationary),
-        },
-        quick=quick,
-        nonce=nonce,
-        begun=begun,
-    )
-
-
-def _row(made: Callable[..., Config], expected: float) -> dict[str, Any]:
+def _row(made: Callable[..., Config], expected: float) -> Found:
     """``made``: a config with overrides; ``expected``: tokens of a trajectory of the first step, in the mean."""
     fixed = {}
     for degree in (1, 2, 4, 8):
         start = f"rollout.placement.degrees.start={[degree] * (DEVICES // degree)}"
-        fixed[str(degree)] = float(simulate(made(start, _NEVER)).summary["seconds"])
-    managed = simulate(made(f"rollout.placement.degrees.expected_tokens={expected / _GRAIN}"))
-    untold = float(simulate(made()).summary["seconds"])
-    events = [json.loads(line) for line in managed.events.splitlines()]
-    changes = [event for event in events if event["kind"] == "reshape"]
-    seconds = float(managed.summary["seconds"])
+        fixed[str(degree)] = Run(made(start, _NEVER)).seconds
+    managed = Run(made(f"rollout.placement.degrees.expected_tokens={expected / _GRAIN}"))
+    untold, best, changes = Run(made()).seconds, min(fixed.values()), managed.events_of("reshape")
     return {
-        "seconds": seconds,
+        "seconds": managed.seconds,
         "fixed": fixed,
-        "over_best_equal": seconds / min(fixed.values()),
-        "over_degree_1": seconds / fixed["1"],
+        "over_best_equal": managed.seconds / best,
+        "over_degree_1": managed.seconds / fixed["1"],
         "nothing_expected": untold,
-        "nothing_expected_over_best_equal": untold / min(fixed.values()),
-        "degrees": [format_degrees(event["degrees"]) for event in events if event["kind"] == "degrees"],
+        "nothing_expected_over_best_equal": untold / best,
+        "degrees": [format_degrees(event["degrees"]) for event in managed.events_of("degrees")],
         "changes": len(changes),
         "change_seconds": sum(event["seconds"] for event in changes),
         "failed_changes": sum(bool(event["error"]) for event in changes),
-    }
+    }, []
+
+
+def _parts(quick: bool) -> Parts:
+    tails = {f"{tail}": partial(_row, partial(config, tail), 3000.0) for tail in (_TAILS[1:2] if quick else _TAILS)}
+    played = partial(growing, "run.steps=6", groups=8) if quick else growing
+    return {**tails, "growing": partial(_row, played, float(_FIRST))}
+
+
+def _read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
+    longer = found.pop("growing")
+    value = float(longer["over_best_equal"])
+    stationary = [{"sigma": float(tail), **one} for tail, one in found.items()]
+    mean = sum(row["over_best_equal"] for row in stationary) / len(stationary)
+    return value, value < 1.0, {"growing": longer, "stationary": stationary, "stationary_over_best_equal": mean}
+
+
+FIGURE = Figure(
+    "reallocation",
+    claim=f"seconds of a run of ever longer responses, degrees chosen between steps, over the best equal ones of {DEVICES}",
+    paper="the best equal degrees in hindsight, fixed",
+    printed=1.0,
+    bar="< 1, changes paid for",
+    parts=_parts,
+    read=_read,
+)

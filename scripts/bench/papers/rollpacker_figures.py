@@ -12,25 +12,19 @@ two go at a time where there are two cores.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import statistics
-import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.sim.paper_setups import ROLLPACKER, RUNGS, SCORES, rollpacker
-from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers import rollpacker_planner, rollpacker_requests
-from scripts.bench.papers.simulated import exactly, row, simulated_frame, within
-from scripts.bench.result import now
+from scripts.bench.papers.runner import Figure, Found, Parts, Row, Run, Verdict, row
 
-NAME = "rollpacker-figures"
 SIZES = tuple(ROLLPACKER)
 PLANNER = "+ parallelism planner"
 TABLE_2 = {
@@ -47,20 +41,21 @@ STAGES = ("rollout", "reward", "training")
 TABLE_1 = {"math": (0.72, 0.05, 0.23), "code": (0.66, 0.13, 0.21), "judged": (0.71, 0.07, 0.22)}
 OVER_RLHFUSE = (1.14, 1.68, 2.24)  # 6.1
 TABLE_3 = {"w/o": 124.2, "20%": 122.7, "30%": 118.2, "40%": 119.8, "adaptive": 115.2}  # seconds
+_MARKS = {"w/o": (0.0, 0.0), "20%": (0.2, 0.25), "30%": (0.3, 0.35), "40%": (0.4, 0.45), "adaptive": (0.2, 0.5)}
 SWEEP = {"responses": (1.25, 1.5), "prompts": (1.25, 1.5), "both": (1.25,)}
 SEARCHED = (1.1, 1.25, 1.4)  # 6.3: "a narrow bound (e.g., 1.1 to 1.4)"
-_NO_REWARD = [f"sim.tasks.{task}.reward_seconds=0" for task in ("math", "code", "judged")]
+_TASKS = ("math", "code", "judged")
+_NO_REWARD = [f"sim.tasks.{task}.reward_seconds=0" for task in _TASKS]
+_MPS = "what two processes on one GPU do to each other without MPS is not in the cost model: any figure would be its assumption"
 NOT_PLAYED = {
     "figure 11a": "a curve without printed numbers; figure 15b measures the same",
-    "figure 14a": (
-        "what two processes on one GPU do to each other without MPS is not in the cost model: any figure would be its assumption"
-    ),
+    "figure 14a": _MPS,
 }
 
 
 def only(task: str) -> list[str]:
     """Overrides: prompts of this task alone."""
-    return [f"sim.tasks.{other}.weight=1e-9" for other in ("math", "code", "judged") if other != task]
+    return [f"sim.tasks.{other}.weight=1e-9" for other in _TASKS if other != task]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ class Played:
     def mean(self, what: dict[str, list[float]]) -> float:
         """Over a period."""
         total = sum(self.weights[kind] for kind in what)
-        return sum(self.weights[kind] * statistics.mean(values) for kind, values in what.items()) / total
+        return sum(self.weights[kind] * mean(values) for kind, values in what.items()) / total
 
     @property
     def step(self) -> float:
@@ -93,135 +88,73 @@ class Played:
         for kind, values in self.steps.items():
             if kind:
                 found[f"{kind}_rounds"] = len(values)
-                found[f"{kind}_step_seconds"] = round(statistics.mean(values), 2)
-                found[f"{kind}_rollout_seconds"] = round(statistics.mean(self.rollouts[kind]), 2)
+                found[f"{kind}_step_seconds"] = round(mean(values), 2)
+                found[f"{kind}_rollout_seconds"] = round(mean(self.rollouts[kind]), 2)
         for kind, values in self.training.items():
-            found[f"{kind}_training_seconds" if kind else "training_seconds"] = round(statistics.mean(values), 2)
+            found[f"{kind}_training_seconds" if kind else "training_seconds"] = round(mean(values), 2)
         return found
 
 
 def play(config: Config) -> Played:
     """Simulate. Raises SimulationFailed."""
-    events = [json.loads(line) for line in simulate(config).events.splitlines()]
-    kinds = {event["step"]: event["round"] for event in events if event["kind"] == "round"}
-    ends = {event["step"]: event["t"] for event in events if event["kind"] == "step"}
-    took = {event["step"]: event["end"] - event["start"] for event in events if event.get("stage") == "get_batch"}
-    trained = {event["step"]: event["seconds"] for event in events if event["kind"] == "step"}
+    run = Run(config)
     steps: dict[str, list[float]] = {}
     rollouts: dict[str, list[float]] = {}
     training: dict[str, list[float]] = {}
-    for step in sorted(ends)[1:]:  # the first step has no past lengths, and an evaluation before it
-        steps.setdefault(kinds.get(step, ""), []).append(ends[step] - ends[step - 1])
-        rollouts.setdefault(kinds.get(step, ""), []).append(took[step])
-        training.setdefault(kinds.get(step, ""), []).append(trained[step])
+    for step, period in run.periods.items():  # the first step has no past lengths, and an evaluation before it
+        kind = run.rounds.get(step, "")
+        steps.setdefault(kind, []).append(period)
+        rollouts.setdefault(kind, []).append(run.took[step])
+        training.setdefault(kind, []).append(run.steps[step]["seconds"])
     prompts = config.rollout.groups_per_step
     deferred = math.ceil(config.rollout.rounds.eta_prompts * prompts) - prompts
-    found = Played(steps, rollouts, {"": 1.0, "short": float(prompts), "long": float(deferred)}, training)
-    print(f"{config.sim.model}, {config.run.mode}: {found.as_dict()}", file=sys.stderr, flush=True)
-    return found
+    return Played(steps, rollouts, {"": 1.0, "short": float(prompts), "long": float(deferred)}, training)
 
 
-def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Simulate. Raises SimulationFailed."""
-    begun = now()
-    sizes, scale, steps = (("7B/8k",), 4, 6) if quick else (SIZES, 1, 10)
-    rungs: dict[str, Config] = {}
-    for size in sizes:
-        rungs |= {f"{size} {rung}": rollpacker(size, rung, scale, steps=steps) for rung in RUNGS}
-        rungs[f"{size} {PLANNER}"] = rollpacker_planner.rung(size, scale, steps)
-    detail: dict[str, Any] = {"scale": scale, "not_played": NOT_PLAYED}
-    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        played = {name: pool.submit(play, config) for name, config in rungs.items()}
-        further = {} if quick else {name: pool.submit(figure) for name, figure in FURTHER.items()}
-        ladders = {size: {rung: played[f"{size} {rung}"].result() for rung in (*RUNGS, PLANNER)} for size in sizes}
-        rows = table_2(ladders)
-        for name, future in further.items():
-            found, more = future.result()
-            print(f"{name}: {[(one['what'], one['simulated']) for one in more]}", file=sys.stderr, flush=True)
-            rows += more
-            if found:
-                detail[name] = found
-    detail["rows"] = rows
-    detail["ladder"] = {size: {rung: one.as_dict() for rung, one in ladder.items()} for size, ladder in ladders.items()}
-    value = min(_ratio(ladder, "+ stream trainer") for ladder in ladders.values())
-    return simulated_frame(
-        NAME,
-        value=value,
-        unit="seconds a step of veRL over RollPacker (without its planner), the least of the setups",
-        reference="RollPacker 6.1 and table 2 (paper)",
-        reference_value=2.03,
-        bar=">= 2.03",
-        holds=value >= 2.03,
-        detail=detail,
-        quick=quick,
-        nonce=nonce,
-        begun=begun,
-    )
+def ladder(size: str, scale: int, steps: int) -> Found:
+    """Table 2, one setup."""
+    rungs = {rung: rollpacker(size, rung, scale, steps=steps) for rung in RUNGS}
+    rungs[PLANNER] = rollpacker_planner.rung(size, scale, steps)
+    played = {rung: play(config) for rung, config in rungs.items()}
+    return {rung: one.as_dict() for rung, one in played.items()}, table_2({size: played})
 
 
-def _ratio(ladder: dict[str, Played], rung: str, base: str = "veRL") -> float:
-    return ladder[base].step / ladder[rung].step
-
-
-def table_2(ladders: dict[str, dict[str, Played]]) -> list[dict[str, Any]]:
+def table_2(ladders: dict[str, dict[str, Played]]) -> list[Row]:
     """And what 6.1 says beside it."""
-    rows = []
+    rows, fuse = list[Row](), "RLHFuse, strengthened"
+    last = "+ stream trainer"
     for rung, printed in TABLE_2.items():
-        for size, ladder in ladders.items():
-            number = printed[SIZES.index(size)]
-            source = "RollPacker table 2"
-            rows.append(exactly(f"{size}: {rung}, over veRL", number, _ratio(ladder, rung), source))
-    for size, ladder in ladders.items():
-        number = OVER_RLHFUSE[SIZES.index(size)]
-        ours = _ratio(ladder, "+ stream trainer", "RLHFuse, strengthened")
-        rows.append(exactly(f"{size}: over RLHFuse, strengthened", number, ours, "RollPacker 6.1"))
-    for base, low, high in (("veRL", 2.1, 3.6), ("RLHFuse, strengthened", 1.2, 3.2)):
-        for size, ladder in ladders.items():
-            ours = ladder[base].step / statistics.mean(ladder["+ stream trainer"].steps["short"])
-            what = f"{size}: short rounds, over {base}"
-            rows.append(within(what, low, high, ours, "RollPacker 6.1"))
+        for size, one in ladders.items():
+            ours = one["veRL"].step / one[rung].step
+            rows.append(row(f"{size}: {rung}, over veRL", printed[SIZES.index(size)], ours, "RollPacker table 2"))
+    for size, one in ladders.items():
+        ours = one[fuse].step / one[last].step
+        rows.append(row(f"{size}: over {fuse}", OVER_RLHFUSE[SIZES.index(size)], ours, "RollPacker 6.1"))
+    for base, span in (("veRL", (2.1, 3.6)), (fuse, (1.2, 3.2))):
+        for size, one in ladders.items():
+            ours = one[base].step / mean(one[last].steps["short"])
+            rows.append(row(f"{size}: short rounds, over {base}", span, ours, "RollPacker 6.1"))
     return rows
-
-
-Found = tuple[dict[str, Any], list[dict[str, Any]]]  # for the detail, rows
 
 
 def table_1() -> Found:
     """veRL, each task alone: what part of a step rollout, reward and training take."""
-    rows, detail, source = [], {}, "RollPacker 2.2, table 1"
+    rows, detail = list[Row](), dict[str, Any]()
     for task, printed in TABLE_1.items():
         found = stages(rollpacker("14B/16k", "veRL", steps=4, extra=only(task)))
         detail[task] = {name: round(seconds, 2) for name, seconds in found.items()}
         for stage, share in zip(STAGES, printed, strict=True):
-            what = f"veRL, 14B/16k, {task}: {stage}, share of a step"
-            note = "calibration" if stage == "reward" else ""
-            rows.append(exactly(what, share, found[stage] / found["step"], source, note))
+            what, note = f"veRL, 14B/16k, {task}: {stage}, share of a step", "calibration" if stage == "reward" else ""
+            rows.append(row(what, share, found[stage] / found["step"], "RollPacker 2.2, table 1", note))
     return detail, rows
 
 
 def stages(config: Config) -> dict[str, float]:
     """Mean seconds of a step, of its rollout, of the rewards after it and of its training; first step left out."""
-    result = simulate(config)
-    events = [json.loads(line) for line in result.events.splitlines()]
-    ends = {event["step"]: event["t"] for event in events if event["kind"] == "step"}
-    trained = {event["step"]: event["seconds"] for event in events if event["kind"] == "step"}
-    of: dict[str, dict[str, float]] = {}
-    batches: dict[int, list[str]] = {}
-    for line in map(json.loads, result.journal.splitlines()):
-        of.setdefault(line["id"], {}).setdefault(line["state"], line["t"])
-        if line["state"] == "trained":
-            batches.setdefault(line["step"], []).append(line["id"])
-    found: dict[str, list[float]] = {name: [] for name in ("step", *STAGES)}
-    for step in sorted(ends)[1:]:
-        begun, played, scored = (
-            when(of[name][state] for name in batches[step])
-            for when, state in ((min, "running"), (max, "scoring"), (max, "buffered"))
-        )
-        for name, value in (("step", ends[step] - ends[step - 1]), ("rollout", played - begun)):
-            found[name].append(value)
-        found["reward"].append(scored - played)
-        found["training"].append(trained[step])
-    return {name: statistics.mean(values) for name, values in found.items()}
+    run = Run(config)
+    made = run.stages()
+    rows = [(period, *made[step], run.steps[step]["seconds"]) for step, period in run.periods.items()]
+    return dict(zip(("step", *STAGES), map(mean, zip(*rows, strict=True)), strict=True))
 
 
 def alone(size: str, etas: tuple[float, float] | None, scale: int, steps: int, *extra: str) -> Played:
@@ -230,8 +163,7 @@ def alone(size: str, etas: tuple[float, float] | None, scale: int, steps: int, *
     if etas is None:
         return play(rollpacker(size, "veRL", scale, steps=steps, extra=given))
     given += [f"rollout.rounds.eta_prompts={etas[0]}", f"rollout.rounds.eta_responses={etas[1]}"]
-    given.append("rollout.environments=4096")
-    return play(rollpacker(size, "+ tail batching", scale, steps=steps, extra=given))
+    return play(rollpacker(size, "+ tail batching", scale, steps=steps, extra=[*given, "rollout.environments=4096"]))
 
 
 def sweep(size: str, scale: int = 1, steps: int = 6) -> dict[str, Played]:
@@ -249,30 +181,31 @@ def figure_12() -> Found:
     runs = {size: sweep(size) for size in SIZES}
     source, base = "RollPacker 6.3, figure 12", "both 1.25"
     best = max(found[""].rollout / found[base].rollout for found in runs.values())
-    rows = [exactly("rollout, plain rounds over tail batching (eta 1.25), at best", 3.9, best, source)]
+    rows = [row("rollout, plain rounds over tail batching (eta 1.25), at best", 3.9, best, source)]
     for name, printed in (("responses", 1.5), ("prompts", 1.6)):  # P fixed at P0; R fixed at R0
-        ours = max(
-            found[f"{name} {eta}"].rollout / found[base].rollout for found in runs.values() for eta in SWEEP[name]
-        )
-        rows.append(exactly(f"rollout, {name} alone over both at 1.25, at best", printed, ours, source))
+        tried = [f"{name} {eta}" for eta in SWEEP[name]]
+        ours = max(found[one].rollout / found[base].rollout for found in runs.values() for one in tried)
+        rows.append(row(f"rollout, {name} alone over both at 1.25, at best", printed, ours, source))
     found = runs["32B/32k"]
     ours = found["prompts 1.5"].rollout / found["prompts 1.25"].rollout
-    rows.append(row("32k: rollout, prompts alone, eta 1.5 over 1.25", "above 1", 1.0, 4.0, ours, source))
-    ours = found[""].rollout / statistics.mean(found[base].rollouts["short"])
-    rows.append(
-        row("32k: rollout, plain rounds over short ones", "up to 7.8", 1.0, 7.8, ours, "RollPacker 6.2, figure 11b")
-    )
+    rows.append(row("32k: rollout, prompts alone, eta 1.5 over 1.25", (1.0, 4.0), ours, source, text="above 1"))
+    ours, what = found[""].rollout / mean(found[base].rollouts["short"]), "32k: rollout, plain rounds over short ones"
+    rows.append(row(what, (1.0, 7.8), ours, "RollPacker 6.2, figure 11b", text="up to 7.8"))
     return {size: _beside_plain(one) for size, one in runs.items()}, rows
+
+
+def _beside_plain(found: dict[str, Played]) -> dict[str, dict[str, Any]]:
+    plain = found[""].rollout
+    return {name or "plain": {**one.as_dict(), "speedup": round(plain / one.rollout, 3)} for name, one in found.items()}
 
 
 def search(size: str = "7B/8k", scale: int = 4) -> Found:
     """The run's own search over eta (6.3), and what each value takes where it is kept for a whole run. Nothing is printed."""
     grid = ",".join(map(str, SEARCHED))
     extra = ["run.mode=sync_plus", *_NO_REWARD, f"rollout.rounds.search=[{grid}]", "rollout.environments=4096"]
-    events = simulate(rollpacker(size, "+ tail batching", scale, steps=24, extra=extra)).events.splitlines()
-    rounds = [event for event in map(json.loads, events) if event["kind"] == "round"]
+    run = Run(rollpacker(size, "+ tail batching", scale, steps=24, extra=extra))
+    rounds, prompts = run.events_of("round"), run.config.rollout.groups_per_step
     kept = {str(eta): round(alone(size, (eta, eta), scale, 24).rollout, 3) for eta in SEARCHED}
-    prompts = rollpacker(size, "+ tail batching", scale).rollout.groups_per_step
     tried = {eta: round(cost * prompts, 3) for eta, cost in rounds[-1]["search"].items()}
     stays = next(event["eta_prompts"] for event in reversed(rounds) if event["round"] == "short")
     rounds_tried = next(place for place, event in enumerate(rounds) if len(event["search"]) == len(SEARCHED)) + 1
@@ -280,76 +213,61 @@ def search(size: str = "7B/8k", scale: int = 4) -> Found:
     return {**detail, "rounds": rounds_tried, "stays_with": stays}, []
 
 
-def _beside_plain(found: dict[str, Played]) -> dict[str, dict[str, Any]]:
-    return {
-        name or "plain": {**one.as_dict(), "speedup": round(found[""].rollout / one.rollout, 3)}
-        for name, one in found.items()
-    }
-
-
 def figure_14c() -> Found:
     """Code alone, 7B/8k: rollout and rewards with a fixed timeout over the adaptive one."""
-    times = [
+    fixed, adaptive = (
         play(rollpacker("7B/8k", "+ reward scheduler", extra=[*only("code"), f"reward.timeout={timeout}"])).rollout
         for timeout in ("40", "adaptive")  # of a call; the scorer's own limit is 30 s
-    ]
+    )
     what = "code, 7B/8k: rollout and reward, fixed timeout over adaptive"
-    return {}, [exactly(what, 1.6, times[0] / times[1], "RollPacker 6.5, figure 14c")]
+    return {}, [row(what, 1.6, fixed / adaptive, "RollPacker 6.5, figure 14c")]
 
 
 def table_3() -> Found:
     """Maths alone, 7B/8k, long rounds: when GPUs are freed for training."""
-    marks = {"w/o": (0.0, 0.0), "20%": (0.2, 0.25), "30%": (0.3, 0.35), "40%": (0.4, 0.45), "adaptive": (0.2, 0.5)}
     found = {}
-    for name, (low, high) in marks.items():
+    for name, (low, high) in _MARKS.items():
         extra = [*only("math"), f"rollout.colocation.low={low}", f"rollout.colocation.high={high}"]
-        played = play(rollpacker("7B/8k", "+ stream trainer", steps=6, extra=extra))
-        found[name] = statistics.mean(played.steps["long"])
-    source = "RollPacker 6.6, table 3"
-    first = TABLE_3["w/o"]
-    rows = [exactly("long rounds, 7B/8k, maths, no GPU freed: s a step", first, found["w/o"], source)]
-    for name, seconds in TABLE_3.items():
-        if name != "w/o":
-            ours, printed = found["w/o"] / found[name], round(first / seconds, 2)
-            rows.append(exactly(f"no GPU freed over freed at {name}", printed, ours, source))
+        found[name] = mean(play(rollpacker("7B/8k", "+ stream trainer", steps=6, extra=extra)).steps["long"])
+    (_, first), *others = TABLE_3.items()
+    what, source = "long rounds, 7B/8k, maths, no GPU freed: s a step", "RollPacker 6.6, table 3"
+    rows = [row(what, first, found["w/o"], source)]
+    for name, seconds in others:
+        rows.append(
+            row(f"no GPU freed over freed at {name}", round(first / seconds, 2), found["w/o"] / found[name], source)
+        )
     return {name: round(seconds, 2) for name, seconds in found.items()}, rows
 
 
 def figure_15() -> Found:
     """One-off pipeline: 7B/8k, 8 GPUs roll out and 8 train, 32 prompts a batch."""
-    given = [
-        "run.mode=one_off",
-        "rollout.alpha=1",
-        "rollout.workers=8",
-        "sim.trainer_gpus=8",
-        "trainer.data_parallel=4",
-    ]
-    given += ["rollout.groups_per_step=32"]
-    times = [
+    given = ["run.mode=one_off", "rollout.alpha=1", "rollout.workers=8", "sim.trainer_gpus=8"]
+    given += ["trainer.data_parallel=4", "rollout.groups_per_step=32"]
+    plain, ours = (
         play(rollpacker("7B/8k", rung, steps=16, extra=[*given, *extra])).step
         for rung, extra in (("veRL", ()), ("+ tail batching", ("reward.timeout=adaptive",)))
-    ]
+    )
     what = "one-off, 7B/8k: veRL over RollPacker (tail batching, adaptive timeout)"
-    return {}, [exactly(what, 1.71, times[0] / times[1], "RollPacker 6.7, figure 15a")]
+    return {}, [row(what, 1.71, plain / ours, "RollPacker 6.7, figure 15a")]
 
 
 def figure_16() -> Found:
     """Samples a second of 14B/16k, with 1, 2 and 4 times the batch and the GPUs; half of each is played."""
-    rates: dict[str, list[float]] = {rung: [] for rung in ("veRL", "+ stream trainer")}
+    rates: dict[int, Sequence[float]] = {}
     detail: dict[str, Any] = {}
     for times in (1, 2, 4):
         given = [f"{key}={value * times}" for key, value in _LARGER.items()]
-        for rung, found in rates.items():
-            played = play(rollpacker("14B/16k", rung, 2, steps=6, extra=given))
-            found.append(64 * 8 * times / played.step)
-            detail[f"{32 * times} GPUs, {rung}"] = played.as_dict()
-    rows, source = [], "RollPacker 6.8, figure 16"
-    for place, times in enumerate((1, 2, 4)):
-        ours = rates["+ stream trainer"][place] / rates["veRL"][place]
-        rows.append(exactly(f"14B/16k on {32 * times} GPUs: throughput over veRL", 2.2, ours, source))
-    for times, (before, after) in zip((64, 128), pairwise(rates["+ stream trainer"]), strict=True):
-        what = f"14B/16k: throughput with twice the GPUs and batch, to {times}"
-        rows.append(exactly(what, 1.5, after / before, source))
+        both = [play(rollpacker("14B/16k", rung, 2, steps=6, extra=given)) for rung in ("veRL", "+ stream trainer")]
+        rates[32 * times] = [64 * 8 * times / one.step for one in both]
+        names = (f"{32 * times} GPUs, {rung}" for rung in ("veRL", "+ stream trainer"))
+        detail |= {name: one.as_dict() for name, one in zip(names, both, strict=True)}
+    source, what = "RollPacker 6.8, figure 16", "14B/16k: throughput with twice the GPUs and batch, to"
+    rows = [
+        row(f"14B/16k on {gpus} GPUs: throughput over veRL", 2.2, ours / plain, source)
+        for gpus, (plain, ours) in rates.items()
+    ]
+    for (_, before), (gpus, after) in pairwise(rates.items()):
+        rows.append(row(f"{what} {gpus}", 1.5, after[1] / before[1], source))
     return detail, rows
 
 
@@ -361,18 +279,44 @@ _LARGER = {
     "sim.reward_slots": 32 * SCORES,
     "trainer.data_parallel": 2,  # of the half
 }
-FURTHER: Mapping[str, Callable[[], Found]] = {  # the longest first, so that two cores end together
-    "figure_16": figure_16,
-    "figure_12": figure_12,
-    "table_3": table_3,
-    "table_4": rollpacker_requests.table_4,
-    "table_1": table_1,
-    "figure_14c": figure_14c,
-    "figure_15": figure_15,
-    "search": search,
-    "figure_5": rollpacker_requests.figure_5,
-    "figure_13a": rollpacker_planner.figure_13a,
-    "figure_13bc": rollpacker_planner.figure_13bc,
-    "figure_14b": rollpacker_requests.figure_14b,
-    "figure_15b": rollpacker_requests.figure_15b,
-}
+
+
+def _parts(quick: bool) -> Parts:
+    if quick:
+        return {"7B/8k": partial(ladder, "7B/8k", 4, 6)}
+    return {
+        **{size: partial(ladder, size, 1, 10) for size in SIZES},
+        "figure_16": figure_16,
+        "figure_12": figure_12,
+        "table_3": table_3,
+        "table_4": rollpacker_requests.table_4,
+        "table_1": table_1,
+        "figure_14c": figure_14c,
+        "figure_15": figure_15,
+        "search": search,
+        "figure_5": rollpacker_requests.figure_5,
+        "figure_13a": rollpacker_planner.figure_13a,
+        "figure_13bc": rollpacker_planner.figure_13bc,
+        "figure_14b": rollpacker_requests.figure_14b,
+        "figure_15b": rollpacker_requests.figure_15b,
+    }
+
+
+def _read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
+    ladders = {size: found.pop(size) for size in SIZES if size in found}
+    value = min(one["simulated"] for one in rows if one["what"].endswith(": + stream trainer, over veRL"))
+    about = {"scale": 4 if quick else 1, "not_played": NOT_PLAYED, "ladder": ladders}
+    return value, value >= 2.03, {**about, **{name: one for name, one in found.items() if one}}
+
+
+FIGURE = Figure(
+    "rollpacker-figures",
+    claim="seconds a step of veRL over RollPacker (without its planner), the least of the setups",
+    paper="RollPacker 6.1 and table 2 (paper)",
+    printed=2.03,
+    bar=">= 2.03",
+    parts=_parts,
+    read=_read,
+    statistic="mean over a period of short and long rounds, one seed: a seed gives the same run again",
+    apart=2,
+)

@@ -7,10 +7,9 @@ cost model, without a run: how long a pass takes with its transfers beside the c
 from __future__ import annotations
 
 import asyncio
-import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean, median
 from typing import Any
 
 from orchestrator.api import Completion, GenerationRequest
@@ -19,8 +18,7 @@ from orchestrator.policies.serving.judge_residency import JudgeMemory, JudgeResi
 from orchestrator.sim.cost_model import LINK_EFFICIENCY, RooflineCosts
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import rollpacker
-from orchestrator.sim.simulated_run import simulate
-from scripts.bench.papers.simulated import exactly, row
+from scripts.bench.papers.runner import Found, Run, row
 
 MATH = ["sim.tasks.code.weight=1e-9", "sim.tasks.judged.weight=1e-9"]
 JUDGED = (4096, 8192, 16384, 32768)  # tokens of a judged sequence, figure 14b
@@ -41,8 +39,8 @@ class Said:
     whole: bool
 
 
-def watched(config: Config) -> tuple[list[Said], list[dict[str, Any]], list[dict[str, Any]]]:
-    """A run's requests, events and journal. Raises SimulationFailed."""
+def watched(config: Config) -> tuple[list[Said], Run]:
+    """A run and its requests. Raises SimulationFailed."""
     found: list[Said] = []
 
     def watch(request: GenerationRequest, completion: Completion) -> None:
@@ -51,27 +49,23 @@ def watched(config: Config) -> tuple[list[Said], list[dict[str, Any]], list[dict
         whole = completion.finish_reason in ("stop", "length")
         found.append(Said(request.trajectory_id, now, timing.first_token, timing.per_token, *sizes, whole))
 
-    result = simulate(config, watch=watch)
-    events, journal = ([json.loads(line) for line in text.splitlines()] for text in (result.events, result.journal))
-    return found, events, journal
+    return found, Run(config, watch=watch)
 
 
-def figure_5(scale: int = 1, steps: int = 6) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def figure_5(scale: int = 1, steps: int = 6) -> Found:
     """Qwen3-8B, maths, up to 32k, eight H800: latencies and concurrent tokens in short and in long rounds."""
     given = ["sim.model=Qwen3-8B", "rollout.workers=8", "sim.trainer_gpus=8", "trainer.data_parallel=2", *MATH]
     given += ["run.mode=sync_plus", f"rollout.engine.max_model_len={(512 + 32768) // 16}"]
-    given += ["sim.tasks.math.response_max=32768", "sim.tasks.math.response_sigma=1.267"]
-    given.append("sim.tasks.math.response_tokens=1004")
+    lengths = ("response_max=32768", "response_sigma=1.267", "response_tokens=1004")
+    given += [f"sim.tasks.math.{setting}" for setting in lengths]
     config = rollpacker("7B/8k", "+ tail batching", scale, steps=steps, extra=given)
-    said, events, _ = watched(config)
-    took = {event["step"]: (event["start"], event["end"]) for event in events if event.get("stage") == "get_batch"}
-    kinds = {event["step"]: event["round"] for event in events if event["kind"] == "round"}
-    early = 0.1 * statistics.mean(end - begun for step, (begun, end) in took.items() if kinds.get(step) == "short")
+    said, run = watched(config)
+    early = 0.1 * mean(seconds for step, seconds in run.took.items() if run.rounds.get(step) == "short")
     means: dict[str, dict[str, float]] = {}
     for kind in ("short", "long"):
         first, between, held, peaks = [], [], [], []
-        for step, (begun, end) in took.items():
-            if kinds.get(step) != kind or step == 0:
+        for step, (begun, end) in run.rollouts.items():
+            if run.rounds.get(step) != kind or step == 0:
                 continue
             inside = [one for one in said if begun < one.end <= end + 1.0 and one.tokens > 1]
             first += [one.first for one in inside]
@@ -80,24 +74,20 @@ def figure_5(scale: int = 1, steps: int = 6) -> tuple[dict[str, Any], list[dict[
             times = [begun + (end - begun) * place / _POINTS for place in range(_POINTS)]
             peaks.append(max(_held(inside, now) for now in times) * config.sim.grain)
         means[kind] = {
-            "ttft_seconds": statistics.mean(first),
-            "tpot_seconds": statistics.mean(between) / config.sim.grain,
-            "early_tokens": statistics.mean(held),
-            "peak_tokens": statistics.mean(peaks),
+            "ttft_seconds": mean(first),
+            "tpot_seconds": mean(between) / config.sim.grain,
+            "early_tokens": mean(held),
+            "peak_tokens": mean(peaks),
         }
-    short, long, source = means["short"], means["long"], "RollPacker 3, figure 5"
-    high = "substantially above 1"
+    compared = (
+        ("TPOT", "tpot_seconds", (0.9, 1.1), "nearly 1"),
+        ("TTFT", "ttft_seconds", (0.9, 1.1), "nearly 1"),
+        ("concurrent tokens early in a rollout", "early_tokens", (1.2, 20.0), "substantially above 1"),
+    )
+    over = {key: means["short"][key] / means["long"][key] for _, key, _, _ in compared}
     return {**means, "early_seconds": {"after": early}}, [
-        row("TPOT, short over long rounds", "nearly 1", 0.9, 1.1, short["tpot_seconds"] / long["tpot_seconds"], source),
-        row("TTFT, short over long rounds", "nearly 1", 0.9, 1.1, short["ttft_seconds"] / long["ttft_seconds"], source),
-        row(
-            "concurrent tokens early in a rollout, short over long rounds",
-            high,
-            1.2,
-            20.0,
-            short["early_tokens"] / long["early_tokens"],
-            source,
-        ),
+        row(f"{what}, short over long rounds", printed, over[key], "RollPacker 3, figure 5", text=text)
+        for what, key, printed, text in compared
     ]
 
 
@@ -111,42 +101,33 @@ def _held(said: Sequence[Said], now: float) -> float:
     return held
 
 
-def figure_15b(steps: int = 16) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def figure_15b(steps: int = 16) -> Found:
     """One-off, 7B/8k, 8 GPUs for each side, 32 prompts a batch: the longest response of each step's batch."""
     given = ["run.mode=one_off", "rollout.alpha=1", "rollout.workers=8", "sim.trainer_gpus=8"]
     given += ["trainer.data_parallel=4", "rollout.groups_per_step=32"]
     longest: dict[str, list[int]] = {}
     for rung in ("veRL", "+ tail batching"):
-        config = rollpacker("7B/8k", rung, steps=steps, extra=given)
-        said, _, journal = watched(config)
+        said, run = watched(rollpacker("7B/8k", rung, steps=steps, extra=given))
         tokens: dict[str, int] = {}
         for one in said:
             if one.whole:
                 tokens[one.trajectory] = max(tokens.get(one.trajectory, 0), one.tokens)
         of: dict[int, int] = {}
-        for line in journal:
+        for line in run.journal:
             if line["state"] == "trained":
                 of[line["step"]] = max(of.get(line["step"], 0), tokens.get(line["id"], 0))
-        longest[rung] = [of[step] * config.sim.grain for step in sorted(of)]
-    usual = statistics.median(longest["veRL"])
-    shorter = statistics.mean(value < 0.75 * usual for value in longest["+ tail batching"])
-    ours = usual / statistics.median(longest["+ tail batching"])
-    source = "RollPacker 6.7, figure 15b"
-    what = "one-off, 7B/8k: share of steps whose longest response is below 3/4 of veRL's median"
+        longest[rung] = [of[step] * run.config.sim.grain for step in sorted(of)]
+    usual, what, source = median(longest["veRL"]), "one-off, 7B/8k:", "RollPacker 6.7, figure 15b"
+    shorter = mean(value < 0.75 * usual for value in longest["+ tail batching"])
+    ours, over = usual / median(longest["+ tail batching"]), "veRL over RollPacker"
+    share = f"{what} share of steps whose longest response is below 3/4 of veRL's median"
     return dict(longest), [
-        row(what, "most steps", 0.5, 1.0, shorter, source),
-        row(
-            "one-off, 7B/8k: longest response of a step, median, veRL over RollPacker",
-            "above 1",
-            1.0,
-            20.0,
-            ours,
-            source,
-        ),
+        row(share, (0.5, 1.0), shorter, source, text="most steps"),
+        row(f"{what} longest response of a step, median, {over}", (1.0, 20.0), ours, source, text="above 1"),
     ]
 
 
-def figure_14b() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def figure_14b() -> Found:
     """A 7B judge whose memory keeps half of its layers at 32k tokens (the paper: at least half is offloaded there)."""
     model, device = MODELS["Qwen2.5-7B"], DEVICES["H800"]
     layer = 2 * (model.attention_parameters + 3 * model.hidden * model.feed_forward)
@@ -162,37 +143,26 @@ def figure_14b() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         apart = model.layers * compute + len(kept.streamed) * copy
         beside = pass_seconds(kept, compute, copy)
         detail[str(tokens)] = {"streamed_layers": len(kept.streamed), "apart": apart, "pipelined": beside}
-    best = max(one["apart"] / one["pipelined"] for one in detail.values())
-    last = detail[str(JUDGED[-1])]
-    source = "RollPacker 6.5, figure 14b"
+    gains, source = [one["apart"] / one["pipelined"] for one in detail.values()], "RollPacker 6.5, figure 14b"
+    what = "judge, layers streamed one after the other over pipelined, at best"
     return detail, [
-        row("judge, layers streamed one after the other over pipelined, at best", "1.4", 1.0, 1.4, best, source),
-        exactly("the same at 32k tokens", 1.4, last["apart"] / last["pipelined"], source),
+        row(what, (1.0, 1.4), max(gains), source, text="1.4"),
+        row("the same at 32k tokens", 1.4, gains[-1], source),
     ]
 
 
-def table_4(scale: int = 1, steps: int = 6) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def table_4(scale: int = 1, steps: int = 6) -> Found:
     """Maths alone, 7B/8k: one fetch of what is complete, at most a share of the batch, against fetching as groups complete."""
     found = {}
     for name, once in (("stream", 0.0), *((name, float(name.rstrip("%")) / 100) for name in TABLE_4)):
         extra = [*MATH, f"sim.feed_once={once}"]
-        events = [
-            json.loads(line)
-            for line in simulate(
-                rollpacker("7B/8k", "+ stream trainer", scale, steps=steps, extra=extra)
-            ).events.splitlines()
-        ]
-        kinds = {event["step"]: event["round"] for event in events if event["kind"] == "round"}
-        ends = {event["step"]: event["t"] for event in events if event["kind"] == "step"}
-        long = [ends[step] - ends[step - 1] for step in sorted(ends)[1:] if kinds[step] == "long"]
-        found[name] = round(statistics.mean(long), 2)
-    source = "RollPacker 6.6, table 4"
-    return found, [
-        exactly(
-            f"long rounds: streaming over one fetch at {name}, s a step", printed, found["stream"] / found[name], source
-        )
-        for name, printed in TABLE_4.items()
+        run = Run(rollpacker("7B/8k", "+ stream trainer", scale, steps=steps, extra=extra))
+        found[name] = round(mean(took for step, took in run.periods.items() if run.rounds[step] == "long"), 2)
+    what, source = "long rounds: streaming over one fetch at", "RollPacker 6.6, table 4"
+    rows = [
+        row(f"{what} {name}, s a step", one, found["stream"] / found[name], source) for name, one in TABLE_4.items()
     ]
+    return found, rows
 
 
 def pass_seconds(residency: JudgeResidency, compute: float, copy: float, passes: int = 1) -> float:

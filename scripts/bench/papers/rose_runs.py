@@ -7,15 +7,22 @@ the same arrivals (``alone_...``): what is late there is not rollouts' doing.
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import mean
 from typing import Any
 
+from orchestrator.config import Config
+from orchestrator.sim import hardware
+from orchestrator.sim.coserving.serving_cluster import ServingCluster, tail_latency
 from orchestrator.sim.paper_setups import load_scenario
-from orchestrator.sim.simulated_run import simulate
-from scripts.bench.papers.serving_alone import serving_alone
+from scripts.bench.papers.runner import Run
+from scripts.bench.virtual_run import run
+
+RULES: dict[str, tuple[str, ...]] = {  # of routing
+    "dedicated-first": (),  # ROSE 4.3
+    "least-utilized": ("rollout.routing.spread=least-utilized", "rollout.routing.imbalance=2"),
+}
 
 
 def played(overrides: Sequence[str], steps: int, seeds: int) -> dict[str, Any]:
@@ -24,14 +31,11 @@ def played(overrides: Sequence[str], steps: int, seeds: int) -> dict[str, Any]:
     seconds: list[list[float]] = []
     reports: list[dict[str, Any]] = []
     for seed in range(seeds):
-        config = load_scenario("rose", [f"run.steps={steps + 1}", f"run.seed={seed}", *overrides])
-        result = simulate(config)
-        events = [json.loads(line) for line in result.events.splitlines()]
-        ends = [(event["t"], event["seconds"]) for event in events if event["kind"] == "step"]
-        seconds.append([after - before - train for (before, _), (after, train) in pairwise(ends)])
-        report = dict(result.summary.get("borrowed", {}))
-        if config.sim.borrowed.how in ("coserve", "multiplex") and report:
-            alone = serving_alone(config, result.summary["seconds"])
+        one = Run(load_scenario("rose", [f"run.steps={steps + 1}", f"run.seed={seed}", *overrides]))
+        seconds.append([period - one.steps[step]["seconds"] for step, period in one.periods.items()])
+        report = dict(one.result.summary.get("borrowed", {}))
+        if one.config.sim.borrowed.how in ("coserve", "multiplex") and report:
+            alone = serving_alone(one.config, one.seconds)
             report |= {f"alone_{key}": value for key, value in alone.items() if key != "requests"}
         reports.append(report)
     found: dict[str, Any] = {"rollout_seconds": mean(one for row in seconds for one in row)}
@@ -43,3 +47,23 @@ def played(overrides: Sequence[str], steps: int, seeds: int) -> dict[str, Any]:
         else:
             found[key] = max(values) if "ttft" in key or "tpot" in key else mean(values)
     return found
+
+
+def serving_alone(config: Config, seconds: float) -> dict[str, Any]:
+    """The same engines and requests for so many seconds, with no rollout: ``ttft_p99``, ``ttft_late`` (share beyond the SLO),
+    ``tpot_p99``, ``tpot_late``, ``requests``. Raises ConfigError."""
+    sim, settings = config.sim, config.sim.borrowed
+
+    async def main() -> dict[str, Any]:
+        engines = settings.serving or settings.workers
+        tenant = hardware.model(sim.model).weight_bytes
+        cluster = ServingCluster(settings, engines, hardware.device(sim.device), sim.tensor_parallel, tenant)
+        cluster.start()
+        await asyncio.sleep(seconds)
+        cluster.close()
+        found: dict[str, Any] = {"requests": cluster.requests}
+        found["ttft_p99"], found["ttft_late"] = tail_latency(cluster.served.ttft, settings.ttft)
+        found["tpot_p99"], found["tpot_late"] = tail_latency(cluster.served.tpot, settings.tpot)
+        return found
+
+    return run(main())

@@ -34,44 +34,7 @@ _ROLLPACKER = """
 Every row that is more than 5 % off; numbers are of the run that the table shows, three in a row of 7B/8k, 14B/16k
 and 32B/32k.
 """
-_ROSE = """
-### Why ROSE's differ
-
-- **Figure 14, 16 GPUs, dedicated first (-7 %)**: the dedicated GPUs are filled first (the paper's cap of 16), and turns
-  stay where their prefixes lie. The longest trajectories have fifteen neighbours there, which more borrowed GPUs do not
-  change: 12 of 15 steps take as long to the digit beside serving as on multiplexed devices. Our rows of 8 and 16 GPUs fit
-  305 s + 4,080 s / GPUs, which gives 1.72 for 24. A longer tail (sigma 1.0 for 0.5) gives 1.56, Mooncake's trace, a third
-  of the time busy, 1.34; serving engines that prefill and decode (ROSE 4.3, no figure there) 1.55.
-- **Figure 14, least-utilized (+9 %)**: another rule than the paper's: all GPUs are as full as one another, and a turn
-  leaves its prefix for one that is emptier by more than two requests. It is 1.74, 1.36, 1.82 in these three. With the same
-  `imbalance` the paper's rule gives 1.58, so the spread makes the difference. Its own 8 GPUs take 794 s, for 815 (one
-  queue, moved prefixes).
-- **The workload's tail**: the 75th percentile of trajectories' times is 76 to 79 % of the rollout at 8B, 48 % at 32B (2.2's
-  setup); printed is at most 30 %, which cannot be had with the printed times: a trajectory ends at 32k tokens, which alone
-  on an engine of ours takes 265 s (8B) and 301 s (32B). Printed times fit 324 s and 752 s that remain with any number of
-  GPUs.
-- **The baselines**: RLBoost+ and lambda-RL have 32 GPUs at 32B (6.1), which is 8 engines, and fetch whole weights over the
-  link, in 31 and 96 s (6.3), since only ROSE ships differences.
-- **32B gains too much** (2.75 over ROLL for 1.86; spot and serverless alike): for that reason. Ours fit 352 + 5,495 / engines.
-- **ROSE over spot devices** (1.08 for 1.20; 32B 1.24 for 1.26): at 8B beyond 8 borrowed GPUs nothing is gained in most steps,
-  so a market that leaves 10 of 16 in the mean costs little. When devices come and go is only drawn in the paper: ASSUMED.
-  Spread by utilization, and the spot devices under the rule that is better for them, 1.09997 and 1.33.
-- **Starting, % of GPU time**: 40 s a start, ASSUMED: 4.0 and 4.3 % of a lease of 15 minutes. The printed 6.8 to 26.1 % are
-  61 to 235 s a lease, while the text says tens of seconds. Spot: 2.1 and 2.8 %, for 6.8 to 7.3.
-- **Autoscaling's first tokens** (13 and 22 s for 1.2 and 2.4): 20 s to load a model, ASSUMED; a quarter of them is late.
-- **Prism** (rollouts 0.99 for 1.47, 32B 1.06 for 1.36): prefixes are computed anew on borrowed devices only, which the longest
-  trajectory does not visit. First tokens (0.72 s for 0.97, 0.84 for 1.63): one step before each, where Prism's overlap.
-- **ROSE's own latencies**: no rollout step begins while a prompt waits, so first tokens are serving's alone and one step (32B
-  -11 %); one step stands between two decode steps (TPOT 0.02 s of 0.15, printed 0.136).
-- **Table 3**: the paper pins each trajectory "to a fixed rollout worker" (6.4), and does not say how it shares them out.
-  Here evenly, ten or eleven on each GPU: 443 s (8B), less than the 519 s of ROSE's rule, and near "least-utilized" (433 s).
-  Our trajectories differ less than the paper's, so that a fixed share costs nothing, and what turns gain by moving is less
-  than what their prefixes cost (585 s without affinity).
-- **Figure 7** (8B 1.55, 2.10, 1.56; 32B 3.16, 3.77, 3.12): one step off the policy a rollout binds at any number of devices, so
-  that the gain is the rollout's. DAPO is played with twice the groups, not with the paper's rule from step to step.
-- **Table 5**: serving alone is as late (1.95 s, 32B 3.43 s; rollouts add 1 % at most): the trace's one burst is twice as
-  steep at twice the speed. Serving alone at 8B (+7 %) is the worst of three seeds, which see 0.31 to 0.34 s.
-"""
+_ROSE = Path(__file__).with_name("rose_why.txt")  # of the committed rose-figures.json
 
 
 def _binding(workloads: dict[str, Any]) -> list[str]:
@@ -135,7 +98,7 @@ def page(folder: Path) -> str:
             if name == "rollpacker-figures" and "search" in found["detail"]:  # the full form
                 parts.append("\n".join([_ROLLPACKER, *reasons(found), *_searched(found["detail"])]) + "\n")
             if name == "rose-figures":
-                parts.append(_ROSE)
+                parts.append(_ROSE.read_text(encoding="utf-8"))
             elif "runs" in found["detail"]:
                 parts.append(_runs(found["detail"]["runs"]))
     ablation = _load(folder, "ablation")

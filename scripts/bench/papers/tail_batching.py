@@ -1,7 +1,7 @@
 """Rollout time of an epoch with short and long rounds, over plain rounds: real vLLM, response lengths of a production trace.
 
 Tail batching (RollPacker 3, eta 1.25 on both) against plain rounds in mode ``sync_plus``, the same 160 prompts each trained
-once, in turns on one engine (:mod:`scripts.bench.papers.tail_batching_probe`). The value is the median over pairs of the
+once, in turns on one engine (:mod:`scripts.bench.probes.vllm.tail_batching_probe`). The value is the median over pairs of the
 processor seconds of all rollouts of an epoch. The detail holds wall seconds, tokens thrown away, every round, and the same
 workload in the simulator, whose two costs of a step are fitted to this engine's steps and to nothing else.
 """
@@ -80,7 +80,7 @@ def _probe(pairs: int, limit: float) -> dict[str, Any]:
         module, _, name = _MODEL.partition(":")
         getattr(importlib.import_module(module), name)(Path(folder), 0)
         arguments = [folder, "--pairs", str(pairs), "--limit", str(limit)]
-        return run_probe("tail_batching", arguments, package="scripts.bench.papers", limit=4 * limit + 300)
+        return run_probe("tail_batching", arguments, limit=4 * limit + 300)
 
 
 def _ratios(ways: dict[bool, list[dict[str, Any]]], clock: str) -> list[float]:

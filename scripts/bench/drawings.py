@@ -1,4 +1,4 @@
-"""Drawings of ``docs/results`` from the JSON files beside them: ``python -m scripts.bench.papers.figures [FOLDER]``.
+"""Drawings of ``docs/results`` from the JSON files beside them: ``python -m scripts.bench.drawings [FOLDER]``.
 
 Each is one SVG file that stands alone, made with matplotlib in the colours of the report
 (:mod:`orchestrator.observe.report.plots`).
