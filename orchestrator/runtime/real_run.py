@@ -421,15 +421,10 @@ def _shape(model: str) -> dict[str, Any]:
 
 
 def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
-    engine = config.rollout.engine
     return {
+        **config.rollout.engine.model_dump(),
         "model": model,
         "dtype": config.model.dtype,
-        "max_num_seqs": engine.max_num_seqs,
-        "max_model_len": engine.max_model_len,
-        "block_size": engine.block_size,
-        "kv_cache_mb": engine.kv_cache_mb,
-        "threads": engine.threads,
         "seed": config.run.seed + index,
         "relay": endpoint.to_dict(),
         "sleep_mode": config.rollout.colocation.enabled,

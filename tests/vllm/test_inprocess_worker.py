@@ -55,6 +55,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             max_num_seqs=SEQUENCES,
             max_model_len=MODEL_LENGTH,
             kv_cache_mb=1,
+            max_logprobs=7,  # vLLM's own
             relay=endpoint.to_dict(),
         )
         yield Setup(runner, worker, publisher, model, weights)
@@ -84,6 +85,10 @@ def check_shape(completion: Completion) -> None:
     assert all(math.isfinite(value) and value <= 0.0 for value in completion.logprobs)
     assert completion.timing.queued >= 0.0
     assert completion.timing.running >= 0.0
+
+
+def test_an_option_of_vllm_reaches_the_engine(setup: Setup) -> None:
+    assert setup.worker._engine._llm.vllm_config.model_config.max_logprobs == 7
 
 
 def test_the_worker_fulfils_the_port(setup: Setup) -> None:

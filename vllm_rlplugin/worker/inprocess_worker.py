@@ -78,55 +78,22 @@ class EngineWorker:
     wrong options and for an untested vLLM.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        name: str = "worker-0",
-        dtype: str = "float32",
-        max_num_seqs: int = 64,
-        max_model_len: int = 256,
-        block_size: int = 32,
-        kv_cache_mb: int = 64,
-        threads: int = 1,
-        seed: int = 0,
-        relay: Mapping[str, Any] | None = None,
-        weight_version: int = 0,
-        plugin: Mapping[str, Any] | None = None,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        sleep_mode: bool = False,
-        kv: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, *, name: str = "worker-0", kv: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.name = name
-        self.ranks = tensor_parallel_size * pipeline_parallel_size
         self._mover: KvMover | None = None
         if kv is not None:  # where this worker hands out KV; needs plugin = {"kv_transfer": true}
             self._mover = KvMover(KvOptions.from_dict(kv), self._kv_command)
+        settings = EngineOptions.from_dict(options)
+        self.ranks = settings.ranks
         self._engine = InprocessEngine(
-            EngineOptions(
-                model=model,
-                dtype=dtype,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                block_size=block_size,
-                kv_cache_mb=kv_cache_mb,
-                threads=threads,
-                seed=seed,
-                relay=relay,
-                weight_version=weight_version,
-                plugin=plugin or {},
-                tensor_parallel_size=tensor_parallel_size,
-                pipeline_parallel_size=pipeline_parallel_size,
-                sleep_mode=sleep_mode,
-            ),
+            settings,
             clock=lambda: asyncio.get_running_loop().time(),
         )
         if self._mover is not None:
             self._mover.load_carrier()
-        options = PluginOptions.from_dict(plugin or {})
-        self._book = RequestBook(options.lookahead)
-        self._held_limit = options.max_wait / 2  # seconds; the scheduler counts the wait anew
+        plugin = PluginOptions.from_dict(settings.plugin)
+        self._book = RequestBook(plugin.lookahead)
+        self._held_limit = plugin.max_wait / 2  # seconds; the scheduler counts the wait anew
         self._commands: deque[_Command] = deque()
         self._finished: deque[Completion] = deque()
         self._reader = 0  # the latest call of completions()
