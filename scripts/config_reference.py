@@ -126,7 +126,6 @@ PLAIN = {
     "relay.bucket_mb": "MiB of an object; smaller for differences",
     "relay.keep_versions": "that stay readable",
     "resources.devices_per_rank": "of a trainer rank",
-    "resources.devices_per_worker": "of a rollout worker",
     "resources.devices_per_server": "in one server of a pool",
     "ray.address": "of a running cluster; empty: a local Ray of the run's own",
     "ray.cpus": "that the local Ray counts with",

@@ -47,10 +47,16 @@ class WorkerHost:
     driver, by Ray's own serialisation."""
 
     def __init__(
-        self, worker_class: type[Worker], identity: Identity, proxies: Mapping[str, str], arguments: Mapping[str, Any]
+        self,
+        worker_class: type[Worker],
+        identity: Identity,
+        proxies: Mapping[str, str],
+        arguments: Mapping[str, Any],
+        gpus: int = 0,
     ) -> None:
         self._failure: Exception | None = None
         try:
+            self._devices = _devices_of_bundle(identity.worker_id) if gpus else ()
             self._worker = worker_class.__new__(worker_class)
             self._worker.identity = identity
             for attribute, url in proxies.items():
@@ -70,6 +76,13 @@ class WorkerHost:
     def ready(self) -> tuple[str, Any]:
         """The process id, when the worker was made."""
         return (OK, os.getpid()) if self._failure is None else _words(self._failure)
+
+    def seen(self) -> tuple[str, Any]:
+        """The node's address, and the ids there of the devices that Ray reserved and this process sees."""
+        import ray
+
+        where = ray.util.get_node_ip_address()
+        return (OK, (where, self._devices)) if self._failure is None else _words(self._failure)
 
     def invoke(self, url: str, payload: Any) -> Any:
         """One serverless call. Raises RuntimeError with the reason, in whoever waits for it."""
@@ -119,6 +132,11 @@ class Actor:
         devices = ", ".join(map(str, self.identity.devices))
         return f"{self.name} ({self.identity.hardware} {devices})"
 
+    @property
+    def gpus(self) -> int:
+        """Devices that its place has in Ray's own count."""
+        return int(self._place.get("num_gpus", 0))
+
     def place(self) -> None:
         """Reserve its place, where it has one in a pool. Before :meth:`start`. Blocks."""
         if self.placement is not None:
@@ -136,7 +154,7 @@ class Actor:
         remote = ray.remote(**beside)(host) if self.proxies else ray.remote(host)
         variables = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
         options = {"num_cpus": 1, "max_concurrency": calls, **variables, **self._place}
-        made_of = (self.worker_class, self.identity, self.proxies, self.arguments)
+        made_of = (self.worker_class, self.identity, self.proxies, self.arguments, self.gpus)
         self._handle = remote.options(**options).remote(*made_of)
 
     def ask(self, what: str, *args: Any) -> Any:
@@ -185,6 +203,18 @@ def first_line(error: BaseException | None) -> str:
     """Of what Ray says."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _devices_of_bundle(worker: str) -> tuple[str, ...]:
+    """The ids of the devices that Ray gave this process. Raises ConfigError when it sees others, or all of the node's."""
+    import ray
+
+    given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if sorted(seen.split(",")) != sorted(given):
+        fix = f"{worker} has devices {', '.join(given)} in its placement group: leave this to Ray, on every node"
+        raise ConfigError("CUDA_VISIBLE_DEVICES", seen, f"{fix} (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES too)")
+    return tuple(given)
 
 
 async def _awaited(value: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -66,6 +66,7 @@ class Cluster:
 
     base: ClassVar[type[Worker]] = Worker
     _patience: ClassVar[float | None] = None  # see Call
+    _heard: Callable[[str, str, Sequence[str]], None] | None = None
 
     def __init__(
         self,
@@ -104,16 +105,28 @@ class Cluster:
         places: Mapping[str, Placement | None],
         environment: Mapping[str, str] | None = None,
         name: str = "",
+        heard: Callable[[str, str, Sequence[str]], None] | None = None,
     ) -> Self:
         """A cluster of these workers, by rank: id -> place. Nothing is started: that is done actor by actor
-        (:attr:`actors`), and the places stay those of whoever made them."""
+        (:attr:`actors`), and the places stay those of whoever made them. ``heard(id, node, devices)`` is told of the devices
+        that a process sees (:meth:`report_devices`)."""
         cluster = cls.__new__(cls)
         cluster._declare(worker_cls, name, None)
+        cluster._heard = heard
         cluster.actors = [
             Actor(worker_cls, Identity(worker, rank, len(places), "", ()), place, dict(environment or {}))
             for rank, (worker, place) in enumerate(places.items())
         ]
         return cluster
+
+    async def report_devices(self, actor: Actor) -> None:
+        """Which devices a started process sees, where Ray counts them. Raises ConfigError when they are not its own."""
+        if actor.gpus:
+            node, devices = await Call(
+                [(actor, actor.ask("seen"))], lambda values: values[0], partial(self._fail, "seen")
+            )
+            if self._heard is not None:
+                self._heard(actor.name, node, devices)
 
     # -- construction ------------------------------------------------------------------------------------------------
 
