@@ -367,7 +367,7 @@ def test_completions_are_never_lost_to_a_caller_that_went_away(setup: Setup) -> 
 
 def test_a_stall_is_reported_and_its_end_too(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = setup.worker
-    monkeypatch.setattr("vllm_rlplugin.worker.inprocess_worker.STALL_SECONDS", 0.05)
+    monkeypatch.setattr("vllm_rlplugin.worker.stats_window.STALL_SECONDS", 0.05)
 
     async def scenario() -> None:
         monkeypatch.setattr(worker._engine, "step", lambda now: [])  # an engine that computes nothing

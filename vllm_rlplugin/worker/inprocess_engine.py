@@ -20,7 +20,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ from orchestrator.api import (
     Sampling,
     UpdateResult,
     VersionSpans,
+    WorkerStats,
     merge_spans,
 )
 from orchestrator.hooks import VLLM, check_version
@@ -48,6 +49,7 @@ from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
 from vllm_rlplugin.sleep.memory_release import MemoryRelease
 from vllm_rlplugin.weights.version_agreement import find_disagreement
+from vllm_rlplugin.worker.stats_window import stats_of
 
 CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
 
@@ -82,26 +84,6 @@ class _Active:
     added_at: float
     started_at: float | None = None  # when its first engine step began
     first_at: float | None = None  # when its first token was there
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounts:
-    """Counters of a running engine, as in :class:`orchestrator.api.WorkerStats`."""
-
-    running: int
-    waiting: int  # in the engine
-    kv_used: int
-    kv_capacity: int
-    preemptions: int
-    outranked: int
-    prefix_queries: int
-    prefix_hits: int
-    generated: int
-    oldest_wait: float
-    steps: int
-    step_requests: int
-    step_kv: int
-    progress: int  # grows whenever anything was computed
 
 
 def prepare_process(threads: int, kv_pool: bool = False) -> bool:
@@ -359,15 +341,15 @@ class InprocessEngine:
         """Go on scheduling."""
         self._core.resume_scheduler()
 
-    def counts(self) -> EngineCounts:
-        """A snapshot; costs microseconds per request in the engine."""
-        found = self._scheduler.rl_command("snapshot", {})
-        if self.released:
-            found["kv_used"] = found["kv_capacity"] = 0
-        return EngineCounts(
-            **{item.name: found[item.name] for item in fields(EngineCounts) if item.name != "progress"},
-            progress=found["generated"] + sum(active.core.num_computed_tokens for active in self._active.values()),
-        )
+    def counts(self) -> WorkerStats:
+        """A snapshot of what the engine itself knows; costs microseconds per request in the engine."""
+        found = stats_of(self._scheduler.rl_command("snapshot", {}))
+        return replace(found, kv_used=0, kv_capacity=0) if self.released else found
+
+    @property
+    def computed(self) -> int:
+        """Grows whenever anything was computed for the requests that are here."""
+        return sum(active.core.num_computed_tokens for active in self._active.values())
 
     def checksums(self) -> dict[str, str]:
         """vLLM's own digests of the weights as loaded, by rank and parameter."""
