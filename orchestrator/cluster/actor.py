@@ -17,14 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import CommandError, ConfigError, ProcessDied, RetryableError
-from orchestrator.cluster.role_workers import (
-    SERVERLESS_CALLS,
-    SERVERLESS_GROUP,
-    Identity,
-    ServerlessProxy,
-    Worker,
-    invoke,
-)
+from orchestrator.cluster.role_workers import Identity, Worker
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
@@ -50,7 +43,6 @@ class WorkerHost:
         self,
         worker_class: type[Worker],
         identity: Identity,
-        proxies: Mapping[str, str],
         arguments: Mapping[str, Any],
         gpus: int = 0,
     ) -> None:
@@ -59,8 +51,6 @@ class WorkerHost:
             self._devices = _devices_of_bundle(identity.worker_id) if gpus else ()
             self._worker = worker_class.__new__(worker_class)
             self._worker.identity = identity
-            for attribute, url in proxies.items():
-                setattr(self._worker, attribute, ServerlessProxy(url))
             self._worker.__init__(**arguments)  # type: ignore[misc]  # it may read its identity
         except Exception as error:  # noqa: BLE001  user code: reported by the first call
             self._failure = error
@@ -83,10 +73,6 @@ class WorkerHost:
 
         where = ray.util.get_node_ip_address()
         return (OK, (where, self._devices)) if self._failure is None else _words(self._failure)
-
-    def invoke(self, url: str, payload: Any) -> Any:
-        """One serverless call. Raises RuntimeError with the reason, in whoever waits for it."""
-        return invoke(url, payload)
 
     def _begin(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._failure is not None:
@@ -114,7 +100,6 @@ class Actor:
     identity: Identity
     placement: Placement | None
     environment: dict[str, str]
-    proxies: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     alive: bool = True
     busy: set[Any] = field(default_factory=set)  # calls of single workers that it has
@@ -149,12 +134,10 @@ class Actor:
         import ray
 
         calls = self.worker_class.concurrency
-        host = WorkerHost if calls == 1 else ActorHost
-        beside = {"concurrency_groups": {SERVERLESS_GROUP: SERVERLESS_CALLS}}
-        remote = ray.remote(**beside)(host) if self.proxies else ray.remote(host)
+        remote = ray.remote(WorkerHost if calls == 1 else ActorHost)
         variables = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
         options = {"num_cpus": 1, "max_concurrency": calls, **variables, **self._place}
-        made_of = (self.worker_class, self.identity, self.proxies, self.arguments, self.gpus)
+        made_of = (self.worker_class, self.identity, self.arguments, self.gpus)
         self._handle = remote.options(**options).remote(*made_of)
 
     def ask(self, what: str, *args: Any) -> Any:

@@ -72,7 +72,7 @@ class Handle:
 def actor() -> tuple[RayWorker, Hosted]:
     """A worker whose engine is the double; the host, the handle, the declarations and the cluster are real."""
     worker, hosted = rollout_worker("w"), Hosted()
-    host = ActorHost(VllmEngine, worker._actor.identity, {}, {})
+    host = ActorHost(VllmEngine, worker._actor.identity, {})
     host._worker.engine = hosted  # type: ignore[attr-defined]
     worker._actor._handle = Handle(host)
     return worker, hosted
