@@ -29,9 +29,10 @@ def cluster_resources(pools: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Reserved:
-    """A placement group, and how many workers have a bundle of it."""
+    """A placement group: its bundles, and how many workers still have theirs."""
 
     group: Any
+    bundles: Sequence[Mapping[str, float]]
     holders: int
 
 
@@ -84,12 +85,12 @@ class Placement:
         what binding does. Blocks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        wanted = self.bundle()
         if self._reserved is None and not _reserve([self], "PACK", self._limit):
-            why = f"Ray gives it no place within {self._limit:g} s ({_shortage([wanted])})"
+            why = f"Ray gives it no place within {self._limit:g} s ({_shortage([self.bundle()])})"
             raise RetryableError(f"{self.worker}: {why}")
         assert self._reserved is not None
         reserved, index = self._reserved
+        wanted = reserved.bundles[index]
         return {
             "num_cpus": wanted.get("CPU", 0),
             "num_gpus": wanted.get("GPU", 0),
@@ -162,11 +163,12 @@ def _reserve(places: Sequence[Placement], strategy: str, seconds: float) -> bool
     """Whether Ray could."""
     from ray.util import placement_group, remove_placement_group
 
-    group = placement_group([place.bundle() for place in places], strategy=strategy)
+    bundles = [place.bundle() for place in places]
+    group = placement_group(bundles, strategy=strategy)
     if not group.wait(math.ceil(seconds)):
         remove_placement_group(group)
         return False
-    reserved = _Reserved(group, len(places))
+    reserved = _Reserved(group, bundles, len(places))
     for index, place in enumerate(places):
         place.hold(reserved, index)
     return True
