@@ -267,8 +267,8 @@ class _Assembly:
         kv = kv_arguments(config)
         names = [f"vllm-{index}" for index in range(config.rollout.workers)]
         environment = {**engine_environment(config), **rewards.beside}
-        own = {name: places.get(name) for name in names}
-        engines = RolloutEngines.over(VllmEngine, own, environment, heard=self._note_devices)
+        homes = {name: places.get(name) for name in names}
+        engines = RolloutEngines.over(VllmEngine, homes, environment, heard=self._note_devices)
         workers = [
             RayWorker(
                 engines,

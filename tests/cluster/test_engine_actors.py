@@ -180,7 +180,7 @@ def trainer(*fates: BaseException | str) -> tuple[RayTrainer, list[Engine]]:
     found = RayTrainer("tests.cluster.test_engine_actors:engine", {}, len(fates))
     ENGINES[:] = [Engine() for _ in fates]
     for actor, made in zip(found.ranks.actors, ENGINES, strict=True):
-        host = ActorHost(MegatronRank, actor.identity, {}, {})
+        host = ActorHost(MegatronRank, actor.identity, {})
         actor._handle = type("Handle", (), {"call": Mortal(host, made)})
     asyncio.run(found.create({"model": "m"}))
     for made, fate in zip(ENGINES, fates, strict=True):
