@@ -229,7 +229,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
     task = preflight.make_task(config)
-    preflight.check(config, task)
+    for note in preflight.check(config, task):
+        print(note, file=sys.stderr)
     source = _replayed(arguments, config)
     if arguments.dry_run:
         print(to_json(config))

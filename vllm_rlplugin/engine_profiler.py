@@ -74,7 +74,7 @@ class EngineProfiler:
     """One engine, to be measured; one a process. Options as :class:`~vllm_rlplugin.worker.inprocess_engine.EngineOptions`."""
 
     def __init__(self, **options: Any) -> None:
-        self._options = EngineOptions(**options)
+        self._options = EngineOptions.from_dict(options)
         self._engine = MeasuredEngine(self._options, clock=time.perf_counter)
         self._memory = self._engine.memory()
         self._draw = random.Random(self._options.seed)

@@ -12,10 +12,10 @@ with ActorTrain(ResourceManager({"H800": 8}), MyActorTrain) as cluster:
     results = cluster.compute_gradients(batch)      # one a worker, by rank
 """
 
-from orchestrator.cluster.cluster import ActorGen, ActorTrain, Cluster, Environment, Reward
+from orchestrator.cluster.cluster import ActorGen, ActorTrain, Cluster
 from orchestrator.cluster.cluster_calls import WorkerError
-from orchestrator.cluster.decorators import hw_mapping, register, register_serverless
-from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, EnvironmentCls, RewardCls, Worker
+from orchestrator.cluster.decorators import register
+from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, Worker
 
 __all__ = [
     "ActorGen",
@@ -23,13 +23,7 @@ __all__ = [
     "ActorTrain",
     "ActorTrainCls",
     "Cluster",
-    "Environment",
-    "EnvironmentCls",
-    "Reward",
-    "RewardCls",
     "Worker",
     "WorkerError",
-    "hw_mapping",
     "register",
-    "register_serverless",
 ]

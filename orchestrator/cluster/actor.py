@@ -17,14 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import CommandError, ConfigError, ProcessDied, RetryableError
-from orchestrator.cluster.role_workers import (
-    SERVERLESS_CALLS,
-    SERVERLESS_GROUP,
-    Identity,
-    ServerlessProxy,
-    Worker,
-    invoke,
-)
+from orchestrator.cluster.role_workers import Identity, Worker
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
@@ -47,14 +40,17 @@ class WorkerHost:
     driver, by Ray's own serialisation."""
 
     def __init__(
-        self, worker_class: type[Worker], identity: Identity, proxies: Mapping[str, str], arguments: Mapping[str, Any]
+        self,
+        worker_class: type[Worker],
+        identity: Identity,
+        arguments: Mapping[str, Any],
+        gpus: int = 0,
     ) -> None:
         self._failure: Exception | None = None
         try:
+            self._devices = _devices_of_bundle(identity.worker_id) if gpus else ()
             self._worker = worker_class.__new__(worker_class)
             self._worker.identity = identity
-            for attribute, url in proxies.items():
-                setattr(self._worker, attribute, ServerlessProxy(url))
             self._worker.__init__(**arguments)  # type: ignore[misc]  # it may read its identity
         except Exception as error:  # noqa: BLE001  user code: reported by the first call
             self._failure = error
@@ -71,9 +67,12 @@ class WorkerHost:
         """The process id, when the worker was made."""
         return (OK, os.getpid()) if self._failure is None else _words(self._failure)
 
-    def invoke(self, url: str, payload: Any) -> Any:
-        """One serverless call. Raises RuntimeError with the reason, in whoever waits for it."""
-        return invoke(url, payload)
+    def seen(self) -> tuple[str, Any]:
+        """The node's address, and the ids there of the devices that Ray reserved and this process sees."""
+        import ray
+
+        where = ray.util.get_node_ip_address()
+        return (OK, (where, self._devices)) if self._failure is None else _words(self._failure)
 
     def _begin(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._failure is not None:
@@ -101,7 +100,6 @@ class Actor:
     identity: Identity
     placement: Placement | None
     environment: dict[str, str]
-    proxies: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     alive: bool = True
     busy: set[Any] = field(default_factory=set)  # calls of single workers that it has
@@ -119,6 +117,11 @@ class Actor:
         devices = ", ".join(map(str, self.identity.devices))
         return f"{self.name} ({self.identity.hardware} {devices})"
 
+    @property
+    def gpus(self) -> int:
+        """Devices that its place has in Ray's own count."""
+        return int(self._place.get("num_gpus", 0))
+
     def place(self) -> None:
         """Reserve its place, where it has one in a pool. Before :meth:`start`. Blocks."""
         if self.placement is not None:
@@ -131,12 +134,10 @@ class Actor:
         import ray
 
         calls = self.worker_class.concurrency
-        host = WorkerHost if calls == 1 else ActorHost
-        beside = {"concurrency_groups": {SERVERLESS_GROUP: SERVERLESS_CALLS}}
-        remote = ray.remote(**beside)(host) if self.proxies else ray.remote(host)
+        remote = ray.remote(WorkerHost if calls == 1 else ActorHost)
         variables = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
         options = {"num_cpus": 1, "max_concurrency": calls, **variables, **self._place}
-        made_of = (self.worker_class, self.identity, self.proxies, self.arguments)
+        made_of = (self.worker_class, self.identity, self.arguments, self.gpus)
         self._handle = remote.options(**options).remote(*made_of)
 
     def ask(self, what: str, *args: Any) -> Any:
@@ -185,6 +186,18 @@ def first_line(error: BaseException | None) -> str:
     """Of what Ray says."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _devices_of_bundle(worker: str) -> tuple[str, ...]:
+    """The ids of the devices that Ray gave this process. Raises ConfigError when it sees others, or all of the node's."""
+    import ray
+
+    given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if sorted(seen.split(",")) != sorted(given):
+        fix = f"{worker} has devices {', '.join(given)} in its placement group: leave this to Ray, on every node"
+        raise ConfigError("CUDA_VISIBLE_DEVICES", seen, f"{fix} (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES too)")
+    return tuple(given)
 
 
 async def _awaited(value: Any) -> Any:

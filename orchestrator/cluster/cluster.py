@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -23,7 +23,6 @@ from orchestrator.api import ConfigError, CoserveError, ProcessDied, RetryableEr
 from orchestrator.cluster.actor import Actor, Raised, first_line
 from orchestrator.cluster.cluster_calls import Call, WorkerError
 from orchestrator.cluster.decorators import (
-    DEFAULT_TAG,
     EXECUTE_ALL,
     EXECUTE_ONE,
     EXECUTE_RANK_ZERO,
@@ -32,12 +31,11 @@ from orchestrator.cluster.decorators import (
     declaration,
 )
 from orchestrator.cluster.dispatch import aggregate, scatter
-from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, EnvironmentCls, Identity, RewardCls, Worker
+from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, Identity, Worker
 from orchestrator.policies.placement.device_allocation import AllocationView
 from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager
 
 START_SECONDS = 300.0  # for all workers to be made
-_TAG = "tag_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Bound:
 
 class Cluster:
     """``workers``: how many, or class -> how many; None: as many as the free devices of its classes make. The classes are
-    those of the declared affinity, or that of the role (:data:`orchestrator.resources.ROLE_CLASSES`), or ``hardware``.
+    that of the role (:data:`orchestrator.resources.ROLE_CLASSES`), or ``hardware``.
     ``arguments`` go to the worker's ``__init__``; ``environment`` is set before its process starts.
 
     Raises ConfigError (declarations, ids, pools), RetryableError (no room, Ray gives no place), WorkerError (``__init__``).
@@ -66,6 +64,7 @@ class Cluster:
 
     base: ClassVar[type[Worker]] = Worker
     _patience: ClassVar[float | None] = None  # see Call
+    _heard: Callable[[str, str, Sequence[str]], None] | None = None
 
     def __init__(
         self,
@@ -83,14 +82,11 @@ class Cluster:
     ) -> None:
         self._declare(worker_cls, name, res_manager)
         classes = self._plan(res_manager.view(), workers, hardware, devices_per_worker)
-        proxies = {said.attribute: said.url for said in self._methods.values() if said.attribute}
         try:
             for rank, wanted in enumerate(classes):
                 identity = Identity(f"{self.name}-{rank}", rank, len(classes), wanted, ())
                 place = Placement(res_manager, identity.worker_id, wanted, devices_per_worker, cpus=cpus_per_worker)
-                self.actors.append(
-                    Actor(worker_cls, identity, place, dict(environment or {}), proxies, dict(arguments or {}))
-                )
+                self.actors.append(Actor(worker_cls, identity, place, dict(environment or {}), dict(arguments or {})))
                 place.bind()
             self._launch(self.actors, start_seconds)
         except BaseException:
@@ -104,27 +100,35 @@ class Cluster:
         places: Mapping[str, Placement | None],
         environment: Mapping[str, str] | None = None,
         name: str = "",
+        heard: Callable[[str, str, Sequence[str]], None] | None = None,
     ) -> Self:
         """A cluster of these workers, by rank: id -> place. Nothing is started: that is done actor by actor
-        (:attr:`actors`), and the places stay those of whoever made them."""
+        (:attr:`actors`), and the places stay those of whoever made them. ``heard(id, node, devices)`` is told of the devices
+        that a process sees (:meth:`report_devices`)."""
         cluster = cls.__new__(cls)
         cluster._declare(worker_cls, name, None)
+        cluster._heard = heard
         cluster.actors = [
             Actor(worker_cls, Identity(worker, rank, len(places), "", ()), place, dict(environment or {}))
             for rank, (worker, place) in enumerate(places.items())
         ]
         return cluster
 
+    async def report_devices(self, actor: Actor) -> None:
+        """Which devices a started process sees, where Ray counts them. Raises ConfigError when they are not its own."""
+        if actor.gpus:
+            node, devices = await Call(
+                [(actor, actor.ask("seen"))], lambda values: values[0], partial(self._fail, "seen")
+            )
+            if self._heard is not None:
+                self._heard(actor.name, node, devices)
+
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _declare(self, worker_cls: type[Worker], name: str, manager: ResourceManager | None) -> None:
         """Bind the methods of the class, as they were declared."""
         if not (isinstance(worker_cls, type) and issubclass(worker_cls, self.base) and worker_cls.role):
-            wanted = (
-                self.base.__name__
-                if self.base is not Worker
-                else "ActorTrainCls, ActorGenCls, RewardCls, EnvironmentCls"
-            )
+            wanted = self.base.__name__ if self.base is not Worker else "ActorTrainCls or ActorGenCls"
             raise ConfigError("worker_cls", worker_cls, f"derive it from {wanted}")
         self.role = worker_cls.role
         self.name = name or self.role.lower()
@@ -133,15 +137,11 @@ class Cluster:
         self._class = worker_cls
         self._lock = threading.Lock()
         self._methods = {key: declaration(method) for key, method in _public(worker_cls)}
-        for key, said in self._methods.items():
+        for key in self._methods:
             if hasattr(self, key):
                 raise ConfigError(
                     f"{worker_cls.__name__}.{key}", key, "clusters have a member of this name: choose another"
                 )
-            signature = inspect.signature(getattr(worker_cls, key))
-            if said.affinity and _TAG not in signature.parameters:
-                fix = f'hw_mapping routes by the argument {_TAG}: add {_TAG}: str = "{DEFAULT_TAG}"'
-                raise ConfigError(f"{worker_cls.__name__}.{key}", str(signature), fix)
             setattr(self, key, Bound(self, key))
 
     def _plan(
@@ -150,17 +150,15 @@ class Cluster:
         """The class of each worker, by rank."""
         if isinstance(workers, Mapping):
             return [name for name, count in workers.items() for _ in range(count)]
-        declared = [name for said in self._methods.values() for name in (said.affinity or {}).values()]
-        classes = list(dict.fromkeys([hardware] if hardware else declared or [ROLE_CLASSES[self.role]]))
-        for name in classes:
-            if not view.candidates(name):
-                have = ", ".join(pool.hardware for pool in view.pools)
-                raise ConfigError("resources.pools", name, f"no pool serves this class (there are: {have})")
+        wanted = hardware or ROLE_CLASSES[self.role]
+        classes = view.candidates(wanted)
+        if not classes:
+            have = ", ".join(pool.hardware for pool in view.pools)
+            raise ConfigError("resources.pools", wanted, f"no pool serves this class (there are: {have})")
         if workers is None:
-            present = list(dict.fromkeys(view.candidates(name)[0] for name in classes))
-            planned = [name for name in present for _ in range(len(view.free(name)) // per_worker)]
+            planned = [classes[0]] * (len(view.free(classes[0])) // per_worker)
         else:
-            planned = sorted((classes[index % len(classes)] for index in range(workers)), key=classes.index)
+            planned = [wanted] * workers
         if not planned:
             raise ConfigError("workers", workers, "a cluster needs at least one worker, and devices for it")
         return planned
@@ -182,10 +180,8 @@ class Cluster:
 
     def start(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Call:
         """A call of a method, as it was declared."""
-        said, given = self._said(method), dict(kwargs or {})
-        among = self.eligible(said.affinity, self._tag(method, args, given)) if said.affinity else None
-        mode = said.mode or (EXECUTE_ONE if said.affinity else EXECUTE_ALL)
-        return self._call(mode, method, args, given, how=said.aggregate or "list", among=among)
+        said = self._said(method)
+        return self._call(said.mode, method, args, dict(kwargs or {}), how=said.aggregate)
 
     def start_on(self, actor: Actor, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """A call of a method of this worker only: its result."""
@@ -222,17 +218,15 @@ class Cluster:
         if mode == EXECUTE_RANK_ZERO:
             return Call([(actors[0], actors[0].ask("call", method, args, kwargs))], lambda values: values[0], fail)
         if mode == EXECUTE_ONE:
-            return self._call_one(method, args, kwargs, actors, anew=among is not None)
+            return self._call_one(method, args, kwargs, actors)
         parts = [args] * len(actors)
         if mode == SCATTER:
             parts = [(part, *args[1:]) for part in scatter(method, args[0] if args else None, len(actors))]
         asked = [(actor, actor.ask("call", method, part, kwargs)) for actor, part in zip(actors, parts, strict=False)]
         return Call(asked, partial(aggregate, method, how), fail, self._patience)
 
-    def _call_one(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], actors: Sequence[Actor], *, anew: bool
-    ) -> Call:
-        """On the least busy one; ``anew``: on another one, if that dies."""
+    def _call_one(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], actors: Sequence[Actor]) -> Call:
+        """On the least busy one."""
         chosen = self._least_busy(method, actors)
         reference = chosen.ask("call", method, args, kwargs)
 
@@ -244,35 +238,10 @@ class Cluster:
             answered(None)  # who has the result must not find the worker busy with it
             return values[0]
 
-        def again() -> Call:
-            others = [actor for actor in actors if actor is not chosen]
-            return self._call(EXECUTE_ONE, method, args, kwargs, among=others)
-
         with self._lock:
             chosen.busy.add(reference)
         reference.future().add_done_callback(answered)
-        return Call([(chosen, reference)], first, partial(self._fail, method), None, again if anew else None)
-
-    def eligible(self, affinity: Mapping[str, str], tag: str) -> list[Actor]:
-        """The living workers of the class that a tag maps to; else of the first compatible class that has some."""
-        wanted = affinity.get(tag, affinity.get(DEFAULT_TAG, ""))
-        alive = [actor for actor in self.actors if actor.alive]
-        if not wanted:
-            return alive
-        for hardware in self._manager.view().candidates(wanted) if self._manager is not None else (wanted,):
-            if found := [actor for actor in alive if actor.identity.hardware == hardware]:
-                return found
-        raise RetryableError(f"{self.name}: no worker is there for tag {tag!r}, which runs on class {wanted}")
-
-    def _tag(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        signature = inspect.signature(getattr(self._class, method))
-        try:
-            given = signature.bind(None, *args, **kwargs).arguments.get(_TAG)
-        except TypeError as error:
-            raise ConfigError(f"{method}: arguments", args, str(error)) from error
-        if given is None:
-            given = signature.parameters[_TAG].default
-        return given if isinstance(given, str) else DEFAULT_TAG
+        return Call([(chosen, reference)], first, partial(self._fail, method))
 
     def _least_busy(self, method: str, actors: Sequence[Actor]) -> Actor:
         with self._lock:
@@ -358,18 +327,6 @@ class ActorGen(Cluster):
     """Generation workers."""
 
     base = ActorGenCls
-
-
-class Reward(Cluster):
-    """Reward workers."""
-
-    base = RewardCls
-
-
-class Environment(Cluster):
-    """Environment workers."""
-
-    base = EnvironmentCls
 
 
 def _raised(error: BaseException) -> Raised | None:

@@ -1,8 +1,7 @@
 """Calls of a cluster's methods: started on some workers, waited for by blocking or by ``await``.
 
-Guarantees: a call ends in one result or one error, which the cluster makes of its workers' errors. A call that may run
-anywhere (``hw_mapping``) whose worker died is made again on another one. Where workers wait for each other
-(``patience``), nobody is waited for for ever once one has failed.
+Guarantees: a call ends in one result or one error, which the cluster makes of its workers' errors. Where
+workers wait for each other (``patience``), nobody is waited for for ever once one has failed.
 """
 
 from __future__ import annotations
@@ -39,15 +38,13 @@ class Call:
     """One call, in progress: workers and Ray's references. ``result()`` blocks; ``await call`` waits in an event loop.
 
     ``fail`` raises what tells most of the errors by worker, given the workers that were still waited for. ``patience``:
-    seconds that the others have, in an event loop, after one has failed (None: as long as they take). ``again`` makes the
-    call anew after its worker died (None: that is an error).
+    seconds that the others have, in an event loop, after one has failed (None: as long as they take).
     """
 
     _asked: Sequence[tuple[Actor, Any]]
     _join: Callable[[list[Any]], Any]
     _fail: Callable[[Mapping[Actor, BaseException], Sequence[Actor]], NoReturn]
     _patience: float | None = None
-    _again: Callable[[], Call] | None = None
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait at most ``timeout`` seconds for each worker."""
@@ -63,8 +60,7 @@ class Call:
                 failed[actor] = TimeoutError(f"no answer within {timeout:g} s")
             except CoserveError as error:
                 failed[actor] = error
-        again = self._anew(failed)
-        return self._joined(done, failed) if again is None else again.result(timeout)
+        return self._joined(done, failed)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._wait().__await__()
@@ -79,9 +75,6 @@ class Call:
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         failed = {actor: error for actor, error in errors.items() if error is not None}
-        again = self._anew(failed)
-        if again is not None:
-            return await again
         return self._joined({actor: tasks[actor].result() for actor in errors if actor not in failed}, failed)
 
     async def _settled(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -96,11 +89,6 @@ class Call:
             if (left := deadline - now()) <= 0:
                 return
             await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-
-    def _anew(self, failed: Mapping[Actor, BaseException]) -> Call | None:
-        if self._again is not None and any(isinstance(error, ProcessDied) for error in failed.values()):
-            return self._again()
-        return None
 
     def _joined(self, done: Mapping[Actor, Any], failed: Mapping[Actor, BaseException]) -> Any:
         if failed:

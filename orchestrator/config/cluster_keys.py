@@ -47,9 +47,13 @@ class RelaySection(Section):
 
 
 class ResourcesSection(Section):
-    """Pools of hardware by class (RollArt 5.2). Without pools nothing is bound, and Ray places processes by CPUs."""
+    """Pools of hardware by class (RollArt 5.2). Where Ray has GPUs every process reserves its own, with or without pools: an
+    engine as many as its parallel sizes need, in one node; engines are spread over nodes, trainer ranks beside each other.
+    Without pools and GPUs nothing is bound, and Ray places processes by CPUs."""
 
-    pools: dict[str, Positive] = {}  # class -> devices; in a Ray cluster, custom resources of these names
+    pools: dict[
+        str, Positive
+    ] = {}  # class -> devices; in a Ray cluster, custom resources of its nodes, beside its GPUs
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = (
         "default"  # of the pools, where jobs share a metadata store
     )
@@ -58,7 +62,7 @@ class ResourcesSection(Section):
     rollout: dict[
         str, Positive
     ] = {}  # class -> rollout workers that ask for it, rollout.workers in all; empty: all H20
-    devices_per_worker: Positive = 1
+    devices_per_worker: Positive = 1  # at least: of a rollout worker, where its parallel sizes need fewer
     devices_per_server: Positive = 8
     compatible: dict[str, tuple[str, ...]] = {}  # class -> stand-ins while it has none free; not in it: all of its kind
 

@@ -9,17 +9,8 @@ from pydantic import Field, ValidationError, model_validator
 from orchestrator.api import urls
 from orchestrator.config.prediction_keys import PlacementSection, PredictionSection
 from orchestrator.policies.batching.round_planner import speculated
+from orchestrator.settings.engine_settings import EngineSettings
 from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section, violation
-
-
-class EngineSection(Section):
-    """The vLLM engine of a rollout worker."""
-
-    max_num_seqs: Positive = 64
-    max_model_len: Positive = 256
-    block_size: Annotated[int, Field(gt=0, multiple_of=32)] = 32
-    kv_cache_mb: Positive = 64
-    threads: Positive = 1
 
 
 class RoutingSection(Section):
@@ -226,7 +217,7 @@ class RolloutSection(Section):
     heartbeat_misses: Positive = 4  # so many times without an answer in that time, then it is restarted
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
-    engine: EngineSection = EngineSection()
+    engine: EngineSettings = EngineSettings()
     routing: RoutingSection = RoutingSection()
     borrowed: BorrowedSection = BorrowedSection()
     kv_transfer: KvTransferSection = KvTransferSection()
@@ -272,6 +263,15 @@ class RolloutSection(Section):
         if self.planner.experts and not self.planner.enabled:
             fix = "says what the planner may choose, which is off: set rollout.planner.enabled to true too, or this to false"
             found.append(("planner.experts", True, fix))
+        if self.engine.ranks > 1:
+            cuts = [name for name in ("planner", "colocation") if getattr(self, name).enabled]
+            cuts += ["placement.degrees"] * self.placement.degrees.enabled
+            cuts += ["disaggregation.degrees"] * bool(self.disaggregation.degrees)
+            fix = "says how many devices each engine has, and so does rollout.{}: leave one of the two out"
+            found += [("engine.tensor_parallel_size", self.engine.ranks, fix.format(name)) for name in cuts]
+        if self.colocation.enabled and not self.engine.kv_cache_mb:
+            fix = "rollout.colocation plans with the size of the KV cache: give it in MiB"
+            found.append(("engine.kv_cache_mb", 0, fix))
         if self.rounds.enabled:
             found += self._with_rounds()
         if self.placement.enabled and not self.prediction.enabled:

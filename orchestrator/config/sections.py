@@ -15,7 +15,6 @@ from orchestrator.config.rollout_keys import (
     ColocationSection,
     ContextSection,
     DisaggregationSection,
-    EngineSection,
     FiltersSection,
     KvTransferSection,
     PlannerSection,
@@ -36,6 +35,7 @@ from orchestrator.config.run_keys import (
 from orchestrator.config.sim_keys import SimSection
 from orchestrator.config.tls_keys import TlsSection
 from orchestrator.config.view_keys import LoggingSection, OtlpSection, ViewSection, WandbSection
+from orchestrator.settings.engine_settings import EngineSettings
 from orchestrator.settings.section import Section
 from orchestrator.settings.trainer_settings import TrainerSection
 
@@ -47,7 +47,7 @@ __all__ = [
     "ColocationSection",
     "ContextSection",
     "DisaggregationSection",
-    "EngineSection",
+    "EngineSettings",
     "EnvironmentSection",
     "EvaluationSection",
     "FiltersSection",

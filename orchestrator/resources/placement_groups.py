@@ -1,19 +1,22 @@
-"""Bindings made real in Ray: a placement group a worker, of the custom resource that its class is there.
+"""Bindings made real in Ray: a bundle of a placement group per worker, of the GPUs and of the resource of its class.
 
-A class is a custom resource of that name, one unit a device (class CPU is Ray's own CPU, class GPU its GPU). Guarantees: a
-worker's group is reserved whole, in one node, before its process starts, and is given back with it; a class that the Ray
-cluster does not have enough of is a RetryableError that says what is missing; a worker whose place does not come, or failed,
-goes to another pool by the manager's rules, and its devices are marked.
+A class is a custom resource of that name, one unit a device (class CPU is Ray's own CPU, class GPU its GPU; class "" is any
+device); where its nodes have GPUs, a device is one of Ray's GPUs too, so that Ray says which one it is (CUDA_VISIBLE_DEVICES)
+and gives it to nobody else. Guarantees: a worker's devices are reserved whole, in one node, before its process starts, and are
+given back with it; what the Ray cluster has not enough of is an error that says what is missing, a ConfigError where it never
+can have it; a worker whose place does not come, or failed, goes to another pool by the manager's rules, and its devices are
+marked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from orchestrator.api import RetryableError
-from orchestrator.policies.placement.device_allocation import DeviceBinding
+from orchestrator.api import ConfigError, RetryableError
+from orchestrator.policies.placement.device_allocation import ACCELERATOR, DeviceBinding, DeviceWish, kind_of
 from orchestrator.resources.resource_manager import ResourceManager
 
 RESERVE_SECONDS = 60.0  # for Ray to reserve a place; a free one takes milliseconds. Ray counts whole seconds
@@ -24,19 +27,22 @@ def cluster_resources(pools: Mapping[str, int]) -> dict[str, float]:
     return {hardware: float(count) for hardware, count in pools.items() if hardware not in ("CPU", "GPU")}
 
 
-def bundle(hardware: str, devices: int, cpus: float) -> dict[str, float]:
-    """What a worker takes of a node."""
-    if hardware == "CPU":
-        return {"CPU": max(float(devices), cpus)}
-    return {hardware: float(devices), **({"CPU": cpus} if cpus else {})}
+@dataclass(slots=True)
+class _Reserved:
+    """A placement group: its bundles, and how many workers still have theirs."""
+
+    group: Any
+    bundles: Sequence[Mapping[str, float]]
+    holders: int
 
 
 class Placement:
-    """One worker's place: bound on first use, bound anew when it did not work. ``note``: hears of every binding."""
+    """One worker's place: bound on first use, bound anew when it did not work. ``manager`` None: no pools, any device of the
+    cluster. ``note``: hears of every binding."""
 
     def __init__(
         self,
-        manager: ResourceManager,
+        manager: ResourceManager | None,
         worker: str,
         hardware: str,
         devices: int = 1,
@@ -45,37 +51,51 @@ class Placement:
         reserve_seconds: float = RESERVE_SECONDS,
         note: Callable[[DeviceBinding], None] | None = None,
     ) -> None:
+        self.worker = worker
         self._manager = manager
-        self._worker = worker
-        self._hardware = hardware
-        self._devices = devices
+        self._wish = DeviceWish(worker, hardware, devices)
         self._cpus = cpus
         self._limit = reserve_seconds
         self._note = note
-        self._group: Any = None
+        self._reserved: tuple[_Reserved, int] | None = None
         self.binding: DeviceBinding | None = None
 
     def bind(self) -> DeviceBinding:
         """Devices, without a place in Ray yet. Idempotent."""
         if self.binding is None:
-            self._keep(self._manager.bind(self._worker, self._hardware, self._devices))
+            wish = self._wish
+            if self._manager is None:
+                self.binding = DeviceBinding(wish, wish.hardware, ())
+            else:
+                self._keep(self._manager.bind(wish.worker, wish.hardware, wish.devices))
         assert self.binding is not None
         return self.binding
 
+    def bundle(self) -> dict[str, float]:
+        """What this worker takes of a node."""
+        hardware, count = self.bind().hardware, float(self._wish.devices)
+        if hardware == "CPU":
+            return {"CPU": max(count, self._cpus)}
+        of_class = {hardware: count} if hardware else {}
+        gpus = {"GPU": count} if kind_of(hardware) == ACCELERATOR and _has_gpus(hardware) else {}
+        return of_class | gpus | ({"CPU": self._cpus} if self._cpus else {})
+
     def place(self) -> dict[str, Any]:
-        """Ray's options for the process of this worker; reserves the place. Raises RetryableError, and what binding does.
-        Blocks."""
+        """Ray's options for the process of this worker; reserves the place, unless it is already. Raises RetryableError, and
+        what binding does. Blocks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if self._group is None:
-            self._reserve(self.bind())
-        wanted = bundle(self.bind().hardware, self._devices, self._cpus)
-        custom = {name: count for name, count in wanted.items() if name not in ("CPU", "GPU")}
+        if self._reserved is None and not _reserve([self], "PACK", self._limit):
+            why = f"Ray gives it no place within {self._limit:g} s ({_shortage([self.bundle()])})"
+            raise RetryableError(f"{self.worker}: {why}")
+        assert self._reserved is not None
+        reserved, index = self._reserved
+        wanted = reserved.bundles[index]
         return {
             "num_cpus": wanted.get("CPU", 0),
             "num_gpus": wanted.get("GPU", 0),
-            "resources": custom,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, 0),
+            "resources": {name: count for name, count in wanted.items() if name not in ("CPU", "GPU")},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved.group, index),
         }
 
     def move(self) -> DeviceBinding:
@@ -84,35 +104,32 @@ class Placement:
         import ray
 
         self.drop()
-        old = self.bind().hardware
-        gone = ray.cluster_resources().get(old, 0) < self._devices
-        self._keep(self._manager.rebind(self._worker, failed=True, gone=gone))
+        if self._manager is not None:
+            old = self.bind().hardware
+            gone = ray.cluster_resources().get(old, 0) < self._wish.devices
+            self._keep(self._manager.rebind(self.worker, failed=True, gone=gone))
         return self.bind()
 
     def drop(self) -> None:
-        """Give the place in Ray back; the binding stays. Idempotent."""
+        """Give the place in Ray back, with the last worker of its group; the binding stays. Idempotent."""
         from ray.util import remove_placement_group
 
-        group, self._group = self._group, None
-        if group is not None:
-            remove_placement_group(group)
+        had, self._reserved = self._reserved, None
+        if had is not None:
+            had[0].holders -= 1
+            if not had[0].holders:
+                remove_placement_group(had[0].group)
 
     def release(self) -> None:
         """Give everything back. Idempotent."""
         self.drop()
-        if self.binding is not None:
-            self._manager.release(self._worker)
-            self.binding = None
+        if self.binding is not None and self._manager is not None:
+            self._manager.release(self.worker)
+        self.binding = None
 
-    def _reserve(self, binding: DeviceBinding) -> None:
-        from ray.util import placement_group
-
-        wanted = bundle(binding.hardware, self._devices, self._cpus)
-        self._group = placement_group([wanted], strategy="STRICT_PACK")
-        if not self._group.wait(math.ceil(self._limit)):
-            self.drop()
-            why = f"Ray gives it no place within {self._limit:g} s ({_shortage(wanted)})"
-            raise RetryableError(f"{self._worker}: {why}")
+    def hold(self, reserved: _Reserved, index: int) -> None:
+        """Its place is this bundle of a group."""
+        self._reserved = reserved, index
 
     def _keep(self, binding: DeviceBinding) -> None:
         self.binding = binding
@@ -120,12 +137,65 @@ class Placement:
             self._note(binding)
 
 
-def _shortage(wanted: Mapping[str, float]) -> str:
+def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], seconds: float = RESERVE_SECONDS) -> None:
+    """The places of several workers, all or none: beside each other, or over as many nodes as there are; the devices of one
+    worker are in one node either way. Raises ConfigError for what the nodes that are there could never hold, and
+    RetryableError for what others have now. Blocks."""
+    import ray
+
+    if not places or _reserve(places, strategy, seconds):
+        return
+    bundles = [place.bundle() for place in places]
+    short = f"Ray has no place for {', '.join(place.worker for place in places)} ({_shortage(bundles)})"
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for place, wanted in zip(places, bundles, strict=True):
+        if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
+            most = max((node.get("GPU", 0) for node in nodes), default=0)
+            short += f"; no node alone has the {_words(wanted)} of {place.worker} (most GPUs of a node: {most:g})"
+            raise ConfigError("resources.pools", place.worker, f"{short}: an engine or rank lies within one node")
+    whole = ray.cluster_resources()
+    if any(count > whole.get(name, 0) for name, count in _sum(bundles).items()):
+        raise ConfigError("resources.pools", len(places), f"{short}: start fewer or smaller ones, or add nodes")
+    raise RetryableError(short)
+
+
+def _reserve(places: Sequence[Placement], strategy: str, seconds: float) -> bool:
+    """Whether Ray could."""
+    from ray.util import placement_group, remove_placement_group
+
+    bundles = [place.bundle() for place in places]
+    group = placement_group(bundles, strategy=strategy)
+    if not group.wait(math.ceil(seconds)):
+        remove_placement_group(group)
+        return False
+    reserved = _Reserved(group, bundles, len(places))
+    for index, place in enumerate(places):
+        place.hold(reserved, index)
+    return True
+
+
+def _has_gpus(hardware: str) -> bool:
+    """Whether the nodes of this class have devices that Ray counts; "": any node."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return any(node.get("GPU") and (not hardware or node.get(hardware)) for node in nodes)
+
+
+def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(wanted.get(name, 0) for wanted in bundles) for name in {n: 0 for w in bundles for n in w}}
+
+
+def _words(wanted: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in wanted.items())
+
+
+def _shortage(bundles: Sequence[Mapping[str, float]]) -> str:
     import ray
 
     free, whole = ray.available_resources(), ray.cluster_resources()
     rows = [
         f"{name}: {count:g} wanted, {free.get(name, 0):g} of {whole.get(name, 0):g} free"
-        for name, count in wanted.items()
+        for name, count in _sum(bundles).items()
     ]
     return "; ".join(rows)

@@ -30,8 +30,8 @@ from orchestrator.transfer import MemoryMetadata
 FORMAT = 1
 CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded
 # What a role runs on where nothing is said (RollArt 5.2): training on compute-optimised GPUs, generation on
-# bandwidth-optimised ones, environments on CPU servers, rewards on GPUs.
-ROLE_CLASSES: Mapping[str, str] = {"ActorTrain": "H800", "ActorGen": "H20", "Environment": "CPU", "Reward": "H20"}
+# bandwidth-optimised ones.
+ROLE_CLASSES: Mapping[str, str] = {"ActorTrain": "H800", "ActorGen": "H20"}
 
 Made = TypeVar("Made")
 

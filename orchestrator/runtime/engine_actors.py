@@ -216,15 +216,15 @@ class RayWorker(EnginePort):
         first_device: int = -1,
         ranks: int | None = None,
     ) -> None:
-        """``target``: the plugin's class. ``first_device``: where the devices begin that it may have, of this machine's; -1:
-        nobody says. ``ranks``: how many it begins with, 0 for none (None: what ``kwargs`` say)."""
+        """``target``: the plugin's class. ``first_device``: where the devices begin that it may have, of this machine's, where
+        it has no place in Ray; -1: nobody says. ``ranks``: how many it begins with, 0 for none (None: what ``kwargs`` say)."""
         self.name = actor.name
         self._engines = engines
         self._actor = actor
         self._target = target
         self._kwargs = {**kwargs, "name": self.name}
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
-        self._first_device = first_device
+        self._first_device = first_device if actor.placement is None else -1
         if ranks is not None:
             self._resize(ranks)
         self._failed_here = False  # the last restart in this place
@@ -243,6 +243,7 @@ class RayWorker(EnginePort):
             return
         await asyncio.to_thread(self._actor.place)
         self._actor.start()
+        await self._engines.report_devices(self._actor)
         self.process = await self._call("create", self._target, self._kwargs)
 
     async def restart(self) -> None:
@@ -288,13 +289,15 @@ class RayTrainer(TrainerPort):
         placements: Sequence[Placement] = (),
         *,
         spread: bool = False,
+        heard: Callable[[str, str, Sequence[str]], None] | None = None,
     ) -> None:
-        """``target``: the plugin's class. ``spread``: workers may run on other machines than the trainer."""
+        """``target``: the plugin's class. ``spread``: workers may run on other machines than the trainer. ``heard``: see
+        :meth:`orchestrator.cluster.Cluster.over`."""
         self._target = target
         self._spread = spread
         places: Sequence[Placement | None] = placements or [None] * ranks
         named = dict(zip(trainer_names(ranks), places, strict=True))
-        self.ranks = TrainerRanks.over(MegatronRank, named, environment, "trainer")
+        self.ranks = TrainerRanks.over(MegatronRank, named, environment, "trainer", heard)
 
     async def place(self) -> None:
         """Reserve the places of its ranks, where they have some in a pool. Before :meth:`start`."""
@@ -311,6 +314,7 @@ class RayTrainer(TrainerPort):
 
     async def create(self, kwargs: Mapping[str, Any]) -> None:
         """Build model and optimizer. Several ranks meet at a free port of the first one's node."""
+        await asyncio.gather(*map(self.ranks.report_devices, self.ranks.actors))
         meeting = await self.function(_MEETING_POINT, {}) if len(self.ranks.actors) > 1 else ""
         await self._call("join", self._target, kwargs, meeting)
 

@@ -31,8 +31,8 @@ IDENTITY = "vllm_rlplugin.engine_profiler:identity"
 
 @dataclass(frozen=True, slots=True)
 class EngineCuts:
-    """``ranks``: devices of each worker at its start; empty: one each, and nobody cuts them. ``devices``: where they begin, -1:
-    its pool says that; empty: each at its own number."""
+    """``ranks``: devices of each worker at its start; empty: what its settings say, and nobody cuts them. ``devices``: where they
+    begin on this machine, unless Ray says which they are; empty: each at its own number."""
 
     planner: ParallelismPlanner | None = None
     reallocation: DegreeReallocator | None = None
@@ -84,7 +84,7 @@ def _fixed(config: Config, heads: int) -> EngineCuts:
             raise ConfigError(field, dict(given), fix)
     ranks = [given.get(f"vllm-{index}", 1) for index in range(config.rollout.workers)]
     begins = [sum(ranks[:index]) for index in range(len(ranks))]
-    return EngineCuts(ranks=tuple(ranks), devices=tuple(-1 if config.resources.pools else begin for begin in begins))
+    return EngineCuts(ranks=tuple(ranks), devices=tuple(begins))
 
 
 def check(config: Config) -> None:

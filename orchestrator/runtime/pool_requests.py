@@ -1,4 +1,4 @@
-"""The processes of a run in the pools of ``[resources]``: what each asks for, and whether that can be.
+"""The devices of a run's processes: what each asks for of the pools of ``[resources]``, whether that can be, its place in Ray.
 
 Guarantees: a config whose processes do not fit into its pools, or whose routing names a class that no worker is in, is one
 ConfigError before anything starts. Worker ids carry the job's name, so that jobs which share pools do not meet.
@@ -6,14 +6,15 @@ ConfigError before anything starts. Worker ids carry the job's name, so that job
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
 from orchestrator.config import Config
 from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.proxy import router_setup
-from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager
+from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager, reserve
+from orchestrator.resources.placement_groups import RESERVE_SECONDS
 from orchestrator.runtime.engine_actors import trainer_names
 
 
@@ -31,7 +32,7 @@ def wishes(config: Config) -> list[tuple[str, str, int]]:
     classes = [hardware for hardware, count in wanted.items() for _ in range(count)]
     degrees = config.rollout.disaggregation.degrees
     workers = [
-        (name, hardware, max(settings.devices_per_worker, degrees.get(name, 1)))
+        (name, hardware, max(settings.devices_per_worker, config.rollout.engine.ranks, degrees.get(name, 1)))
         for name, hardware in ((f"vllm-{index}", hardware) for index, hardware in enumerate(classes))
     ]
     return ranks + workers
@@ -55,6 +56,28 @@ def place(
         places[name] = Placement(manager, f"{job}/{name}" if job else name, hardware, devices, note=note)
         places[name].bind()
     return manager, places
+
+
+def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Placement]:
+    """Devices of its own for every process of a run that names no pools, where Ray has GPUs for all. None where there are too
+    few, which is said, or where the run shares or cuts the devices of this machine itself."""
+    import ray
+
+    wanted = [(name, devices) for name, _, devices in wishes(config)]
+    there, needed = ray.cluster_resources().get("GPU", 0), sum(devices for _, devices in wanted)
+    if config.rollout.colocation.enabled or config.rollout.reshapes or not there:
+        return {}
+    if needed > there:
+        say(f"the run wants {needed} GPUs and Ray has {there:g}: its processes share the devices that they see")
+        return {}
+    return {name: Placement(None, name, "", devices) for name, devices in wanted}
+
+
+def reserve_all(config: Config, places: Mapping[str, Placement]) -> None:
+    """Trainer ranks beside each other, engines over the nodes. Raises ConfigError and RetryableError; blocks."""
+    ranks, seconds = trainer_ranks(config), RESERVE_SECONDS if config.ray.address else 1.0  # nodes may be on their way
+    reserve(list(places.values())[:ranks], "PACK", seconds)
+    reserve(list(places.values())[ranks:], "SPREAD", seconds)
 
 
 def check(config: Config) -> None:

@@ -44,8 +44,8 @@ def make_task(config: Config) -> Task:
     return MemoryTask(task, **memory.model_dump()) if memory.turns else task
 
 
-def check(config: Config, task: Task) -> None:
-    """Run all checks. Nothing is started or written."""
+def check(config: Config, task: Task) -> list[str]:
+    """Run all checks; returns what could not be checked here, in words. Nothing is started or written."""
     for component in requirements.required_components(config):
         tested_versions.check_version(component)
     requirements.require_packages(config)
@@ -67,6 +67,9 @@ def check(config: Config, task: Task) -> None:
     pool_requests.check(config)
     run_view.check_view(config)
     discovery.check(config, task)
+    names = ", ".join(config.rollout.engine.unchecked)
+    why = "vLLM is not installed here; each engine checks them when it starts"
+    return [f"rollout.engine: {names} could not be checked: {why}"] if names else []
 
 
 def _heldout(config: Config) -> None:

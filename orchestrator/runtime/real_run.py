@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -255,9 +256,9 @@ class _Assembly:
         ranks = pool_requests.trainer_ranks(config)
         places = await asyncio.to_thread(self._places, endpoint)
         shared = config.rollout.colocation.enabled
-        trainer = RayTrainer(
-            COLOCATED_CLASS if shared else TRAINER_CLASS, variables, ranks, list(places.values())[:ranks], spread=spread
-        )
+        kind = COLOCATED_CLASS if shared else TRAINER_CLASS
+        placed = list(places.values())[:ranks]
+        trainer = RayTrainer(kind, variables, ranks, placed, spread=spread, heard=self._note_devices)
         self.stack.push_async_callback(trainer.close)
         await trainer.place()
         trainer.start()
@@ -267,7 +268,8 @@ class _Assembly:
         kv = kv_arguments(config)
         names = [f"vllm-{index}" for index in range(config.rollout.workers)]
         environment = {**engine_environment(config), **rewards.beside}
-        engines = RolloutEngines.over(VllmEngine, {name: places.get(name) for name in names}, environment)
+        homes = {name: places.get(name) for name in names}
+        engines = RolloutEngines.over(VllmEngine, homes, environment, heard=self._note_devices)
         workers = [
             RayWorker(
                 engines,
@@ -364,9 +366,9 @@ class _Assembly:
         )
 
     def _places(self, endpoint: RelayEndpoint) -> dict[str, Placement]:
-        """By worker; empty without pools."""
+        """By worker, reserved in Ray; empty where nothing has devices of its own."""
         if not self.config.resources.pools:
-            return {}
+            return self._places_without_pools()
         metadata = open_metadata(endpoint)
         self.stack.callback(metadata.close)
         manager, places = pool_requests.place(self.config, metadata, endpoint.job, self._note_binding)
@@ -380,6 +382,14 @@ class _Assembly:
                 self.display.message(f"what this run had of the pools stays bound until it is started again: {error}")
 
         self.stack.callback(give_back)
+        pool_requests.reserve_all(self.config, places)
+        return places
+
+    def _places_without_pools(self) -> dict[str, Placement]:
+        places = pool_requests.without_pools(self.config, self.display.message)
+        for placement in places.values():
+            self.stack.callback(placement.release)
+        pool_requests.reserve_all(self.config, places)
         return places
 
     def _note_binding(self, binding: DeviceBinding) -> None:
@@ -387,6 +397,9 @@ class _Assembly:
         self.events.emit(
             "bound", worker=wish.worker, hardware=binding.hardware, devices=devices, instead=binding.fallback
         )
+
+    def _note_devices(self, worker: str, node: str, devices: Sequence[str]) -> None:
+        self.events.emit("devices", worker=worker, node=node, devices=list(devices))
 
     async def _model(self, trainer: RayTrainer) -> str:
         """The model's folder; a tiny one is made in the trainer's process."""
@@ -422,15 +435,10 @@ def _shape(model: str) -> dict[str, Any]:
 
 
 def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
-    engine = config.rollout.engine
     return {
+        **config.rollout.engine.model_dump(),
         "model": model,
         "dtype": config.model.dtype,
-        "max_num_seqs": engine.max_num_seqs,
-        "max_model_len": engine.max_model_len,
-        "block_size": engine.block_size,
-        "kv_cache_mb": engine.kv_cache_mb,
-        "threads": engine.threads,
         "seed": config.run.seed + index,
         "relay": endpoint.to_dict(),
         "sleep_mode": config.rollout.colocation.enabled,

@@ -72,7 +72,7 @@ class Handle:
 def actor() -> tuple[RayWorker, Hosted]:
     """A worker whose engine is the double; the host, the handle, the declarations and the cluster are real."""
     worker, hosted = rollout_worker("w"), Hosted()
-    host = ActorHost(VllmEngine, worker._actor.identity, {}, {})
+    host = ActorHost(VllmEngine, worker._actor.identity, {})
     host._worker.engine = hosted  # type: ignore[attr-defined]
     worker._actor._handle = Handle(host)
     return worker, hosted
@@ -180,7 +180,7 @@ def trainer(*fates: BaseException | str) -> tuple[RayTrainer, list[Engine]]:
     found = RayTrainer("tests.cluster.test_engine_actors:engine", {}, len(fates))
     ENGINES[:] = [Engine() for _ in fates]
     for actor, made in zip(found.ranks.actors, ENGINES, strict=True):
-        host = ActorHost(MegatronRank, actor.identity, {}, {})
+        host = ActorHost(MegatronRank, actor.identity, {})
         actor._handle = type("Handle", (), {"call": Mortal(host, made)})
     asyncio.run(found.create({"model": "m"}))
     for made, fate in zip(ENGINES, fates, strict=True):

@@ -41,7 +41,6 @@ PUBLIC = [
     "orchestrator.cluster.ActorGenCls",
     "orchestrator.cluster.ActorTrainCls",
     "orchestrator.cluster.Cluster",
-    "orchestrator.cluster.RewardCls",
     "orchestrator.config.Config",
     "orchestrator.resources.ResourceManager",
     "orchestrator.resources.cluster_resources",

@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin")
 
 TWO_SIDES = {
-    "Environment": "a task's environment instance, and RollArt's name for the cluster of workers that hold them",
     "Market": "the port through which servers are exchanged, and what implements it over HTTP",
 }
 STILL_TWICE = {"EngineWorker"}  # this may only become shorter

@@ -55,6 +55,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             max_num_seqs=SEQUENCES,
             max_model_len=MODEL_LENGTH,
             kv_cache_mb=1,
+            max_logprobs=7,  # vLLM's own
             relay=endpoint.to_dict(),
         )
         yield Setup(runner, worker, publisher, model, weights)
@@ -86,6 +87,10 @@ def check_shape(completion: Completion) -> None:
     assert completion.timing.running >= 0.0
 
 
+def test_an_option_of_vllm_reaches_the_engine(setup: Setup) -> None:
+    assert setup.worker._engine._llm.vllm_config.model_config.max_logprobs == 7
+
+
 def test_the_worker_fulfils_the_port(setup: Setup) -> None:
     assert isinstance(setup.worker, RolloutWorker)
 
@@ -108,12 +113,12 @@ def test_suspend_keeps_tokens_and_stops_the_engine(setup: Setup) -> None:
         await turns(20)
         await worker.suspend()
         await worker.suspend()  # idempotent
-        before = worker._engine.counts()
+        before, computed = worker._engine.counts(), worker._engine.computed
         assert before.running == 1
         await worker.add([greedy("late", prompt(8), 2)])  # accepted, not started
         await turns(30)
         after = worker._engine.counts()
-        assert (after.generated, after.progress) == (before.generated, before.progress)
+        assert (after.generated, worker._engine.computed) == (before.generated, computed)
         stats = await worker.stats()
         assert (stats.waiting, stats.suspended) == (1, True)
         await worker.resume()
@@ -362,7 +367,7 @@ def test_completions_are_never_lost_to_a_caller_that_went_away(setup: Setup) -> 
 
 def test_a_stall_is_reported_and_its_end_too(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = setup.worker
-    monkeypatch.setattr("vllm_rlplugin.worker.inprocess_worker.STALL_SECONDS", 0.05)
+    monkeypatch.setattr("vllm_rlplugin.worker.stats_window.STALL_SECONDS", 0.05)
 
     async def scenario() -> None:
         monkeypatch.setattr(worker._engine, "step", lambda now: [])  # an engine that computes nothing

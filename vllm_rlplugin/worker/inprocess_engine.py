@@ -20,9 +20,11 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
 
 from orchestrator.api import (
     CommandError,
@@ -36,54 +38,41 @@ from orchestrator.api import (
     Sampling,
     UpdateResult,
     VersionSpans,
+    WorkerStats,
     merge_spans,
 )
 from orchestrator.hooks.tested_versions import VLLM, check_version
+from orchestrator.settings.engine_settings import EngineSettings
 from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
 from vllm_rlplugin.sleep.memory_release import MemoryRelease
 from vllm_rlplugin.weights.version_agreement import find_disagreement
+from vllm_rlplugin.worker.stats_window import stats_of
 
 CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What to serve, and with how much. ``relay``: a RelayEndpoint as a dictionary; None: no weight updates. ``plugin``:
+class EngineOptions(EngineSettings):
+    """What to serve, and how. ``relay``: a RelayEndpoint as a dictionary; None: no weight updates. ``plugin``:
     :class:`~vllm_rlplugin.options.PluginOptions` as a dictionary; what is missing has its default. ``sleep_mode``: its
     memory can be released, to train on the same device."""
 
     model: str
     dtype: str = "float32"
-    max_num_seqs: int = 64
-    max_model_len: int = 256
-    block_size: int = 32
-    kv_cache_mb: int = 64
-    threads: int = 1
     seed: int = 0
-    relay: Mapping[str, Any] | None = None
-    weight_version: int = 0
-    plugin: Mapping[str, Any] = field(default_factory=dict)
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    relay: dict[str, Any] | None = None
+    weight_version: Annotated[int, Field(ge=0)] = 0
+    plugin: dict[str, Any] = Field(default_factory=dict)
     sleep_mode: bool = False
 
-    @property
-    def ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _usable(self) -> EngineOptions:
         if not (Path(self.model) / "config.json").is_file():
             raise ConfigError("model", self.model, "no config.json there; give the path of a Hugging Face model folder")
-        sizes = ("max_num_seqs", "max_model_len", "block_size", "kv_cache_mb", "threads")
-        for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be at least 1")
-        if self.weight_version < 0:
-            raise ConfigError("weight_version", self.weight_version, "versions count from 0")
         PluginOptions.from_dict(self.plugin)
+        return self
 
 
 @dataclass(slots=True)
@@ -95,26 +84,6 @@ class _Active:
     added_at: float
     started_at: float | None = None  # when its first engine step began
     first_at: float | None = None  # when its first token was there
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounts:
-    """Counters of a running engine, as in :class:`orchestrator.api.WorkerStats`."""
-
-    running: int
-    waiting: int  # in the engine
-    kv_used: int
-    kv_capacity: int
-    preemptions: int
-    outranked: int
-    prefix_queries: int
-    prefix_hits: int
-    generated: int
-    oldest_wait: float
-    steps: int
-    step_requests: int
-    step_kv: int
-    progress: int  # grows whenever anything was computed
 
 
 def prepare_process(threads: int, kv_pool: bool = False) -> bool:
@@ -156,28 +125,22 @@ class InprocessEngine:
         register_backend()  # where VLLM_PLUGINS or a source checkout kept the entry point from being loaded
         try:
             config = EngineArgs(
+                **{"enforce_eager": on_cpu, "enable_prefix_caching": True, **options.vllm_arguments()},
                 model=options.model,
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 dtype=options.dtype,
                 seed=options.seed,
-                max_num_seqs=options.max_num_seqs,
-                max_model_len=options.max_model_len,
-                block_size=options.block_size,
-                kv_cache_memory_bytes=options.kv_cache_mb << 20,
-                enforce_eager=on_cpu,
-                enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
-                tensor_parallel_size=options.tensor_parallel_size,
-                pipeline_parallel_size=options.pipeline_parallel_size,
                 # In a Ray placement group vLLM would ask Ray for more; the devices are this process's already.
                 distributed_executor_backend="mp" if options.ranks > 1 else None,
                 enable_sleep_mode=options.sleep_mode and not on_cpu,  # the CPU build has none
                 **engine_arguments(PluginOptions.from_dict(options.plugin)),
             ).create_engine_config()
-        except (VLLMValidationError, ValueError) as error:
-            raise ConfigError("engine", options.model, f"vLLM refuses these options: {error}") from error
+        except (VLLMValidationError, ValueError, TypeError, NotImplementedError) as error:
+            given = options.passed_on or options.model
+            raise ConfigError("rollout.engine", given, f"vLLM refuses these options: {error}") from error
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         if not hasattr(self._llm.engine_core, "engine_core"):
             raise ConfigError(
@@ -378,15 +341,15 @@ class InprocessEngine:
         """Go on scheduling."""
         self._core.resume_scheduler()
 
-    def counts(self) -> EngineCounts:
-        """A snapshot; costs microseconds per request in the engine."""
-        found = self._scheduler.rl_command("snapshot", {})
-        if self.released:
-            found["kv_used"] = found["kv_capacity"] = 0
-        return EngineCounts(
-            **{item.name: found[item.name] for item in fields(EngineCounts) if item.name != "progress"},
-            progress=found["generated"] + sum(active.core.num_computed_tokens for active in self._active.values()),
-        )
+    def counts(self) -> WorkerStats:
+        """A snapshot of what the engine itself knows; costs microseconds per request in the engine."""
+        found = stats_of(self._scheduler.rl_command("snapshot", {}))
+        return replace(found, kv_used=0, kv_capacity=0) if self.released else found
+
+    @property
+    def computed(self) -> int:
+        """Grows whenever anything was computed for the requests that are here."""
+        return sum(active.core.num_computed_tokens for active in self._active.values())
 
     def checksums(self) -> dict[str, str]:
         """vLLM's own digests of the weights as loaded, by rank and parameter."""

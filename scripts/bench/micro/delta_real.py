@@ -142,8 +142,8 @@ def main() -> None:
     parser.add_argument("--tensors", action="store_true", help="each tensor of each pair, too")
     arguments, begun = parser.parse_args(), now()
     found = {name: measure(arguments.folder, cast=cast) for name, cast in (("as_published", False), ("bfloat16", True))}
-    for result in found.values() if not arguments.tensors else ():
-        for pair in result["pairs"]:
+    for measured in found.values() if not arguments.tensors else ():
+        for pair in measured["pairs"]:
             pair["encodings"] = _count(row["encoding"] for row in pair.pop("tensors"))
     made = json.dumps(result(found, begun))
     print(json.dumps(json.loads(made, parse_float=lambda text: float(f"{float(text):.5g}")), indent=1))

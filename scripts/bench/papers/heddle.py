@@ -22,7 +22,7 @@ from orchestrator.config import Config
 from orchestrator.policies.parallelism.degree_reallocation import allocate_loads
 from orchestrator.policies.placement.worker_load import SCORE, TrajectoryLoads, sorted_loads
 from orchestrator.sim.paper_setups import load_scenario
-from orchestrator.sim.simulated_forecasts import SimRates
+from orchestrator.sim.resizable_worker import SimRates
 from orchestrator.sim.task_mix import TaskMix
 from scripts.bench.papers.runner import Figure, Found, Parts, Row, Run, Verdict, row, unprinted
 

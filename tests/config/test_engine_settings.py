@@ -1,0 +1,113 @@
+"""The engine's keys are written once: ours are shared by config and plugin, vLLM's own are passed on and checked against it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.config import load_config
+from orchestrator.runtime import preflight
+from orchestrator.settings import engine_settings
+from orchestrator.settings.engine_settings import OWNED, EngineSettings, vllm_options
+
+ENGINE = "rollout.engine."
+
+
+def engine(*options: str) -> EngineSettings:
+    return load_config(None, [ENGINE + option for option in options]).rollout.engine
+
+
+def test_any_option_of_vllm_is_passed_on_beside_our_own_keys() -> None:
+    found = engine(
+        "tensor_parallel_size=2",
+        "quantization='fp8'",
+        "enable_expert_parallel=true",
+        "max_num_batched_tokens=512",
+        "compilation_config={mode=0}",
+        "cudagraph_capture_sizes=[1, 2]",
+        "cpu_offload_gb=1",  # an integer where vLLM has a number
+    )
+    assert found.ranks == 2
+    assert found.vllm_arguments() == {
+        "max_num_seqs": 64,
+        "max_model_len": 256,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 << 20,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "quantization": "fp8",
+        "enable_expert_parallel": True,
+        "max_num_batched_tokens": 512,
+        "compilation_config": {"mode": 0},
+        "cudagraph_capture_sizes": [1, 2],
+        "cpu_offload_gb": 1,
+    }
+    assert EngineSettings.from_dict(found.model_dump()) == found  # as a run's folder keeps it, and an engine gets it
+
+
+def test_a_share_of_the_memory_takes_the_place_of_a_size() -> None:
+    found = engine("gpu_memory_utilization=0.9")
+    assert "kv_cache_memory_bytes" not in found.vllm_arguments()
+    assert EngineSettings.from_dict(found.model_dump()) == found
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("quantisation='fp8'", "did you mean 'quantization'"),
+        ("max_num_seq=8", "did you mean 'max_num_seqs'"),
+        ("scheduler_clas='x'", "no option of the installed vLLM"),
+        ("enable_expert_parallel=1", "is bool"),
+        ("max_num_batched_tokens='many'", "is int | None"),
+        ("max_num_batched_tokens=true", "is int | None"),
+        ("data_parallel_size=2", "raise rollout.workers"),
+        ("scheduler_cls='mine.Scheduler'", "plugin's own"),
+        ("weight_transfer_config={backend='nccl'}", "plugin's own"),
+        ("kv_transfer_config={kv_connector='x'}", "rollout.kv_transfer"),
+        ("dtype='float16'", "model.dtype"),
+        ("nnodes=2", "within one node"),
+        ("block_size=16", "multiple of 32"),
+    ],
+)
+def test_what_the_engine_cannot_take_is_refused_by_name(option: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint.replace("|", r"\|")) as caught:
+        engine(option)
+    assert caught.value.field == ENGINE + option.partition("=")[0]
+
+
+def test_a_share_and_a_size_of_the_memory_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="no effect beside kv_cache_mb = 64"):
+        engine("gpu_memory_utilization=0.9", "kv_cache_mb=64")
+
+
+@pytest.mark.parametrize(
+    "cut",
+    ["rollout.planner.enabled=true", "rollout.colocation.enabled=true", "rollout.disaggregation.degrees={vllm-0=2}"],
+)
+def test_only_one_says_over_how_many_devices_an_engine_runs(cut: str) -> None:
+    with pytest.raises(ConfigError, match="says how many devices each engine has"):
+        load_config(None, [f"{ENGINE}tensor_parallel_size=2", cut])
+
+
+def test_without_vllm_options_are_accepted_and_named_as_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_settings, "vllm_options", lambda: None)
+    overrides = [f"{ENGINE}quantisation='fp8'", "ray.address='auto'"]
+    config = load_config("examples/frozenlake.toml", overrides)
+    assert config.rollout.engine.unchecked == ("quantisation",)
+    (note,) = preflight.check(config, preflight.make_task(config))
+    assert "quantisation could not be checked" in note
+    with pytest.raises(ConfigError, match=r"raise rollout\.workers"):  # what is ours to refuse needs no vLLM
+        engine("data_parallel_size=2")
+
+
+@pytest.mark.engine
+def test_the_options_are_the_fields_of_the_installed_engine_arguments() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    public = {field.name for field in dataclasses.fields(EngineArgs) if not field.name.startswith("_")}
+    assert set(vllm_options() or ()) == public
+    stale: Any = OWNED.keys() - public
+    assert not stale
