@@ -19,6 +19,7 @@ MODULES = {
     "active-overhead": "scripts.bench.micro.active_overhead",
     "ledger-faults": "scripts.bench.micro.ledger_faults",
     "kills": "scripts.bench.micro.kills",
+    "power-cuts": "scripts.bench.micro.power_cuts",
     "learns": "scripts.bench.papers.learns",
     "reward-timeout": "scripts.bench.micro.reward_timeout",
     "event-loop": "scripts.bench.micro.event_loop",

@@ -55,6 +55,28 @@ def test_a_damaged_checkpoint_is_skipped_with_a_reason(tmp_path: Path, damage: s
     assert len(found[2]) == 1
 
 
+def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    newest = write(checkpoints, 2)
+    (tmp_path / "step-000396.bak").mkdir()
+    (tmp_path / "step-000397").write_text("no folder")
+    checkpoints.drop_after(2)
+    assert checkpoints.newest() == (newest, state(2), [])
+    assert (tmp_path / "step-000396.bak").is_dir()
+
+
+def test_journals_are_synced_before_a_checkpoint_has_its_name(tmp_path: Path) -> None:
+    seen: list[list[Path]] = []
+
+    class Journal:
+        def sync(self) -> None:
+            seen.append(checkpoints.all())
+
+    checkpoints = Checkpoints(tmp_path, 2, [Journal()])
+    final = write(checkpoints, 1)
+    assert (seen, checkpoints.all()) == ([[]], [final])
+
+
 def test_an_interrupted_write_leaves_the_one_before(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     good = write(checkpoints, 1)

@@ -312,3 +312,18 @@ def test_the_event_loop_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatc
     asyncio.run(scenario())
     assert ticks == [10]
     assert stored(tmp_path) == [make_trajectory(0)]
+
+
+def test_the_journals_are_synced_before_a_file_is_written(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Journal:
+        def sync(self) -> None:
+            seen.append(len(list(tmp_path.rglob("*.parquet"))))
+
+    store = TrajectoryStore(tmp_path, journals=[Journal()])
+    store.flush()
+    assert seen == []  # nothing to write
+    store.append(make_trajectory(0), 0, "trained")
+    store.flush()
+    assert seen == [0]

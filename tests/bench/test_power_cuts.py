@@ -1,0 +1,75 @@
+"""The power fails at any operation on a run's files: nothing that a checkpoint saw is lost, and without one sync some is."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+from scripts.bench import run
+from scripts.bench.micro.crash_states import Disk, torn
+from scripts.bench.micro.file_trace import Operation, recorded
+
+
+def states(operations: list[Operation], path: Path, tries: int = 60) -> set[str]:
+    found = set()
+    for seed in range(tries):
+        target = path / str(seed)
+        target.mkdir()
+        Disk(operations).cut(random.Random(seed), target)
+        found.add(json.dumps({file.name: file.read_text() for file in sorted(target.iterdir())}))
+    return found
+
+
+def test_writes_syncs_and_new_names_are_seen_in_order(tmp_path: Path) -> None:
+    with recorded(tmp_path) as trace:
+        partial = tmp_path / ".a.partial"
+        partial.write_text("1")
+        descriptor = os.open(partial, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        partial.replace(tmp_path / "a")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "a").unlink()
+    seen = [(one.kind, one.path) for one in trace.operations]
+    assert seen == [
+        ("create", ".a.partial"),
+        ("write", ".a.partial"),
+        ("sync", ".a.partial"),
+        ("rename", ".a.partial"),
+        ("mkdir", "folder"),
+        ("unlink", "a"),
+    ]
+
+
+def test_what_was_synced_is_there_and_the_rest_may_be(tmp_path: Path) -> None:
+    content = [Operation("create", "a"), Operation("write", "a", 0, b"1"), Operation("sync", "a")]
+    assert states(content, tmp_path) == {"{}", '{"a": "1"}'}  # its name is not
+    for found in tmp_path.iterdir():
+        found.rename(tmp_path.parent / f"{tmp_path.name}-{found.name}")
+    assert states([*content, Operation("sync", ".")], tmp_path) == {'{"a": "1"}'}
+
+
+def test_a_name_without_the_file_s_sync_may_be_empty(tmp_path: Path) -> None:
+    operations = [
+        Operation("create", "b"),
+        Operation("write", "b", 0, b"1"),
+        Operation("rename", "b", to="a"),
+        Operation("sync", "."),
+    ]
+    assert states(operations, tmp_path) == {'{"a": ""}', '{"a": "1"}'}
+
+
+def test_a_torn_end_leaves_what_was_synced(tmp_path: Path) -> None:
+    before, after = b"x" * 700, b"x" * 700 + b"y" * 3000
+    found = {torn(before, after, random.Random(seed)) for seed in range(200)}
+    assert all(content.startswith(before) for content in found)
+    assert any(b"\0" * 512 in content and content.endswith(b"y") for content in found)
+
+
+def test_nothing_that_a_checkpoint_saw_is_lost_and_without_one_sync_some_is() -> None:
+    result = run("power-cuts", quick=True, nonce="test")
+    detail = result["detail"]
+    assert result["holds"], detail["wrong"]
+    assert detail["states"] == 40
+    assert detail["trajectories_seen_by_checkpoints"] > 100
+    assert all(control["lost"] > 0 for control in detail["controls"].values())
