@@ -70,10 +70,16 @@ class Checkpoints:
         return partial
 
     def commit(self, partial: Path, state: CheckpointState) -> Path:
-        """Write the state, sync everything, rename. Drops the oldest beyond ``keep``. Raises OSError; RunError where a log
-        cannot be synced."""
+        """Write the state, sync everything, rename. Drops the oldest beyond ``keep``. Raises RunError where the disk is full, or
+        a log cannot be synced; those before are as they were."""
         for journal in self._journals:
             journal.sync()
+        try:
+            return self._commit(partial, state)
+        except OSError as error:
+            raise RunError(f"{partial} cannot be written: {error.strerror or error}") from error
+
+    def _commit(self, partial: Path, state: CheckpointState) -> Path:
         with (partial / _STATE).open(
             "w", encoding="utf-8"
         ) as stream:  # beside an event loop, which goes on between pieces

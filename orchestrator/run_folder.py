@@ -57,12 +57,14 @@ class RunFolder:
         """A new, numbered folder, locked, with the resolved config in it. Raises ConfigError when it cannot be written."""
         parent = Path(config.run.folder)
         try:
+            first = not parent.exists()
             parent.mkdir(parents=True, exist_ok=True)
             folder = cls._new(parent, config.run.name)
             folder.lock()
             folder.logs.mkdir()
             write_durably(folder.config_file, to_json(config) + "\n")
-            sync(parent)
+            for above in (parent, parent.parent) if first else (parent,):
+                sync(above)
             link = parent / f".latest-{os.getpid()}"
             link.symlink_to(folder.path.name)
             os.replace(link, parent / "latest")

@@ -40,7 +40,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from orchestrator.api import ConfigError, ContextStart, Prompt, Trajectory, Turn
+from orchestrator.api import ConfigError, ContextStart, Prompt, RunError, Trajectory, Turn
 from orchestrator.durable_files import Syncable, sync
 
 TRAINED = "trained"
@@ -172,7 +172,7 @@ class TrajectoryStore:
             self._hand_over()
 
     def flush(self) -> None:
-        """Write what was appended, and sync it. If it fails, what is not on disk yet is still pending."""
+        """Write what was appended, and sync it. Raises RunError; what is not on disk yet is then still pending."""
         self._await_thread()
         self._taken = self._take()
         self._settle(self._write_all)
@@ -230,12 +230,15 @@ class TrajectoryStore:
         """What was taken; it stays taken until it is on disk."""
         for journal in self._journals if self._taken else ():
             journal.sync()
-        for key in sorted(self._taken):
-            rows = self._taken[key]
-            while rows:
-                self._write(key, rows[: self._rows_per_file])
-                del rows[: self._rows_per_file]
-            del self._taken[key]
+        try:
+            for key in sorted(self._taken):
+                rows = self._taken[key]
+                while rows:
+                    self._write(key, rows[: self._rows_per_file])
+                    del rows[: self._rows_per_file]
+                del self._taken[key]
+        except OSError as error:  # a full disk
+            raise RunError(f"{self._folder} cannot be written: {error.strerror or error}") from error
 
     def discard_after(self, steps: int) -> int:
         """Go back to a checkpoint that contains ``steps`` training steps: rows trained in a later one (``step >= steps``)

@@ -1,11 +1,19 @@
 """The power fails at any operation on a run's files: nothing that a checkpoint saw is lost, and without one sync some is."""
 
+import errno
 import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from orchestrator.api import RunError
+from orchestrator.ledger import recount
+from orchestrator.run_folder import RunFolder
 from scripts.bench import run
+from scripts.bench.micro import power_cuts
 from scripts.bench.micro.crash_states import Disk, torn
 from scripts.bench.micro.file_trace import Operation, recorded
 
@@ -73,3 +81,32 @@ def test_nothing_that_a_checkpoint_saw_is_lost_and_without_one_sync_some_is() ->
     assert detail["states"] == 40
     assert detail["trajectories_seen_by_checkpoints"] > 100
     assert all(control["lost"] > 0 for control in detail["controls"].values())
+
+
+@pytest.mark.parametrize("where", ["ledger.jsonl", "events.jsonl", "/.partial-", ".parquet.partial"])
+def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file_and_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    config = power_cuts.config_of(1, str(tmp_path))
+    folder, calls = RunFolder.create(config), [0]
+
+    def filling(real: Any) -> Any:
+        def call(descriptor: int, *rest: Any) -> Any:
+            if where in os.readlink(f"/proc/self/fd/{descriptor}"):
+                calls[0] += 1
+                if calls[0] > 6:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, *rest)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", filling(os.write))
+        patched.setattr(os, "fsync", filling(os.fsync))
+        with pytest.raises(RunError, match=r"cannot be (written|synced): No space left on device"):
+            power_cuts.play(folder, config, False, None, "full")
+    records = power_cuts.play(folder, config, True, None, "room again")
+    counts = records.ledger.counts.as_dict()
+    assert recount(folder.lines(folder.ledger_file)) == counts
+    assert counts["in_flight"] == 0
+    assert counts["trained"] >= config.run.steps

@@ -198,7 +198,8 @@ async def _group_commits(records: RunRecords, rng: random.Random) -> None:
             file.sync()
 
 
-def _live(folder: RunFolder, config: Config, resume: bool, trace: Trace | None, seed: str) -> RunRecords:
+def play(folder: RunFolder, config: Config, resume: bool, trace: Trace | None, seed: str) -> RunRecords:
+    """One life, in virtual time. Raises what ends a run."""
     loop = VirtualTimeLoop(seed=seed)
     try:
         return loop.run_until_complete(_play(folder, config, resume, trace, random.Random(seed)))
@@ -215,7 +216,7 @@ def record(seed: int) -> list[Operation]:
         config = config_of(seed, str(root))
         with recorded(root) as trace:
             folder = RunFolder.create(config)
-            _live(folder, config, False, trace, f"{seed}/0")
+            play(folder, config, False, trace, f"{seed}/0")
             folder.unlock()
         first = trace.operations
         first = first[: random_stream(seed, "killed").randrange(len(first) // 2, len(first))]
@@ -226,7 +227,7 @@ def record(seed: int) -> list[Operation]:
         with recorded(root) as trace:
             folder = RunFolder.open(root / f"{config.run.name}-001")
             folder.lock()
-            _live(folder, config, True, trace, f"{seed}/1")
+            play(folder, config, True, trace, f"{seed}/1")
             folder.unlock()
     return first + trace.operations
 
@@ -303,7 +304,7 @@ def try_cut(cut: Cut, operations: Sequence[Operation], rng: random.Random, dropp
             folder = RunFolder.open(root / "cut-001")
             folder.lock()
             try:
-                records = _live(folder, folder.config(), True, None, f"{cut.seed}/{cut.at}")
+                records = play(folder, folder.config(), True, None, f"{cut.seed}/{cut.at}")
             finally:
                 folder.unlock()
         except (ConfigError, RunError) as error:
