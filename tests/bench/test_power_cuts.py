@@ -24,7 +24,7 @@ def states(operations: list[Operation], path: Path, tries: int = 60) -> set[str]
         target = path / str(seed)
         target.mkdir()
         Disk(operations).cut(random.Random(seed), target)
-        found.add(json.dumps({file.name: file.read_text() for file in sorted(target.iterdir())}))
+        found.add(json.dumps({file.name: file.read_text("latin-1") for file in sorted(target.iterdir())}))
     return found
 
 
@@ -64,7 +64,9 @@ def test_a_name_without_the_file_s_sync_may_be_empty(tmp_path: Path) -> None:
         Operation("rename", "b", to="a"),
         Operation("sync", "."),
     ]
-    assert states(operations, tmp_path) == {'{"a": ""}', '{"a": "1"}'}
+    found = states(operations, tmp_path)
+    assert {'{"a": ""}', '{"a": "1"}'} <= found
+    assert not any('"b"' in state or state == "{}" for state in found)
 
 
 def test_a_torn_end_leaves_what_was_synced(tmp_path: Path) -> None:
@@ -83,9 +85,11 @@ def test_nothing_that_a_checkpoint_saw_is_lost_and_without_one_sync_some_is() ->
     assert all(control["lost"] > 0 for control in detail["controls"].values())
 
 
-@pytest.mark.parametrize("where", ["ledger.jsonl", "events.jsonl", "/.partial-", ".parquet.partial"])
+@pytest.mark.parametrize(
+    ("where", "room"), [("ledger.jsonl", 40), ("events.jsonl", 10), ("/.partial-", 8), (".parquet.partial", 1)]
+)
 def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file_and_it_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, room: int
 ) -> None:
     config = power_cuts.config_of(1, str(tmp_path))
     folder, calls = RunFolder.create(config), [0]
@@ -94,7 +98,7 @@ def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file_and_it_resu
         def call(descriptor: int, *rest: Any) -> Any:
             if where in os.readlink(f"/proc/self/fd/{descriptor}"):
                 calls[0] += 1
-                if calls[0] > 6:
+                if calls[0] > room:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(descriptor, *rest)
 

@@ -473,12 +473,14 @@ def main() -> int:
     """Returns the exit code: 3 while there are states left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--commit", default="", help="what is measured; it stands in the result")
     parser.add_argument("--seconds", type=float, default=500.0, help="no part is begun after so many")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     found = measure(options.folder, False, "", options.seconds)
     if found is None:
         return 3
+    found["detail"]["commit"] = options.commit
     print(json.dumps(found, indent=2))
     return 0 if found["holds"] else 1
 
