@@ -365,8 +365,8 @@ def _audit(
         row["trajectory_id"] for row in rows if row["outcome"] == "trained" and row["trajectory_id"] not in trained
     ]
     untold = [name for name in trained if stored[name, True] != 1]
-    suffix = f"-{records.resumed.position.life}"
-    again = [name for name in history if name.endswith(suffix) and name in started]
+    new = list(history)[records.resumed.position.trajectories :]
+    again = [name for name in new if name in started]
     for what, names in (
         ("stored twice", twice),
         ("stored, and not in the journal", unknown),
