@@ -109,8 +109,8 @@ def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file_and_it_resu
         patched.setattr(os, "fsync", filling(os.fsync))
         with pytest.raises(RunError, match=r"cannot be (written|synced): No space left on device"):
             power_cuts.play(folder, config, False, None, "full")
-    records = power_cuts.play(folder, config, True, None, "room again")
-    counts = records.ledger.counts.as_dict()
+    life = power_cuts.play(folder, config, True, None, "room again")
+    counts = life.records.ledger.counts.as_dict()
     assert recount(folder.lines(folder.ledger_file)) == counts
     assert counts["in_flight"] == 0
     assert counts["trained"] >= config.run.steps

@@ -75,6 +75,16 @@ class Committed:
     buffered: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Life:
+    """One that came to its end, and where it had begun: ``step`` done, so many ``trajectories`` in the journal."""
+
+    records: RunRecords
+    step: int
+    trajectories: int
+    buffered: frozenset[str]
+
+
 @dataclass
 class Tally:
     """What some states added up to. ``lost``: trajectories; ``wrong``: in words, the first few."""
@@ -157,7 +167,7 @@ def config_of(seed: int, folder: str) -> Config:
     )
 
 
-async def _play(folder: RunFolder, config: Config, resume: bool, trace: Trace | None, rng: random.Random) -> RunRecords:
+async def _play(folder: RunFolder, config: Config, resume: bool, trace: Trace | None, rng: random.Random) -> Life:
     """One life, to its end; the logs are synced now and then, as the thread of a real run does."""
     loop = asyncio.get_running_loop()
     records = RunRecords.open(
@@ -172,6 +182,7 @@ async def _play(folder: RunFolder, config: Config, resume: bool, trace: Trace | 
             position = records.resumed.position
             if records.resumed.checkpoint is not None:
                 await trainer.load(str(records.resumed.checkpoint / "trainer"))
+        begun = (position.step, position.trajectories, frozenset(one.id for one in position.buffered))
         workers: list[ManagedWorker] = [
             SimWorker(f"sim-{index}", config, weights) for index in range(config.rollout.workers)
         ]
@@ -188,7 +199,7 @@ async def _play(folder: RunFolder, config: Config, resume: bool, trace: Trace | 
             for worker in workers:
                 await worker.close()
             await trainer.close()
-    return records
+    return Life(records, *begun)
 
 
 async def _group_commits(records: RunRecords, rng: random.Random) -> None:
@@ -198,7 +209,7 @@ async def _group_commits(records: RunRecords, rng: random.Random) -> None:
             file.sync()
 
 
-def play(folder: RunFolder, config: Config, resume: bool, trace: Trace | None, seed: str) -> RunRecords:
+def play(folder: RunFolder, config: Config, resume: bool, trace: Trace | None, seed: str) -> Life:
     """One life, in virtual time. Raises what ends a run."""
     loop = VirtualTimeLoop(seed=seed)
     try:
@@ -304,7 +315,7 @@ def try_cut(cut: Cut, operations: Sequence[Operation], rng: random.Random, dropp
             folder = RunFolder.open(root / "cut-001")
             folder.lock()
             try:
-                records = play(folder, folder.config(), True, None, f"{cut.seed}/{cut.at}")
+                life = play(folder, folder.config(), True, None, f"{cut.seed}/{cut.at}")
             finally:
                 folder.unlock()
         except (ConfigError, RunError) as error:
@@ -320,9 +331,9 @@ def try_cut(cut: Cut, operations: Sequence[Operation], rng: random.Random, dropp
             return tally
         tally.resumed = 1
         tally.repairs = dict(
-            Counter(" ".join(word for word in text.split() if word.isalpha())[:60] for text in records.repairs)
+            Counter(" ".join(word for word in text.split() if word.isalpha())[:60] for text in life.records.repairs)
         )
-        lost, wrong = _audit(folder, records, committed, ids, started)
+        lost, wrong = _audit(folder, life, committed, ids, started)
     tally.lost += len(lost)
     tally.wrong += [f"{_words(cut)}: {text}"[:400] for text in wrong]
     return tally
@@ -333,31 +344,29 @@ def _words(cut: Cut) -> str:
 
 
 def _audit(
-    folder: RunFolder, records: RunRecords, committed: Committed | None, ids: list[str], started: set[str]
+    folder: RunFolder, life: Life, committed: Committed | None, ids: list[str], started: set[str]
 ) -> tuple[set[str], list[str]]:
     """Those lost of the ``ids`` that the checkpoint saw, and all that is wrong, in words. ``started``: all ids before."""
-    assert records.resumed is not None
     lines = folder.lines(folder.ledger_file)
     history: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         one = json.loads(line)
         history.setdefault(one["id"], []).append(one)
     lost, wrong = {name for name in ids if name not in history}, []
-    if recount(lines) != records.ledger.counts.as_dict():
+    if recount(lines) != life.records.ledger.counts.as_dict():
         wrong.append("the journal, recounted, does not agree with the ledger")
-    if committed is not None and records.resumed.step < committed.step:
-        wrong.append(f"resumed at step {records.resumed.step}, {committed.step} was committed")
+    if committed is not None and life.step < committed.step:
+        wrong.append(f"resumed at step {life.step}, {committed.step} was committed")
         lost.update(ids)
     lost |= {name for name in ids if name in history and history[name][-1]["state"] not in END_STATES}
-    back = {one.id for one in records.resumed.position.buffered}
-    if committed is not None and records.resumed.step == committed.step:
+    if committed is not None and life.step == committed.step:
         for name in committed.buffered:
             last = history.get(name, [{}])[-1]
-            if name not in back and last.get("cause") in ("interrupted", "rolled_back"):
+            if name not in life.buffered and last.get("cause") in ("interrupted", "rolled_back"):
                 lost.add(name)
     rows = read_trajectories(folder.trajectories, columns=["trajectory_id", "outcome", "step"]).to_pylist()
     stored = Counter((row["trajectory_id"], row["outcome"] == "trained") for row in rows)
-    trained = {name for name, records_ in history.items() if records_[-1]["state"] == "trained"}
+    trained = {name for name, told in history.items() if told[-1]["state"] == "trained"}
     lost |= {name for name in ids if name in trained and stored[name, True] != 1}
     twice = [name for (name, _), count in stored.items() if count > 1]
     unknown = [row["trajectory_id"] for row in rows if row["trajectory_id"] not in history]
@@ -365,7 +374,7 @@ def _audit(
         row["trajectory_id"] for row in rows if row["outcome"] == "trained" and row["trajectory_id"] not in trained
     ]
     untold = [name for name in trained if stored[name, True] != 1]
-    new = list(history)[records.resumed.position.trajectories :]
+    new = list(history)[life.trajectories :]
     again = [name for name in new if name in started]
     for what, names in (
         ("stored twice", twice),
