@@ -63,10 +63,10 @@ class RunRecords:
             store = make_store(folder.trajectories, epoch=epoch, journals=journals)
             stack.callback(store.close)
             checkpoints = make_checkpoints(folder.checkpoints, config.checkpoint.keep, journals)
-            resumed, repairs = (
-                None,
-                [f"{file.path.name}: {file.cut} bytes of half a line were cut off" for file in journals if file.cut],
-            )
+            resumed: Resumed | None = None
+            repairs = [
+                f"{file.path.name}: {file.cut} bytes of half a line were cut off" for file in journals if file.cut
+            ]
             if resume:
                 resumed = rewind(checkpoints, ledger, journal, store, folder.next_life())
                 repairs += [f"skipped a damaged checkpoint: {problem}" for problem in resumed.damaged]
