@@ -43,7 +43,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_second_resume_is_refused_with_exit_code_2_before_anything_is_touched(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
+    nowhere = {"path": str(tmp_path / "nowhere")}  # what would end it if nothing else did
+    folder = RunFolder.create(parse_config({"run": {"folder": str(tmp_path / "runs")}, "model": nowhere}))
     (folder.checkpoints / ".partial-000001").mkdir(parents=True)
     before = tree(folder.path)
     command = [sys.executable, "-m", "orchestrator.cli", "train", "--resume", str(folder.path)]
