@@ -193,6 +193,7 @@ def build_rollout(
         prompts=PromptRepeats(task.prompts("train", config.run.seed)),
         keep=keep,
         fail=fail,
+        life=position.life,
         groups=position.groups,
         trajectories=position.trajectories,
     )

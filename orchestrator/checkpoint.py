@@ -3,13 +3,14 @@
 A checkpoint is a folder ``step-000012`` with the trainer's files, ``state.json`` (step, version, journal position, the
 buffer's trajectories) and ``files.json`` (size and xxh3-64 of every file). It is written under a temporary name, synced,
 and renamed: a folder with its final name is complete. Loading verifies every file; a damaged checkpoint is skipped with a
-message, the one before it is used.
+message, the one before it is used. What a checkpoint claims of the journal is on disk before it has its name.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -20,9 +21,11 @@ import xxhash
 
 from orchestrator.api import ContextStart, Prompt, RunError, Trajectory, Turn
 from orchestrator.api.jsontext import parse_object, pieces
+from orchestrator.durable_files import Syncable, sync
 
 FORMAT = 1  # of state.json and files.json; those without a number are of this one, too
 _PREFIX = "step-"
+_NAME = re.compile(r"step-(\d+)")
 _STATE, _FILES = "state.json", "files.json"
 _PARTIAL = ".partial-"
 
@@ -50,11 +53,12 @@ class CheckpointState:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
+    """The checkpoints of one run folder. ``journals``: logs of the run, each synced before a checkpoint is committed."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, journals: Sequence[Syncable] = ()) -> None:
         self._folder = folder
         self._keep = keep
+        self._journals = journals
 
     def begin(self, step: int) -> Path:
         """An empty folder for the trainer to write into; :meth:`commit` makes it a checkpoint."""
@@ -66,7 +70,16 @@ class Checkpoints:
         return partial
 
     def commit(self, partial: Path, state: CheckpointState) -> Path:
-        """Write the state, sync everything, rename. Drops the oldest beyond ``keep``."""
+        """Write the state, sync everything, rename. Drops the oldest beyond ``keep``. Raises RunError where the disk is full, or
+        a log cannot be synced; those before are as they were."""
+        for journal in self._journals:
+            journal.sync()
+        try:
+            return self._commit(partial, state)
+        except OSError as error:
+            raise RunError(f"{partial} cannot be written: {error.strerror or error}") from error
+
+    def _commit(self, partial: Path, state: CheckpointState) -> Path:
         with (partial / _STATE).open(
             "w", encoding="utf-8"
         ) as stream:  # beside an event loop, which goes on between pieces
@@ -77,14 +90,14 @@ class Checkpoints:
             if file.is_file()
         }
         (partial / _FILES).write_text(json.dumps({"format": FORMAT, "files": files}, sort_keys=True), encoding="utf-8")
-        for file in sorted(partial.rglob("*")):
-            if file.is_file():
-                _sync(file)
+        for path in (*sorted(partial.rglob("*"), reverse=True), partial):  # what is in a folder before the folder
+            sync(path)
         final = self._folder / f"{_PREFIX}{state.step:06d}"
         if final.exists():  # written before a resume went back behind it
             shutil.rmtree(final)
         os.replace(partial, final)
-        _sync(self._folder)
+        sync(self._folder)
+        sync(self._folder.parent)
         for old in self.all()[: -self._keep]:
             shutil.rmtree(old)
         return final
@@ -95,8 +108,9 @@ class Checkpoints:
         return self.commit(partial, state)
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(self._folder.glob(f"{_PREFIX}*")) if self._folder.exists() else []
+        """Complete checkpoints, oldest first. What has another name, a copy for example, is none."""
+        found = [path for path in self._folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_step)
 
     def newest(self) -> tuple[Path, CheckpointState, list[str]] | None:
         """The newest intact checkpoint, its state, and what was wrong with newer ones; None when there is none at all. Raises
@@ -114,7 +128,7 @@ class Checkpoints:
     def drop_after(self, step: int) -> None:
         """Remove checkpoints of later steps (a resume went back behind them), and partial ones."""
         for folder in self.all():
-            if int(folder.name.removeprefix(_PREFIX)) > step:
+            if _step(folder) > step:
                 shutil.rmtree(folder)
         for partial in self._folder.glob(f"{_PARTIAL}*"):
             shutil.rmtree(partial)
@@ -170,12 +184,8 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix(_PREFIX))
 
 
 def _state_from_json(data: dict[str, Any]) -> CheckpointState:

@@ -218,6 +218,8 @@ def _train(arguments: argparse.Namespace) -> int:
                 "--resume", arguments.resume, f"a resume takes the run's own config; drop {' '.join(overrides)}"
             )
         folder = RunFolder.open(_run_path(arguments.resume))
+        if not arguments.dry_run:
+            folder.lock()  # before anything looks at ports and devices, which the run that lives has
         config = folder.config()
     else:
         if arguments.config is None and arguments.replay is None and not arguments.dry_run:
@@ -256,6 +258,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         ray.shutdown()
         _say_report(write_report(folder.path))
+        folder.unlock()
     if reason != "completed":
         print(f"{reason}; go on with: rl-coserve train --resume {folder.path}")
         return 130

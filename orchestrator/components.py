@@ -89,6 +89,7 @@ class Position:
 
     step: int = 0  # training steps done
     version: int = 0
+    life: int = 0  # resumes so far; ids of what starts now carry it
     groups: int = 0  # ever started
     trajectories: int = 0
     buffered: tuple[Trajectory, ...] = ()

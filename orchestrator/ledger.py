@@ -8,18 +8,20 @@ number of open entries. Never is a number computed as the remainder of the other
 only counted: a run of weeks holds no more in memory, and is checked no slower, than one of an hour; the journal has all.
 
 A resume goes back to a checkpoint: what was trained after it is journalled as ``rolled_back`` and either returns to the
-buffer (the checkpoint holds it) or ends as ``failed: rolled_back``; what was in flight ends as ``failed: interrupted``.
+buffer (the checkpoint holds it) or ends as ``failed: rolled_back``; what was in flight ends as ``failed: interrupted``. A power
+cut may take or garble what came after the checkpoint (:func:`intact_lines`), never what the checkpoint claims.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quote
 from typing import Any
 
 from orchestrator.api import RunError
+from orchestrator.durable_files import describe_byte
 from orchestrator.events import LineSink
 
 LIVE_STATES = ("running", "scoring", "buffered", "taken")
@@ -183,6 +185,14 @@ class Ledger:
         self.check()
         return returned
 
+    def trained_by_step(self) -> dict[int, int]:
+        """How many were trained in each step; of the whole journal, where it was just restored."""
+        found: dict[int, int] = {}
+        for entry in self._entries.values():
+            if entry.state == "trained":
+                found[entry.step] = found.get(entry.step, 0) + 1
+        return found
+
     @property
     def groups_started(self) -> int:
         """How many groups the journal that was restored has: numbers go on after them."""
@@ -242,6 +252,40 @@ class Ledger:
         record["t"] = self._now()
         self.sequence += 1
         self._sink.write(_line(record) + "\n")
+
+
+def intact_lines(lines: Sequence[str], claimed: int) -> tuple[int, str]:
+    """How many lines of a journal a resume keeps, and in words what is wrong with the rest ("": nothing). ``claimed``: records
+    that the checkpoint was written after. Later ones may be torn or missing, as they need not have been synced when the power
+    failed: it is cut where they begin to be. Raises RunError where one of those that are claimed is."""
+    found, kept, problem = 0, 0, ""
+    for place, line in enumerate(lines, 1):
+        record = _parse(line) if line.isascii() or _is_text(line) else None
+        if record is None:
+            problem = problem or f"line {place} {_damage_of(line)}"
+        elif record["seq"] > found:
+            problem = f"line {place} is record {record['seq']} where {found} was to come"
+            break
+        else:  # one that is repeated is no power cut's: the replay refuses it
+            found, kept, problem = found + 1, place, ""
+    if found < claimed:
+        why = problem or "it ends there"
+        raise RunError(
+            f"ledger: the journal holds {found} records, the checkpoint was written after {claimed}: {claimed - found} are "
+            f"missing ({why}); put ledger.jsonl back as it was, or start a new run"
+        )
+    return kept, problem if kept < len(lines) else ""
+
+
+def _is_text(line: str) -> bool:
+    return not any("\udc80" <= character <= "\udcff" for character in line)
+
+
+def _damage_of(line: str) -> str:
+    for character in line:
+        if "\udc80" <= character <= "\udcff":
+            return f"holds a {describe_byte(ord(character) - 0xDC00)}"
+    return "is no whole record" if line.strip() else "is empty"
 
 
 def recount(lines: Iterable[str]) -> dict[str, Any]:

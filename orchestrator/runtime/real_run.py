@@ -40,7 +40,7 @@ from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.components import Components, Position
 from orchestrator.config import Config
 from orchestrator.environments.tool_functions import ToolTally
-from orchestrator.events import EventLog, last_time
+from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
@@ -49,14 +49,14 @@ from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
-from orchestrator.runtime.background_checkpoints import BesideTheLoop
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, RolloutEngines, VllmEngine
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.runtime.mooncake_master import MooncakeMaster
 from orchestrator.runtime.process_keeper import Keeper
-from orchestrator.runtime.resume import Resumed, remember, rewind
-from orchestrator.store import TrajectoryStore, recent_scored
+from orchestrator.runtime.resume import Resumed
+from orchestrator.runtime.run_records import RunRecords
+from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
 from orchestrator.transfer.redis_metadata import PASSWORD_FILE
@@ -109,7 +109,10 @@ def _start_local_ray(**options: Any) -> None:
 
 
 async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
-    """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended."""
+    """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended. The folder stays locked:
+    what its report says is this run's."""
+    if warning := folder.lock():
+        print(warning, flush=True)
     loop = asyncio.get_running_loop()
     begun, lost_at = loop.time(), None
     trained, restarts = -1, 0  # steps ever trained; lives in a row that trained no new one
@@ -154,22 +157,12 @@ class _Life:
         loop = asyncio.get_running_loop()
         display = Progress(steps=config.run.steps, minutes=config.run.minutes, name=folder.path.name, now=loop.time)
         stack.callback(display.close)
-        events_stream = stack.enter_context(folder.append(folder.events_file))
-        ledger_lines = folder.lines(folder.ledger_file)
-        ledger_stream = stack.enter_context(folder.append(folder.ledger_file))
-        events = EventLog(events_stream, loop.time, last_time(folder.events_file))
+        records = RunRecords.open(folder, config, loop.time, datetime.fromisoformat(started), resume=self.resume)
+        stack.enter_context(records)
+        events, ledger, store, resumed = records.events, records.ledger, records.store, records.resumed
         events.listen(display.take)
-        ledger = Ledger(ledger_stream, events.time)
-        epoch = datetime.fromisoformat(started) - timedelta(seconds=events.time())  # a resume goes on counting
-        store = TrajectoryStore(folder.trajectories, epoch=epoch)
-        stack.callback(store.close)
-        checkpoints = BesideTheLoop(folder.checkpoints, config.checkpoint.keep)
-        resumed = rewind(checkpoints, ledger, ledger_lines, store) if self.resume else None
-        if resumed is not None and config.filters.max_similarity is not None:
-            window = config.filters.similarity_window
-            remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
-        for problem in resumed.damaged if resumed is not None else ():
-            display.message(f"skipped a damaged checkpoint: {problem}")
+        for repair in records.repairs:
+            display.message(repair)
         sampler = await run_view.show_run(config, folder, events, display.message, stack)
         events.emit(
             "run_start",
@@ -185,7 +178,7 @@ class _Life:
         try:
             with events.stage("startup", resumed.step if resumed else 0):
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
-                parts, position = await assembly.start(ledger, store, checkpoints)
+                parts, position = await assembly.start(ledger, store, records.checkpoints)
             garbage_collector.calm()
             pipeline = build_pipeline(config, parts, position)
             await stack.enter_async_context(run_view.watch_pipeline(sampler, config, folder, events, pipeline))

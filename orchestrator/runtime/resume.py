@@ -2,7 +2,8 @@
 
 Guarantees: what was trained after the checkpoint is journalled as rolled back and leaves the store; what the checkpoint's
 buffer holds is back in it; everything else that was in flight ends as failed, with a cause; later checkpoints are gone. A
-run that was killed before its first checkpoint begins anew in the same journal.
+run that was killed before its first checkpoint begins anew in the same journal. A journal with less than the checkpoint claims
+is refused before anything is changed; one that a power cut tore after that is cut there, and said so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Protocol
 from orchestrator.api import Trajectory
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.components import Position
-from orchestrator.ledger import Ledger
+from orchestrator.ledger import Ledger, intact_lines
+
+
+class Journal(Protocol):
+    """The lines of a ledger, as they are."""
+
+    def lines(self) -> list[str]: ...
+
+    def keep(self, lines: int, /) -> None:
+        """Cut off what comes after so many."""
 
 
 class Rewindable(Protocol):
@@ -26,12 +36,14 @@ class Rewindable(Protocol):
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where the run goes on. ``checkpoint`` is None when there was none; ``damaged`` says what was skipped and why."""
+    """Where the run goes on. ``checkpoint`` is None when there was none; ``damaged`` says which were skipped and why, ``cut``
+    what was cut off the journal."""
 
     checkpoint: Path | None
     position: Position
     damaged: tuple[str, ...]
     elapsed: float = 0.0  # seconds of the run at the checkpoint
+    cut: str = ""
 
     @property
     def step(self) -> int:
@@ -49,16 +61,23 @@ def remember(resumed: Resumed, stored: Iterable[Trajectory], last: int) -> None:
     resumed.position.kept = tuple(one for of_task in by_task.values() for one in of_task[-last:])
 
 
-def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], store: Rewindable) -> Resumed:
-    """Go back. Raises RunError when there are checkpoints but none is intact."""
+def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Journal, store: Rewindable, life: int) -> Resumed:
+    """Go back; ``life``: the number of the life that begins. Raises RunError when there are checkpoints but none is intact, and
+    when the journal does not hold what the checkpoint claims."""
     found = checkpoints.newest()
     folder, state, damaged = found if found is not None else (None, CheckpointState(0, 0, 0, 0.0, ()), [])
+    lines = journal.lines()
+    kept, problem = intact_lines(lines, state.journal_sequence)
+    cut = f"{len(lines) - kept} lines of the journal were cut off: {problem}" if problem else ""
+    if kept < len(lines):
+        journal.keep(kept)
     checkpoints.drop_after(state.step)
-    returned = set(ledger.restore(journal, state.step, {trajectory.id for trajectory in state.buffer}))
+    returned = set(ledger.restore(lines[:kept], state.step, {trajectory.id for trajectory in state.buffer}))
     store.discard_after(state.step)
     position = Position(
         state.step,
         state.version,
+        life,
         ledger.groups_started,
         ledger.counts.started,
         tuple(trajectory for trajectory in state.buffer if trajectory.id in returned),
@@ -68,4 +87,4 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], sto
         degrees=state.degrees,
         entropies=state.entropies,
     )
-    return Resumed(folder, position, tuple(damaged), state.elapsed)
+    return Resumed(folder, position, tuple(damaged), state.elapsed, cut)

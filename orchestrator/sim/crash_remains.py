@@ -38,7 +38,7 @@ class CrashRemains:
         self._on_kill = on_kill
         for log in (self.events, self.journal):
             if log and not log[-1].endswith("\n"):
-                log.append("\n")  # as RunFolder.append does
+                log.append("\n")  # as JournalFile does, or cut at the resume
 
     def kill(self) -> None:
         """The process is gone."""
@@ -56,6 +56,10 @@ class CrashRemains:
     def lines(self) -> list[str]:
         """The journal as a new process reads it."""
         return "".join(self.journal).splitlines()
+
+    def keep(self, lines: int, /) -> None:
+        """See :class:`orchestrator.runtime.resume.Journal`."""
+        self.journal = [f"{line}\n" for line in self.lines()[:lines]]
 
     def write(self, line: str, /) -> None:
         """The ledger's sink: append a line to the journal, unless the process is dead; or half of it, when it dies of it."""

@@ -331,7 +331,7 @@ class _Simulation:
             checkpoints.drop_after(-1)  # of another run in this folder
         else:
             self._damage(checkpoints, events)
-            resumed = rewind(checkpoints, ledger, self.remains.lines(), store)
+            resumed = rewind(checkpoints, ledger, self.remains, store, self.life)
             position, resumed_from = resumed.position, resumed.step
             if resumed.checkpoint is not None:
                 await trainer.load(str(resumed.checkpoint / "trainer"))

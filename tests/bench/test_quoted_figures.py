@@ -185,6 +185,12 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ("megatron", "a step {:.2f} ({:.2f}, {:.2f}, {:.2f}: within", "stream-step", stream_steps),
     ("modes", "environments {:.2f} to {:.2f} times", "trajectory-vs-batch", lambda r: level_ratios(r)[::2]),
     ("prediction", "throughput {:.2f} on 8 GPUs", "heddle", value),
+    (
+        "recovery",
+        "{} of {:,} trajectories that a checkpoint saw were lost",
+        "power-cuts",
+        lambda r: (r["value"], r["detail"]["trajectories_seen_by_checkpoints"]),
+    ),
     ("recovery", "{} trajectories unaccounted for after {} kills; {:.0f} to {:.0f} s", "kills", kills),
     (
         "routing",

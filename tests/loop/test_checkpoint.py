@@ -1,11 +1,15 @@
 """Checkpoints are whole or absent; a damaged one is noticed and the one before it is used."""
 
+import asyncio
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from orchestrator.api import Prompt, RunError, Trajectory, Turn
 from orchestrator.checkpoint import Checkpoints, CheckpointState, verify
+from orchestrator.runtime.background_checkpoints import BesideTheLoop
 
 
 def state(step: int) -> CheckpointState:
@@ -55,6 +59,28 @@ def test_a_damaged_checkpoint_is_skipped_with_a_reason(tmp_path: Path, damage: s
     assert len(found[2]) == 1
 
 
+def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    newest = write(checkpoints, 2)
+    (tmp_path / "step-000396.bak").mkdir()
+    (tmp_path / "step-000397").write_text("no folder")
+    checkpoints.drop_after(2)
+    assert checkpoints.newest() == (newest, state(2), [])
+    assert (tmp_path / "step-000396.bak").is_dir()
+
+
+def test_journals_are_synced_before_a_checkpoint_has_its_name(tmp_path: Path) -> None:
+    seen: list[list[Path]] = []
+
+    class Journal:
+        def sync(self) -> None:
+            seen.append(checkpoints.all())
+
+    checkpoints = Checkpoints(tmp_path, 2, [Journal()])
+    final = write(checkpoints, 1)
+    assert (seen, checkpoints.all()) == ([[]], [final])
+
+
 def test_an_interrupted_write_leaves_the_one_before(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     good = write(checkpoints, 1)
@@ -72,3 +98,37 @@ def test_nothing_intact_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no intact checkpoint"):
         checkpoints.newest()
     assert Checkpoints(tmp_path / "none", keep=1).newest() is None
+
+
+def test_a_full_disk_is_one_error_and_the_checkpoint_before_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    before = write(checkpoints, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(RunError, match=r"partial-000002 cannot be written: No space left on device"):
+            write(checkpoints, 2)
+    assert checkpoints.newest() == (before, state(1), [])
+
+
+def test_a_run_that_is_stopped_during_a_checkpoint_ends_after_it(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def sync(self) -> None:
+            begun.set()
+            assert go_on.wait(20.0)
+
+    checkpoints = BesideTheLoop(tmp_path, 1, [Slow()])
+
+    async def stopped() -> list[str]:
+        committing = asyncio.create_task(checkpoints.committed(checkpoints.begin(1), state(1)))
+        await asyncio.to_thread(begun.wait, 20.0)
+        committing.cancel()
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await committing
+        return [path.name for path in checkpoints.all()]
+
+    assert asyncio.run(stopped()) == ["step-000001"]

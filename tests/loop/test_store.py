@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator import store as store_module
-from orchestrator.api import Prompt, Trajectory, Turn
+from orchestrator.api import Prompt, RunError, Trajectory, Turn
 from orchestrator.store import TrajectoryStore, count_by_outcome, read_trajectories, to_trajectory
 
 
@@ -238,7 +238,7 @@ def test_a_crash_while_writing_leaves_no_visible_file(tmp_path: Path, monkeypatc
         real(source, target)
 
     monkeypatch.setattr(store_module.os, "replace", fail_second)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunError, match=r"cannot be written.*No space left"):
         store.flush()
     assert count_by_outcome(tmp_path) == {"trained": 1}
     store.flush()  # space was made: the rest follows, nothing twice
@@ -282,7 +282,7 @@ def test_what_a_thread_could_not_write_is_pending_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(store_module.os, "replace", full)
     for number in range(4):
         store.append(make_trajectory(number), 0, "trained")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunError, match=r"cannot be written.*No space left"):
         asyncio.run(store.flushed())
     monkeypatch.setattr(store_module.os, "replace", real)
     asyncio.run(store.flushed())
@@ -312,3 +312,18 @@ def test_the_event_loop_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatc
     asyncio.run(scenario())
     assert ticks == [10]
     assert stored(tmp_path) == [make_trajectory(0)]
+
+
+def test_the_journals_are_synced_before_a_file_is_written(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Journal:
+        def sync(self) -> None:
+            seen.append(len(list(tmp_path.rglob("*.parquet"))))
+
+    store = TrajectoryStore(tmp_path, journals=[Journal()])
+    store.flush()
+    assert seen == []  # nothing to write
+    store.append(make_trajectory(0), 0, "trained")
+    store.flush()
+    assert seen == [0]

@@ -14,6 +14,7 @@ import pytest
 from orchestrator.api import ConfigError, Prompt, Trajectory, TrajectoryError, Turn
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.config import load_config
+from orchestrator.events import MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.observe.report.feature_sections import environments
 from orchestrator.observe.report.run_log import RunLog
@@ -151,10 +152,15 @@ def test_a_checkpoint_keeps_what_right_answers_took_and_older_ones_have_none(tmp
     checkpoints = Checkpoints(tmp_path, 2)
     checkpoints.commit(checkpoints.begin(1), CheckpointState(1, 1, 0, 5.0, (), run_times=timeouts.state()))
 
-    class Store:
+    class Nothing:
+        def lines(self) -> list[str]:
+            return []
+
+        def keep(self, lines: int) -> None: ...
+
         def discard_after(self, steps_done: int) -> None: ...
 
-    resumed = rewind(checkpoints, Ledger(None, lambda: 0.0), [], Store())  # type: ignore[arg-type]
+    resumed = rewind(checkpoints, Ledger(MemorySink(), lambda: 0.0), Nothing(), Nothing(), 1)
     restored = AdaptiveTimeouts()
     restored.restore(resumed.position.run_times)
     assert restored.limits("coding/a") == [6.0, 2.0]

@@ -22,6 +22,7 @@ from orchestrator.api import ManagedWorker, TrainBatch, TrajectoryError
 from orchestrator.build import build_pipeline
 from orchestrator.components import Components
 from orchestrator.config import Config, parse_config
+from orchestrator.durable_files import GroupCommit
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.observe.view.live_sample import Sampler
@@ -185,17 +186,22 @@ async def soak(config: Config, folder: Path, selector: WatchedSelector, mark: st
     await sandbox.check()
     before = len(os.listdir("/proc/self/fd"))
     started, processor = loop.time(), os.times()
-    with run.append(run.events_file) as events_stream, run.append(run.ledger_file) as journal:
+    with (
+        run.append(run.events_file) as events_stream,
+        run.append(run.ledger_file) as journal,
+        GroupCommit((journal, events_stream), config.run.sync_seconds),
+    ):
         events = EventLog(events_stream, loop.time)
         ledger = Ledger(journal, events.time)
-        store = TrajectoryStore(run.trajectories, epoch=datetime.now(UTC))
+        journals = (journal, events_stream)
+        store = TrajectoryStore(run.trajectories, epoch=datetime.now(UTC), journals=journals)
         weights = SimWeights()
         task = MixedTask(config, sandbox, SANDBOXED, mark)
         workers: list[ManagedWorker] = [
             SimWorker(f"sim-{index}", config, weights) for index in range(config.rollout.workers)
         ]
         trainer = SimTrainer(config, weights, cast(RunAudit, _NoAudit()))
-        checkpoints = BesideTheLoop(run.checkpoints, config.checkpoint.keep)
+        checkpoints = BesideTheLoop(run.checkpoints, config.checkpoint.keep, journals)
         parts = Components(task, workers, trainer, SimReward(config), events, ledger, store, SimDisplay(), checkpoints)
         pipeline = build_pipeline(config, parts)
         garbage_collector.calm()  # as a real run does, and it is sampled for who looks at it
