@@ -18,6 +18,8 @@ from scripts.config_reference import tables
 # Of the processes of a run, which a training script of one's own does not have.
 RUN_ONLY = {
     "threads",
+    "megatron",
+    "collective_timeout",
     "reference_samples",
     "logprob_gap_samples",
     "logprob_gap_alarm",
