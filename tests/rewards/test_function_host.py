@@ -362,7 +362,8 @@ def test_stopping_in_the_middle_of_calls_leaves_no_process(with_host: With, tmp_
         event = {"do": "hang", "mark": f"{tmp_path}/hangs-"}
         calls = [asyncio.create_task(session.invoke(event)) for _ in range(2)]
         workers = await _hanging(tmp_path, 2)
-        assert workers == _children(session.host.pid or 0)
+        watchers = _children(session.host.pid or 0)
+        assert sorted(workers) == sorted(child for watcher in watchers for child in _children(watcher))
         await session.host.stop()
         assert all(_ends(worker) for worker in workers)
         await asyncio.gather(*calls, return_exceptions=True)
