@@ -38,6 +38,7 @@ from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefu
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Throttled
 
 LIMITS = LISTENERS["agent endpoint"]
+OF_ONE_AGENT = 32  # connections at the socket of a sandbox
 READ_HERE = 1 << 17  # bytes of a body that take some milliseconds at most; a larger one is read by another process
 READ_SECONDS = 10.0  # that may take
 MODEL = "policy"  # what /v1/models lists; any other name is taken too
@@ -108,7 +109,7 @@ class AgentGateway:
         server: asyncio.Server | None = None
         try:
             try:
-                server = await listener.listen(self._runner.server, path=door.socket)
+                server = await listener.listen(self._runner.server, path=door.socket, most=OF_ONE_AGENT)
             except OSError as error:
                 raise RetryableError(f"the endpoint of the agents cannot be opened: {error}") from error
             self._doors[name] = door

@@ -43,7 +43,7 @@ class ListenerLimits:
 
 # Who listens, with what: docs/security.md shows this table, tests/house/test_listeners.py attacks each row.
 LISTENERS: dict[str, ListenerLimits] = {
-    "agent endpoint": ListenerLimits(connections=4096, per_peer=32, body_bytes=8 << 20),
+    "agent endpoint": ListenerLimits(connections=4096, per_peer=1024, body_bytes=8 << 20),
     "function host": ListenerLimits(connections=1024, per_peer=1024),
     "judge": ListenerLimits(connections=1024, per_peer=1024, body_bytes=8 << 20),
     "live page": ListenerLimits(connections=128, per_peer=64, body_bytes=0),
@@ -117,6 +117,7 @@ class HttpListener:
         self.limits = limits
         self._most = min(limits.connections, raise_open_files() // 2)
         self._open: dict[asyncio.BaseTransport, _Connection] = {}  # the one that became idle first comes first
+        self._of: dict[str, int] = {}  # how many, by peer
         self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -127,14 +128,15 @@ class HttpListener:
         port: int = 0,
         *,
         path: str = "",
+        most: int = 0,
         context: ssl_module.SSLContext | None = None,
     ) -> asyncio.Server:
-        """At a port, or a Unix socket that only its owner can connect to. ``serve`` makes a protocol for each connection. Raises
-        OSError."""
+        """At a port, or a Unix socket that only its owner can connect to, who is one peer. ``serve`` makes a protocol for each
+        connection; ``most`` of one peer there, 0: as the limits say. Raises OSError."""
         loop = asyncio.get_running_loop()
 
         def connection() -> _Connection:
-            return _Connection(self, serve, path)
+            return _Connection(self, serve, path, most or self.limits.per_peer)
 
         if path:
             own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -181,13 +183,14 @@ class HttpListener:
 
     def admit(self, new: _Connection) -> bool:
         """Make room for it, if that can be done."""
-        same = [each for each in self._open.values() if each.peer == new.peer]
-        for held, most in ((same, self.limits.per_peer), (list(self._open.values()), self._most)):
-            if len(held) >= most:
-                idle = next((each for each in held if not each.working), None)
-                if idle is None:
+        for peer, most in ((new.peer, new.most), ("", self._most)):
+            held = self._of.get(peer, 0) if peer else len(self._open)
+            if held >= most:
+                idle = (each for each in self._open.values() if not each.working and peer in ("", each.peer))
+                if (first := next(idle, None)) is None:
                     return False
-                idle.end()
+                first.end()
+        self._of[new.peer] = self._of.get(new.peer, 0) + 1
         self._open[new.transport] = new
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(self._pause, self._end_late)
@@ -199,8 +202,11 @@ class HttpListener:
             self._open[connection.transport] = connection
 
     def forget(self, connection: _Connection) -> None:
-        """It is gone."""
-        self._open.pop(connection.transport, None)
+        """It is gone. Idempotent."""
+        if self._open.pop(connection.transport, None) is not None:
+            self._of[connection.peer] -= 1
+            if not self._of[connection.peer]:
+                del self._of[connection.peer]
 
     @property
     def _pause(self) -> float:
@@ -219,8 +225,8 @@ class _Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, listener: HttpListener, serve: Callable[[], Any], path: str) -> None:
-        self._listener, self._serve = listener, serve
+    def __init__(self, listener: HttpListener, serve: Callable[[], Any], path: str, most: int) -> None:
+        self._listener, self._serve, self.most = listener, serve, most
         self._inner: Any = None
         self.peer = path
         self.working = 0  # requests that have come whole and are not answered

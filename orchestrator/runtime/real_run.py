@@ -108,7 +108,9 @@ def _ray_folder() -> str:
     token = Path(folder) / "token"
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
-    if "ray" not in sys.modules:  # it looks at its mode when it is imported; a later local start switches tokens on by itself
+    if (
+        "ray" not in sys.modules
+    ):  # it looks at its mode when it is imported; a later local start switches tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     if "RAY_AUTH_TOKEN" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))

@@ -20,6 +20,7 @@ from orchestrator.environments import environment_wire
 from orchestrator.rewards import code_judge, function_client, llm_judge, process_pool
 from orchestrator.rewards.function_client import FunctionFailed
 from orchestrator.sandbox import SandboxLimits, SandboxOutcome, spawner, workspace
+from orchestrator.tasks import chat_task
 from orchestrator.tasks.calculator import answers
 from orchestrator.tasks.coding import is_handed_in
 from orchestrator.tasks.household import House
@@ -146,6 +147,22 @@ def test_a_judges_line_is_found_as_people_write_it() -> None:
     ] * 5
     assert read("Score: 1000000000000") is None
     assert read("x" * 5000 + "\nScore: 3") == 3
+
+
+def test_a_pattern_that_could_take_for_ever_is_refused() -> None:
+    for pattern in ("(a+)+", "(?:a|aa)*$", "((x*)y){2,}", "(?P<n>a+)+", "x(?i:foo+)*", r"(?<=x)(a+)*"):
+        assert chat_task._repeats_a_choice(pattern), pattern
+    for pattern in (
+        r"-?\d+(?:\.\d+)?",
+        "[()+*|]+",
+        r"\((a|b)\)",
+        "(?:[ab]c)+",
+        "(?:a|b){1,3}",
+        "(?i)a+",
+        "[]a(b+)+]+",
+        "",
+    ):
+        assert not chat_task._repeats_a_choice(pattern), pattern
 
 
 def test_calls_are_found_as_before() -> None:

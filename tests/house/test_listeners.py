@@ -67,6 +67,7 @@ def to(port: int) -> Callable[[], Awaitable[Stream]]:
 async def gateway(patch: pytest.MonkeyPatch, *, unix: bool = False) -> AsyncIterator[Place]:
     limits = short("agent endpoint")
     patch.setattr(openai_endpoint, "LIMITS", limits)
+    patch.setattr(openai_endpoint, "OF_ONE_AGENT", 4)
     chat = VocabularyChat()
     asked = GenerationRequest("", "t0", 0, (), Sampling(4), "agent", group_id="g")
     session = AgentSession(chat, asked, AgentBounds(4, 4, 100), _nobody, lambda _: False, StaleTrajectory)
