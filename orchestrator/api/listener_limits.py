@@ -19,7 +19,7 @@ import ssl as ssl_module
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 OPEN_FILES = 65_536  # what the soft limit is raised to, as far as the hard one allows
 HANDSHAKE_SECONDS = 10.0  # of TLS
@@ -118,7 +118,7 @@ class HttpListener:
         self._most = min(limits.connections, raise_open_files() // 2)
         self._open: dict[asyncio.BaseTransport, _Connection] = {}  # the one that became idle first comes first
         self._of: dict[str, int] = {}  # how many, by peer
-        self._servers: list[asyncio.Server] = []
+        self._servers: dict[asyncio.Server, str] = {}  # with the paths of Unix sockets
         self._sweep: asyncio.TimerHandle | None = None
 
     async def listen(
@@ -150,18 +150,21 @@ class HttpListener:
         else:
             shake = HANDSHAKE_SECONDS if context is not None else None
             server = await loop.create_server(connection, host, port, ssl=context, ssl_handshake_timeout=shake)
-        self._servers.append(server)
+        self._servers[server] = path
         return server
 
     def end(self, server: asyncio.Server) -> None:
-        """Nobody may connect there any more."""
+        """Nobody may connect there any more; who is connected to its Unix socket is hung up on."""
         server.close()
-        self._servers.remove(server)
+        if path := self._servers.pop(server):
+            for each in [each for each in self._open.values() if each.peer == path]:
+                each.end()
 
     def close(self) -> None:
         """Nobody may connect any more. Idempotent; the application ends the connections that there are."""
-        for server in list(self._servers):
-            self.end(server)
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
         if self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
@@ -257,8 +260,7 @@ class _Connection(asyncio.Protocol):
     # -- asyncio's ---------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         if not self.peer:
             self.peer = str((transport.get_extra_info("peername") or ("?",))[0])
         if self._listener.admit(self):

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.sandbox.process_watcher import fork_under_watch
+from orchestrator.process_watcher import fork_under_watch
 
 
 class EnvironmentService:

@@ -2,7 +2,7 @@
 
 Guarantees: a session has its own process group, memory and processor limits; ``kill`` ends it with everything it started,
 busy loops included, and reaps it; when the orchestrator ends, by ``kill -9`` too, so do all of them
-(:mod:`orchestrator.sandbox.process_watcher`); a process does not see the run's secrets (environment variables RL_COSERVE_*).
+(:mod:`orchestrator.process_watcher`); a process does not see the run's secrets (environment variables RL_COSERVE_*).
 What is run here is trusted as the orchestrator is: model-written code belongs into a sandbox.
 """
 

@@ -3,7 +3,7 @@
 Guarantees: the pipe to the host carries nothing but replies, whatever the function prints (its stdout is stderr, its
 stdin is empty); every request is answered once, in order, by its id; an exception is an answer, not an end. The process
 and all that the function started end when the host closes the pipe or is gone, even in the middle of a call
-(:mod:`orchestrator.sandbox.process_watcher`). A function that exits or hangs is the host's business.
+(:mod:`orchestrator.process_watcher`). A function that exits or hangs is the host's business.
 
     python -m orchestrator.rewards.function_process module:function
 """
@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from orchestrator.process_watcher import fork_under_watch
 from orchestrator.rewards.function_protocol import BAD_RESULT, IMPORT_FAILED, NOT_FINITE
-from orchestrator.sandbox.process_watcher import fork_under_watch
 
 
 def load_function(target: str) -> Callable[[Any], Any]:
