@@ -35,7 +35,7 @@ def parse_object(text: str | bytes, *, finite: bool = False) -> dict[str, Any]:
 def _is_deep(value: Any) -> bool:
     """Level by level: what walks the value later may recurse."""
     level: list[Any] = [value]
-    for _ in range(DEPTH + 1):
+    for _ in range(DEPTH):
         inside = [item.values() if type(item) is dict else item for item in level if type(item) in (dict, list)]
         if not inside:
             return False

@@ -23,7 +23,11 @@ from typing import Any, cast
 
 OPEN_FILES = 65_536  # what the soft limit is raised to, as far as the hard one allows
 HANDSHAKE_SECONDS = 10.0  # of TLS
-SERVER_OPTIONS = {"lingering_time": 1.0, "auto_decompress": False, "read_bufsize": 1 << 16}  # of aiohttp's runner
+SERVER_OPTIONS: dict[str, Any] = {
+    "lingering_time": 1.0,
+    "auto_decompress": False,
+    "read_bufsize": 1 << 16,
+}  # of aiohttp's runner
 _HEAD_ENDS = b"\r\n\r\n"
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -267,7 +271,7 @@ class _Connection(asyncio.Protocol):
             self._inner = self._serve()
             self._inner.connection_made(transport)
         else:
-            transport.abort()
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._inner is None:

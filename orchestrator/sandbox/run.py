@@ -148,9 +148,10 @@ class Sandbox:
                 filter_fd = held.enter_context(_memory(rules)) if rules is not None else None
                 status = held.enter_context(_Status())
                 user = FIRST_ID + (os.getpid() + slot) % ID_RANGE if os.geteuid() == 0 else None
-                for _, path in shared.sockets if user is not None else ():
-                    os.chown(path, user, user)  # 0600 in a folder of 0700: nobody else's
-                    os.chown(os.path.dirname(path), user, user)
+                if user is not None:
+                    for _, path in shared.sockets:  # 0600 in a folder of 0700: nobody else's
+                        os.chown(path, user, user)
+                        os.chown(os.path.dirname(path), user, user)
                 command = command_line(
                     self._tools,
                     limits,

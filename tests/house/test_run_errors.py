@@ -116,7 +116,7 @@ class Raising:
 def test_whatever_is_raised_there_costs_one_trajectory(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = SimReward if seam == "score" else SimEnvironment
     answers = (None, "7", True, 1 << 2000, [], object()) if seam == "score" else (None, "text", 7)
-    raising = Raising(getattr(owner, seam), 3, answers)
+    raising = Raising(getattr(owner, seam), 2 if seam == "score" else 3, answers)
     monkeypatch.setattr(owner, seam, raising.method())
     result = run()
     assert steps_of(result) == 3

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.agents import openai_endpoint, openai_protocol
+from orchestrator.agents import openai_protocol
 from orchestrator.agents.agent_session import AgentBounds, AgentSession
 from orchestrator.agents.chat_template import VocabularyChat
 from orchestrator.agents.openai_endpoint import AgentGateway
 from orchestrator.api import GenerationRequest, RetryableError, RunError, Sampling, TrajectoryError, bearer, jsontext
 from orchestrator.api import http as wire
+from orchestrator.api.listener_limits import HttpListener
 from orchestrator.environments import environment_wire
 from orchestrator.environments.environment_process import EnvironmentService
 from orchestrator.envs import StaleTrajectory
@@ -83,7 +84,7 @@ def test_only_a_port_that_is_taken_ends_the_run(
         raise OSError(number, os.strerror(number))
 
     async def scenario() -> None:
-        monkeypatch.setattr(openai_endpoint.HttpListener, "listen", fails)
+        monkeypatch.setattr(HttpListener, "listen", fails)
         async with AgentGateway().open_session(session()):
             raise AssertionError
 
