@@ -122,7 +122,7 @@ def _start_local_ray(**options: Any) -> None:
     folder = _ray_folder()  # before Ray is imported: it looks at its mode then
     import ray
 
-    options["_temp_dir"] = folder
+    options["_temp_dir"] = f"{folder}/r"  # Ray makes it 0777; nobody gets as far
     for last in (False, False, True):
         try:
             ray.init(**options)
