@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.api import ConfigError, RunError, bearer
-from orchestrator.child_process import ChildProcess
+from orchestrator.child_process import ChildProcess, public_environment
 from orchestrator.rewards.function_protocol import INVOKE_PATH
 
 TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
@@ -83,7 +82,7 @@ class ServingChild(ChildProcess):
                 stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the server
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **self.environment(), self.variable: given},
+                env={**public_environment(), **self.environment(), self.variable: given},
                 start_new_session=True,  # Ctrl-C is for the orchestrator, which stops the server when it is done
             )
         finally:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import jsontext
+from orchestrator.child_process import public_environment
 from orchestrator.rewards.function_protocol import (
     BAD_RESULT,
     EXITED,
@@ -257,7 +258,8 @@ class FunctionPool:
         return None
 
     async def _start(self) -> _Worker:
-        environment = {name: value for name, value in os.environ.items() if name != self._hidden}
+        environment = public_environment()
+        environment.pop(self._hidden, None)
         self._live += 1
         try:
             process = await asyncio.create_subprocess_exec(
