@@ -60,7 +60,7 @@ def mirrored(image: str, mirror: str) -> str:
 def pod_manifest(settings: PodSettings, name: str, image: str, token_digest: str) -> dict[str, Any]:
     """One environment, for whoever has the token of this digest: the pod has no secret that it could lose."""
     command = ["python", "-m", "orchestrator.environments.environment_process", "--listen", f"0.0.0.0:{settings.port}"]
-    command += ["--token-digest", token_digest, "--orphan-seconds", f"{settings.orphan_seconds:g}", "--owner", name]
+    command += ["--orphan-seconds", f"{settings.orphan_seconds:g}", "--token-digest", token_digest, "--owner", name]
     container = {
         **_container(settings, image, {"cpu": settings.cpu, "memory": settings.memory}),
         "command": command,

@@ -29,11 +29,12 @@ from importlib.metadata import version
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.tasks.scoring import in_own_process, score_apart
+from orchestrator.tasks.scoring import in_own_process, make_ready, score_apart
 from orchestrator.tasks.text import Reply, TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
 _HUGE = re.compile(r"[\d.][eE][+-]?[\d_]{4}")  # a number that takes seconds and gigabytes to write out
+SCORER = "orchestrator.tasks.reasoning_gym_scorer:scored"
 ITEMS = 1 << 30  # of a data set: each is the first of one with this seed, as some prepare all theirs when they begin
 _PATIENCE = 200  # items in a row that do not fit
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
@@ -105,15 +106,17 @@ class Question:
 
     def start(self) -> str:
         """The question."""
+        if not in_own_process():
+            make_ready(SCORER)
         return question_of(self._payload)
 
     async def act(self, said: str | None) -> Reply:
         """The answer, and the end."""
         if said is None:
             return Reply(done=True, invalid=True)
-        event = {"payload": self._payload, "answer": said}
-        reward = scored(event) if in_own_process() else await score_apart(f"{__name__}:{scored.__name__}", event)
-        return Reply(reward=reward, done=True)
+        if in_own_process():
+            return Reply(reward=score(self._payload, said), done=True)
+        return Reply(reward=await score_apart(SCORER, {"payload": self._payload, "answer": said}), done=True)
 
 
 def question_of(payload: str) -> str:
@@ -129,11 +132,6 @@ def score(payload: str, answer: str) -> float:
     if _HUGE.search(answer) and answer.strip() != str(item["answer"]).strip():
         return 0.0
     return _score(load(name, options), item, answer)
-
-
-def scored(event: Mapping[str, str]) -> float:
-    """:func:`score`, for a process of its own."""
-    return score(event["payload"], event["answer"])
 
 
 # RuntimeError: the hook below stopped it, which is told; RecursionError is one.

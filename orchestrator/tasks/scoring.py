@@ -19,12 +19,13 @@ from orchestrator.api import RetryableError, TrajectoryError
 from orchestrator.rewards.function_protocol import TIMED_OUT
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Throttled
 
-SECONDS = 2.0  # of one score
+SECONDS = 5.0  # of one score; less than a call into an environment may take
 PROCESSES = 2
 _IDLE_SECONDS = 300.0
 _OWN_PROCESS = "orchestrator.environments.environment_process"  # is killed as a whole when a call takes too long
 
 _Kept = tuple[AsyncGenerator[FunctionPool, None], FunctionPool]
+_starting: set[asyncio.Task[None]] = set()  # so that they are not forgotten
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Kept]] = WeakKeyDictionary()
 
 
@@ -44,10 +45,26 @@ async def score_apart(target: str, event: Any, seconds: float = SECONDS) -> Any:
         raise TrajectoryError("scoring_unavailable", f"{target}: {error!r}"[:500]) from error
 
 
+def make_ready(target: str) -> None:
+    """Start a process for it, if there is a loop and none was started: whoever asks first need not wait for as long."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if target not in _pools.get(loop, {}):
+        task = loop.create_task(_provision(target))
+        _starting.add(task)
+        task.add_done_callback(_starting.discard)
+
+
 def in_own_process() -> bool:
     """Whether this process is one environment's, which its limits end as a whole."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and spec.name == _OWN_PROCESS
+
+
+async def _provision(target: str) -> None:
+    (await _pool_of(target, SECONDS)).provision(1)
 
 
 async def _pool_of(target: str, seconds: float) -> FunctionPool:

@@ -136,9 +136,9 @@ def test_what_an_image_installs_is_a_tested_version_and_a_known_extra(path: Path
 
 def test_the_environments_image_starts_what_the_runs_pods_start() -> None:
     settings = pod_manifests.PodSettings(owner="o", image="i")
-    command = pod_manifests.pod_manifest(settings, "n", "i")["spec"]["containers"][0]["command"]
+    command = pod_manifests.pod_manifest(settings, "n", "i", "0" * 64)["spec"]["containers"][0]["command"]
     (path,) = (path for path in CONTAINERFILES if path.suffix == ".environment")
-    same = command[: command.index("--owner")]
+    same = command[: command.index("--token-digest")]
     assert listed(path, "CMD") == same
 
 

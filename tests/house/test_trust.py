@@ -206,7 +206,7 @@ def test_eleven_characters_hang_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reasoning_gym, "score_apart", apart)
     assert asyncio.run(reasoning_gym.Question("coin_flip/1").act("x")).reward == 0.5
-    assert asked == [("orchestrator.tasks.reasoning_gym:scored", "x")]
+    assert asked == [(reasoning_gym.SCORER, "x")]
 
 
 def test_a_function_that_left_its_group_ends_with_its_call(module: str, tmp_path: Path) -> None:
