@@ -6,9 +6,16 @@ Guarantees: ``stop`` is idempotent, asks first, kills after a limit, and always 
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
+HIDDEN = "RL_COSERVE_"  # environment variables that begin so are the orchestrator's
 STOP_LIMIT = 5.0  # seconds to stop by itself before it is killed
+
+
+def public_environment() -> dict[str, str]:
+    """Our environment variables without those that hold secrets of the run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
 
 
 class ChildProcess:

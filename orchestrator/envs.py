@@ -9,6 +9,7 @@ environment comes from and goes back to is an :class:`~orchestrator.environments
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ from orchestrator.api import (
     GenerationRequest,
     Observation,
     Prompt,
+    RetryableError,
+    RewardFunction,
+    RunError,
     Sampling,
     Task,
     TaskLimits,
@@ -74,6 +78,34 @@ class Episode:
             finished_at=finished_at,
             scored_at=scored_at,
         )
+
+
+async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: float) -> float:
+    """The reward, a finite float. Raises TrajectoryError for anything else that the function may give or raise, and RunError for
+    what it says that every trajectory would meet."""
+    try:
+        async with asyncio.timeout(seconds):
+            found: object = await reward.score(trajectory)
+    except (RunError, TrajectoryError, GeneratorExit):
+        raise
+    except asyncio.CancelledError as error:
+        this = asyncio.current_task()
+        if this is not None and this.cancelling():
+            raise
+        raise TrajectoryError("reward_error", "it was cancelled by nobody here") from error
+    except RetryableError as error:
+        raise TrajectoryError("reward_unavailable", str(error)) from error
+    except TimeoutError as error:
+        raise TrajectoryError("reward_timeout", str(error)) from error
+    except BaseException as error:  # whatever it is: one reward ends no run
+        raise TrajectoryError("reward_error", error_text(error)) from error
+    try:
+        value = float(found) if isinstance(found, int | float) and not isinstance(found, bool) else math.nan
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise TrajectoryError("reward_not_finite", f"{found!r:.100}")
+    return value
 
 
 class EnvManager:
@@ -244,7 +276,11 @@ class EnvManager:
             context.begin_anew("restart", observation)
             return
         if summarise is not None:
-            context.begin_anew("function", observation, summarise(context.tokens)[: rules.summary])
+            try:
+                summary = tuple(summarise(context.tokens)[: rules.summary])
+            except (Exception, SystemExit) as error:  # third-party code, as above
+                raise TrajectoryError("summary_error", error_text(error)) from error
+            context.begin_anew("function", observation, summary)
             return
         context.observe(ask)
         episode.waiting_for = "summary"
@@ -289,9 +325,9 @@ class EnvManager:
             if not limit.expired():  # the environment raised it itself
                 raise TrajectoryError("environment_error", f"{what}: {error_text(error)}") from error
             raise TrajectoryError("environment_timeout", f"{what} took over {self._step_timeout} s") from error
-        except TrajectoryError:
+        except (TrajectoryError, asyncio.CancelledError, GeneratorExit):
             raise
-        except (Exception, SystemExit) as error:  # third-party code: anything it raises is this trajectory's failure
+        except BaseException as error:  # third-party code: anything it raises is this trajectory's failure
             raise TrajectoryError("environment_error", f"{what}: {error_text(error)}") from error
 
     def _check_tokens(self, episode: Episode, observation: Observation) -> None:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from orchestrator.api import Prompt, RetryableError, RewardFunction, Sampling, Task, TrajectoryError, parts_of
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory
+from orchestrator.api import Prompt, RetryableError, RewardFunction, RunError, Sampling, Task, TrajectoryError, parts_of
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory, score_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,14 @@ class Evaluator:
                 asyncio.TaskGroup() as group
             ):  # cancelled, it ends when all have ended; gather ends with the first
                 plays = [group.create_task(play(index, prompt)) for index, prompt in enumerate(prompts)]
+        except BaseExceptionGroup as group_of_errors:
+            fatal = group_of_errors.subgroup(RunError)
+            if fatal is None:
+                raise
+            first: BaseException = fatal
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
         finally:
             self.waiting_for = ""
         scores = [task.result() for task in plays]
@@ -103,7 +111,11 @@ class Evaluator:
         episode = Episode(name, label, prompt, 0.0, heldout=True)
         try:
             await self._environments.play(episode, sampling)
-            async with asyncio.timeout(self._timeout):
-                return await self._reward.score(episode.trajectory(0.0))
+            return await score_of(self._reward, episode.trajectory(0.0), self._timeout)
         except (TrajectoryError, RetryableError, StaleTrajectory, TimeoutError):
             return None
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():
+                raise
+            return None  # an environment raised it

@@ -9,13 +9,11 @@ nothing here knows about training.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.api import (
     Prompt,
-    RetryableError,
     RewardFunction,
     RunError,
     Sampling,
@@ -27,7 +25,7 @@ from orchestrator.api import (
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config.sections import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory, score_of
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.placement.length_tracker import LengthTracker
@@ -313,7 +311,7 @@ class Rollout:
         self._note_version(episode)
         finished = self._events.time()
         episode.waiting_for = "reward"
-        reward = await self._score(episode.trajectory(finished))
+        reward = await score_of(self._reward, episode.trajectory(finished), self._settings.trajectory_timeout)
         trajectory = episode.trajectory(finished, reward=reward, scored_at=self._events.time())
         self._ledger.move(episode.id, "buffered")
         self._failed_in_row = 0
@@ -327,18 +325,6 @@ class Rollout:
             detail = f"task {episode.prompt.task}: {episode.env_version!r} beside {', '.join(map(repr, known))}"
             self._events.emit("alarm", what="environment_version", detail=detail[:300])
             known.append(episode.env_version)
-
-    async def _score(self, trajectory: Trajectory) -> float:
-        try:
-            async with asyncio.timeout(self._settings.trajectory_timeout):
-                reward = await self._reward.score(trajectory)
-        except RetryableError as error:
-            raise TrajectoryError("reward_unavailable", str(error)) from error
-        except TimeoutError as error:
-            raise TrajectoryError("reward_timeout", str(error)) from error
-        if not math.isfinite(reward):
-            raise TrajectoryError("reward_not_finite", f"{reward}")
-        return reward
 
     def _member_done(self, trajectory_id: str, task: asyncio.Task[None]) -> None:
         """The member's task ended, one way or another: close its entry if it got no score."""

@@ -26,6 +26,7 @@ from orchestrator.api import (
     TrajectoryError,
     Turn,
 )
+from orchestrator.environments.reply_checks import error_text
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.sandbox import Sandbox, SandboxOutcome
 
@@ -75,10 +76,12 @@ class AgentManager(EnvManager):
         except TimeoutError as error:
             text = f"after {self._trajectory_timeout} s in {episode.waiting_for}"
             raise TrajectoryError("trajectory_timeout", text) from error
-        except OSError as error:
-            raise RunError(f"the endpoint of the agents (task.agent.port) cannot be opened: {error}") from error
-        except RetryableError as error:
-            raise TrajectoryError("environment_start", str(error)) from error
+        except (RunError, TrajectoryError, StaleTrajectory, asyncio.CancelledError, GeneratorExit):
+            raise
+        except (RetryableError, OSError) as error:  # of this machine, in the midst of this trajectory
+            raise TrajectoryError("environment_start", error_text(error)) from error
+        except BaseException as error:  # whatever it is: one agent ends no run
+            raise TrajectoryError("agent_error", error_text(error)) from error
         finally:
             session.broken.cancel()
             episode.turns = session.conversation.turns(reward, done)

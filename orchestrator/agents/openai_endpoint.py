@@ -3,9 +3,11 @@
     POST /v1/chat/completions, POST /v1/completions, GET /v1/models
     Authorization: Bearer KEY, or the key in the path: /k/KEY/v1/...
 
-Guarantees: it listens on loopback (and on a Unix socket for sandboxes) and nowhere else; a request without a key of a trajectory
-that is under way learns nothing, before its body is read; keys are compared in constant time; a body over ``body_bytes`` is
-refused; every error has OpenAI's form; when a client goes away, what it asked for is aborted in the worker. No key is logged.
+Guarantees: it listens on loopback, and on a Unix socket for each sandbox that its owner alone can connect to, and nowhere else;
+connections, heads and bodies have the limits of :mod:`orchestrator.api.listener_limits`, each socket its own, so that no agent
+keeps another out; a request without a key of a trajectory that is under way learns nothing, and one too many of a trajectory is
+refused, both before its body is read; keys are compared in constant time; a large body is read in another process; every error
+has OpenAI's form; when a client goes away, what it asked for is aborted in the worker. No key is logged.
 
 An answer is whole before its first byte: a stream has OpenAI's form, and brings nothing sooner.
 """
@@ -14,16 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
-import os
 import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -31,13 +32,19 @@ from aiohttp import web
 from orchestrator.agents import openai_protocol
 from orchestrator.agents.agent_session import AgentSession
 from orchestrator.agents.conversation import Answer
-from orchestrator.agents.openai_protocol import Answered, ApiError, Asked
-from orchestrator.api import bearer
+from orchestrator.agents.openai_protocol import Answered, ApiError, Asked, ChatAsked, PlainAsked
+from orchestrator.api import RetryableError, RunError, bearer
+from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefused, HttpListener, read_body
+from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Throttled
 
-BODY_BYTES = 8 << 20
+LIMITS = LISTENERS["agent endpoint"]
+OF_ONE_AGENT = 32  # connections at the socket of a sandbox
+READ_HERE = 1 << 17  # bytes of a body that take some milliseconds at most; a larger one is read by another process
+READ_SECONDS = 10.0  # that may take
 MODEL = "policy"  # what /v1/models lists; any other name is taken too
 SOCKET = "gateway.sock"
-_Work = Callable[[AgentSession, Any], Awaitable[tuple[Asked, Answered, list[Answer]]]]
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+_Work = Callable[[AgentSession, bytes], Awaitable[tuple[Asked, Answered, list[Answer]]]]
 _Form = Callable[[Asked, Answered, int], Any]
 
 
@@ -57,68 +64,106 @@ class AgentGateway:
     0: a free one.
     """
 
-    def __init__(self, port: int = 0, body_bytes: int = BODY_BYTES) -> None:
+    def __init__(self, port: int = 0, body_bytes: int = LIMITS.body_bytes) -> None:
         self._wanted, self._port = port, 0
-        self._body_bytes = body_bytes
+        self.limits = replace(LIMITS, body_bytes=body_bytes)
         self._doors: dict[str, AgentAccess] = {}
         self._opened = 0
         self._users = 0
         self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
-        self._folder = ""
+        self._listener: HttpListener | None = None
+        self._readers: FunctionPool | None = None
 
     @asynccontextmanager
     async def open_session(self, session: AgentSession) -> AsyncIterator[AgentAccess]:
-        """A key for this session, good until the end of the block; then its open requests are cancelled. Raises OSError when
-        the port is taken."""
+        """A key for this session, and a socket of its own in a folder of its own, good until the end of the block; then its open
+        requests are cancelled. Raises RunError when the port is taken, RetryableError when this machine has no room."""
         async with self._changing:
             if self._runner is None:
                 await self._start()
             self._users += 1
-        self._opened += 1
-        name = str(self._opened)
-        key = f"rl-{name}-{secrets.token_urlsafe(32)}"
-        door = AgentAccess(session, key, f"http://127.0.0.1:{self._port}/v1", f"{self._folder}/{SOCKET}")
-        self._doors[name] = door
         try:
-            yield door
+            async with self._opened_door(session) as door:
+                yield door
         finally:
-            del self._doors[name]
-            for handler in door.handlers:
-                handler.cancel()
             async with self._changing:
                 self._users -= 1
                 if self._users == 0:
                     await self._stop()
 
+    @asynccontextmanager
+    async def _opened_door(self, session: AgentSession) -> AsyncIterator[AgentAccess]:
+        assert self._listener is not None
+        assert self._runner is not None
+        assert self._runner.server is not None
+        listener = self._listener
+        self._opened += 1
+        name = str(self._opened)
+        key = f"rl-{name}-{secrets.token_urlsafe(32)}"
+        try:
+            folder = tempfile.mkdtemp(prefix="rl-coserve-agent-")  # mode 0700; its sandbox is given it
+        except OSError as error:
+            raise RetryableError(f"the endpoint of the agents cannot be opened: {error}") from error
+        door = AgentAccess(session, key, f"http://127.0.0.1:{self._port}/v1", f"{folder}/{SOCKET}")
+        server: asyncio.Server | None = None
+        try:
+            try:
+                server = await listener.listen(self._runner.server, path=door.socket, most=OF_ONE_AGENT)
+            except OSError as error:
+                raise RetryableError(f"the endpoint of the agents cannot be opened: {error}") from error
+            self._doors[name] = door
+            yield door
+        finally:
+            self._doors.pop(name, None)
+            for handler in door.handlers:
+                handler.cancel()
+            if server is not None:
+                listener.end(server)
+            shutil.rmtree(folder, ignore_errors=True)
+
     async def _start(self) -> None:
-        app = web.Application(middlewares=[_in_their_form], client_max_size=self._body_bytes)
+        listener = HttpListener(self.limits)
+        app = web.Application(middlewares=[listener.middleware, _in_their_form])
         for head in ("/v1", "/k/{key}/v1"):
             app.router.add_post(f"{head}/chat/completions", self._chat)
             app.router.add_post(f"{head}/completions", self._plain)
             app.router.add_get(f"{head}/models", self._models)
             app.router.add_get(f"{head}/models/{{name}}", self._model)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-        folder = tempfile.mkdtemp(prefix="rl-coserve-agents-")
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True, **SERVER_OPTIONS)
         try:
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", self._wanted).start()
-            await web.UnixSite(runner, f"{folder}/{SOCKET}").start()
-            # Sandboxes run as users of their own: they may connect, and nobody may list the folder. What opens is the key.
-            os.chmod(folder, 0o711)
-            os.chmod(Path(folder) / SOCKET, 0o666)
-        except BaseException:
+            assert runner.server is not None
+            server = await listener.listen(runner.server, "127.0.0.1", self._wanted)
+        except BaseException as error:
+            listener.close()
             await runner.cleanup()
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        self._runner, self._folder = runner, folder
-        self._port = next(address[1] for address in runner.addresses if isinstance(address, tuple))
+            if not isinstance(error, OSError):
+                raise
+            told = f"the endpoint of the agents (task.agent.port = {self._wanted}) cannot be opened: {error}"
+            if error.errno in _NO_ROOM:
+                raise RetryableError(told) from error
+            raise RunError(told) from error
+        self._runner, self._listener = runner, listener
+        self._port = server.sockets[0].getsockname()[1]
+        self._readers = FunctionPool(
+            "orchestrator.agents.openai_protocol:read_apart",
+            concurrency=2,
+            timeout=READ_SECONDS,
+            idle_seconds=60.0,
+            most_bytes=8 * self.limits.body_bytes,
+        )
 
     async def _stop(self) -> None:
         runner, self._runner = self._runner, None
+        listener, self._listener = self._listener, None
+        readers, self._readers = self._readers, None
+        if listener is not None:
+            listener.close()
         if runner is not None:
             await runner.cleanup()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if readers is not None:
+            await readers.close()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -137,15 +182,17 @@ class AgentGateway:
         return door
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def work(session: AgentSession, body: Any) -> tuple[Asked, Answered, list[Answer]]:
-            wanted = openai_protocol.chat_asked(body)
+        async def work(session: AgentSession, body: bytes) -> tuple[Asked, Answered, list[Answer]]:
+            wanted = await self._read(body, chat=True)
+            assert isinstance(wanted, ChatAsked)
             return wanted.asked, *await session.answer_chat(wanted)
 
         return await self._serve(request, work, openai_protocol.chat_body, openai_protocol.chat_chunks)
 
     async def _plain(self, request: web.Request) -> web.StreamResponse:
-        async def work(session: AgentSession, body: Any) -> tuple[Asked, Answered, list[Answer]]:
-            wanted = openai_protocol.plain_asked(body)
+        async def work(session: AgentSession, body: bytes) -> tuple[Asked, Answered, list[Answer]]:
+            wanted = await self._read(body, chat=False)
+            assert isinstance(wanted, PlainAsked)
             return wanted.asked, *await session.answer_plain(wanted)
 
         return await self._serve(request, work, openai_protocol.plain_body, openai_protocol.plain_chunks)
@@ -161,8 +208,11 @@ class AgentGateway:
     async def _serve(self, request: web.Request, work: _Work, whole: _Form, chunks: _Form) -> web.StreamResponse:
         door, this = self._door(request), asyncio.current_task()
         assert this is not None
-        door.handlers.add(this)
         session, answers = door.session, list[Answer]()
+        if len(door.handlers) >= session.bounds.concurrent:  # before the body is read
+            text = f"{len(door.handlers)} requests are open: at most {session.bounds.concurrent} at once"
+            raise ApiError(429, text, kind="rate_limit_exceeded", code="too_many_requests")
+        door.handlers.add(this)
         try:
             asked, answered, answers = await work(session, await self._body(request))
             created = int(time.time())  # for clients; nothing here goes by it
@@ -178,15 +228,25 @@ class AgentGateway:
         finally:
             door.handlers.discard(this)
 
-    async def _body(self, request: web.Request) -> Any:
-        if (request.content_length or 0) > self._body_bytes:
-            raise ApiError(413, f"the body has over {self._body_bytes} bytes", code="body_too_large")
+    async def _body(self, request: web.Request) -> bytes:
         try:
-            return json.loads(await request.read())
-        except web.HTTPRequestEntityTooLarge as error:
-            raise ApiError(413, f"the body has over {self._body_bytes} bytes", code="body_too_large") from error
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}"[:300]) from error
+            return await read_body(request, self.limits)
+        except BodyRefused as error:
+            code = "body_too_large" if error.status == 413 else ""
+            raise ApiError(error.status, str(error), code=code) from error
+
+    async def _read(self, body: bytes, *, chat: bool) -> ChatAsked | PlainAsked:
+        """The request in a body. Raises ApiError."""
+        if len(body) <= READ_HERE:
+            return openai_protocol.chat_request(body) if chat else openai_protocol.plain_request(body)
+        assert self._readers is not None
+        try:
+            found = await self._readers.invoke({"chat": chat, "body": body.decode()})
+        except UnicodeDecodeError as error:
+            raise ApiError(400, f"the body is not UTF-8: {error}"[:300]) from error
+        except (FunctionError, Throttled, OSError) as error:
+            raise ApiError(503, f"the body could not be read: {error}"[:300], kind="server_error") from error
+        return openai_protocol.read_by_another(found)
 
 
 async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

@@ -3,21 +3,31 @@
 What a field means is what OpenAI's reference says. Guarantees: a field that would change what is sampled and is not supported is
 refused, never ignored; so is one that is unknown. ``null`` is as if it were not there. Ignored is what has no bearing on the
 answer (:data:`IGNORED`). ``seed`` is ignored too: with one seed all members of a group would say the same.
+
+Reading takes time in proportion to the body, whatever is in it: lists and objects have limits, and the first mistake ends it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from orchestrator.agents.chat_template import Message
+from orchestrator.api import jsontext
+from orchestrator.api.http import MAX_PROMPT_TOKENS
 
 T = TypeVar("T", bound=BaseModel)
 MAX_CHOICES = 16  # `n`
+MAX_MESSAGES = 10_000
+MAX_PARTS = 256  # of a message, and its calls of tools
+MAX_FIELDS = 64  # of an object
+MAX_TOOLS = 512
+MAX_NAME = 256  # characters of a model, a role, an identity
+MAX_STOP = 1000  # characters of a stop text
 MAX_STOPS = 4  # as OpenAI
 IGNORED = frozenset(
     {
@@ -110,47 +120,62 @@ class Answered:
     choices: tuple[Choice, ...]
 
 
-class _Part(BaseModel):
+class _Object(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has over {MAX_FIELDS} fields")
+        return value
+
+
+_Name = Annotated[str, Field(max_length=MAX_NAME)]
+
+
+class _Part(_Object):
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
 
 
-class _Call(BaseModel):
+class _Call(_Object):
     model_config = ConfigDict(extra="ignore")
 
-    class Function(BaseModel):
+    class Function(_Object):
         model_config = ConfigDict(extra="ignore")
-        name: str
+        name: _Name
         arguments: str
 
-    id: str = ""
+    id: _Name = ""
     type: Literal["function"] = "function"
     function: Function
 
 
-class _Message(BaseModel):
+class _Message(_Object):
     model_config = ConfigDict(extra="ignore")  # clients send back what they were given, with fields of later versions
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
-    name: str | None = None
-    tool_calls: list[_Call] | None = None
-    tool_call_id: str | None = None
+    content: str | Annotated[list[_Part], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    name: _Name | None = None
+    tool_calls: Annotated[list[_Call], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    tool_call_id: _Name | None = None
 
 
-class _StreamOptions(BaseModel):
+class _StreamOptions(_Object):
     model_config = ConfigDict(extra="ignore")
     include_usage: bool = False
 
 
+_Stop = Annotated[str, Field(max_length=MAX_STOP)]
+
+
 class _Common(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    model: str = "policy"
+    model: _Name = "policy"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
 
@@ -169,22 +194,26 @@ class _Common(BaseModel):
         )
 
 
-class _Tool(BaseModel):
+class _Tool(_Object):
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
-    function: dict[str, Any]
+    function: Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
 
 
 class _Chat(_Common):
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
-    tools: list[_Tool] = []
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
 
 
 class _Plain(_Common):
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: (
+        str
+        | Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -216,6 +245,46 @@ def plain_asked(body: object) -> PlainAsked:
     return PlainAsked(found.asked(found.max_tokens, found.logprobs is not None), ready)  # type: ignore[arg-type]
 
 
+def chat_request(text: str | bytes) -> ChatAsked:
+    """:func:`chat_asked` of a body as it came. Raises ApiError."""
+    return chat_asked(_parsed(text))
+
+
+def plain_request(text: str | bytes) -> PlainAsked:
+    """:func:`plain_asked` of a body as it came. Raises ApiError."""
+    return plain_asked(_parsed(text))
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return jsontext.parse(text)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}"[:300]) from error
+
+
+def read_apart(event: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process of its own makes of ``{"chat": bool, "body": text}``: fields of the record, or ``refused``: status, body."""
+    try:
+        found = (chat_request if event["chat"] else plain_request)(event["body"])
+    except ApiError as error:
+        return {"refused": [error.status, error.body]}
+    return asdict(found)
+
+
+def read_by_another(fields: Mapping[str, Any]) -> ChatAsked | PlainAsked:
+    """The record that :func:`read_apart` made. Raises ApiError where it was none."""
+    if "refused" in fields:
+        status, body = fields["refused"]
+        refusal = ApiError(status, str(body["error"]["message"]))
+        refusal.body = body
+        raise refusal
+    asked = Asked(**{**fields["asked"], "stop": tuple(fields["asked"]["stop"])})
+    if "messages" in fields:
+        return ChatAsked(asked, tuple(Message(**item) for item in fields["messages"]), fields["tools"])
+    prompt = fields["prompt"]
+    return PlainAsked(asked, prompt if isinstance(prompt, str) else tuple(prompt))
+
+
 def _checked(form: type[T], body: object) -> T:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -226,11 +295,16 @@ def _checked(form: type[T], body: object) -> T:
                 text = f"{name}: is not supported here; leave it out"
                 raise ApiError(400, text, param=name, code="unsupported_parameter")
             del fields[name]
+    for name in fields:
+        if name not in form.model_fields:
+            told = name[:MAX_NAME]
+            text = f"Unrecognized request argument supplied: {told}"
+            raise ApiError(400, text, param=told, code="unknown_parameter")
     try:
         return form.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    name = _where(first["loc"], fields)
+    name = _where(first["loc"], fields)[:MAX_NAME]
     if first["type"] == "extra_forbidden":
         raise ApiError(400, f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
     raise ApiError(400, f"{name}: {first['msg']}", param=name or None, code="invalid_value")
@@ -271,7 +345,7 @@ def answer_message(content: str, calls: list[tuple[str, str, str]]) -> Message:
 
 def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
     try:
-        given: Any = json.loads(arguments)
+        given: Any = jsontext.parse(arguments)
     except ValueError:
         given = arguments  # what the policy wrote is no JSON: shown as it is
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": given}}

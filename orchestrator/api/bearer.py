@@ -13,12 +13,26 @@ from pathlib import Path
 
 from orchestrator.api.errors import ConfigError
 
+_SEAL = "sha256:"
 LONGEST = 8192  # characters of a header: what HTTP servers take for a line
 
 
 def digest_of(token: str) -> str:
     """SHA-256 (hex) of a token. One of 256 random bits cannot be found from it."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def sealed(token: str) -> str:
+    """What a server is given instead of the token: enough to know it, not to call with it."""
+    return f"{_SEAL}{digest_of(token)}"
+
+
+def digest_in(given: str) -> str:
+    """The digest of what a server was given: a token, or one that is :func:`sealed`. Empty: nothing was."""
+    digest = given.removeprefix(_SEAL)
+    if given.startswith(_SEAL) and len(digest) == 64:
+        return digest
+    return digest_of(given) if given else ""
 
 
 def matches(given: str, digest: str) -> bool:

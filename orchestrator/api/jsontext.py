@@ -7,16 +7,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+DEPTH = 64  # levels of nesting that parsed text may have; nobody here writes ten
 PIECE = 4096  # numbers in a piece: some 3 ms, in which nobody else has the interpreter's lock
 
 
 def parse(text: str | bytes, *, finite: bool = False) -> Any:
-    """The value. Raises ValueError, and nothing else: also for text that is nested beyond the stack, has a number of
+    """The value. Raises ValueError, and nothing else: also for text that is nested over :data:`DEPTH` levels, has a number of
     thousands of digits or is no UTF-8. ``finite``: NaN and infinities, which are no JSON, are refused too."""
     try:
-        return json.loads(text, parse_constant=_refuse) if finite else json.loads(text)
+        value = json.loads(text, parse_constant=_refuse) if finite else json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if opened > DEPTH and _is_deep(value):
+        raise ValueError(f"nested over {DEPTH} levels")
+    return value
 
 
 def parse_object(text: str | bytes, *, finite: bool = False) -> dict[str, Any]:
@@ -25,6 +30,17 @@ def parse_object(text: str | bytes, *, finite: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"no JSON object but {type(value).__name__}")
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Level by level: what walks the value later may recurse."""
+    level: list[Any] = [value]
+    for _ in range(DEPTH):
+        inside = [item.values() if type(item) is dict else item for item in level if type(item) in (dict, list)]
+        if not inside:
+            return False
+        level = [item for items in inside for item in items if type(item) in (dict, list)]
+    return bool(level)
 
 
 def _refuse(name: str) -> float:

@@ -1,10 +1,11 @@
 """The process of one environment: answers the calls of :mod:`orchestrator.environments.environment_wire`, one after the other.
 
     python -m orchestrator.environments.environment_process                                       over standard input and output
-    python -m orchestrator.environments.environment_process --listen 0.0.0.0:8011 --token-env T   over TCP, for a pod
+    python -m orchestrator.environments.environment_process --listen 0.0.0.0:8011 --token-digest HEX   over TCP, for a pod
 
 Guarantees: the pipe carries nothing but replies, whatever the environment prints; what the environment raises, ``exit``
-included, is an answer; a request that is sent again (its answer got lost with the connection) is answered again and not
+included, is an answer; it is started once; over TCP nobody without the token of that digest is heard, and the process itself does
+not have it; a request that is sent again (its answer got lost with the connection) is answered again and not
 carried out twice. It ends, with all it started, when the pipe closes; over TCP when nobody with the token has been
 connected for ``--orphan-seconds``, and when one call takes that much longer than the caller waits for it, even in a busy
 loop. Memory and processor limits are the kernel's (setrlimit(2)).
@@ -23,12 +24,10 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.environments.process_watcher import fork_under_watch
-
-CONNECT_LIMIT = 5.0  # seconds for a new connection to show its token
+from orchestrator.process_watcher import fork_under_watch
 
 
 class EnvironmentService:
@@ -37,6 +36,7 @@ class EnvironmentService:
     def __init__(self, orphan_seconds: float = 0.0) -> None:
         self._number: object = None
         self._task: asyncio.Task[bytes] | None = None
+        self._started = False
         self._inner: Any = None  # a Renewable, once started
         self._tools: Any = None  # a ToolClient, where there are tools
         self._orphan_seconds = orphan_seconds
@@ -107,9 +107,13 @@ class EnvironmentService:
 
     def _start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         import orchestrator
+        from orchestrator.api import TrajectoryError
         from orchestrator.environments import environment_wire
         from orchestrator.environments.environment_session import RenewableEnvironment
 
+        if self._started:
+            raise TrajectoryError("environment_protocol", "it was started already")
+        self._started = True  # though it may fail: what is imported here is said once
         limits = message.get("limits") or {}
         memory = int(limits.get("memory_mb", 0)) << 20
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -191,39 +195,55 @@ async def serve_pipes(requests_fd: int, replies_fd: int) -> None:
         replies.flush()
 
 
-async def serve_tcp(host: str, port: int, token: str, orphan_seconds: float) -> None:
-    """Until nobody has been connected for ``orphan_seconds``. One connection at a time: a newer one is the same caller's."""
+async def serve_tcp(
+    host: str, port: int, digest: str, orphan_seconds: float, ready: Callable[[int], None] | None = None
+) -> None:
+    """Until nobody has been connected for ``orphan_seconds``. One connection at a time: a newer one is the same caller's.
+    ``digest``: of its token. ``ready`` is told the port."""
     from orchestrator.api import bearer
+    from orchestrator.api.listener_limits import LISTENERS, raise_open_files
     from orchestrator.environments import environment_wire
 
-    service, digest = EnvironmentService(orphan_seconds), bearer.digest_of(token)
+    service, limits = EnvironmentService(orphan_seconds), LISTENERS["environment worker"]
     current: asyncio.StreamWriter | None = None
+    waiting: dict[asyncio.StreamWriter, None] = {}  # without a token so far, the oldest first
     left = asyncio.Event()
+    raise_open_files()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal current
         try:
+            if len(waiting) >= limits.connections:
+                oldest = next(iter(waiting))
+                oldest.transport.abort()
+                del waiting[oldest]
+            waiting[writer] = None
             _keep_alive(writer, orphan_seconds)
-            async with asyncio.timeout(CONNECT_LIMIT):
+            async with asyncio.timeout(limits.header_seconds):
                 given = (await reader.readline()).strip()
+            waiting.pop(writer, None)
             if not bearer.matches(given.decode("utf-8", "surrogateescape"), digest):
                 return
             if current is not None:
                 current.close()
             current = writer
             writer.write(b"{}\n")
-            while line := await reader.readline():
+            while line := await environment_wire.read_line(reader):
                 writer.write(await service.answer_line(line))
                 await writer.drain()
         except (OSError, ValueError, TimeoutError):
             return  # of this connection; the caller may come back
         finally:
+            waiting.pop(writer, None)
             writer.close()
             if current is writer:
                 current = None
                 left.set()
 
-    async with await asyncio.start_server(connected, host, port, limit=environment_wire.MAX_LINE):
+    # Of who shows no token no more is kept than this, twice.
+    async with await asyncio.start_server(connected, host, port, limit=limits.header_bytes) as server:
+        if ready is not None:
+            ready(server.sockets[0].getsockname()[1])
         while True:
             left.clear()
             with contextlib.suppress(TimeoutError):
@@ -254,23 +274,25 @@ def _take_pipes() -> tuple[int, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """0: the caller is gone. 2: wrong arguments or no token."""
+    """0: the caller is gone. 2: wrong arguments, or no digest."""
     parser = argparse.ArgumentParser(
         prog="python -m orchestrator.environments.environment_process", description=__doc__
     )
     parser.add_argument("--listen", metavar="HOST:PORT", default="")
-    parser.add_argument("--token-env", default="", help="environment variable that holds the token of a TCP caller")
+    parser.add_argument("--token-digest", default="", help="SHA-256 (hex) of the token of a TCP caller")
     parser.add_argument("--orphan-seconds", type=float, default=120.0)
     parser.add_argument("--owner", default="", help="whose it is, for people who read a list of processes")
     options = parser.parse_args(arguments)
-    token = os.environ.pop(options.token_env, "")
-    if options.listen and not token:
-        print(f"{options.token_env!r} names no environment variable that holds a token", file=sys.stderr)
+    if options.listen and len(options.token_digest) != 64:
+        print(
+            f"--token-digest {options.token_digest!r}: 64 hex digits, of the token that a caller must show",
+            file=sys.stderr,
+        )
         return 2
     fork_under_watch()
     if options.listen:
         host, _, port = options.listen.rpartition(":")
-        asyncio.run(serve_tcp(host, int(port), token, options.orphan_seconds))
+        asyncio.run(serve_tcp(host, int(port), options.token_digest, options.orphan_seconds))
     else:
         asyncio.run(serve_pipes(*_take_pipes()))
     return 0

@@ -12,12 +12,13 @@ another id or lacks a field is a TrajectoryError, whoever wrote it; what is sent
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError, jsontext
 from orchestrator.environments.reply_checks import error_text, observation_of, step_of
 
 PROTOCOL = 1
@@ -31,15 +32,26 @@ def encode_line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
+async def read_line(reader: asyncio.StreamReader) -> bytes:
+    """The next line, from a reader whose own limit may be smaller; empty or without its end: there is no more. Raises ValueError
+    for one of over MAX_LINE."""
+    line = bytearray()
+    while len(line) <= MAX_LINE:
+        try:
+            return bytes(line + await reader.readuntil(b"\n"))
+        except asyncio.IncompleteReadError as error:
+            return bytes(line + error.partial)
+        except asyncio.LimitOverrunError as error:
+            line += await reader.readexactly(error.consumed)
+    raise ValueError(f"a line of over {MAX_LINE} B")
+
+
 def decode_line(line: bytes) -> dict[str, Any]:
     """The object in a line. Raises TrajectoryError."""
     try:
-        message = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise TrajectoryError("environment_protocol", f"not a line of JSON ({error}): {line!r:.100}") from error
-    if not isinstance(message, dict):
-        raise TrajectoryError("environment_protocol", f"not an object: {line!r:.100}")
-    return message
+        return jsontext.parse_object(line, finite=True)
+    except ValueError as error:
+        raise TrajectoryError("environment_protocol", f"not a line of JSON ({error}): {_shown(line)}") from error
 
 
 def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = None) -> dict[str, Any]:
@@ -56,7 +68,7 @@ def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = N
             cause if _CAUSE.fullmatch(cause) else "environment_error", str(failed.get("detail", ""))[:_DETAIL]
         )
     if not isinstance(result, dict):
-        raise TrajectoryError("environment_protocol", f"a reply without a result: {line!r:.100}")
+        raise TrajectoryError("environment_protocol", f"a reply without a result: {_shown(line)}")
     return result
 
 
@@ -97,5 +109,5 @@ def read_step(fields: Mapping[str, Any]) -> StepResult:
     return step_of(StepResult(seen, *values))
 
 
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+def _shown(line: bytes) -> str:
+    return repr(line[:100])

@@ -118,10 +118,10 @@ class InProcessSession:
 
 
 async def _no_exit(call: Callable[[], Awaitable[T]]) -> T:
-    """What ``call`` answers. SystemExit in a task would end the event loop."""
+    """What ``call`` answers. These two in a task would end the event loop."""
     try:
         return await call()
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:
         raise TrajectoryError("environment_error", f"it called exit: {error_text(error)}") from error
 
 

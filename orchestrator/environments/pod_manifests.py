@@ -16,8 +16,6 @@ from typing import Any
 
 OWNER = "rl-coserve/owner"
 MANAGED = {"app.kubernetes.io/name": "rl-coserve-environment", "app.kubernetes.io/managed-by": "rl-coserve"}
-TOKEN_VARIABLE = "RL_COSERVE_ENVIRONMENT_TOKEN"
-_TOKEN_KEY = "token"
 _NAME = 63  # characters of a name and of a label's value
 
 
@@ -59,15 +57,13 @@ def mirrored(image: str, mirror: str) -> str:
     return f"{mirror.rstrip('/')}/{rest if has_registry else image}"
 
 
-def pod_manifest(settings: PodSettings, name: str, image: str) -> dict[str, Any]:
-    """One environment."""
+def pod_manifest(settings: PodSettings, name: str, image: str, token_digest: str) -> dict[str, Any]:
+    """One environment, for whoever has the token of this digest: the pod has no secret that it could lose."""
     command = ["python", "-m", "orchestrator.environments.environment_process", "--listen", f"0.0.0.0:{settings.port}"]
-    command += ["--token-env", TOKEN_VARIABLE, "--orphan-seconds", f"{settings.orphan_seconds:g}", "--owner", name]
-    token = {"secretKeyRef": {"name": secret_name(settings), "key": _TOKEN_KEY}}
+    command += ["--orphan-seconds", f"{settings.orphan_seconds:g}", "--token-digest", token_digest, "--owner", name]
     container = {
         **_container(settings, image, {"cpu": settings.cpu, "memory": settings.memory}),
         "command": command,
-        "env": [{"name": TOKEN_VARIABLE, "valueFrom": token}],
         "ports": [{"containerPort": settings.port}],
         "readinessProbe": {"tcpSocket": {"port": settings.port}, "periodSeconds": 1, "failureThreshold": 600},
     }
@@ -77,17 +73,6 @@ def pod_manifest(settings: PodSettings, name: str, image: str) -> dict[str, Any]
         "activeDeadlineSeconds": settings.lifetime,
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": _metadata(settings, name), "spec": spec}
-
-
-def secret_manifest(settings: PodSettings, token: str) -> dict[str, Any]:
-    """The run's token: pods name it, so that who may read pods does not see it."""
-    metadata = _metadata(settings, secret_name(settings))
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {_TOKEN_KEY: token}}
-
-
-def secret_name(settings: PodSettings) -> str:
-    """Of the run's secret."""
-    return name_of(settings.owner, "token")
 
 
 def pre_pull_manifest(settings: PodSettings, image: str) -> dict[str, Any]:

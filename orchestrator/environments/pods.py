@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from orchestrator.api import ConfigError, RetryableError
+from orchestrator.api import ConfigError, RetryableError, bearer
 from orchestrator.environments import pod_manifests
 from orchestrator.environments.pod_manifests import PodSettings
 from orchestrator.environments.remote_session import RemoteSession
@@ -56,7 +56,6 @@ class PodBackend:
         self._context = context
         self._wanted_pre_pull = pre_pull
         self._tools, self._tally = tools, tally
-        self._token = secrets.token_urlsafe(32)
         self._life = secrets.token_hex(2)  # pods of an earlier life may still be on their way out
         self._mirror = settings.registry_mirror
         self._api: Any = None
@@ -73,12 +72,10 @@ class PodBackend:
         where = f"namespace {self._settings.namespace} at {configuration.host}"
         try:
             await self._remove_all()
-            token = aio.client.V1Secret.from_dict(pod_manifests.secret_manifest(self._settings, self._token))
-            await self._ask(self._pods.create_namespaced_secret, self._settings.namespace, token)
             if self._wanted_pre_pull:
                 await self._pull_everywhere(aio)
         except aio.client.ApiException as error:
-            needed = "create, get, list, delete and deletecollection of pods and secrets (and daemonsets)"
+            needed = "create, get, list, delete and deletecollection of pods (and daemonsets)"
             fix = f"HTTP {error.status} {error.reason}: the account needs {needed}"
             raise ConfigError("environment.kubernetes", where, fix) from error
         except (OSError, TimeoutError) as error:
@@ -101,11 +98,13 @@ class PodBackend:
             images.insert(0, pod_manifests.mirrored(settings.image, self._mirror))
         for number, image in enumerate(images):
             pod = pod_manifests.name_of(name, self._life, *(("r",) if number else ()))
-            body = aio.client.V1Pod.from_dict(pod_manifests.pod_manifest(settings, pod, image))
+            token = secrets.token_urlsafe(32)  # of this pod alone
+            manifest = pod_manifests.pod_manifest(settings, pod, image, bearer.digest_of(token))
+            body = aio.client.V1Pod.from_dict(manifest)
             try:
                 await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
                 address = await self._ready(pod)
-                channel = TcpChannel(address, settings.port, self._token, functools.partial(self._delete, pod), pod)
+                channel = TcpChannel(address, settings.port, token, functools.partial(self._delete, pod), pod)
                 session = RemoteSession(channel, pod, self._tally)
                 await session.build_environment(self._target, self._arguments, self._limits, self._tools)
                 return session
@@ -175,7 +174,6 @@ class PodBackend:
         """Everything that carries our label."""
         options = {"label_selector": pod_manifests.label_selector(self._settings), "grace_period_seconds": 0}
         await self._ask(self._pods.delete_collection_namespaced_pod, self._settings.namespace, **options)
-        await self._ask(self._pods.delete_collection_namespaced_secret, self._settings.namespace, **options)
         if self._wanted_pre_pull:
             await self._ask(self._daemons.delete_collection_namespaced_daemon_set, self._settings.namespace, **options)
 

@@ -2,7 +2,7 @@
 
 Guarantees: a session has its own process group, memory and processor limits; ``kill`` ends it with everything it started,
 busy loops included, and reaps it; when the orchestrator ends, by ``kill -9`` too, so do all of them
-(:mod:`orchestrator.environments.process_watcher`); a process does not see the run's secrets (environment variables RL_COSERVE_*).
+(:mod:`orchestrator.process_watcher`); a process does not see the run's secrets (environment variables RL_COSERVE_*).
 What is run here is trusted as the orchestrator is: model-written code belongs into a sandbox.
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import TrajectoryError
+from orchestrator.child_process import public_environment
 from orchestrator.environments.environment_wire import MAX_LINE
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.tool_functions import ToolTally
 
 KILL_LIMIT = 3.0  # seconds for the watcher to end everything, before its group is killed
-HIDDEN = "RL_COSERVE_"  # environment variables that begin so are the orchestrator's
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # thread pools are address space, and many
 
 
@@ -58,7 +58,6 @@ class SubprocessBackend:
 
     async def start(self, name: str) -> RemoteSession:
         """See the protocol."""
-        variables = {key: value for key, value in os.environ.items() if not key.startswith(HIDDEN)}
         with contextlib.ExitStack() as stack:
             log = None if self._log is None else stack.enter_context(self._log.open("ab"))
             process = await asyncio.create_subprocess_exec(
@@ -73,7 +72,7 @@ class SubprocessBackend:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 limit=MAX_LINE,
-                env={**dict.fromkeys(ONE_THREAD, "1"), **variables},
+                env={**dict.fromkeys(ONE_THREAD, "1"), **public_environment()},
                 start_new_session=True,
             )
         session = RemoteSession(PipeChannel(process), name, self._tally)

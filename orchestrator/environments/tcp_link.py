@@ -1,4 +1,4 @@
-"""The way to an environment in a pod: one lasting TCP connection, authenticated by the run's token.
+"""The way to an environment in a pod: one lasting TCP connection, authenticated by a token of that pod alone.
 
 Guarantees (RollArt 8: persistent sessions and exponential back-off): a lost connection is made again, with growing pauses;
 the request under way is sent again under its number, and the environment carries it out once. Only when nobody listens for

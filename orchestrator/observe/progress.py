@@ -25,9 +25,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.observe.event_records import Evaluation, LedgerCounts, Step
 from orchestrator.observe.report.page_text import clock, sparkline
 from orchestrator.observe.run_figures import Curve, EventFigures
-from orchestrator.observe.run_records import Evaluation, LedgerCounts, Step
 
 _REDRAW_SECONDS = 0.2  # between two drawings, unless something happened
 _WAIT_SECONDS = 5.0  # a plain line for a reason that lasted this long

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.events import time_of
-from orchestrator.observe.run_records import (
+from orchestrator.observe.event_records import (
     Borrowing,
     End,
     Evaluation,
@@ -116,7 +116,7 @@ class EventFigures:
         self._asked = False  # for a batch, in this life
 
     def take(self, event: Mapping[str, Any]) -> Any:
-        """One more event, in the order of the log. Returns its record (:func:`orchestrator.observe.run_records.record_of`), of
+        """One more event, in the order of the log. Returns its record (:func:`orchestrator.observe.event_records.record_of`), of
         a step with its period. Raises ValueError for one that lacks a field or holds something else there: nothing is taken."""
         record = record_of(event)
         match record:

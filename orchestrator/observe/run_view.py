@@ -35,6 +35,7 @@ class ViewProcess(ServingChild):
 
     name = "view"
     variable = TOKEN_VARIABLE
+    shows_token = True  # in a cookie; nothing is started there
 
     def __init__(self, config: Config, folder: RunFolder, say: Say, since: float = 0.0) -> None:
         super().__init__(folder.logs / "view.log")

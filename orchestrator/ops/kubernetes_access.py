@@ -15,7 +15,7 @@ from orchestrator.environments.pods import API_LIMIT, connect_cluster, load_libr
 from orchestrator.ops.check import Finding
 
 VERBS = ("create", "get", "list", "delete", "deletecollection")
-_ALWAYS = (("", "pods"), ("", "secrets"))  # (API group, resource)
+_ALWAYS = (("", "pods"),)  # (API group, resource)
 _PRE_PULL = (("apps", "daemonsets"),)
 
 

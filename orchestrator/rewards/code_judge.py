@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from orchestrator.api import RetryableError
+from orchestrator.api import RetryableError, jsontext
 from orchestrator.policies.episodes.adaptive_timeouts import CaseTime
 from orchestrator.sandbox import Sandbox, SandboxLimits
 
@@ -191,7 +191,7 @@ async def _checked(sandbox: Sandbox, tests: HiddenTests, answers: list[str]) -> 
 def _answers(output: bytes, count: int) -> list[str] | None:
     """What the code answered, as one JSON text a case, or None when it is not of the form."""
     try:
-        answers = json.loads(output, parse_constant=_refuse)
+        answers = jsontext.parse(output, finite=True)
         if (
             not isinstance(answers, list)
             or len(answers) != count
@@ -199,9 +199,5 @@ def _answers(output: bytes, count: int) -> list[str] | None:
         ):
             return None
         return [json.dumps(each) for each in answers]
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")

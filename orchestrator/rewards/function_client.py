@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, jsontext
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.rewards.function_protocol import (
     COLD_START_HEADER,
@@ -36,6 +36,7 @@ from orchestrator.rewards.function_protocol import (
 
 BACKOFF_FIRST = 0.1  # seconds; doubles with each retry
 BACKOFF_LIMIT = 5.0  # seconds
+_COLD_DIGITS = 9  # of the milliseconds that a start took, as a host says
 _RETRIED = (408, 429)  # and every 5xx
 _MISCONFIGURED = (401, 403, 404, 405)
 
@@ -196,7 +197,7 @@ class FunctionClient:
 
     def _note_cold(self, milliseconds: str) -> None:
         self.counts.cold_starts += 1
-        if milliseconds.isdecimal():
+        if milliseconds.isdecimal() and len(milliseconds) <= _COLD_DIGITS:
             self.counts.cold_seconds += int(milliseconds) / 1000
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -227,8 +228,8 @@ class _Transport(Exception):
 def _answer(failed: bool, body: bytes) -> Any:
     """The JSON of an answer. Raises FunctionFailed."""
     try:
-        answer: Any = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        answer: Any = jsontext.parse(body)
+    except ValueError as error:
         raise FunctionFailed("error", f"the answer is not JSON: {error}") from error
     if failed:
         if not isinstance(answer, dict):

@@ -7,9 +7,10 @@
     GET  /stats                                      processes and counters of every function
 
 Guarantees: it answers nobody without the bearer token (read from the environment variable NAME, never an argument, and
-not passed on to functions); it listens on loopback, elsewhere only with TLS (or told to do without); bodies are
-limited; a function that raises, hangs, exits, prints or returns garbage costs its caller an error and nobody else
-anything (:mod:`orchestrator.rewards.process_pool`). When it is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it
+not passed on to functions; ``sha256:HEX`` there is its digest, so that no process here has the token); it listens on
+loopback, elsewhere only with TLS (or told to do without); bodies are limited; a function that raises, hangs, exits,
+prints or returns garbage costs its caller an error and nobody else anything
+(:mod:`orchestrator.rewards.process_pool`). When it is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it
 ends when its standard input does, so it never outlives the process that holds the other end.
 """
 
@@ -27,30 +28,33 @@ from typing import Any
 from aiohttp import web
 
 from orchestrator.api import ConfigError, bearer, tls
-from orchestrator.rewards.function_protocol import MAX_BODY_BYTES
-from orchestrator.rewards.function_service import FunctionService, too_large
+from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefused, HttpListener, read_body
+from orchestrator.rewards.function_service import FunctionService, refusal_reply, too_large
 from orchestrator.rewards.process_pool import FunctionPool
 
+LIMITS = LISTENERS["function host"]
 
-def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.Application:
-    """The HTTP side."""
-    service = FunctionService(functions, bearer.digest_of(token))
+
+def make_application(functions: Mapping[str, FunctionPool], digest: str, listener: HttpListener) -> web.Application:
+    """The HTTP side, for who has the token of this digest."""
+    service = FunctionService(functions, digest)
 
     async def handle(request: web.Request) -> web.StreamResponse:
         reply = service.refuse_caller(request.headers.get("Authorization", ""))
         if reply is None:
             try:
-                reply = await service.answer(request.method, request.path, await request.read())
-            except web.HTTPRequestEntityTooLarge:
-                reply = too_large()
+                reply = await service.answer(request.method, request.path, await read_body(request, LIMITS))
+            except BodyRefused as error:
+                known = error.status == 413
+                reply = too_large() if known else refusal_reply(error.status, "InvalidRequestException", str(error))
         return web.json_response(reply.value, status=reply.status, headers=reply.headers)
 
-    application = web.Application(client_max_size=MAX_BODY_BYTES)
+    application = web.Application(middlewares=[listener.middleware])
     application.router.add_route("*", "/{path:.*}", handle)
     return application
 
 
-async def serve_functions(options: argparse.Namespace, token: str) -> None:
+async def serve_functions(options: argparse.Namespace, digest: str) -> None:
     """Until SIGTERM, SIGINT or the end of standard input. Raises ConfigError for an address that needs TLS, or files of it."""
     context = tls.check_listener(options.host, tls.of_arguments(options), "--host", options.allow_plain_http)
     functions = {
@@ -68,17 +72,20 @@ async def serve_functions(options: argparse.Namespace, token: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     # Cancelled handlers kill the workers they hold.
-    runner = web.AppRunner(make_application(functions, token), access_log=None, shutdown_timeout=0.5)
+    listener = HttpListener(LIMITS)
+    application = make_application(functions, digest, listener)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5, **SERVER_OPTIONS)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, options.host, options.port, ssl_context=context)
-        await site.start()
-        port = runner.addresses[0][1]
+        assert runner.server is not None
+        server = await listener.listen(runner.server, options.host, options.port, context=context)
+        port = server.sockets[0].getsockname()[1]
         print(json.dumps({"port": port}), flush=True)
         if options.die_with_stdin:
             await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
         await ended.wait()
     finally:
+        listener.close()
         await runner.cleanup()
         for function in functions.values():
             await function.close()
@@ -120,12 +127,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """0: told to stop. 2: wrong arguments, no token, or the port is taken."""
     options: Any = _parser().parse_args(arguments)
-    token = os.environ.get(options.token_env, "")
-    if not token:
+    digest = bearer.digest_in(os.environ.get(options.token_env, ""))
+    if not digest:
         print(f"{options.token_env} is empty: it must hold the bearer token", file=sys.stderr)
         return 2
     try:
-        asyncio.run(serve_functions(options, token))
+        asyncio.run(serve_functions(options, digest))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -2,34 +2,24 @@
 
 Guarantees: the pipe to the host carries nothing but replies, whatever the function prints (its stdout is stderr, its
 stdin is empty); every request is answered once, in order, by its id; an exception is an answer, not an end. The process
-dies when the host does, even in the middle of a call. A function that exits or hangs is the host's business.
+and all that the function started end when the host closes the pipe or is gone, even in the middle of a call
+(:mod:`orchestrator.process_watcher`). A function that exits or hangs is the host's business.
 
-    python -m orchestrator.rewards.function_process module:function PARENT_PID
+    python -m orchestrator.rewards.function_process module:function
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import inspect
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from orchestrator.process_watcher import fork_under_watch
 from orchestrator.rewards.function_protocol import BAD_RESULT, IMPORT_FAILED, NOT_FINITE
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def die_with_parent(parent: int) -> None:
-    """Be killed when the parent ends; at once when it has ended already."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        sys.exit("the function host is gone")
 
 
 def load_function(target: str) -> Callable[[Any], Any]:
@@ -64,9 +54,9 @@ def answer_request(function: Callable[[Any], Any], request: dict[str, Any]) -> b
     return text.encode() + b"\n"
 
 
-def main(target: str, parent: int) -> None:
+def main(target: str) -> None:
     """Serve until the host closes the pipe."""
-    die_with_parent(parent)
+    fork_under_watch()
     requests, replies = _take_pipes()
     try:
         function = load_function(target)
@@ -93,4 +83,4 @@ def _error(request: int, kind: str, message: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

@@ -20,8 +20,3 @@ IMPORT_FAILED = "Runtime.ImportModuleError"
 EXITED = "Runtime.ExitError"
 
 MAX_BODY_BYTES = 1 << 20  # of a request and of a result; a trajectory of 100,000 tokens is about 600 kB
-
-
-def reject_constant(name: str) -> float:
-    """``parse_constant`` of a strict JSON parser: NaN and infinities are not JSON."""
-    raise ValueError(f"{name} is not JSON")

@@ -7,12 +7,11 @@ The token itself is not kept, only its digest, so that whoever can read this obj
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.api import bearer
+from orchestrator.api import bearer, jsontext
 from orchestrator.rewards.function_protocol import (
     COLD_START_HEADER,
     ERROR_HEADER,
@@ -20,7 +19,6 @@ from orchestrator.rewards.function_protocol import (
     MAX_BODY_BYTES,
     PROVISION_PATH,
     STATS_PATH,
-    reject_constant,
 )
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Invocation, Throttled
 
@@ -71,8 +69,8 @@ class FunctionService:
 
 async def _invoke(pool: FunctionPool, body: bytes) -> FunctionReply:
     try:
-        event = json.loads(body or b"{}", parse_constant=reject_constant)
-    except (ValueError, RecursionError) as error:
+        event = jsontext.parse(body or b"{}", finite=True)
+    except ValueError as error:
         return refusal_reply(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
     note = Invocation()
     try:
@@ -86,8 +84,8 @@ async def _invoke(pool: FunctionPool, body: bytes) -> FunctionReply:
 
 def _provision(pool: FunctionPool, body: bytes) -> FunctionReply:
     try:
-        count = json.loads(body)["ProvisionedConcurrentExecutions"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        count = jsontext.parse(body)["ProvisionedConcurrentExecutions"]
+    except (ValueError, TypeError, KeyError):
         count = None
     if type(count) is not int or count < 0:
         return refusal_reply(400, "InvalidParameterValueException", "ProvisionedConcurrentExecutions must be 0 or more")

@@ -1,22 +1,22 @@
-"""Starts servers as children of the orchestrator, with a token that only the two know: the embedded function host.
+"""Starts servers as children of the orchestrator, with a token that only the orchestrator knows: the embedded function host.
 
-Guarantees: after ``start`` returned the host answers; when it raises (or is cancelled), nothing is left behind; ``stop``
-is idempotent and reaps; the host ends when this process does, however it ends, because it holds the other end of a pipe.
-One that died can be restarted at its old address, with its old token: who calls it need not be told, only be patient.
+Guarantees: a server is told the token's digest alone, so that nothing that it starts can read the token; after
+``start`` returned the host answers; when it raises (or is cancelled), nothing is left behind; ``stop`` is idempotent
+and reaps; the host ends when this process does, however it ends, because it holds the other end of a pipe. One that
+died can be restarted at its old address, with its old token: who calls it need not be told, only be patient.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.api import ConfigError, RunError
-from orchestrator.child_process import ChildProcess
+from orchestrator.api import ConfigError, RunError, bearer
+from orchestrator.child_process import ChildProcess, public_environment
 from orchestrator.rewards.function_protocol import INVOKE_PATH
 
 TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
@@ -27,12 +27,13 @@ PATIENCE = 60.0  # seconds that a client should go on trying to connect: a host 
 class ServingChild(ChildProcess):
     """A program that prints ``{"port": P}`` as soon as it answers on loopback, and ends when its standard input does.
 
-    ``name``: for errors; ``variable``: the environment variable that it takes its token from; ``start_limit``: seconds.
+    ``name``: for errors; ``variable``: the environment variable that it takes its token's digest from; ``start_limit``: seconds.
     """
 
     name = "server"
     variable = TOKEN_VARIABLE
     start_limit = START_LIMIT
+    shows_token = False  # to people, so that it must have it
 
     def __init__(self, log: Path | None) -> None:
         super().__init__(log)
@@ -74,13 +75,14 @@ class ServingChild(ChildProcess):
     async def _launch(self, port: int) -> None:
         """At this port, 0: at a free one."""
         log = None if self._log is None else self._log.open("ab")
+        given = self.token if self.shows_token else bearer.sealed(self.token)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(*self.command(), "--port", str(port)),
                 stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the server
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **self.environment(), self.variable: self.token},
+                env={**public_environment(), **self.environment(), self.variable: given},
                 start_new_session=True,  # Ctrl-C is for the orchestrator, which stops the server when it is done
             )
         finally:

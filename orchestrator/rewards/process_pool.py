@@ -1,9 +1,9 @@
 """The worker processes of one function: started on demand, capped, killed when they hang, gone when nobody calls.
 
-Guarantees: never more than ``concurrency`` processes; a worker runs one call at a time; a call that exceeds ``timeout``
-ends in an error and its whole process group is killed, busy loops included; a worker whose reply cannot be trusted is
-killed, never reused; an idle worker ends after ``idle_seconds``, unless it is one of those that :meth:`FunctionPool.provision`
-keeps ready. Every process that was started is reaped.
+Guarantees: never more than ``concurrency`` processes; a worker runs one call at a time; a call that exceeds
+``timeout`` ends in an error and its process is killed with all that the function started, busy loops included; a
+worker whose reply cannot be trusted is killed, never reused; an idle worker ends after ``idle_seconds``, unless it is
+one of those that :meth:`FunctionPool.provision` keeps ready. Every process that was started is reaped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.api import jsontext
+from orchestrator.child_process import public_environment
 from orchestrator.rewards.function_protocol import (
     BAD_RESULT,
     EXITED,
     IMPORT_FAILED,
     MAX_BODY_BYTES,
     TIMED_OUT,
-    reject_constant,
 )
 
+KILL_LIMIT = 3.0  # seconds for a worker's watcher to end everything, before its group is killed
 START_LIMIT = 30.0  # seconds for a worker to import its function on a busy machine
 QUEUE_PER_WORKER = 64  # calls that may wait for each worker slot; more are refused, which is back-pressure
 
@@ -93,8 +95,8 @@ class _Worker:
         assert self.process.stdout is not None
         try:
             line = await self.process.stdout.readline()
-            reply = json.loads(line, parse_constant=reject_constant) if line else None
-        except (ValueError, RecursionError) as error:  # not JSON, or longer than the limit
+            reply = jsontext.parse(line, finite=True) if line else None
+        except ValueError as error:  # not JSON, or longer than the limit
             raise _Untrusted(BAD_RESULT, f"the worker's reply cannot be read: {error}") from error
         if reply is None:
             raise _Untrusted(EXITED, "the function ended its process")
@@ -103,13 +105,31 @@ class _Worker:
         return reply
 
     async def kill(self) -> None:
-        """End the whole process group and reap it."""
+        """End it with all that the function started, sessions of their own included, and reap it."""
         if self.expiry is not None:
             self.expiry.cancel()
-        if self.process.returncode is None:  # once reaped, its id may be another's
-            with contextlib.suppress(ProcessLookupError):  # it ends by itself this very moment
+        if self.process.returncode is not None:
+            return
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.transport.abort()  # its watcher sees it, and kills
+        try:
+            await self._wait()
+        except (TimeoutError, asyncio.CancelledError) as error:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            with contextlib.suppress(TimeoutError):  # who left the group and keeps the pipe holds up nobody here
+                await self._wait()
+
+    async def _wait(self) -> None:
+        """Raises TimeoutError."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(KILL_LIMIT):
+            while await self.process.stdout.read(1 << 16):
+                pass  # what was not read keeps the pipe open
+            await self.process.wait()
 
 
 class _Untrusted(FunctionError):
@@ -119,8 +139,18 @@ class _Untrusted(FunctionError):
 class FunctionPool:
     """All workers of one function."""
 
-    def __init__(self, target: str, *, concurrency: int, timeout: float, idle_seconds: float, hidden: str = "") -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        concurrency: int,
+        timeout: float,
+        idle_seconds: float,
+        hidden: str = "",
+        most_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
         self.target = target
+        self._most_bytes = most_bytes  # of a result
         self.counters = PoolCounters()
         self._timeout = timeout
         self._idle_seconds = idle_seconds
@@ -228,14 +258,15 @@ class FunctionPool:
         return None
 
     async def _start(self) -> _Worker:
-        environment = {name: value for name, value in os.environ.items() if name != self._hidden}
+        environment = public_environment()
+        environment.pop(self._hidden, None)
         self._live += 1
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "orchestrator.rewards.function_process", self.target, str(os.getpid())),
+                *(sys.executable, "-m", "orchestrator.rewards.function_process", self.target),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                limit=MAX_BODY_BYTES,
+                limit=self._most_bytes,
                 env=environment,
                 start_new_session=True,  # a group of its own, so that what the function started dies with it
             )

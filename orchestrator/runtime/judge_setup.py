@@ -104,7 +104,11 @@ async def _health(host: JudgeHost) -> dict[str, object]:
     """What it says of itself."""
     try:
         timeout = aiohttp.ClientTimeout(total=_HEALTH_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{host.base_url}/health") as answer:
+        headers = {"Authorization": f"Bearer {host.token}"}
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.get(f"{host.base_url}/health") as answer,
+        ):
             found = await answer.json()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise RunError(f"the judge started and does not answer: {error!r}") from error

@@ -12,10 +12,16 @@ A run is a chain of *lives*: one whose trainer or relay dies is taken apart like
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import json
 import logging
 import os
+import secrets
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -52,6 +58,7 @@ from orchestrator.runtime import function_hosts, garbage_collector, pool_request
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, RolloutEngines, VllmEngine
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
+from orchestrator.runtime.loop_watch import LoopWatch
 from orchestrator.runtime.mooncake_master import MooncakeMaster
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
@@ -70,8 +77,6 @@ _START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
 
 def start_ray(config: Config) -> None:
     """Connect to Ray, or start it on this machine. Before the event loop: it blocks for seconds."""
-    import ray
-
     os.environ.update(_secrets(config))  # a local Ray passes its environment on
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the engines are the work; Ray would run them at 15
@@ -79,6 +84,8 @@ def start_ray(config: Config) -> None:
     common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if config.ray.address:
+            import ray
+
             ray.init(address=config.ray.address, **common)
         else:
             _start_local_ray(
@@ -92,10 +99,30 @@ def start_ray(config: Config) -> None:
         raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
 
 
+@functools.cache
+def _ray_folder() -> str:
+    """Of this process's local Ray: its sockets, logs and token, which nobody else may reach. (Ray's own folder is 0777, its token
+    0644.) Short: the paths of sockets have 107 characters."""
+    folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")  # mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    token = Path(folder) / "token"
+    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32))
+    if (
+        "ray" not in sys.modules
+    ):  # it looks at its mode when it is imported; a later local start switches tokens on by itself
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
+    return folder
+
+
 def _start_local_ray(**options: Any) -> None:
     """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception."""
+    folder = _ray_folder()  # before Ray is imported: it looks at its mode then
     import ray
 
+    options["_temp_dir"] = f"{folder}/r"  # Ray makes it 0777; nobody gets as far
     for last in (False, False, True):
         try:
             ray.init(**options)
@@ -180,6 +207,8 @@ class _Life:
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, records.checkpoints)
             garbage_collector.calm()
+            watch = LoopWatch(lambda detail: events.emit("alarm", what="event_loop", detail=detail)).start()
+            stack.callback(watch.stop)
             pipeline = build_pipeline(config, parts, position)
             await stack.enter_async_context(run_view.watch_pipeline(sampler, config, folder, events, pipeline))
             assembly.keeper.start(pipeline.fail)

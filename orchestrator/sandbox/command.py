@@ -60,8 +60,9 @@ class SandboxFile:
 
 @dataclass(frozen=True, slots=True)
 class SharedPaths:
-    """What of the host a sandbox sees beside ``/usr``. ``sockets``: (path inside, path on the host) of Unix sockets that it may
-    connect to, its only ways out; ``readable``: files and folders, at the same path inside."""
+    """What of the host a sandbox sees beside ``/usr``. ``sockets``: (path inside, path on the host) of Unix sockets
+    that it may connect to, its only ways out; each, with the folder that it is alone in, is given to the sandbox's
+    user. ``readable``: files and folders, at the same path inside."""
 
     sockets: tuple[tuple[str, str], ...] = ()
     readable: tuple[str, ...] = ()

@@ -35,9 +35,11 @@ from orchestrator.sandbox.command import (
 from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.seccomp import program as system_call_filter
 from orchestrator.sandbox.spawner import Spawned, spawn
-from orchestrator.sandbox.watch import resident_bytes
+from orchestrator.sandbox.watch import resident_bytes, socket_bytes
 
-MEMORY_LOOK = 0.05  # seconds between two looks at a sandbox's memory, where no cgroup limits it
+MEMORY_LOOK = (
+    0.05  # seconds between two looks at a sandbox's memory: its sockets', and all of it where no cgroup limits it
+)
 STATUS_LOOK = 0.005  # seconds between two looks at whether bubblewrap has started its first process
 REAP_LIMIT = 2.0  # seconds that bubblewrap may take to end by itself when what it started was killed
 END_LIMIT = 10.0  # seconds that killed processes may take to be gone
@@ -145,11 +147,16 @@ class Sandbox:
                 rules = system_call_filter()
                 filter_fd = held.enter_context(_memory(rules)) if rules is not None else None
                 status = held.enter_context(_Status())
+                user = FIRST_ID + (os.getpid() + slot) % ID_RANGE if os.geteuid() == 0 else None
+                if user is not None:
+                    for _, path in shared.sockets:  # 0600 in a folder of 0700: nobody else's
+                        os.chown(path, user, user)
+                        os.chown(os.path.dirname(path), user, user)
                 command = command_line(
                     self._tools,
                     limits,
                     program,
-                    user=FIRST_ID + (os.getpid() + slot) % ID_RANGE if os.geteuid() == 0 else None,
+                    user=user,
                     files=placed,
                     environment=environment,
                     cgroups=group.procs if group is not None else (),
@@ -231,10 +238,9 @@ class _Run:
                     tasks.create_task(self._read(errors, self._errors)),
                     tasks.create_task(self._process.wait()),
                 ]
-                watcher = tasks.create_task(self._watch_memory()) if self._watched else None
+                watcher = tasks.create_task(self._watch_memory())
                 await asyncio.wait(work)
-                if watcher is not None:
-                    watcher.cancel()
+                watcher.cancel()
         except* _LimitReached as reached:
             limit = str(reached.exceptions[0])
         return limit
@@ -254,7 +260,8 @@ class _Run:
     async def _watch_memory(self) -> None:
         while True:
             await asyncio.sleep(MEMORY_LOOK)
-            if resident_bytes(self._process.pid) > self._limits.memory_bytes:
+            held = socket_bytes(self._process.pid) + (resident_bytes(self._process.pid) if self._watched else 0)
+            if held > self._limits.memory_bytes:
                 raise _LimitReached("memory")
 
     async def _gone(self, *readers: asyncio.StreamReader) -> None:

@@ -1,8 +1,8 @@
 """The system-call filter of the sandbox: a classic BPF program, built here, loaded by bubblewrap (``--seccomp FD``).
 
-Guarantees: what the namespaces cannot take away is refused with EPERM: tracing, mounting, keyrings, BPF, io_uring, clocks,
-modules, new namespaces, and memory that no other limit counts (memfd, System V shared memory). Sockets are of the
-families UNIX, IPv4 and IPv6 (which end at the sandbox's own loopback); above all not VSOCK, which no namespace confines.
+Guarantees: an allow list: any other call is refused, with EPERM, or ENOSYS where it is newer than the list, so that programs do
+without. Sockets are of the families UNIX, IPv4 and IPv6 (which end at the sandbox's own loopback), above all not VSOCK, which no
+namespace confines; their buffers cannot be made larger than the machine's default, which is what a sandbox is charged for each.
 A call through another ABI of the same processor (32-bit, x32) kills the process. It is a second wall behind the
 namespaces, the dropped capabilities and the limits: where the processor is none of :data:`ARCHITECTURES`, the sandbox
 works without it.
@@ -16,83 +16,55 @@ import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h: AUDIT_ARCH_X86_64, AUDIT_ARCH_AARCH64
 
-# Numbers on x86_64 and on aarch64 (asm/unistd_64.h, asm-generic/unistd.h); -1: there is no such call.
-_REFUSED: dict[str, tuple[int, int]] = {
-    # other processes
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    # file systems and device nodes
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "move_mount": (429, 429),
-    "open_tree": (428, 428),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "mknod": (133, -1),
-    "mknodat": (259, 33),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "fanotify_init": (300, 262),
-    # namespaces
-    "setns": (308, 268),
-    "unshare": (272, 97),
-    # keyrings
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    # large surfaces of the kernel that no program here needs
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "personality": (135, 92),
-    "uselib": (134, -1),
-    "vhangup": (153, 58),
-    # the machine
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "acct": (163, 89),
-    "syslog": (103, 116),
-    "iopl": (172, -1),
-    "ioperm": (173, -1),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    # memory that outlives its mapping, and so escapes the limit of address space
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-}
-_CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+# What programs need, with its numbers on x86_64 and on aarch64 (asm/unistd_64.h, asm-generic/unistd.h); an empty one: there is no
+# such call. What is in neither list is refused, above all: tracing, mounting, namespaces, keyrings, BPF, io_uring and other
+# asynchronous I/O (whose slots all users of the machine share), message queues, System V memory, memfd, clocks, modules.
+_ALLOWED = """
+read:0:63 write:1:64 open:2: close:3:57 stat:4: fstat:5:80 lstat:6: poll:7: lseek:8:62 mmap:9:222 mprotect:10:226
+munmap:11:215 brk:12:214 rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 ioctl:16:29 pread64:17:67
+pwrite64:18:68 readv:19:65 writev:20:66 access:21: pipe:22: select:23: sched_yield:24:124 mremap:25:216 msync:26:227
+mincore:27:232 madvise:28:233 dup:32:23 dup2:33: pause:34: nanosleep:35:101 getitimer:36:102 alarm:37:
+setitimer:38:103 getpid:39:172 sendfile:40:71 socket:41:198 connect:42:203 accept:43:202 sendto:44:206 recvfrom:45:207
+sendmsg:46:211 recvmsg:47:212 shutdown:48:210 bind:49:200 listen:50:201 getsockname:51:204 getpeername:52:205
+socketpair:53:199 setsockopt:54:208 getsockopt:55:209 clone:56:220 fork:57: vfork:58: execve:59:221 exit:60:93
+wait4:61:260 kill:62:129 uname:63:160 fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83 truncate:76:45
+ftruncate:77:46 getdents:78: getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82: mkdir:83: rmdir:84: creat:85: link:86:
+unlink:87: symlink:88: readlink:89: chmod:90: fchmod:91:52 chown:92: fchown:93:55 lchown:94: umask:95:166
+gettimeofday:96:169 getrlimit:97:163 getrusage:98:165 sysinfo:99:179 times:100:153 getuid:102:174 getgid:104:176
+setuid:105:146 setgid:106:144 geteuid:107:175 getegid:108:177 setpgid:109:154 getppid:110:173 getpgrp:111:
+setsid:112:157 setreuid:113:145 setregid:114:143 getgroups:115:158 setgroups:116:159 setresuid:117:147
+getresuid:118:148 setresgid:119:149 getresgid:120:150 getpgid:121:155 setfsuid:122:151 setfsgid:123:152 getsid:124:156
+capget:125:90 capset:126:91 rt_sigpending:127:136 rt_sigtimedwait:128:137 rt_sigqueueinfo:129:138
+rt_sigsuspend:130:133 sigaltstack:131:132 utime:132: statfs:137:43 fstatfs:138:44 getpriority:140:141
+setpriority:141:140 sched_setparam:142:118 sched_getparam:143:121 sched_setscheduler:144:119
+sched_getscheduler:145:120 sched_get_priority_max:146:125 sched_get_priority_min:147:126 sched_rr_get_interval:148:127
+mlock:149:228 munlock:150:229 mlockall:151:230 munlockall:152:231 prctl:157:167 arch_prctl:158: setrlimit:160:164
+sync:162:81 gettid:186:178 readahead:187:213 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8
+lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13 removexattr:197:14
+lremovexattr:198:15 fremovexattr:199:16 tkill:200:130 time:201: futex:202:98 sched_setaffinity:203:122
+sched_getaffinity:204:123 epoll_create:213: getdents64:217:61 set_tid_address:218:96 restart_syscall:219:128
+fadvise64:221:223 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109
+timer_delete:226:111 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230:115 exit_group:231:94
+epoll_wait:232: epoll_ctl:233:21 tgkill:234:131 utimes:235: waitid:247:95 ioprio_set:251:30 ioprio_get:252:31
+inotify_init:253: inotify_add_watch:254:27 inotify_rm_watch:255:28 openat:257:56 mkdirat:258:34 fchownat:260:54
+futimesat:261: newfstatat:262:79 unlinkat:263:35 renameat:264:38 linkat:265:37 symlinkat:266:36 readlinkat:267:78
+fchmodat:268:53 faccessat:269:48 pselect6:270:72 ppoll:271:73 set_robust_list:273:99 get_robust_list:274:100
+splice:275:76 tee:276:77 sync_file_range:277:84 vmsplice:278:75 utimensat:280:88 epoll_pwait:281:22 signalfd:282:
+timerfd_create:283:85 eventfd:284: fallocate:285:47 timerfd_settime:286:86 timerfd_gettime:287:87 accept4:288:242
+signalfd4:289:74 eventfd2:290:19 epoll_create1:291:20 dup3:292:24 pipe2:293:59 inotify_init1:294:26 preadv:295:69
+pwritev:296:70 rt_tgsigqueueinfo:297:240 recvmmsg:299:243 prlimit64:302:261 syncfs:306:267 sendmmsg:307:269
+getcpu:309:168 sched_setattr:314:274 sched_getattr:315:275 renameat2:316:276 seccomp:317:277 getrandom:318:278
+execveat:322:281 membarrier:324:283 mlock2:325:284 copy_file_range:326:285 preadv2:327:286 pwritev2:328:287
+pkey_mprotect:329:288 pkey_alloc:330:289 pkey_free:331:290 statx:332:291 rseq:334:293 pidfd_send_signal:424:424
+pidfd_open:434:434 close_range:436:436 openat2:437:437 faccessat2:439:439 epoll_pwait2:441:441
+landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446 futex_waitv:449:449
+"""
+_KNOWN = 450  # the newest call that was looked at (set_mempolicy_home_node, on both)
+_CLONE, _CLONE3, _SOCKET, _IOCTL, _SETSOCKOPT = (56, 220), (435, 435), (41, 198), (16, 29), (54, 208)
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}; linux/sched.h
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _INJECTING = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into a terminal
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and what forces them; asm-generic/socket.h
 _X32 = 0x40000000  # bit of the call numbers of the x32 ABI
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
@@ -116,9 +88,6 @@ def program(machine: str = "") -> bytes | None:
     ]
     if machine == "x86_64":
         code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
-    for numbers in _REFUSED.values():
-        if numbers[column] >= 0:
-            code += [_step(_EQUAL, numbers[column], 0, 1), _step(_RETURN, _ERRNO | _EPERM)]
     # The C library falls back to clone, whose flags can be looked at.
     code += [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERRNO | _ENOSYS)]
     code += _if_call(_CLONE[column], 0, [_step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _step(_RETURN, _ERRNO | _EPERM)])
@@ -126,8 +95,25 @@ def program(machine: str = "") -> bytes | None:
     code += _if_call(_SOCKET[column], 0, [*families, _step(_RETURN, _ERRNO | _EAFNOSUPPORT)])
     requests = [step for r in _INJECTING for step in (_step(_EQUAL, r, 0, 1), _step(_RETURN, _ERRNO | _EPERM))]
     code += _if_call(_IOCTL[column], 1, requests)
-    code.append(_step(_RETURN, _ALLOW))
+    sizes = [step for o in _BUFFER_SIZES for step in (_step(_EQUAL, o, 0, 1), _step(_RETURN, _ERRNO | _EPERM))]
+    of_sockets = [_step(_EQUAL, _SOL_SOCKET, 0, 1 + len(sizes)), _step(_LOAD, _ARGUMENT + 8 * 2), *sizes]
+    code += _if_call(_SETSOCKOPT[column], 1, of_sockets)
+    for first, last in _ranges(column):
+        code += [_step(_AT_LEAST, last + 1, 3, 0), _step(_AT_LEAST, first, 0, 1)]
+        code += [_step(_RETURN, _ALLOW), _step(_RETURN, _ERRNO | _EPERM)]
+    code += [_step(_AT_LEAST, _KNOWN + 1, 0, 1), _step(_RETURN, _ERRNO | _ENOSYS), _step(_RETURN, _ERRNO | _EPERM)]
     return b"".join(code)
+
+
+def _ranges(column: int) -> list[tuple[int, int]]:
+    """Of allowed numbers, ascending."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(int(text) for word in _ALLOWED.split() if (text := word.split(":")[1 + column])):
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

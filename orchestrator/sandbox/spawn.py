@@ -1,6 +1,7 @@
 """The spawner's own program; see ``spawner.py``. Standard library only, run by path: it must stay small and start fast."""
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -12,8 +13,9 @@ import sys
 
 
 def serve(requests: socket.socket) -> None:
-    """Until the other end closes the socket; then what still runs is ended: a program that has not got round to asking the
-    kernel for that (``PR_SET_PDEATHSIG``) would outlive us."""
+    """Until the other end closes the socket; then what still runs is ended, with what it started: a program that has not got
+    round to asking the kernel for that (``PR_SET_PDEATHSIG``) would outlive us, and so would one that bubblewrap had just made
+    and not told anything yet."""
     started: list = []  # type: ignore[type-arg]
     while True:
         text, descriptors, _, _ = socket.recv_fds(requests, 1 << 18, 253)
@@ -41,6 +43,22 @@ def _end(started: list) -> None:  # type: ignore[type-arg]
     for watch in started:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(watch, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # from now on ids are ours until we reap them
+    while left := _children():
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def _children() -> list:  # type: ignore[type-arg]
+    """Orphans of what we started are among them: we are their subreaper. None where the kernel does not say."""
+    try:
+        with open("/proc/thread-self/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
 
 
 def _forget_ended(started: list) -> None:  # type: ignore[type-arg]
@@ -81,6 +99,7 @@ def _send(answer: socket.socket, found: dict, descriptors: list) -> None:  # typ
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for them
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, linux/prctl.h: orphans come to us
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the orchestrator ends first, and closes the socket
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(int(sys.argv[1]), False)  # who has it can start programs

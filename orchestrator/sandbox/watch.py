@@ -1,4 +1,5 @@
-"""What the processes of a sandbox hold in memory together, looked at from outside, where no cgroup limits it."""
+"""What the processes of a sandbox hold in memory together, looked at from outside: where no cgroup limits it,
+and in sockets, which no cgroup counts."""
 
 from __future__ import annotations
 
@@ -26,6 +27,26 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def socket_bytes(pid: int) -> int:
+    """What the sockets of ``pid`` and its descendants may hold: each is charged with all of its buffer. In flight between
+    processes are no more than one process may have open; the kernel sees to that."""
+    found: set[str] = set()
+    for each in descendants(pid):
+        try:
+            with os.scandir(f"/proc/{each}/fd") as entries:
+                found |= {name for entry in entries if (name := os.readlink(entry.path)).startswith("socket:")}
+        except OSError:
+            continue
+    return len(found) * _BUFFER
+
+
+def _default_buffer() -> int:
+    try:
+        return int(Path("/proc/sys/net/core/wmem_default").read_text())
+    except (OSError, ValueError):
+        return 212_992
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of ``pid`` and its descendants; what they share is counted for each (so it is never too little)."""
     total = 0
@@ -35,3 +56,6 @@ def resident_bytes(pid: int) -> int:
         except (OSError, IndexError):
             continue
     return total
+
+
+_BUFFER = _default_buffer()

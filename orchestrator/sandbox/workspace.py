@@ -11,10 +11,9 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 
-from orchestrator.api import RunError
+from orchestrator.api import RunError, jsontext
 from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.run import CPU_EXIT_CODE, Sandbox, check_name
 
@@ -121,12 +120,12 @@ class Workspace:
 def _collected(text: bytes) -> tuple[int, dict[str, bytes] | None]:
     """Exit code and files; None for files that are not of the form."""
     try:
-        found = json.loads(text)
+        found = jsontext.parse(text)
         code = int(found["code"])
         files = {str(name): base64.b64decode(data, validate=True) for name, data in found["files"].items()}
         for name in files:
             check_name(name)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, binascii.Error):
         return 1, None
     if len(files) > MAX_FILES or sum(map(len, files.values())) > MAX_BYTES:
         return code, None

@@ -30,6 +30,10 @@ from orchestrator.tasks.vocabulary import CHARACTERS, printable
 _FIELD = "task.chat.tokenizer"
 _OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "use_tools")
 
+_TOKEN = re.compile(  # of a regular expression: an escape, a set, a group's beginning, a count, or a character
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+\)|P?<\w+>|[a-zA-Z-]*[:)]|<?[=!>])|\{\d*,?\d*\}|.", re.DOTALL
+)
+
 
 class ChatTask:
     """``task`` in the words of ``chat``. ``system``: instructions that every episode begins with, empty for none;
@@ -54,6 +58,9 @@ class ChatTask:
             self._answer = re.compile(answer, re.DOTALL)
         except re.error as error:
             raise ConfigError("task.chat.answer", answer, f"is no regular expression: {error}") from error
+        if repeated := _repeats_a_choice(answer):
+            fix = f"repeats a group that repeats or chooses itself, {repeated!r}: some texts would take for ever; write [...]+"
+            raise ConfigError("task.chat.answer", answer, fix)
         self._task, self.chat = task, chat
         self.name = task.name
         self.vocabulary: Sequence[str] = chat.vocabulary
@@ -151,6 +158,29 @@ class _Spoken:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, without the marks of the template."""
         return self._chat.text(token_ids)
+
+
+def _repeats_a_choice(pattern: str) -> str:
+    """A group that may repeat without a bound, and has such a repetition or alternatives inside: what makes Python's matching
+    exponential. Empty: there is none. For a pattern that compiles."""
+    tokens = _TOKEN.findall(pattern)
+    open_groups: list[tuple[int, bool]] = []  # where each begins, and whether it repeats or chooses
+    inside, at = False, 0
+    for number, token in enumerate(tokens):
+        following = tokens[number + 1] if number + 1 < len(tokens) else ""
+        unbounded = following in ("*", "+") or (following.startswith("{") and following.endswith(",}"))
+        if token.startswith("(") and not token.endswith(")"):
+            open_groups.append((at, inside))
+            inside = False
+        elif token == ")" and open_groups:
+            begin, outer = open_groups.pop()
+            if inside and unbounded:
+                return pattern[begin : at + 1] + following
+            inside = outer or inside or unbounded
+        elif token == "|" or unbounded:
+            inside = True
+        at += len(token)
+    return ""
 
 
 class ChatEnvironment:

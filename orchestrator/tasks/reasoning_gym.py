@@ -10,7 +10,8 @@ question of the held-out ones is ever trained on, even where the library draws i
 ``prompt_tokens``, or are not printable ASCII, are never drawn. The reward is the library's own score, 0 to 1.
 
 Some of the library's scorers evaluate the answer as Python. Model-written code runs in the sandbox only, so these data sets
-are refused; and while any answer is scored, an audit hook ends every attempt to compile text in this process.
+are refused; and while any answer is scored, an audit hook ends every attempt to compile text in this process. An answer is
+scored in another process, with a limit of time (:mod:`orchestrator.tasks.scoring`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from importlib.metadata import version
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.tasks.scoring import in_own_process, make_ready, score_apart
 from orchestrator.tasks.text import Reply, TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
+_HUGE = re.compile(r"[\d.][eE][+-]?[\d_]{4}")  # a number that takes seconds and gigabytes to write out
+SCORER = "orchestrator.tasks.reasoning_gym_scorer:scored"
 ITEMS = 1 << 30  # of a data set: each is the first of one with this seed, as some prepare all theirs when they begin
 _PATIENCE = 200  # items in a row that do not fit
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
@@ -102,13 +106,17 @@ class Question:
 
     def start(self) -> str:
         """The question."""
+        if not in_own_process():
+            make_ready(SCORER)
         return question_of(self._payload)
 
     async def act(self, said: str | None) -> Reply:
         """The answer, and the end."""
         if said is None:
             return Reply(done=True, invalid=True)
-        return Reply(reward=score(self._payload, said), done=True)
+        if in_own_process():
+            return Reply(reward=score(self._payload, said), done=True)
+        return Reply(reward=await score_apart(SCORER, {"payload": self._payload, "answer": said}), done=True)
 
 
 def question_of(payload: str) -> str:
@@ -117,10 +125,13 @@ def question_of(payload: str) -> str:
 
 
 def score(payload: str, answer: str) -> float:
-    """The library's score of an answer, 0 to 1; 0 for one that its scorer cannot read. Nothing of the answer is run: raises
-    ValueError when the scorer wanted to."""
+    """The library's score of an answer, 0 to 1; 0 for one that its scorer cannot read, or that has a number beyond all
+    that it asks for (:data:`_HUGE`). Nothing of the answer is run: raises ValueError when the scorer wanted to."""
     name, _, options = _parts(payload)
-    return _score(load(name, options), item_of(payload), answer)
+    item = item_of(payload)
+    if _HUGE.search(answer) and answer.strip() != str(item["answer"]).strip():
+        return 0.0
+    return _score(load(name, options), item, answer)
 
 
 # RuntimeError: the hook below stopped it, which is told; RecursionError is one.

@@ -27,7 +27,6 @@ from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
 from orchestrator.environments import pod_manifests, pods, tcp_link
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
-from orchestrator.environments.environment_process import CONNECT_LIMIT
 from orchestrator.environments.pod_manifests import PodSettings, mirrored, name_of
 from orchestrator.environments.pods import PodBackend
 from orchestrator.events import EventLog, MemorySink
@@ -45,7 +44,6 @@ class RecordedCluster:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
         self.pods: dict[str, dict[str, Any]] = {}
-        self.secrets: dict[str, dict[str, Any]] = {}
         self.daemons: dict[str, dict[str, Any]] = {}
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.trouble: dict[str, str] = {}
@@ -72,8 +70,8 @@ class RecordedCluster:
         self.asked.append((request.method, request.path, body))
         if self.status:
             return self.answer({"kind": "Status", "message": "refused"}, self.status)
-        kind, name = (parts[-1], "") if parts[-1] in ("pods", "secrets", "daemonsets") else (parts[-2], parts[-1])
-        kept = {"pods": self.pods, "secrets": self.secrets, "daemonsets": self.daemons}[kind]
+        kind, name = (parts[-1], "") if parts[-1] in ("pods", "daemonsets") else (parts[-2], parts[-1])
+        kept = {"pods": self.pods, "daemonsets": self.daemons}[kind]
         match request.method, bool(name):
             case "POST", False:
                 name = body["metadata"]["name"]
@@ -109,12 +107,10 @@ class RecordedCluster:
             return
         self.address += 1
         pod["status"] = {"podIP": f"127.0.0.{self.address}"}
-        source = container["env"][0]["valueFrom"]["secretKeyRef"]
-        token = self.secrets[source["name"]]["stringData"][source["key"]]
         command = [sys.executable if part == "python" else part for part in container["command"]]
         command = [part.replace("0.0.0.0", pod["status"]["podIP"]) for part in command]
         paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-        variables = {"PATH": os.environ["PATH"], "PYTHONPATH": paths, container["env"][0]["name"]: token}
+        variables = {"PATH": os.environ["PATH"], "PYTHONPATH": paths}
         self.processes[pod["metadata"]["name"]] = await asyncio.create_subprocess_exec(
             *command, env=variables, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
@@ -209,8 +205,8 @@ def test_pods_are_played_replaced_and_removed_on_a_recorded_local_api_server(
     with_cluster: Callable[[Scenario], None],
 ) -> None:
     async def scenario(cluster: RecordedCluster) -> None:
-        stale = pod_manifests.pod_manifest(cluster.settings(), "left-over", "x")
-        other = pod_manifests.pod_manifest(PodSettings("other-run", "x"), "of-somebody-else", "x")
+        stale = pod_manifests.pod_manifest(cluster.settings(), "left-over", "x", "0" * 64)
+        other = pod_manifests.pod_manifest(PodSettings("other-run", "x"), "of-somebody-else", "x", "0" * 64)
         cluster.trouble["x"] = "ContainerCreating"
         cluster.pods = {"left-over": stale, "of-somebody-else": other}
         pool = pool_of(cluster.backend())
@@ -230,7 +226,7 @@ def test_pods_are_played_replaced_and_removed_on_a_recorded_local_api_server(
         await again.reset(Prompt("k", "misbehaving", 1, "be good"))
         await pool.close()
         assert list(cluster.pods) == ["of-somebody-else"]
-        assert (cluster.secrets, cluster.daemons) == ({}, {})
+        assert cluster.daemons == {}
         assert all(process.returncode is not None for process in cluster.processes.values())
 
     with_cluster(scenario)
@@ -268,10 +264,11 @@ def test_who_has_no_token_gets_nothing_on_a_recorded_local_api_server(with_clust
         host = next(iter(cluster.pods.values()))["status"]["podIP"]
         reader, writer = await asyncio.open_connection(host, 8011)
         writer.write(b"guess\n")
-        assert await asyncio.wait_for(reader.read(), CONNECT_LIMIT + 20) == b""
+        assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
         await session.ping()
-        assert not any(backend._token in json.dumps(body) for _, path, body in cluster.asked if "secrets" not in path)
+        token = session._channel._token  # type: ignore[attr-defined]
+        assert not any(token in json.dumps(body) for _, _, body in cluster.asked)
         await backend.close()
 
     with_cluster(scenario)
@@ -395,7 +392,7 @@ def test_a_refusal_names_what_the_account_needs_on_a_recorded_local_api_server(
 
 def test_every_pod_is_labelled_limited_and_ends_by_itself() -> None:
     settings = PodSettings("Run_1", "image", lifetime=77, owner_pod=("me", "uid"), node_selector={"pool": "cpu"})
-    pod = pod_manifests.pod_manifest(settings, "e1", "image")
+    pod = pod_manifests.pod_manifest(settings, "e1", "image", "0" * 64)
     spec, container = pod["spec"], pod["spec"]["containers"][0]
     assert pod["metadata"]["labels"]["rl-coserve/owner"] == "run-1"
     assert pod_manifests.label_selector(settings) == "rl-coserve/owner=run-1"

@@ -136,9 +136,9 @@ def test_what_an_image_installs_is_a_tested_version_and_a_known_extra(path: Path
 
 def test_the_environments_image_starts_what_the_runs_pods_start() -> None:
     settings = pod_manifests.PodSettings(owner="o", image="i")
-    command = pod_manifests.pod_manifest(settings, "n", "i")["spec"]["containers"][0]["command"]
+    command = pod_manifests.pod_manifest(settings, "n", "i", "0" * 64)["spec"]["containers"][0]["command"]
     (path,) = (path for path in CONTAINERFILES if path.suffix == ".environment")
-    same = command[: command.index("--owner")]
+    same = command[: command.index("--token-digest")]
     assert listed(path, "CMD") == same
 
 
@@ -330,7 +330,7 @@ def test_the_flags_of_the_servers_are_the_plugins() -> None:
 
 def test_environments_pods_fit_into_the_namespace_and_its_network_policy(run: Config) -> None:
     settings = pod_manifests.PodSettings(owner="run", image=run.environment.kubernetes.image)
-    pod = pod_manifests.pod_manifest(settings, "environment-1", settings.image)
+    pod = pod_manifests.pod_manifest(settings, "environment-1", settings.image, "0" * 64)
     policy = kind("NetworkPolicy")["rl-coserve-environments"]["spec"]
     assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert policy["ingress"][0]["ports"] == [{"port": run.environment.kubernetes.port}]
@@ -340,7 +340,6 @@ def test_environments_pods_fit_into_the_namespace_and_its_network_policy(run: Co
     validator = pytest.importorskip("kubernetes_validate")
     for item in (
         pod,
-        pod_manifests.secret_manifest(settings, "t"),
         pod_manifests.pre_pull_manifest(settings, settings.image),
     ):
         validator.validate(item, "1.33", strict=True)

@@ -86,14 +86,14 @@ def test_an_account_that_may_everything_passes_a_twin_and_nothing_is_made(twin: 
     assert "namespace rl at http://127.0.0.1" in found.detail
     assert twin.paths == {REVIEWS}
     asked = {(item["verb"], item["resource"], item["namespace"]) for item in twin.asked}
-    assert asked == {(verb, resource, "rl") for verb in VERBS for resource in ("pods", "secrets")}
+    assert asked == {(verb, resource, "rl") for verb in VERBS for resource in ("pods",)}
 
 
 def test_what_a_twin_refuses_is_named(twin: TwinServer) -> None:
-    twin.forbidden = {("create", "secrets"), ("deletecollection", "pods"), ("create", "daemonsets")}
+    twin.forbidden = {("create", "pods"), ("deletecollection", "pods"), ("create", "daemonsets")}
     found = check_cluster_access(config().environment.kubernetes)
     assert found.status == "fail"
-    assert found.detail.endswith("this account may not: deletecollection pods, create secrets")
+    assert found.detail.endswith("this account may not: create pods, deletecollection pods")
     assert "Role" in found.fix
     assert "create daemonsets" in check_cluster_access(config(pre_pull=True).environment.kubernetes).detail
 

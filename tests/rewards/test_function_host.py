@@ -18,7 +18,6 @@ import aiohttp
 import pytest
 
 from orchestrator.api import ConfigError, Prompt, RunError, Trajectory, TrajectoryError, Turn
-from orchestrator.rewards import host_launch
 from orchestrator.rewards.function_protocol import MAX_BODY_BYTES
 from orchestrator.rewards.host_launch import RewardHost
 from orchestrator.rewards.reward_client import HttpReward
@@ -306,9 +305,11 @@ def test_the_token_is_neither_an_argument_nor_known_to_functions(shared_host: Wi
     async def scenario(session: Session) -> None:
         names = (await session.invoke({"do": "environment"})).body["names"]
         assert "PATH" in names
-        assert host_launch.TOKEN_VARIABLE not in names
+        assert not [name for name in names if name.startswith("RL_COSERVE_")]
+        token = session.host.token.encode()
         for pid in (session.host.pid, *_children(session.host.pid or 0)):
-            assert session.host.token not in Path(f"/proc/{pid}/cmdline").read_text()
+            assert token not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert token not in Path(f"/proc/{pid}/environ").read_bytes()
 
     shared_host(scenario)
 
@@ -362,7 +363,8 @@ def test_stopping_in_the_middle_of_calls_leaves_no_process(with_host: With, tmp_
         event = {"do": "hang", "mark": f"{tmp_path}/hangs-"}
         calls = [asyncio.create_task(session.invoke(event)) for _ in range(2)]
         workers = await _hanging(tmp_path, 2)
-        assert workers == _children(session.host.pid or 0)
+        watchers = _children(session.host.pid or 0)
+        assert sorted(workers) == sorted(child for watcher in watchers for child in _children(watcher))
         await session.host.stop()
         assert all(_ends(worker) for worker in workers)
         await asyncio.gather(*calls, return_exceptions=True)

@@ -94,7 +94,7 @@ def test_answers_are_the_models_whatever_is_streamed_and_several_may_ask_at_once
                 "completion_tokens": len(tokens),
                 "total_tokens": len(text) + len(tokens),
             }
-        async with session.get(url.replace("/v1/chat/completions", "/health")) as response:
+        async with session.get(url.replace("/v1/chat/completions", "/health"), headers=HEADERS) as response:
             health = await response.json()
         assert health["layers"] == 4
         assert health["copies"] > 0, "the long sequence left no room for all layers"

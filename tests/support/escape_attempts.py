@@ -159,6 +159,36 @@ ATTEMPTS = [
         CTYPES + "i = call(29, 194, 4711, 0, 0); call(31, 195, i, 0, 0); print('ESCAPED')",
     ),
     _a(
+        "slots of asynchronous I/O, which all users share",
+        CTYPES + "slot = ctypes.c_ulong(0); call(206, 0, 64, ctypes.byref(slot)); print('ESCAPED')",
+    ),
+    _a(
+        "a queue of messages that outlives its process",
+        CTYPES + "call(68, 186, 4712, 0o1600); print('left')",
+        CTYPES + "i = call(68, 186, 4712, 0); call(71, 187, i, 0, 0); print('ESCAPED')",
+    ),
+    _a(
+        "another way to do I/O unseen", CTYPES + "call(425, 425, 1, ctypes.create_string_buffer(256)); print('ESCAPED')"
+    ),
+    _a("a ring of keys", CTYPES + "call(250, 219, 1, b'@UNIQUE@'); print('ESCAPED')"),  # KEYCTL_JOIN_SESSION_KEYRING
+    _a(
+        "a queue by name",
+        CTYPES + "call(240, 180, b'@UNIQUE@', 0o102, 0o600, 0); call(241, 181, b'@UNIQUE@'); print('ESCAPED')",
+    ),
+    _a(
+        "larger buffers of sockets",
+        "import socket\na, b = socket.socketpair()\na.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 400_000); print('ESCAPED')",
+    ),
+    _a(
+        "memory that is in sockets",
+        # 20 processes with 28 pairs, every one filled: 200 MB and more, which no mapping shows.
+        "import os, socket, time\nchildren = []\nfor _ in range(20):\n    child = os.fork()\n    if not child:\n"
+        "        kept = [socket.socketpair() for _ in range(28)]\n        for pair in kept:\n            for end in pair:\n"
+        "                end.setblocking(False)\n                try:\n                    while True: end.send(b'x' * 65536)\n"
+        "                except BlockingIOError: pass\n        time.sleep(1.5); os._exit(0)\n    children.append(child)\n"
+        "if not any(os.waitpid(child, 0)[1] for child in children): print('ESCAPED')",
+    ),
+    _a(
         "spin on a processor",
         "import time\nwhile time.process_time() < 1.4: pass\nprint('ESCAPED')",
     ),

@@ -23,38 +23,51 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp import web
 
-from orchestrator.api import ConfigError, bearer, tls
+from orchestrator.api import ConfigError, bearer, jsontext, tls
+from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefused, HttpListener, read_body
 from vllm_rlplugin.judge.streamed_model import StreamedModel
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
-LARGEST_BODY = 8 << 20  # bytes
+LIMITS = LISTENERS["judge"]
+MOST_WAITING = 256  # requests; one computes
+MOST_MESSAGES = 1024
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class JudgeServer:
     """``memory``: bytes that the judge may have, now; see :func:`memory_left`."""
 
     def __init__(self, model: StreamedModel, tokenizer: Any, name: str, token: str, memory: Callable[[], int]) -> None:
+        """``token``: or what :func:`orchestrator.api.bearer.sealed` makes of it."""
         if not token:
             raise ConfigError(TOKEN, "", "set it: every request must carry it as its bearer token")
         self._model, self._tokenizer, self._name = model, tokenizer, name
-        self._digest = bearer.digest_of(token)
+        self._digest = bearer.digest_in(token)
+        self.listener = HttpListener(LIMITS)
         self._memory = memory
-        self._busy = asyncio.Lock()
-        self._count = 0
+        self._busy, self._reading = asyncio.Lock(), asyncio.Lock()  # a tokenizer is one thread's at a time
+        self._count = self._waiting = 0
 
     def app(self) -> web.Application:
         """To be served."""
-        app = web.Application(client_max_size=LARGEST_BODY)
+        app = web.Application(middlewares=[self.listener.middleware, self._admitted])
         app.router.add_get("/health", self._health)
         app.router.add_post("/v1/chat/completions", self._complete)
         return app
+
+    @web.middleware
+    async def _admitted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Nobody learns anything without the token, before a body is read."""
+        if not bearer.admits(request.headers.get("Authorization"), self._digest):
+            return _refuse(401, "give the bearer token")
+        return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
         residency, counts = self._model.residency, self._model.counts
@@ -69,12 +82,22 @@ class JudgeServer:
         )
 
     async def _complete(self, request: web.Request) -> web.Response:
-        if not bearer.admits(request.headers.get("Authorization"), self._digest):
-            return _refuse(401, "give the bearer token")
+        if self._waiting >= MOST_WAITING:
+            return _refuse(429, f"{self._waiting} requests wait already")
+        self._waiting += 1
         try:
-            prompt, most, temperature, seed = self._read(await request.json())
-        except (ValueError, TypeError, LookupError) as error:
-            return _refuse(400, str(error))
+            return await self._answer(await read_body(request, LIMITS))
+        except BodyRefused as error:
+            return _refuse(error.status, str(error))
+        finally:
+            self._waiting -= 1
+
+    async def _answer(self, body: bytes) -> web.Response:
+        try:
+            async with self._reading:
+                prompt, most, temperature, seed = await asyncio.to_thread(self._read, jsontext.parse_object(body))
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            return _refuse(400, str(error)[:500])
         stop = frozenset({self._tokenizer.eos_token_id} - {None})
         async with self._busy:
             try:
@@ -107,6 +130,8 @@ class JudgeServer:
             raise ValueError("response_format is not supported: set reward.judge.structured to false")
         if body.get("stream") or int(body.get("n", 1)) != 1:
             raise ValueError("stream and n > 1 are not supported")
+        if not isinstance(body["messages"], list) or len(body["messages"]) > MOST_MESSAGES:
+            raise ValueError(f"messages is a list of at most {MOST_MESSAGES}")
         messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in body["messages"]]
         if not messages:
             raise ValueError("messages is empty")
@@ -139,21 +164,23 @@ def _refuse(status: int, why: str) -> web.Response:
 
 
 async def serve(
-    app: web.Application, host: str, port: int, die_with_stdin: bool, context: ssl.SSLContext | None = None
+    judge: JudgeServer, host: str, port: int, die_with_stdin: bool, context: ssl.SSLContext | None = None
 ) -> None:
     """Until SIGTERM, SIGINT or, if so asked, the end of standard input."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+    runner = web.AppRunner(judge.app(), access_log=None, shutdown_timeout=0.5, **SERVER_OPTIONS)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
-        print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+        assert runner.server is not None
+        server = await judge.listener.listen(runner.server, host, port, context=context)
+        print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
         if die_with_stdin:
             await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
         await ended.wait()
     finally:
+        judge.listener.close()
         await runner.cleanup()
 
 
@@ -193,7 +220,7 @@ def main() -> int:
     try:
         context = tls.check_listener(arguments.host, tls.of_arguments(arguments), "--host", arguments.allow_plain_http)
         asyncio.run(
-            serve(_server(arguments).app(), arguments.host, arguments.port, arguments.die_with_stdin, context),
+            serve(_server(arguments), arguments.host, arguments.port, arguments.die_with_stdin, context),
         )
     except (ConfigError, OSError, ValueError) as error:
         print(f"the judge cannot start: {error}", file=sys.stderr)

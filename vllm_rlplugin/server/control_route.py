@@ -81,7 +81,7 @@ class ControlRoute(APIRoute):
             door: RouteContext | None = getattr(request.app.state, STATE, None)
             if door is None:
                 return error_response(503, RETRYABLE, "the control endpoints are not ready")
-            response = await _answer(handler, request, door)
+            response = await _answer(handler, request, door, self.path)
             response.headers[PROTOCOL_HEADER] = str(PROTOCOL)
             response.headers[INSTANCE_HEADER] = door.instance
             return response
@@ -89,7 +89,8 @@ class ControlRoute(APIRoute):
         return guarded
 
 
-async def _answer(handler: Handler, request: Request, door: RouteContext) -> Response:
+async def _answer(handler: Handler, request: Request, door: RouteContext, path: str) -> Response:
+    """``path``: of the route, whatever prefix the server has (``--root-path``)."""
     try:
         client = None if request.client is None else request.client.host
         door.guard.check_caller(request.headers.get("authorization"), client)
@@ -101,7 +102,7 @@ async def _answer(handler: Handler, request: Request, door: RouteContext) -> Res
         if meant is not None and meant != door.instance:
             message = "this server was started anew, or was given another relay: it has no requests of before"
             return error_response(409, INSTANCE_MISMATCH, message)
-        if request.url.path in LEASED and (taken := door.leased(request.headers.get(LEASE_HEADER, ""))):
+        if path in LEASED and (taken := door.leased(request.headers.get(LEASE_HEADER, ""))):
             return error_response(409, "leased", taken)
         return await handler(_limited(request, door.max_body))
     except AccessDenied as denied:

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from orchestrator.observe.event_records import Step
 from orchestrator.observe.report.page_text import count, duration, interval, percent, significant
 from orchestrator.observe.report.plots import Drawing, Margins, Point, Size, spread
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.timeline import LANES, STATES, Piece, Window, clip, per_step, shares
-from orchestrator.observe.run_records import Step
 
 SLACKS = (  # field, colour, words
     ("ttft_slack", "c1", "prompts that wait (TTFT)"),

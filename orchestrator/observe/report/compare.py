@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from orchestrator.observe.event_records import Evaluation
 from orchestrator.observe.report.charts import as_percent, smoothing
 from orchestrator.observe.report.page_parts import LegendItem, badge, figure, notice, page, section, table
 from orchestrator.observe.report.page_text import ALPHA, block, count, duration, interval, percent, significant, tag
 from orchestrator.observe.report.plots import Drawing, Point, Size
 from orchestrator.observe.report.run_log import RunLog
-from orchestrator.observe.run_records import Evaluation
 
 # A run keeps its colour and its dash through the page; beyond twelve they repeat.
 _COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6")

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from orchestrator.observe.event_records import PoolSnapshot
 from orchestrator.observe.report import charts
 from orchestrator.observe.report.bottleneck_analysis import analyse_bottleneck
 from orchestrator.observe.report.page_parts import card, figure, section, table
 from orchestrator.observe.report.page_text import count, duration, percent, plural, significant, tag
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.summary import borrowed_of, rounds_of, serving_of
-from orchestrator.observe.run_records import PoolSnapshot
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 
 

@@ -16,9 +16,7 @@ from typing import Any
 from orchestrator.api import ConfigError, RunError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.ledger import recount
-from orchestrator.observe.report.timeline import Piece, lanes_of
-from orchestrator.observe.run_figures import EventFigures, lag_mean, rate_of
-from orchestrator.observe.run_records import (
+from orchestrator.observe.event_records import (
     Borrowing,
     Evaluation,
     Incident,
@@ -31,6 +29,8 @@ from orchestrator.observe.run_records import (
     Warmup,
     WorkerSnapshot,
 )
+from orchestrator.observe.report.timeline import Piece, lanes_of
+from orchestrator.observe.run_figures import EventFigures, lag_mean, rate_of
 from orchestrator.run_folder import check_format
 
 

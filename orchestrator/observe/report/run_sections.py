@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from orchestrator.config import Config
+from orchestrator.observe.event_records import Evaluation, LedgerCounts
 from orchestrator.observe.report import charts
 from orchestrator.observe.report.page_parts import (
     LegendItem,
@@ -41,7 +42,6 @@ from orchestrator.observe.report.page_text import (
 from orchestrator.observe.report.plots import HALF, SMALL, Size
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.timeline import Piece, clip, shares, typical_window
-from orchestrator.observe.run_records import Evaluation, LedgerCounts
 
 STATUS_WORDS = {
     "completed": "completed",

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrator.observe.run_records import Stage, Step
+from orchestrator.observe.event_records import Stage, Step
 from orchestrator.policies.batching.coordination_modes import MODES
 
 LANES = ("rollout", "trainer", "weights")

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestrator.observe.event_records import LedgerCounts, Stage, WorkerSnapshot
 from orchestrator.observe.report.charts import HEALTH
 from orchestrator.observe.report.timeline import LANES, clip, lanes_of
 from orchestrator.observe.run_figures import STAGES, EventFigures, number
-from orchestrator.observe.run_records import LedgerCounts, Stage, WorkerSnapshot
 
 LEARNING = (  # of the trainer's figures, those that are shown live
     "entropy", "groups_silent_share", "advantage_std", "grad_norm", "clip_fraction", "approx_kl", "reference_kl", "tis_p01",

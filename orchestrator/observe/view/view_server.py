@@ -22,6 +22,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from orchestrator.api import bearer
+from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, HttpListener
 from orchestrator.api.tls import SYSTEM, Tls, check_listener
 from orchestrator.observe.view.folder_follower import Follower
 from orchestrator.observe.view.run_metrics import exposition
@@ -145,12 +146,13 @@ class Server:
         self._top, self._hubs = shown, hubs
         self._token, self.port, self._host = token, port, host
         self._context = check_listener(host, tls, "view.host")
+        self._listener = HttpListener(LISTENERS["live page"])
         self._watchers = 0
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
-        app = web.Application(middlewares=[self._guard])
+        app = web.Application(middlewares=[self._listener.middleware, self._guard])
         for place in ("/", "/run/{run}/"):
             app.router.add_get(place, self._page)
             app.router.add_get(f"{place}stream", self._stream)
@@ -158,13 +160,15 @@ class Server:
             app.router.add_get(f"{place}metrics", self._metrics)
             for name in _FILES:
                 app.router.add_get(f"{place}{name}", self._file)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, **SERVER_OPTIONS)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self.port, ssl_context=self._context).start()
-        self.port = self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        server = await self._listener.listen(self._runner.server, self._host, self.port, context=self._context)
+        self.port = server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Idempotent."""
+        self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 

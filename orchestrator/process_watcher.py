@@ -1,12 +1,13 @@
-"""The watcher of an environment's process: when the orchestrator is gone, or the environment is, nothing of it is left.
+"""The watcher of a process that runs others' code (an environment, a reward function): when its owner is gone, or it is, nothing
+of it is left.
 
-:func:`fork_under_watch` splits the process in two. The one that returns is the environment's; the other does nothing but
+:func:`fork_under_watch` splits the process in two. The one that returns runs their code; the other does nothing but
 wait, for the end of the first or for the other end of its standard input to close, which the kernel does however the
 orchestrator ends (``kill -9`` included). Then it kills all its descendants, those that left the process group too: it is
 their subreaper (prctl(2)). In a container it is process 1, and reaps what nobody waits for.
 
-Guarantees: it runs no code of the environment and shares no lock with it, so a busy environment does not hold it up; the
-environment's process is killed by the kernel when the watcher is.
+Guarantees: it runs no code of theirs and shares no lock with it, so a busy loop does not hold it up; their
+process is killed by the kernel when the watcher is.
 """
 
 from __future__ import annotations

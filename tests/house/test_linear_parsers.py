@@ -1,0 +1,170 @@
+"""What a model, an agent, an environment, a judge or a user writes is read in time in proportion to its length, at worst."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.agents import openai_protocol
+from orchestrator.agents.agent_program import AgentProgram, reward_of
+from orchestrator.agents.openai_protocol import ApiError
+from orchestrator.agents.tool_calls import calls_in
+from orchestrator.api import RetryableError, TrajectoryError, bearer, jsontext
+from orchestrator.environments import environment_wire
+from orchestrator.rewards import code_judge, function_client, llm_judge, process_pool
+from orchestrator.rewards.function_client import FunctionFailed
+from orchestrator.sandbox import SandboxLimits, SandboxOutcome, spawner, workspace
+from orchestrator.tasks import chat_task
+from orchestrator.tasks.calculator import answers
+from orchestrator.tasks.coding import is_handed_in
+from orchestrator.tasks.household import House
+from orchestrator.tasks.sums import Sum
+from orchestrator.tasks.vocabulary import CHARACTERS, printable
+
+FLOOR = 0.004  # seconds of processor time below which nothing is told apart
+TIMES = 8  # more at four times the length: twice what is linear
+SIZE = 1 << 15  # characters
+
+TEXTS: dict[str, Callable[[int], str]] = {
+    "spaces": lambda n: " " * n,
+    "a call that never ends": lambda n: "<tool_call>" + " " * n,
+    "calls that never end": lambda n: "<tool_call>" * (n // 11),
+    "empty calls": lambda n: "<tool_call></tool_call>" * (n // 23),
+    "brackets": lambda n: "[" * n,
+    "brackets in a call": lambda n: "<tool_call>" + "[" * n + "</tool_call>",
+    "nested": lambda n: "[" * (n // 2) + "]" * (n // 2),
+    "objects": lambda n: '{"a":' * (n // 6) + "1" + "}" * (n // 6),
+    "digits": lambda n: "9" * n,
+    "a fraction": lambda n: "0." + "0" * n + "1",
+    "an exponent": lambda n: "1e" + "9" * n,
+    "score and spaces": lambda n: "score" + " " * n,
+    "lines of score": lambda n: "score\n" * (n // 6),
+    "marks around score": lambda n: "*" * (n // 2) + "score: 7" + "*" * (n // 2) + "x",
+    "line feeds": lambda n: "\n" * n,
+    "escapes": lambda n: '"' + "\\u0041" * (n // 6) + '"',
+    "quotes": lambda n: '"' * n,
+    "backslashes": lambda n: "\\" * n,
+    "numbers": lambda n: "[" + "1," * (n // 2) + "1]",
+    "messages": lambda n: '{"messages":[' + "1," * (n // 2) + "1]}",
+    "messages of nothing": lambda n: '{"messages":[' + "{}," * (n // 3) + "{}]}",
+    "parts": lambda n: '{"messages":[{"role":"user","content":[' + "{}," * (n // 3) + "{}]}]}",
+    "fields": lambda n: "{" + ",".join(f'"{number}":1' for number in range(n // 9)) + "}",
+    "fields of a part": lambda n: (
+        '{"messages":[{"role":"user","content":[{' + ",".join(f'"{number}":1' for number in range(n // 9)) + "}]}]}"
+    ),
+    "stops": lambda n: '{"messages":[{"role":"user","content":"x"}],"stop":[' + "1," * (n // 2) + "1]}",
+    "arguments": lambda n: (
+        '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"x","arguments":"' + "[" * n + '"}}]}]}'
+    ),
+    "tools": lambda n: '{"messages":[{"role":"user","content":"x"}],"tools":[' + "1," * (n // 2) + "1]}",
+    "a prompt of texts": lambda n: '{"prompt":[' + '"",' * (n // 3) + '""]}',
+    "a prompt of numbers": lambda n: '{"prompt":[' + "1," * (n // 2) + "1]}",
+    "a reply": lambda n: '{"id":1,"error":{"cause":"' + "a" * n + '","detail":"' + "b" * n + '"}}',
+    "bearer": lambda n: "Bearer " + " " * n,
+}
+
+
+def outcome(text: str) -> SandboxOutcome:
+    return SandboxOutcome(0, "", text.encode(errors="replace"), b"", 0.0)
+
+
+PROGRAM = AgentProgram(("x",), {}, (), SandboxLimits(), {})
+REFUSALS = (ValueError, RetryableError, TrajectoryError, ApiError, FunctionFailed, process_pool.FunctionError)
+
+# Whose text it is -> what reads it, in this process. (What others read has a limit of time there: tests/tasks/test_scoring.py.)
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "model: calls of tools": lambda text: calls_in(text, "c"),
+    "model: characters": lambda text: CHARACTERS.encode(printable(text)),
+    "model: a sum": lambda text: asyncio.run(Sum("1+2", "?").act(text)),
+    "model: a calculation": lambda text: answers("1+2", "=" + text),
+    "model: a program": is_handed_in,
+    "model: a household": lambda text: House("kitchen//apple:kitchen/apple fridge").do(text),
+    "agent: a chat": openai_protocol.chat_request,
+    "agent: a prompt": openai_protocol.plain_request,
+    "agent: its reward": lambda text: reward_of(PROGRAM, outcome(text)),
+    "agent: its key": lambda text: bearer.matches(bearer.token_of(text), "0" * 64),
+    "agent: its files": lambda text: workspace._collected(text.encode(errors="replace")),
+    "environment: a reply": lambda text: environment_wire.reply_of(text.encode(errors="replace"), 1),
+    "reward: an answer": lambda text: function_client._answer(False, text.encode(errors="replace")),
+    "reward: a failure": lambda text: function_client._answer(True, text.encode(errors="replace")),
+    "reward: judged code": lambda text: code_judge._answers(text.encode(errors="replace"), 3),
+    "judge: a line": llm_judge._score_in,
+    "judge: JSON": jsontext.parse_object,
+    "spawner: an answer": lambda text: spawner.read_answer(text.encode(errors="replace")),
+}
+
+
+def seconds_of(parse: Callable[[str], Any], text: str) -> float:
+    """Processor time, the least of three."""
+    found = []
+    for _ in range(3):
+        begun = time.process_time()
+        with contextlib.suppress(*REFUSALS):
+            parse(text)
+        found.append(time.process_time() - begun)
+        if found[-1] < FLOOR:
+            break
+    return min(found)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_four_times_the_text_takes_at_most_eight_times_as_long(name: str) -> None:
+    parse = PARSERS[name]
+    gc.collect()
+    slow = []
+    for kind, made in TEXTS.items():
+        longer = seconds_of(parse, made(4 * SIZE))
+        if longer <= TIMES * FLOOR:
+            continue
+        shorter = seconds_of(parse, made(SIZE))
+        if longer > TIMES * max(shorter, FLOOR) and (longer := seconds_of(parse, made(4 * SIZE))) > TIMES * shorter:
+            slow.append(f"{kind}: {shorter:.3f} s, at four times the length {longer:.3f} s")
+    assert slow == []
+
+
+def test_a_judges_line_is_found_as_people_write_it() -> None:
+    read = llm_judge._score_in
+    assert [read(text) for text in ("Score: 4", "**Score: 9**\n", "score = 10.", "Score: -3", "score7")] == [
+        4,
+        9,
+        10,
+        -3,
+        7,
+    ]
+    assert read("Score: 2\nno:\n**Score: 9**\n\n") == 9
+    assert read("# Score:\n7\n") == 7
+    assert [read(text) for text in ("I would score 7 of 10", "score: high", "my score: 7", "Score: 7 of 10", "")] == [
+        None
+    ] * 5
+    assert read("Score: 1000000000000") is None
+    assert read("x" * 5000 + "\nScore: 3") == 3
+
+
+def test_a_pattern_that_could_take_for_ever_is_refused() -> None:
+    for pattern in ("(a+)+", "(?:a|aa)*$", "((x*)y){2,}", "(?P<n>a+)+", "x(?i:foo+)*", r"(?<=x)(a+)*"):
+        assert chat_task._repeats_a_choice(pattern), pattern
+    for pattern in (
+        r"-?\d+(?:\.\d+)?",
+        "[()+*|]+",
+        r"\((a|b)\)",
+        "(?:[ab]c)+",
+        "(?:a|b){1,3}",
+        "(?i)a+",
+        "[]a(b+)+]+",
+        "",
+    ):
+        assert not chat_task._repeats_a_choice(pattern), pattern
+
+
+def test_calls_are_found_as_before() -> None:
+    text = 'first\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call><tool_call>{"name":"b"}</tool_call>'
+    assert calls_in(text, "c") == ("first", [("c-0", "a", '{"x": 1}'), ("c-1", "b", "{}")])
+    deep = "<tool_call>" + "[" * 5000 + "</tool_call>"
+    for other in ('<tool_call>{"name": 1}</tool_call>', "<tool_call>x</tool_call>", "<tool_call>", deep):
+        assert calls_in(other, "c") == (other, [])

@@ -1,0 +1,64 @@
+"""The Ray of a run is its own: a folder that nobody else may enter, and a token that is in no home folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.runtime import real_run
+
+PROGRAM = """
+import json, os, stat, sys
+from pathlib import Path
+from orchestrator.runtime.real_run import _start_local_ray
+_start_local_ray(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+import ray
+answer = ray.get(ray.remote(lambda: 7).remote())
+folder = Path(ray._private.worker._global_node.get_session_dir_path()).parent.parent
+token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, token)]
+mode = os.environ.get("RAY_AUTH_MODE")
+ray.shutdown()
+print(json.dumps([answer, str(folder), str(token.parent), modes, mode]))
+"""
+
+
+def test_the_folder_is_its_owners_alone_and_holds_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    folder = Path(real_run._ray_folder.__wrapped__())
+    try:
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        assert token.parent == folder
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, token)] == [0o700, 0o600]
+        assert len(token.read_text()) == 64
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.long
+def test_a_local_ray_has_a_private_folder_and_a_token_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**clean, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer, folder, of_token, modes, mode = json.loads(done.stdout.splitlines()[-1])
+    assert (answer, folder, mode) == (7, of_token, "token")
+    assert modes == [0o700, 0o600]
+    assert not (tmp_path / ".ray" / "auth_token").exists()
+    assert not Path(folder).exists()

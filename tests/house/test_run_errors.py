@@ -1,0 +1,159 @@
+"""No trajectory, reward or agent ends a run: what may is a list, and anything else is raised here at every seam."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.agents.agent_manager import AgentManager
+from orchestrator.agents.agent_program import AgentProgram
+from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Sampling, TrajectoryError
+from orchestrator.config import load_config
+from orchestrator.envs import Episode
+from orchestrator.sim.simulated_run import SimResult, simulate
+from orchestrator.sim.twins import SimEnvironment, SimReward
+from tests.agents import test_agent_program as agents
+
+ROOT = Path(__file__).parents[2] / "orchestrator"
+# Who may raise a RunError in the rooms that trajectories pass through: what no trajectory can bring about, and all would meet.
+MAY_END_A_RUN = {
+    "agents/openai_endpoint.py": {"_start"},  # the port is taken
+    "environments/environment_pool.py": {
+        "acquire",
+        "close",
+        "_start_failed",
+        "_done",
+        "done",
+    },  # no environment can be started
+    "rewards/host_launch.py": {"base_url", "_launch"},  # the run's own servers, when they are started
+    "rewards/ray_serve.py": {"url", "start", "stop"},
+    "rewards/reward_client.py": {"call_reward"},  # a refused token, or an address without a function
+    "sandbox/workspace.py": {"check_fresh"},  # an episode of coding that does not begin with the task's files
+    "rollout.py": {"_next_prompt", "_member_done", "_note_failure"},  # no prompts; our own defect; nothing ends well
+}
+
+
+class Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    __str__ = __repr__
+
+
+class Foreign(BaseException):
+    """Not even an Exception."""
+
+
+def everything() -> list[BaseException]:
+    return [
+        ValueError("x"), KeyError("x"), OSError(24, "Too many open files"), MemoryError(), RecursionError(), AssertionError(),
+        StopAsyncIteration(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), OverflowError(), TimeoutError(), SystemExit(3),
+        KeyboardInterrupt(), Foreign(), Unspeakable(), EOFError(), ConnectionResetError(), RetryableError("x"),
+        ConfigError("a", 1, "b"), CommandError("released", "x"), TrajectoryError("strange", "x"), asyncio.CancelledError(),
+        asyncio.InvalidStateError(), json.JSONDecodeError("x", "y", 0),
+    ]  # fmt: skip
+
+
+def test_who_may_raise_a_run_error_is_a_list() -> None:
+    rooms = ("agents", "rewards", "tasks", "environments", "sandbox")
+    files = [file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))]
+    found: dict[str, set[str]] = {}
+    for file in [*files, ROOT / "envs.py", ROOT / "rollout.py"]:
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and _makes_one(function):
+                found.setdefault(str(file.relative_to(ROOT)), set()).add(function.name)
+    assert found == MAY_END_A_RUN
+
+
+def _makes_one(function: ast.AST) -> bool:
+    calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+    return any(isinstance(name, ast.Name) and name.id == "RunError" for name in calls)
+
+
+def run(*overrides: str) -> SimResult:
+    small = ("run.steps=3", "rollout.environments=32", "rollout.group_size=4", "rollout.groups_per_step=4")
+    more = ("evaluation.prompts=4", "rollout.trajectory_timeout=60.0", *overrides)
+    return simulate(load_config(None, ["run.mode=async", *small, *more]), strict=False)
+
+
+def steps_of(result: SimResult) -> int:
+    assert result.violations == []
+    assert result.ledger["in_flight"] == 0
+    return sum(b'"kind":"step"' in line for line in result.events.splitlines())
+
+
+class Raising:
+    """Every so many calls another of all errors, and what is not a number."""
+
+    def __init__(self, right: Any, every: int, answers: tuple[object, ...] = ()) -> None:
+        self.right, self.every, self.calls = right, every, 0
+        self.wrong: list[object] = [*everything(), *answers]
+        self.met = 0
+
+    async def __call__(self, owner: Any, argument: Any) -> Any:
+        self.calls += 1
+        if self.calls % self.every == 0 and self.met < len(self.wrong):
+            self.met += 1
+            bad = self.wrong[self.met - 1]
+            if isinstance(bad, BaseException):
+                raise bad
+            return bad
+        return await self.right(owner, argument)
+
+    def method(self) -> Any:
+        async def called(owner: Any, argument: Any) -> Any:
+            return await self(owner, argument)
+
+        return called
+
+
+@pytest.mark.parametrize("seam", ["reset", "step", "score"])
+def test_whatever_is_raised_there_costs_one_trajectory(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner: Any = SimReward if seam == "score" else SimEnvironment
+    answers = (None, "7", True, 1 << 2000, [], object()) if seam == "score" else (None, "text", 7)
+    raising = Raising(getattr(owner, seam), 2 if seam == "score" else 3, answers)
+    monkeypatch.setattr(owner, seam, raising.method())
+    result = run()
+    assert steps_of(result) == 3
+    assert raising.met == len(raising.wrong)
+
+
+def test_a_reward_may_end_the_run_only_by_a_run_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def score(self: SimReward, trajectory: Any) -> float:
+        raise RunError("the reward endpoint refuses to score")
+
+    monkeypatch.setattr(SimReward, "score", score)
+    [reason] = run().violations
+    assert "refuses to score" in reason
+
+
+def test_whatever_an_agents_start_raises_costs_one_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = agents.task_of(tmp_path, "pass")
+    wrong = [error for error in everything() if not isinstance(error, SystemExit | KeyboardInterrupt)]  # ours to raise
+
+    async def scenario() -> list[str]:
+        causes = []
+        for error in wrong:
+
+            async def fails(*_: object, error: BaseException = error, **__: object) -> Any:
+                raise error
+
+            monkeypatch.setattr(AgentProgram, "run", fails)
+            manager = AgentManager(
+                task, agents.EchoProxy(), step_timeout=5.0, trajectory_timeout=5.0, is_stale=lambda _: False
+            )
+            episode = Episode("t0", "g0", next(task.prompts("train", 0)), 0.0)
+            try:
+                await manager.play(episode, Sampling(16, stop_token_ids=(task.end_id,)))
+            except TrajectoryError as failed:
+                causes.append(failed.cause)
+            except asyncio.CancelledError:
+                causes.append("cancelled")
+        return causes
+
+    assert len(asyncio.run(scenario())) == len(wrong)
