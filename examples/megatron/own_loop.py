@@ -238,7 +238,7 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Of the groups of this data-parallel replica, while the server makes the next ones."""
     replicas, settings = Replicas(), rl.settings
-    limits = MicroBatchLimits(settings.micro_batch_size, "arrival")
+    limits = MicroBatchLimits(settings.micro_batch_size, "arrival", tokens=settings.micro_batch_tokens)
     for place, group in enumerate(groups):
         seen += group
         if place % replicas.count != replicas.index:

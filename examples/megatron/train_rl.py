@@ -113,8 +113,9 @@ def micro_batches(batch: TrainBatch, shape: Any, settings: TrainerSettings, repl
     rows = [row_of(sample, batch.version, settings.max_token_lag) for sample in samples]
     rows = [row for row in _with_advantages(rows, settings) if row.kept.any()]
     layout = layout_of(settings, shape)
+    multiple = layout.tensor if layout.sequence else 1
     limits = MicroBatchLimits(
-        settings.micro_batch_size, settings.order, multiple=layout.tensor if layout.sequence else 1
+        settings.micro_batch_size, settings.order, multiple=multiple, tokens=settings.micro_batch_tokens
     )
     _, own = replicas.dealer().deal_micro_batches(plan_micro_batches(rows, range(len(rows)), limits), last=True)
     return [micro_batch(rows, share.members, limits, settings.loss_mean, idle=share.idle) for share in own]

@@ -135,7 +135,7 @@ class MegatronTrainer:
         self._replicas = Replicas()
         multiple = self._learner.layout.tensor if self._learner.layout.sequence else 1
         self._limits = limits = MicroBatchLimits(
-            settings_.micro_batch_size, settings_.order, settings_.pack_tokens, multiple
+            settings_.micro_batch_size, settings_.order, settings_.pack_tokens, multiple, settings_.micro_batch_tokens
         )
         parts = self._learner, self._critic, self._replicas
         self._experience = Experience(settings_, limits, *parts, temperature)

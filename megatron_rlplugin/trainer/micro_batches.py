@@ -103,13 +103,24 @@ class MicroBatch:
 class MicroBatchLimits:
     """What a micro-batch may hold, and in which order it is filled (``length`` or ``arrival``).
 
-    ``multiple``: rows are padded to a multiple of this many tokens (sequence parallelism splits them evenly).
+    ``multiple``: rows are padded to a multiple of this many tokens (sequence parallelism splits them evenly). ``tokens``:
+    of padded rows, padding included; a longer trajectory is alone. Without a bound the longest ones meet in one micro-batch,
+    and decide the memory of a step. None: no bound.
     """
 
     size: int  # trajectories
     order: str = "length"
     pack_tokens: int | None = None
     multiple: int = 1
+    tokens: int | None = None
+
+    def takes(self, count: int, widest: int, total: int) -> bool:
+        """Whether so many trajectories, with the longest and the sum of their tokens, may be one micro-batch."""
+        if count > self.size:
+            return False
+        if self.pack_tokens is not None:
+            return total <= self.pack_tokens
+        return self.tokens is None or count == 1 or count * widest <= self.tokens
 
 
 # -- trajectories ----------------------------------------------------------------------------------------------------
@@ -203,7 +214,7 @@ class ArrivalPacker:
     def __init__(self, limits: MicroBatchLimits) -> None:
         self._limits = limits
         self._open: list[int] = []
-        self._tokens = 0
+        self._tokens = self._widest = 0
 
     def add(self, members: Iterable[tuple[int, str, int]]) -> list[list[int]]:
         """Whole groups as (index, group id, tokens); returns the micro-batches that are full now."""
@@ -222,23 +233,24 @@ class ArrivalPacker:
 
     def rest(self) -> list[list[int]]:
         """The micro-batch that is not full, if any. The next one begins empty."""
-        open_, self._open, self._tokens = self._open, [], 0
+        open_, self._open, self._tokens, self._widest = self._open, [], 0, 0
         return [open_] if open_ else []
 
     def _add_run(self, run: Sequence[tuple[int, int]], full: list[list[int]]) -> None:
-        if not self._fits(len(run), sum(tokens for _, tokens in run)):
+        if not self._fits([tokens for _, tokens in run]):
             full += self.rest()
         for index, tokens in run:
-            if not self._fits(1, tokens):
+            if not self._fits([tokens]):
                 full += self.rest()
             self._open.append(index)
             self._tokens += tokens
+            self._widest = max(self._widest, tokens)
         if len(self._open) == self._limits.size:
             full += self.rest()
 
-    def _fits(self, count: int, tokens: int) -> bool:
-        capacity = self._limits.pack_tokens
-        return len(self._open) + count <= self._limits.size and (capacity is None or self._tokens + tokens <= capacity)
+    def _fits(self, more: Sequence[int]) -> bool:
+        count, widest = len(self._open) + len(more), max(self._widest, *more)
+        return self._limits.takes(count, widest, self._tokens + sum(more))
 
 
 def plan_micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], limits: MicroBatchLimits) -> list[list[int]]:
@@ -248,8 +260,14 @@ def plan_micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], limits:
         return arrival.add((index, rows[index].group, len(rows[index])) for index in indices) + arrival.rest()
     if limits.pack_tokens is not None:
         return first_fit_decreasing(indices, [len(row) for row in rows], limits.pack_tokens, limits.size)
-    ordered = sorted(indices, key=lambda index: (-len(rows[index]), index))
-    return [ordered[start : start + limits.size] for start in range(0, len(ordered), limits.size)]
+    plans: list[list[int]] = []
+    for index in sorted(indices, key=lambda index: (-len(rows[index]), index)):
+        # The first of a micro-batch is its longest.
+        if plans and limits.takes(len(plans[-1]) + 1, len(rows[plans[-1][0]]), 0):
+            plans[-1].append(index)
+        else:
+            plans.append([index])
+    return plans
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------

@@ -108,18 +108,16 @@ def _ray_folder() -> str:
     token = Path(folder) / "token"
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
-    if (
-        "ray" not in sys.modules
-    ):  # it looks at its mode when it is imported; a later local start switches tokens on by itself
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if "RAY_AUTH_TOKEN" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
     return folder
 
 
 def _start_local_ray(**options: Any) -> None:
     """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception."""
-    folder = _ray_folder()  # before Ray is imported: it looks at its mode then
+    folder = _ray_folder()
+    if "ray" not in sys.modules:  # it looks at its mode when it is imported; a later start switches tokens on by itself
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
     import ray
 
     options["_temp_dir"] = f"{folder}/r"  # Ray makes it 0777; nobody gets as far

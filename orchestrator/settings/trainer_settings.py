@@ -110,6 +110,10 @@ class TrainerSettings(Section):
     loss: Annotated[LossMean | None, Flag("how token losses become one number", unset=OWN)] = None
     minibatches: Annotated[Positive, Flag("optimizer steps a batch")] = 1
     micro_batch_size: Annotated[Positive, Flag(megatron="micro_batch_size")] = 64  # trajectories a forward and backward
+    # and at most so many tokens, padding included (a longer trajectory is alone): what bounds the memory of a step
+    micro_batch_tokens: Annotated[
+        Positive, Flag("tokens of a micro-batch, padding included; a longer trajectory is alone")
+    ] = 32768
     # what goes into one micro-batch; `stream` means arrival
     micro_batch_order: Annotated[Literal["length", "arrival"], Flag("what goes into a micro-batch")] = "length"
     # several trajectories in one row of at most so many tokens; None: padded rows

@@ -22,7 +22,8 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
 ALL_OF_THE_ORCHESTRATOR = """
 import importlib, pkgutil, orchestrator
 for module in pkgutil.walk_packages(orchestrator.__path__, "orchestrator."):
-    importlib.import_module(module.name)
+    if module.name != "orchestrator.tasks.reasoning_gym_scorer":  # of a process of its own, which loads a library first
+        importlib.import_module(module.name)
 """
 
 

@@ -30,7 +30,7 @@ for count in (0, 1, 4097, 8192):
         other = random.choice(odd, count)
         new = np.where(random.random(count) < density, other, old)
         before, after = (torch.from_numpy(words.view(np.int16).copy()).view(torch.bfloat16) for words in (old, new))
-        positions, steps = gpu_delta.gather(before, after)
+        positions, steps = gpu_delta.gather_steps(before, after)
         where = np.flatnonzero(old != new)
         assert np.array_equal(positions.numpy(), where), (count, density)
         assert np.array_equal(steps.numpy(), steps_between(old[where], new[where])), (count, density)
@@ -38,13 +38,13 @@ for count in (0, 1, 4097, 8192):
         base = old.copy()
         delta.apply_change(packed.data, base.view(np.uint8))
         assert np.array_equal(base, new)
-        gpu_delta.scatter(before, positions, steps)
+        gpu_delta.scatter_steps(before, positions, steps)
         assert torch.equal(before.view(torch.int16), after.view(torch.int16))
-        gpu_delta.scatter(before, positions, steps, back=True)
+        gpu_delta.scatter_steps(before, positions, steps, back=True)
         assert np.array_equal(before.view(torch.int16).numpy().view(np.uint16), old)
 for bad in (torch.zeros(4), torch.zeros(4, 4, dtype=torch.bfloat16).t()[:2]):
     try:
-        gpu_delta.gather(bad, bad)
+        gpu_delta.gather_steps(bad, bad)
     except ConfigError:
         continue
     raise AssertionError("was taken")

@@ -63,10 +63,12 @@ def gradients_of(trainer: MegatronTrainer) -> Any:
 # -- which meet ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pack", [None, 40])
+@pytest.mark.parametrize(("pack", "tokens"), [(None, None), (40, None), (None, 50)])
 @pytest.mark.parametrize("size", [1, 3, 4, 7, 64])
-def test_micro_batches_by_arrival_do_not_depend_on_how_the_groups_were_added(size: int, pack: int | None) -> None:
-    limits = MicroBatchLimits(size, "arrival", pack)
+def test_micro_batches_by_arrival_do_not_depend_on_how_the_groups_were_added(
+    size: int, pack: int | None, tokens: int | None
+) -> None:
+    limits = MicroBatchLimits(size, "arrival", pack, tokens=tokens)
     for seed in range(20):
         rng = random.Random(seed)
         batch = make_batch(seed, groups=rng.randint(1, 8), members=rng.randint(1, 5))
@@ -84,6 +86,31 @@ def test_micro_batches_by_arrival_do_not_depend_on_how_the_groups_were_added(siz
         for part in found:
             assert len(part) <= size
             assert pack is None or sum(len(rows[index]) for index in part) <= pack
+            assert tokens is None or len(part) == 1 or padded([len(rows[index]) for index in part]) <= tokens
+
+
+def padded(lengths: list[int]) -> int:
+    """Tokens of these rows side by side."""
+    return len(lengths) * max(lengths)
+
+
+@pytest.mark.parametrize("order", ["length", "arrival"])
+def test_a_budget_of_tokens_bounds_every_micro_batch_of_rows_of_any_length(order: str) -> None:
+    """64 rows of 8,192 tokens would be one micro-batch by their number alone."""
+    random_ = random.Random(1)
+    lengths = [random_.choice([60, 300, 2_000, 8_192, 40_000]) for _ in range(200)]
+    rows = [
+        TrainRow(f"t{k}", f"g{k // 4}", np.zeros(n, np.int64), *[np.zeros(1, np.int64)] * 5)  # type: ignore[arg-type]
+        for k, n in enumerate(lengths)
+    ]
+    plans = plan_micro_batches(rows, range(200), MicroBatchLimits(64, order, tokens=32_768))
+    assert sorted(index for part in plans for index in part) == list(range(200))
+    for part in plans:
+        assert len(part) <= 64
+        assert len(part) == 1 or padded([lengths[index] for index in part]) <= 32_768
+    assert max(map(len, plans)) > 4  # short ones still share
+    without = plan_micro_batches(rows, range(200), MicroBatchLimits(64, order))
+    assert max(padded([lengths[index] for index in part]) for part in without) > 20 * 32_768
 
 
 def test_a_group_is_split_only_when_it_does_not_fit_whole() -> None:

@@ -80,7 +80,7 @@ def test_what_a_resume_took_back_is_forgotten(tmp_path: Path, events: list[dict[
 
 
 def test_without_the_package_a_run_says_so_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporters, "there", lambda module: False)
+    monkeypatch.setattr(exporters, "is_installed", lambda module: False)
     said: list[str] = []
 
     async def scenario() -> None:
@@ -192,7 +192,7 @@ def test_an_exporter_that_fails_is_said_once_and_asked_no_more(where: str) -> No
 
 
 def test_what_is_switched_on_and_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporters, "there", lambda module: False)
+    monkeypatch.setattr(exporters, "is_installed", lambda module: False)
     exporters.check_exporters(LoggingSection())
     for field, settings in (
         ("wandb", {"wandb": {"enabled": True}}),

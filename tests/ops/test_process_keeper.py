@@ -207,6 +207,9 @@ def lived(monkeypatch: pytest.MonkeyPatch, limit: int, *ends: tuple[int, Excepti
     class Folder:
         path = Path("runs/t-001")
 
+        def lock(self) -> str:
+            return ""
+
     main = training.train(config, Folder(), None, False, "2026-01-01T00:00:00+00:00")  # type: ignore[arg-type]
     return run(main), lives
 
