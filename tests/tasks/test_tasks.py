@@ -130,14 +130,21 @@ def test_a_task_cannot_hold_out_more_than_there_is(name: str) -> None:
         make(name, 0)
 
 
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    """One loop for many episodes: a scorer in a process of its own is started once per loop."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
 @pytest.mark.parametrize("name", TEXT)
-def test_the_expert_succeeds_and_its_turns_fit(name: str) -> None:
+def test_the_expert_succeeds_and_its_turns_fit(name: str, runner: asyncio.Runner) -> None:
     task = make(name)
     for prompt in itertools.islice(task.prompts("train", 1), 4 if name in SANDBOXED else 40):
         turns = task.expert(prompt.payload)
         actions = [task.words.turn(answer) for _, answer in turns]
         assert all(len(action) <= task.max_response_tokens for action in actions)
-        seen = asyncio.run(play(task.environment(), prompt, actions))
+        seen = runner.run(play(task.environment(), prompt, actions))
         observations = [seen[0], *(step.observation for step in seen[1:-1])]
         assert [task.words.decode(o.token_ids) for o in observations] == [text for text, _ in turns]
         assert seen[-1].done
