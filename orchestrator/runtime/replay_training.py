@@ -48,7 +48,7 @@ async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task
         status, reason = "failed", ""
         try:
             trainer = RayTrainer(TRAINER_CLASS, trainer_environment(config), trainer_ranks(config))
-            trainer.start()
+            await trainer.start()
             stack.push_async_callback(trainer.close)
             with events.stage("startup", 0):
                 async with asyncio.timeout(_START_LIMIT):
