@@ -68,9 +68,8 @@ from orchestrator.tail_batching import PROGRESSIVE, PromptLengths, Rounds
 from orchestrator.trainer_calls import TrainerCalls
 from orchestrator.weight_sync import WeightSync
 
-LIFETIME_MARGIN = (
-    600  # seconds that a pod may outlive its greatest age and one trajectory: it waits in the pool, starts
-)
+# seconds that a pod may outlive its greatest age and one trajectory: it waits in the pool, starts
+LIFETIME_MARGIN = 600
 TASK_OF_CONFIG = "orchestrator.environments.environment_process:task_of_config"
 
 
