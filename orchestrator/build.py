@@ -22,7 +22,7 @@ from orchestrator.colocation.group_feeder import GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
 from orchestrator.components import Components, ForecastParts, Position
 from orchestrator.config import Config
-from orchestrator.config.sections import FiltersSection
+from orchestrator.config.rollout_keys import FiltersSection
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_session import EnvironmentBackend
 from orchestrator.environments.episode_context import setup_of

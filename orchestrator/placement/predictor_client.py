@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.child_process import ChildProcess
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.api import Completion, GenerationRequest
-from orchestrator.config.sections import DisaggregationSection
+from orchestrator.config.rollout_keys import DisaggregationSection
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resume_turn import joined_completion, remaining_request
