@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from orchestrator.api import ConfigError, urls
-from orchestrator.config.cluster_keys import RaySection, RelaySection, ResourcesSection
+from orchestrator.config.cluster_keys import RaySection, RelaySection, ResourcesSection, TlsSection
 from orchestrator.config.environment_keys import EnvironmentSection, ToolsSection
 from orchestrator.config.reward_keys import RewardSection
 from orchestrator.config.rollout_keys import ContextSection, FiltersSection, RolloutSection
@@ -31,7 +31,6 @@ from orchestrator.config.run_keys import (
     WarmupSection,
 )
 from orchestrator.config.sim_keys import SimSection
-from orchestrator.config.tls_keys import TlsSection
 from orchestrator.config.view_keys import LoggingSection, ViewSection
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.batching.round_planner import speculated

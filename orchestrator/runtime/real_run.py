@@ -348,7 +348,7 @@ class _Assembly:
 
     async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
         """The version it starts at."""
-        await trainer.create(_trainer_arguments(self.config, model, endpoint))
+        await trainer.create(trainer_arguments(self.config, model) | {"relay": endpoint.to_dict()})
         if self.resumed is not None and self.resumed.checkpoint is not None:
             return int(await trainer.load(str(self.resumed.checkpoint / "trainer")))
         if self.config.warmup.steps:
@@ -465,14 +465,14 @@ def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index
     }
 
 
-def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> dict[str, Any]:
+def trainer_arguments(config: Config, model: str) -> dict[str, Any]:
+    """Keywords of a trainer without a relay."""
     return {
         "model": model,
         "settings": config.trainer.model_dump(),
         "total_steps": config.run.steps,
         "seed": config.run.seed,
         "dtype": config.model.dtype,
-        "relay": endpoint.to_dict(),
         "temperature": config.rollout.temperature,
     }
 
@@ -505,4 +505,4 @@ def _pids(workers: list[RayWorker]) -> dict[str, int]:
     return {worker.name: worker.process for worker in workers if worker.process and worker.ranks}
 
 
-__all__ = ["engine_environment", "start_ray", "train", "trainer_environment", "warm_up"]
+__all__ = ["engine_environment", "start_ray", "train", "trainer_arguments", "trainer_environment", "warm_up"]
