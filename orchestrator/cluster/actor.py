@@ -94,7 +94,7 @@ class Actor:
         options = {"num_cpus": 1, "max_concurrency": self.worker_class.concurrency, **variables, **self._place}
         remote = ray.remote(WorkerHost).options(**options)
         self._handle = remote.remote(self.worker_class, self.identity, self.gpus)
-        self.alive, self.busy = True, 0
+        self.alive = True
 
     def ask(self, what: str, *args: Any) -> Any:
         """Ray's reference to the answer of a method of the host, for :meth:`answer`. RetryableError: it is not running."""
