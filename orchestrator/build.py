@@ -22,7 +22,7 @@ from orchestrator.colocation.group_feeder import GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
 from orchestrator.components import Components, ForecastParts, Position
 from orchestrator.config import Config
-from orchestrator.config.sections import FiltersSection
+from orchestrator.config.rollout_keys import FiltersSection
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_session import EnvironmentBackend
 from orchestrator.environments.episode_context import setup_of
@@ -68,9 +68,8 @@ from orchestrator.tail_batching import PROGRESSIVE, PromptLengths, Rounds
 from orchestrator.trainer_calls import TrainerCalls
 from orchestrator.weight_sync import WeightSync
 
-LIFETIME_MARGIN = (
-    600  # seconds that a pod may outlive its greatest age and one trajectory: it waits in the pool, starts
-)
+# seconds that a pod may outlive its greatest age and one trajectory: it waits in the pool, starts
+LIFETIME_MARGIN = 600
 TASK_OF_CONFIG = "orchestrator.environments.environment_process:task_of_config"
 
 

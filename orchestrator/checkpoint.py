@@ -40,15 +40,12 @@ class CheckpointState:
     elapsed: float  # seconds of the run so far
     buffer: tuple[Trajectory, ...]
     success_history: tuple[tuple[int, float], ...] = ()
-    rounds: dict[str, Any] | None = (
-        None  # the long-prompt queue and its like (orchestrator.tail_batching); None: there are none
-    )
-    run_times: Mapping[str, Sequence[float]] = field(
-        default_factory=dict
-    )  # of test cases, by prompt: adaptive timeouts
-    degrees: dict[str, Any] | None = (
-        None  # of the engines (orchestrator.policies.parallelism.degree_reallocation); None: nobody chooses them
-    )
+    # the long-prompt queue and its like (orchestrator.tail_batching); None: there are none
+    rounds: dict[str, Any] | None = None
+    # of test cases, by prompt: adaptive timeouts
+    run_times: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    # of the engines (orchestrator.policies.parallelism.degree_reallocation); None: nobody chooses them
+    degrees: dict[str, Any] | None = None
     entropies: tuple[float, ...] = ()  # of the first steps (orchestrator.policies.training.learning_alarms)
 
 
@@ -80,9 +77,8 @@ class Checkpoints:
             raise RunError(f"{partial} cannot be written: {error.strerror or error}") from error
 
     def _commit(self, partial: Path, state: CheckpointState) -> Path:
-        with (partial / _STATE).open(
-            "w", encoding="utf-8"
-        ) as stream:  # beside an event loop, which goes on between pieces
+        # beside an event loop, which goes on between pieces
+        with (partial / _STATE).open("w", encoding="utf-8") as stream:
             stream.writelines(pieces({"format": FORMAT, **vars(state)}))
         files = {
             str(file.relative_to(partial)): [file.stat().st_size, _digest(file)]
@@ -104,7 +100,7 @@ class Checkpoints:
 
     async def committed(self, partial: Path, state: CheckpointState) -> Path:
         """:meth:`commit`, for the event loop; a run's own do it beside the loop
-        (:mod:`orchestrator.runtime.background_checkpoints`)."""
+        (:mod:`orchestrator.runtime.run_records`)."""
         return self.commit(partial, state)
 
     def all(self) -> list[Path]:

@@ -1,13 +1,18 @@
 """A child process of the orchestrator: who it is, whether it lives, and how it is stopped.
 
-Guarantees: ``stop`` is idempotent, asks first, kills after a limit, and always reaps.
+Guarantees: ``stop`` is idempotent, asks first, kills after a limit, and always reaps; where a start raises, or is cancelled,
+nothing is left behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+from orchestrator.api import CoserveError, RunError
 
 HIDDEN = "RL_COSERVE_"  # environment variables that begin so are the orchestrator's
 STOP_LIMIT = 5.0  # seconds to stop by itself before it is killed
@@ -19,7 +24,10 @@ def public_environment() -> dict[str, str]:
 
 
 class ChildProcess:
-    """Base of the children that the orchestrator starts; a subclass sets ``_process`` when it starts one."""
+    """Base of the children that the orchestrator starts; a subclass sets ``_process`` when it starts one, or has
+    :meth:`_start_process` do it. ``name``: for errors."""
+
+    name = "child"
 
     def __init__(self, log: Path | None) -> None:
         self._log = log
@@ -38,6 +46,44 @@ class ChildProcess:
         """Wait until the process is gone; at once when there is none."""
         if self._process is not None:
             await self._process.wait()
+
+    async def _start_process(
+        self, command: Sequence[str], environment: Mapping[str, str], seconds: float, line_bytes: int = 1 << 16
+    ) -> None:
+        """Start a program that says a line when it is ready (:meth:`_heard`), and ends when its standard input does. Raises
+        RunError when it is not ready within so many ``seconds``, and what :meth:`_ended_early` says when it ended."""
+        with ExitStack() as stack:
+            log = None if self._log is None else stack.enter_context(self._log.open("ab"))
+            self._process = process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=line_bytes,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C is for the orchestrator, which stops it when it is done
+            )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                if not (line := await process.stdout.readline()):
+                    raise self._ended_early(await process.wait())
+            self._heard(line)
+        except TimeoutError:
+            await ChildProcess.stop(self)
+            raise RunError(f"the {self.name} was not ready within {seconds:g} s{self._hint()}") from None
+        except BaseException:
+            await ChildProcess.stop(self)
+            raise
+
+    def _heard(self, line: bytes) -> None:
+        """It is ready."""
+
+    def _ended_early(self, code: int) -> CoserveError:
+        return RunError(f"the {self.name} ended with code {code} before it was ready{self._hint()}")
+
+    def _hint(self) -> str:
+        return f"; see {self._log}" if self._log is not None else ""
 
     async def stop(self) -> None:
         """Stop, kill if need be, reap. Idempotent."""

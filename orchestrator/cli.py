@@ -243,7 +243,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     from orchestrator.observe.report.report_page import write_report
     from orchestrator.runtime.real_run import start_ray, train
-    from orchestrator.runtime.replay_training import replay_run
+    from orchestrator.runtime.recorded_batches import replay_run
 
     print(f"run folder: {folder.path}")
     start_ray(config)
@@ -271,8 +271,7 @@ def _replayed(arguments: argparse.Namespace, config: Config) -> Path | None:
         return None
     if arguments.resume is not None:
         raise ConfigError("--replay", arguments.replay, "a resume goes on with its own run; drop --replay or --resume")
-    from orchestrator.runtime.recorded_batches import Recording
-    from orchestrator.runtime.replay_training import recorded_model
+    from orchestrator.runtime.recorded_batches import Recording, recorded_model
 
     source = Path("runs/latest" if arguments.replay == "latest" else arguments.replay).resolve()
     Recording(source)

@@ -75,9 +75,8 @@ class Components:
     gpus: Gpus | None = None
     away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
     kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
-    foresight: ForecastParts = field(
-        default_factory=ForecastParts
-    )  # what predicts lengths, and what moves trajectories
+    # what predicts lengths, and what moves trajectories
+    foresight: ForecastParts = field(default_factory=ForecastParts)
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
     reallocation: DegreeReallocator | None = None  # the same, of rollout.placement.degrees
     market: Market | None = None  # of servers to borrow, exchanged between steps; None: workers stay

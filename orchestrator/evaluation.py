@@ -78,9 +78,8 @@ class Evaluator:
 
         self.waiting_for = f"the evaluation: 0 of {len(prompts)} held-out prompts played"
         try:
-            async with (
-                asyncio.TaskGroup() as group
-            ):  # cancelled, it ends when all have ended; gather ends with the first
+            # cancelled, it ends when all have ended; gather ends with the first
+            async with asyncio.TaskGroup() as group:
                 plays = [group.create_task(play(index, prompt)) for index, prompt in enumerate(prompts)]
         except BaseExceptionGroup as group_of_errors:
             fatal = group_of_errors.subgroup(RunError)

@@ -99,9 +99,8 @@ def _kill_all(child: int) -> int:
 def _children() -> list[int]:
     try:
         return [int(pid) for pid in Path("/proc/thread-self/children").read_text(encoding="ascii").split()]
-    except (
-        FileNotFoundError
-    ):  # a kernel without CONFIG_PROC_CHILDREN: what is in our process group goes, and we with it
+    # a kernel without CONFIG_PROC_CHILDREN: what is in our process group goes, and we with it
+    except FileNotFoundError:
         os.killpg(0, signal.SIGKILL)
         raise
 

@@ -23,7 +23,7 @@ from orchestrator.api import (
     parts_of,
 )
 from orchestrator.buffer import SampleBuffer
-from orchestrator.config.sections import RolloutSection
+from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory, score_of
 from orchestrator.events import EventLog

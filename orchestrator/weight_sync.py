@@ -36,9 +36,8 @@ from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import STORE_AWAY, WorkerState
 
 _PAUSE_FIRST, _PAUSE_LIMIT = 1.0, 15.0  # seconds between tries to publish; leases of Mooncake end after 5
-_FIRST_PATIENCE = (
-    10.0  # seconds for the first version of a run: what cannot be published then is a mistake, not an outage
-)
+# seconds for the first version of a run: what cannot be published then is a mistake, not an outage
+_FIRST_PATIENCE = 10.0
 _GRACE = 5.0  # seconds over the time limit in which a worker must answer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.api import Task
-from orchestrator.config.sections import RewardSection
+from orchestrator.config.reward_keys import RewardSection
 from orchestrator.envs import EnvManager
 
 

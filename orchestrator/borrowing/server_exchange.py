@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
-from orchestrator.config.sections import BorrowedSection, RoutingSection
+from orchestrator.config.rollout_keys import BorrowedSection, RoutingSection
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import ANY, LEAST_UTILIZED, Seat
 from orchestrator.policies.serving.server_borrowing import GONE, BorrowDemand, BorrowRules, ServerBroker

@@ -2,18 +2,19 @@
 
 import orchestrator.cluster as rdist
 from orchestrator.cluster import ActorTrain, ActorTrainCls
-from orchestrator.resources import ResourceManager
+from orchestrator.resources import Placement, ResourceManager
 
 class MyActorTrain(ActorTrainCls):
     @rdist.register(mode="execute_all")
     def compute_gradients(self, batch): ...
 
-with ActorTrain(ResourceManager({"H800": 8}), MyActorTrain) as cluster:
-    results = cluster.compute_gradients(batch)      # one a worker, by rank
+manager = ResourceManager({"H800": 8})
+cluster = ActorTrain(MyActorTrain, {name: Placement(manager, name, "H800", 4) for name in ("rank-0", "rank-1")})
+await cluster.launch()
+results = await cluster.compute_gradients(batch)      # one of each worker, by rank
 """
 
 from orchestrator.cluster.cluster import ActorGen, ActorTrain, Cluster
-from orchestrator.cluster.cluster_calls import WorkerError
 from orchestrator.cluster.decorators import register
 from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, Worker
 
@@ -24,6 +25,5 @@ __all__ = [
     "ActorTrainCls",
     "Cluster",
     "Worker",
-    "WorkerError",
     "register",
 ]

@@ -1,13 +1,12 @@
 """One worker's process: the host that runs inside it, and the handle by which a cluster places, starts, asks and ends it.
 
 Guarantees: what a worker raises crosses the border as plain data, never as a pickled object: ConfigError and CommandError
-arrive as they are, anything else as :class:`Raised`, with its cause in words; a process that is gone is a ProcessDied from
-every call. A process that is started again has the same arguments.
+arrive as they are, anything else as a RetryableError, with its cause in words; a process that is gone is a ProcessDied from
+every call.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import traceback
@@ -25,71 +24,36 @@ if TYPE_CHECKING:
 OK, CONFIG, COMMAND, ERROR = "ok", "config", "command", "error"
 
 
-class Raised(RetryableError):
-    """What a worker's method raised. ``kind`` and ``detail`` say what, ``trace`` the last lines of its traceback there."""
-
-    def __init__(self, name: str, kind: str, detail: str, trace: str) -> None:
-        super().__init__(f"{name}: {kind}: {detail}\n{trace}")
-        self.kind = kind
-        self.detail = detail
-        self.trace = trace
-
-
 class WorkerHost:
-    """Runs inside the process: holds one worker, whose methods run one after the other. The class itself comes from the
-    driver, by Ray's own serialisation."""
+    """Runs inside the process: holds one worker, of whose calls so many run beside each other as its class says; coroutines wait
+    in one event loop. The class itself comes from the driver, by Ray's own serialisation."""
 
-    def __init__(
-        self,
-        worker_class: type[Worker],
-        identity: Identity,
-        arguments: Mapping[str, Any],
-        gpus: int = 0,
-    ) -> None:
+    def __init__(self, worker_class: type[Worker], identity: Identity, gpus: int = 0) -> None:
         self._failure: Exception | None = None
         try:
             self._devices = _devices_of_bundle(identity.worker_id) if gpus else ()
             self._worker = worker_class.__new__(worker_class)
             self._worker.identity = identity
-            self._worker.__init__(**arguments)  # type: ignore[misc]  # it may read its identity
-        except Exception as error:  # noqa: BLE001  user code: reported by the first call
+            self._worker.__init__()  # type: ignore[misc]  # it may read its identity
+        except Exception as error:  # noqa: BLE001  user code: reported by every call
             self._failure = error
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """Run a method. Never raises what the method does."""
         try:
-            value = self._begin(method, args, kwargs)
-            return OK, asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+            if self._failure is not None:
+                raise self._failure
+            value = getattr(self._worker, method)(*args, **kwargs)
+            return OK, await value if inspect.isawaitable(value) else value
         except Exception as error:  # noqa: BLE001  the border of a process: everything is reported to the other side
             return _words(error)
 
-    def ready(self) -> tuple[str, Any]:
-        """The process id, when the worker was made."""
-        return (OK, os.getpid()) if self._failure is None else _words(self._failure)
-
-    def seen(self) -> tuple[str, Any]:
+    async def seen(self) -> tuple[str, Any]:
         """The node's address, and the ids there of the devices that Ray reserved and this process sees."""
         import ray
 
         where = ray.util.get_node_ip_address()
         return (OK, (where, self._devices)) if self._failure is None else _words(self._failure)
-
-    def _begin(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._failure is not None:
-            raise self._failure
-        return getattr(self._worker, method)(*args, **kwargs)
-
-
-class ActorHost(WorkerHost):
-    """Of a worker whose methods are coroutines: they wait beside each other, in one event loop."""
-
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """See :class:`WorkerHost`."""
-        try:
-            value = self._begin(method, args, kwargs)
-            return OK, await value if inspect.isawaitable(value) else value
-        except Exception as error:  # noqa: BLE001  as above
-            return _words(error)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,9 +64,8 @@ class Actor:
     identity: Identity
     placement: Placement | None
     environment: dict[str, str]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
     alive: bool = True
-    busy: set[Any] = field(default_factory=set)  # calls of single workers that it has
+    busy: int = 0  # calls that it has not answered
     _place: dict[str, Any] = field(default_factory=dict)
     _handle: Any = None
 
@@ -110,12 +73,6 @@ class Actor:
     def name(self) -> str:
         """Of the worker."""
         return self.identity.worker_id
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        devices = ", ".join(map(str, self.identity.devices))
-        return f"{self.name} ({self.identity.hardware} {devices})"
 
     @property
     def gpus(self) -> int:
@@ -133,45 +90,49 @@ class Actor:
         """Start the process (Ray does it in the background)."""
         import ray
 
-        calls = self.worker_class.concurrency
-        remote = ray.remote(WorkerHost if calls == 1 else ActorHost)
         variables = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
-        options = {"num_cpus": 1, "max_concurrency": calls, **variables, **self._place}
-        made_of = (self.worker_class, self.identity, self.arguments, self.gpus)
-        self._handle = remote.options(**options).remote(*made_of)
+        options = {"num_cpus": 1, "max_concurrency": self.worker_class.concurrency, **variables, **self._place}
+        remote = ray.remote(WorkerHost).options(**options)
+        self._handle = remote.remote(self.worker_class, self.identity, self.gpus)
+        self.alive = True
 
     def ask(self, what: str, *args: Any) -> Any:
-        """Ray's reference to the answer of a method of the host, for :meth:`unwrap`. RetryableError: it is not running."""
+        """Ray's reference to the answer of a method of the host, for :meth:`answer`. RetryableError: it is not running."""
         if self._handle is None:
             raise RetryableError(f"{self.name} is not running")
-        with self.reaching():
-            return getattr(self._handle, what).remote(*args)
+        with self._reaching():
+            reference = getattr(self._handle, what).remote(*args)
+        self.busy += 1
+        return reference
 
-    @contextmanager
-    def reaching(self) -> Iterator[None]:
-        """What Ray raises of this process is a ProcessDied; only time-outs are what they are."""
-        import ray
-
-        try:
-            yield
-        except ray.exceptions.GetTimeoutError:
-            raise
-        except ray.exceptions.RayError as error:
-            self.alive = False
-            raise ProcessDied(f"{self.name} died: {first_line(error)}") from error
-
-    def unwrap(self, answer: tuple[str, Any]) -> Any:
+    async def answer(self, reference: Any) -> Any:
         """The value; raises what the worker did."""
-        status, value = answer
+        try:
+            with self._reaching():
+                status, value = await reference
+        finally:
+            self.busy -= 1
         if status == OK:
             return value
         kind, detail, trace, own = value
-        raised = Raised(self.name, kind, detail, trace)
+        raised = RetryableError(f"{self.name}: {kind}: {detail}\n{trace}")
         if status == CONFIG:
             raise ConfigError(*own) from raised
         if status == COMMAND:
             raise CommandError(*own) from raised
         raise raised
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """What Ray raises of this process is a ProcessDied."""
+        import ray
+
+        try:
+            yield
+        except ray.exceptions.RayError as error:
+            self.alive = False
+            first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+            raise ProcessDied(f"{self.name} died: {first}") from error
 
     def kill(self) -> None:
         """End the process at once. Idempotent."""
@@ -180,12 +141,6 @@ class Actor:
         handle, self._handle = self._handle, None
         if handle is not None and ray.is_initialized():
             ray.kill(handle)
-
-
-def first_line(error: BaseException | None) -> str:
-    """Of what Ray says."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _devices_of_bundle(worker: str) -> tuple[str, ...]:
@@ -198,10 +153,6 @@ def _devices_of_bundle(worker: str) -> tuple[str, ...]:
         fix = f"{worker} has devices {', '.join(given)} in its placement group: leave this to Ray, on every node"
         raise ConfigError("CUDA_VISIBLE_DEVICES", seen, f"{fix} (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES too)")
     return tuple(given)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _words(error: Exception) -> tuple[str, Any]:

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from orchestrator.api import ConfigError
 
-EXECUTE_ALL, EXECUTE_ONE, EXECUTE_RANK_ZERO, SCATTER = "execute_all", "execute_one", "execute_rank_zero", "scatter"
-MODES = (EXECUTE_ALL, EXECUTE_ONE, EXECUTE_RANK_ZERO, SCATTER)
-AGGREGATES = ("list", "concat", "sum", "mean", "first")
+MODES = EXECUTE_ALL, EXECUTE_ONE, EXECUTE_RANK_ZERO = "execute_all", "execute_one", "execute_rank_zero"
+AGGREGATES = ("list", "concat", "first")
 _NOTE = "__rlc_declaration__"
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -37,17 +36,16 @@ def register(mode: str = EXECUTE_ALL, aggregate: str = "") -> Callable[[Method],
     """How a cluster's call of the method is carried out.
 
     ``mode``: "execute_all" on every worker with the same arguments; "execute_one" on the least busy worker;
-    "execute_rank_zero" on the first; "scatter": the first argument, a sequence, is cut into a part a worker, in order.
-    ``aggregate`` of the workers' results, by rank: "list" (default of execute_all), "concat" (default of scatter),
-    "sum", "mean" (numbers, arrays, or mappings of these), "first".
+    "execute_rank_zero" on the first. ``aggregate`` of all workers' results, by rank: "list" (the default), "concat" (of
+    sequences), "first".
     """
     if mode not in MODES:
         raise ConfigError("register.mode", mode, f"must be one of {', '.join(MODES)}")
     if aggregate and aggregate not in AGGREGATES:
         raise ConfigError("register.aggregate", aggregate, f"must be one of {', '.join(AGGREGATES)}")
-    if aggregate and mode in (EXECUTE_ONE, EXECUTE_RANK_ZERO):
+    if aggregate and mode != EXECUTE_ALL:
         raise ConfigError("register.aggregate", aggregate, f"{mode} has one result: leave it out")
-    chosen = aggregate or ("concat" if mode == SCATTER else "list")
+    chosen = aggregate or ("list" if mode == EXECUTE_ALL else "first")
 
     def note(method: Method) -> Method:
         setattr(method, _NOTE, Declaration(mode, chosen))

@@ -1,7 +1,7 @@
 """Worker classes to derive from, one a role (RollArt 5.1).
 
 A worker is a plain class: its methods are the user's, ``rank``, ``world_size``, ``hardware`` and ``devices`` say where it
-runs. Methods of one worker run one after the other.
+runs. Methods of one worker run one after the other, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Identity:
 
 
 class Worker:
-    """Base of all. Derive from one of the two roles; ``__init__`` may take arguments, which the cluster passes on."""
+    """Base of all. Derive from one of the two roles; ``__init__`` takes nothing, and may read who the worker is."""
 
     role: ClassVar[str] = ""
     concurrency: ClassVar[int] = 1  # calls at a time; more: its methods are coroutines, of one event loop

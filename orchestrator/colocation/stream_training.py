@@ -32,7 +32,7 @@ from orchestrator.api import (
     Trajectory,
 )
 from orchestrator.colocation.handover import Colocation, DeviceHolder
-from orchestrator.config.sections import ColocationSection
+from orchestrator.config.rollout_keys import ColocationSection
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.stream_trigger import KvLimit, LengthDistribution, StreamTrigger, Unit
 from orchestrator.proxy.gateway import LLMProxy

@@ -1,4 +1,4 @@
-"""Sections of a config: weights between processes, hardware, Ray."""
+"""Sections of a config: weights between processes, hardware, Ray, TLS."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.api import urls
+from orchestrator.api.tls import Tls
 from orchestrator.settings.section import Positive, PositiveSeconds, Section, violation
 
 
@@ -23,19 +24,16 @@ class RelaySection(Section):
     segment_mb: Positive = 256
     bucket_mb: Positive = 64
     keep_versions: Annotated[int, Field(ge=2)] = 2
-    metadata_url: str = (
-        ""  # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
-    )
+    # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
+    metadata_url: str = ""
     metadata_password_file: str = ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD, or none
-    signing_key: str = (
-        ""  # Ed25519 private key, a PEM file on the trainer's machine: versions are signed; empty: they are not
-    )
+    # Ed25519 private key, a PEM file on the trainer's machine: versions are signed; empty: they are not
+    signing_key: str = ""
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
     codec_threads: Positive = 1  # of each rank that encodes or applies differences
-    patience: PositiveSeconds = (
-        300.0  # a version that cannot be published is tried again for this long; generation goes on
-    )
+    # a version that cannot be published is tried again for this long; generation goes on
+    patience: PositiveSeconds = 300.0
 
     @model_validator(mode="after")
     def _metadata(self) -> RelaySection:
@@ -51,17 +49,14 @@ class ResourcesSection(Section):
     engine as many as its parallel sizes need, in one node; engines are spread over nodes, trainer ranks beside each other.
     Without pools and GPUs nothing is bound, and Ray places processes by CPUs."""
 
-    pools: dict[
-        str, Positive
-    ] = {}  # class -> devices; in a Ray cluster, custom resources of its nodes, beside its GPUs
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = (
-        "default"  # of the pools, where jobs share a metadata store
-    )
+    # class -> devices; in a Ray cluster, custom resources of its nodes, beside its GPUs
+    pools: dict[str, Positive] = {}
+    # of the pools, where jobs share a metadata store
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "default"
     trainer: str = "H800"  # class that trainer ranks ask for
     devices_per_rank: Positive = 1
-    rollout: dict[
-        str, Positive
-    ] = {}  # class -> rollout workers that ask for it, rollout.workers in all; empty: all H20
+    # class -> rollout workers that ask for it, rollout.workers in all; empty: all H20
+    rollout: dict[str, Positive] = {}
     devices_per_worker: Positive = 1  # at least: of a rollout worker, where its parallel sizes need fewer
     devices_per_server: Positive = 8
     compatible: dict[str, tuple[str, ...]] = {}  # class -> stand-ins while it has none free; not in it: all of its kind
@@ -73,3 +68,29 @@ class RaySection(Section):
     address: str = ""
     cpus: Positive = 4
     object_store_mb: Annotated[int, Field(ge=80)] = 128
+
+
+class TlsSection(Section):
+    """One certificate, key and authority, PEM files, for every listener and client of the run that leaves this machine."""
+
+    certificate: str = ""  # with its chain; empty: listeners speak plain HTTP, on loopback only
+    key: str = ""  # of the certificate; a file that only you can read
+    authority: str = ""  # whom clients trust; empty: the system's authorities
+    verify_clients: bool = False  # listeners take only clients with a certificate of the authority
+    allow_plain_http: bool = False  # rewards, judges and tools elsewhere may be called unencrypted
+
+    @model_validator(mode="after")
+    def _pairs(self) -> TlsSection:
+        wrong = ""
+        if bool(self.certificate) != bool(self.key):
+            name = "key" if self.certificate else "certificate"
+            wrong = "certificate and key belong together: give both, or neither"
+        elif self.verify_clients and not (self.certificate and self.authority):
+            name, wrong = "verify_clients", "needs tls.certificate, tls.key and tls.authority"
+        if wrong:
+            raise ValidationError.from_exception_data("tls", [violation(name, getattr(self, name), wrong)])
+        return self
+
+    def files(self) -> Tls:
+        """For listeners and clients."""
+        return Tls(self.certificate, self.key, self.authority, self.verify_clients)

@@ -14,14 +14,12 @@ class PredictionSection(Section):
 
     enabled: bool = False
     predictor: Literal["progressive", "prompt-only", "history", "oracle"] = "progressive"  # oracle: simulated runs only
-    encoder: str = (
-        "hashed"  # of the progressive one's tokens; or the Hugging Face folder of a small model, fine-tuned online
-    )
+    # of the progressive one's tokens; or the Hugging Face folder of a small model, fine-tuned online
+    encoder: str = "hashed"
     order: Literal["longest-first", "shortest-first", "fcfs", "round-robin"] = "longest-first"  # of turns in an engine
     prior_tokens: Annotated[float, Field(ge=0)] = 0.0  # of a trajectory, until some have ended; 0: one longest response
-    levels: Annotated[float, Field(gt=0, le=16)] = (
-        2.0  # priorities a doubling: turns within one do not preempt each other
-    )
+    # priorities a doubling: turns within one do not preempt each other
+    levels: Annotated[float, Field(gt=0, le=16)] = 2.0
     coverage: Annotated[float, Field(gt=0, lt=1)] = 0.8  # of the intervals
     patience: PositiveSeconds = 2.0  # a forecast that takes longer is not waited for, and said to be late
     in_process: bool = False  # no process of its own: its work then delays the event loop
@@ -36,15 +34,13 @@ class DegreesSection(Section):
     enabled: bool = False
     speeds: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = {}  # degree -> tokens a second alone,
     # relative to the others, where rollout.placement.profile names no profile; degrees that are not there are not used
-    start: tuple[
-        Positive, ...
-    ] = ()  # degrees that the run begins with; empty: the best of what is expected, else 1 each
+    # degrees that the run begins with; empty: the best of what is expected, else 1 each
+    start: tuple[Positive, ...] = ()
     expected_tokens: Annotated[float, Field(ge=0)] = 0.0  # of a trajectory, said by the policy; 0: nothing is expected
     expected_sigma: Annotated[float, Field(ge=0, le=4)] = 1.0  # of their logarithm, expected before the first step
     horizon: Positive = 4  # steps that a gain is counted over, against the seconds of one change
-    start_seconds: Annotated[float, Field(ge=0)] | None = (
-        None  # of a change, before one was measured; None: the profile's
-    )
+    # of a change, before one was measured; None: the profile's
+    start_seconds: Annotated[float, Field(ge=0)] | None = None
 
 
 class PlacementSection(Section):
@@ -53,9 +49,8 @@ class PlacementSection(Section):
     enabled: bool = False
     migrate: bool = True  # trajectories whose forecast changed go to another worker, between two turns
     profile: str = ""  # file of `rl-coserve profile`: what steps take, and how much KV fits; empty: the figures below
-    interference: Annotated[float, Field(ge=0)] = (
-        0.01  # what a token takes longer for each further trajectory beside it
-    )
+    # what a token takes longer for each further trajectory beside it
+    interference: Annotated[float, Field(ge=0)] = 0.01
     speeds: dict[str, Annotated[float, Field(gt=0)]] = {}  # worker -> tokens a second alone, relative to the others: 1
     certainty: Fraction = 0.5  # share of a forecast's interval within which its worker is as good as another
     prefill_seconds: Annotated[float, Field(ge=0)] = 1e-4  # of a token, what a move costs; and

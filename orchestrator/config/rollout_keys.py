@@ -20,18 +20,15 @@ class RoutingSection(Section):
     policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
     imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
     skew: Annotated[float, Field(ge=0)] = 0.0  # in its place: largest over smallest load that it may come to; 0: off
-    cap: Annotated[int, Field(ge=0)] = (
-        0  # requests a dedicated worker has at a time; the others go to served workers, or wait
-    )
-    served_cap: Annotated[int, Field(ge=0)] = (
-        0  # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
-    )
+    # requests a dedicated worker has at a time; the others go to served workers, or wait
+    cap: Annotated[int, Field(ge=0)] = 0
+    # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
+    served_cap: Annotated[int, Field(ge=0)] = 0
     # dedicated-first: a served worker gets what dedicated ones have no room for (ROSE). least-utilized: the worker with the
     # smallest share of its cap taken, dedicated or served.
     spread: Literal["dedicated-first", "least-utilized"] = "dedicated-first"
-    hardware: dict[
-        str, str
-    ] = {}  # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
+    # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
+    hardware: dict[str, str] = {}
     affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
     fallback: bool = True  # a task may use the other classes while its own has no room
 
@@ -59,9 +56,8 @@ class RoutingSection(Section):
 class BorrowedSection(Section):
     """Which of `served` a run borrows, and when it takes others (ROSE 4): docs/coserving.md. 0 and no `file`: all, for good."""
 
-    most: Annotated[int, Field(ge=0)] = (
-        0  # servers, those whose neighbours used least KV memory in the last hour; 0: all that are named
-    )
+    # servers, those whose neighbours used least KV memory in the last hour; 0: all that are named
+    most: Annotated[int, Field(ge=0)] = 0
     file: str = ""  # names more of them, a URL a line; read again at every look
     every: PositiveSeconds = 10.0  # between two looks at the servers
     lease: Annotated[float, Field(ge=5, le=3600)] = 60.0  # that a server stays a run's without a sign of life of it
@@ -122,17 +118,15 @@ class PlannerSection(Section):
     docs/profile.md."""
 
     enabled: bool = False
-    profile: str = (
-        ""  # file of `rl-coserve profile`: the first TP, gains and re-profiling; without it gains are tried out
-    )
+    # file of `rl-coserve profile`: the first TP, gains and re-profiling; without it gains are tried out
+    profile: str = ""
     max_tp: Annotated[int, Field(ge=0)] = 0  # 0: rollout.workers, the devices of this machine
     experts: bool = False  # of a mixture: layouts with whole experts on a device too (EP); in simulated runs only
     expected_tokens: Annotated[int, Field(ge=0)] = 0  # of a response, before the first step; 0: the task's longest
     rise: Annotated[float, Field(ge=1)] = 1.05  # of preemptions from one step to the next: then TP doubles
     calm_steps: Positive = 4  # without preemption: then TP is halved
-    divergence: Annotated[float, Field(gt=1)] = (
-        2.0  # of a step's time from the profile's: then an alarm asks for a new one
-    )
+    # of a step's time from the profile's: then an alarm asks for a new one
+    divergence: Annotated[float, Field(gt=1)] = 2.0
 
 
 class ColocationSection(Section):
@@ -151,17 +145,15 @@ class RoundsSection(Section):
     enabled: bool = False
     eta_prompts: float = 1.25  # a short round launches so many times the prompts that it keeps
     eta_responses: float = 1.25  # the same of a prompt's responses
-    search: tuple[
-        float, ...
-    ] = ()  # values of eta to try in the first rounds, 1.1 to 1.4 in the paper; empty: no search
+    # values of eta to try in the first rounds, 1.1 to 1.4 in the paper; empty: no search
+    search: tuple[float, ...] = ()
     epoch_prompts: Annotated[int, Field(ge=0)] | None = None  # in the data set; 0: never repeats; None: the task knows
     tries: Positive = 16  # a prompt whose groups failed so often is given up, and counted
     isolate_environments: bool = False  # prompts that their environment made late wait in a queue of their own
     max_active: Positive | None = None  # trajectories in flight for each worker at most (DAPO with rounds)
-    predict: Annotated[str, Field(pattern=r"^(history|progressive|[\w.]+:\w+)?$")] = (
-        ""  # who says which prompts are long: the prompts'
-    )
-    # own lengths in earlier epochs, or a function of a prompt; they wait for a long round unplayed. Empty: nobody
+    # who says which prompts are long: the prompts' own lengths in earlier epochs, or a function of a prompt; they wait for a long
+    # round unplayed. Empty: nobody
+    predict: Annotated[str, Field(pattern=r"^(history|progressive|[\w.]+:\w+)?$")] = ""
 
     @model_validator(mode="after")
     def _etas(self) -> RoundsSection:
@@ -198,9 +190,8 @@ class RolloutSection(Section):
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
     groups_per_step: Positive = 32
     redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # launched over needed
-    redundant_members: Annotated[float, Field(ge=1.0, le=4.0)] = (
-        1.0  # the same of a group's members; the rest is aborted
-    )
+    # the same of a group's members; the rest is aborted
+    redundant_members: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0
     member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, a group
     group_timeout: PositiveSeconds | None = None  # then a group is trained without its stragglers, or they are replaced
     buffer_limit: Positive | None = None  # trajectories between start and training; None: what alpha allows

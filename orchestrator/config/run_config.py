@@ -18,33 +18,25 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from orchestrator.api import ConfigError, urls
-from orchestrator.config.sections import (
+from orchestrator.config.cluster_keys import RaySection, RelaySection, ResourcesSection, TlsSection
+from orchestrator.config.environment_keys import EnvironmentSection, ToolsSection
+from orchestrator.config.reward_keys import RewardSection
+from orchestrator.config.rollout_keys import ContextSection, FiltersSection, RolloutSection
+from orchestrator.config.run_keys import (
     CheckpointSection,
-    ContextSection,
-    EnvironmentSection,
     EvaluationSection,
-    FiltersSection,
-    LoggingSection,
     ModelSection,
-    RaySection,
-    RelaySection,
-    ResourcesSection,
-    RewardSection,
-    RolloutSection,
     RunSection,
-    Section,
-    SimSection,
     TaskSection,
-    TlsSection,
-    ToolsSection,
-    TrainerSection,
-    ViewSection,
     WarmupSection,
 )
+from orchestrator.config.sim_keys import SimSection
+from orchestrator.config.view_keys import LoggingSection, ViewSection
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.batching.round_planner import speculated
 from orchestrator.policies.training.objective_table import OBJECTIVES
-from orchestrator.settings.section import Positive, ShortValue, config_error
+from orchestrator.settings.section import Positive, Section, ShortValue, config_error
+from orchestrator.settings.trainer_settings import TrainerSection
 
 
 class CostSection(Section):

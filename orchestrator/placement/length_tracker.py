@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from orchestrator.api import CommandError, GenerationRequest, Prompt, RetryableError, Trajectory, Turn
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.events import EventLog
 from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.policies.prediction.length_features import TrajectoryProgress, progress_of, turn_boundaries

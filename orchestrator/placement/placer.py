@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.config.sections import PlacementSection
+from orchestrator.config.prediction_keys import PlacementSection
 from orchestrator.events import EventLog
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 from orchestrator.policies.placement.migration import (

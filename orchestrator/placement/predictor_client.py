@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.child_process import ChildProcess
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome
 
@@ -31,6 +31,8 @@ _LINE_LIMIT = 1 << 20  # bytes of an answer
 
 class PredictorProcess(ChildProcess):
     """See the module. ``state``: the file that it keeps what it learned in; ``prior``: tokens of a trajectory at first."""
+
+    name = "predictor"
 
     def __init__(
         self, settings: PredictionSection, prior: float, seed: int, state: Path | None = None, log: Path | None = None
@@ -99,33 +101,11 @@ class PredictorProcess(ChildProcess):
         process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _launch(self) -> None:
-        log = None if self._log is None else self._log.open("ab")
-        try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "orchestrator.placement.predictor_service", self._arguments),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                limit=_LINE_LIMIT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the orchestrator, which stops it when it is done
-            )
-        finally:
-            if log is not None:
-                log.close()
-        try:
-            assert process.stdout is not None
-            async with asyncio.timeout(START_LIMIT):
-                line = await process.stdout.readline()
-                if not line:
-                    code = await process.wait()
-                    raise RunError(f"the predictor ended with code {code} before it was ready{self._hint()}")
-        except TimeoutError:
-            await super().stop()
-            raise RunError(f"the predictor was not ready within {START_LIMIT:g} s{self._hint()}") from None
-        except BaseException:
-            await super().stop()
-            raise
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "orchestrator.placement.predictor_service", self._arguments]
+        await self._start_process(command, {**os.environ, **threads}, START_LIMIT, _LINE_LIMIT)
+
+    def _heard(self, line: bytes) -> None:
         self._ready = True
 
     async def _keep(self) -> None:
@@ -170,9 +150,6 @@ class PredictorProcess(ChildProcess):
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(RetryableError(why))
-
-    def _hint(self) -> str:
-        return f"; see {self._log}" if self._log is not None else ""
 
 
 def read_forecast(line: bytes) -> tuple[int, LengthForecast]:

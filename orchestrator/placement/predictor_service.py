@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthOutcome, LengthPredictor, ProgressivePredictor

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.api import Completion, GenerationRequest, KvMove, KvMoved, KvWorker
-from orchestrator.config.sections import KvTransferSection
+from orchestrator.config.rollout_keys import KvTransferSection
 from orchestrator.events import EventLog
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import TurnRouter

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.api import Completion, GenerationRequest
-from orchestrator.config.sections import DisaggregationSection
+from orchestrator.config.rollout_keys import DisaggregationSection
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resume_turn import joined_completion, remaining_request
@@ -52,9 +52,8 @@ class PrefillDecode:
         proxy = self._proxy
         proxy.kv.sources[request.request_id] = proxy.router.prefix_holder(request.trajectory_id, other)
         try:
-            part = (
-                replace(request, task=phase) if proxy.router.can_serve(phase) else request
-            )  # its class is gone for good
+            # its class is gone for good
+            part = replace(request, task=phase) if proxy.router.can_serve(phase) else request
             return await proxy.serve(part)
         finally:
             del self._tasks[request.request_id]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from orchestrator.api import BorrowedWorker, ConfigError, PlacedWorker, RolloutWorker, urls
-from orchestrator.config.sections import DisaggregationSection, RolloutSection, RoutingSection
+from orchestrator.config.rollout_keys import DisaggregationSection, RolloutSection, RoutingSection
 from orchestrator.policies.routing.turn_routing import ANY, DECODE, PREFILL, Seat, TurnRouter
 
 

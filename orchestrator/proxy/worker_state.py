@@ -78,9 +78,8 @@ class WorkerState:
     aborts: list[str] = field(default_factory=list)
     sent: dict[str, Pending] = field(default_factory=dict)
     last_progress: float = 0.0
-    unanswered: float = (
-        0.0  # seconds that it had said nothing when a request was last aborted: a hang outlasts who waits
-    )
+    # seconds that it had said nothing when a request was last aborted: a hang outlasts who waits
+    unanswered: float = 0.0
     pump: asyncio.Task[None] | None = None
     sender: asyncio.Task[None] | None = None
     reviver: asyncio.Task[None] | None = None

@@ -114,20 +114,6 @@ class ResourceManager:
             raise ConfigError("resources.worker", worker, "no worker with this id is bound")
         return found
 
-    def table(self) -> list[dict[str, Any]]:
-        """A row a pool: class, devices, free, failed, workers. For people."""
-        view = self.view()
-        return [
-            {
-                "class": pool.hardware,
-                "devices": len(pool.devices),
-                "free": len(view.free(pool.hardware)),
-                "failed": len(pool.failed),
-                "workers": sorted(name for name, item in view.bindings.items() if item.hardware == pool.hardware),
-            }
-            for pool in view.pools
-        ]
-
     def close(self) -> None:
         """Give back all that this job has. Idempotent; the store stays open."""
         self.release_owner(self.owner)

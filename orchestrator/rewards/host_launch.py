@@ -8,14 +8,13 @@ died can be restarted at its old address, with its old token: who calls it need 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.api import ConfigError, RunError, bearer
+from orchestrator.api import ConfigError, CoserveError, RunError, bearer
 from orchestrator.child_process import ChildProcess, public_environment
 from orchestrator.rewards.function_protocol import INVOKE_PATH
 
@@ -74,44 +73,20 @@ class ServingChild(ChildProcess):
 
     async def _launch(self, port: int) -> None:
         """At this port, 0: at a free one."""
-        log = None if self._log is None else self._log.open("ab")
         given = self.token if self.shows_token else bearer.sealed(self.token)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(*self.command(), "--port", str(port)),
-                stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the server
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env={**public_environment(), **self.environment(), self.variable: given},
-                start_new_session=True,  # Ctrl-C is for the orchestrator, which stops the server when it is done
-            )
-        finally:
-            if log is not None:
-                log.close()
-        try:
-            assert self._process.stdout is not None
-            async with asyncio.timeout(self.start_limit):
-                line = await self._process.stdout.readline()
-                if not line:
-                    code = await self._process.wait()
-                    if code == 2:
-                        raise self.refusal_error()
-                    raise RunError(f"the {self.name} ended with code {code} before it was ready{self._hint()}")
-            self._port = int(json.loads(line)["port"])
-        except TimeoutError:
-            await super().stop()
-            raise RunError(f"the {self.name} was not ready within {self.start_limit:g} s{self._hint()}") from None
-        except BaseException:
-            await super().stop()
-            raise
+        variables = {**public_environment(), **self.environment(), self.variable: given}
+        await self._start_process([*self.command(), "--port", str(port)], variables, self.start_limit)
+
+    def _heard(self, line: bytes) -> None:
+        self._port = int(json.loads(line)["port"])
+
+    def _ended_early(self, code: int) -> CoserveError:
+        return self.refusal_error() if code == 2 else super()._ended_early(code)
 
     async def stop(self) -> None:
         """Stop, kill if need be, reap. Idempotent."""
         self._port = 0
         await super().stop()
-
-    def _hint(self) -> str:
-        return f"; see {self._log}" if self._log is not None else ""
 
 
 class FunctionHost(ServingChild):
@@ -132,14 +107,7 @@ class FunctionHost(ServingChild):
         super().__init__(log)
         self._functions = functions
         self._field = field
-        self._options = [
-            "--concurrency",
-            str(concurrency),
-            "--timeout",
-            str(timeout),
-            "--idle-seconds",
-            str(idle_seconds),
-        ]
+        self._options = [f"--concurrency={concurrency}", f"--timeout={timeout}", f"--idle-seconds={idle_seconds}"]
 
     def url_of(self, name: str) -> str:
         """What a function is invoked at."""
@@ -147,16 +115,9 @@ class FunctionHost(ServingChild):
 
     def command(self) -> list[str]:
         """See the base."""
-        command = [
-            sys.executable,
-            "-m",
-            "orchestrator.rewards.function_host",
-            "--die-with-stdin",
-            "--token-env",
-            self.variable,
-        ]
+        program = [sys.executable, "-m", "orchestrator.rewards.function_host", "--die-with-stdin"]
         targets = [part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")]
-        return [*command, *self._options, *targets]
+        return [*program, f"--token-env={self.variable}", *self._options, *targets]
 
     def refusal_error(self) -> ConfigError:
         """See the base."""

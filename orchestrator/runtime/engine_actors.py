@@ -1,7 +1,7 @@
 """The engines of a run as RollArt's declared workers (section 5): ranks of Megatron-Core, and vLLM engines.
 
 :class:`TrainerPort` and :class:`EnginePort` declare what is called and how; :class:`MegatronRank` and
-:class:`VllmEngine` carry it out inside their processes; :class:`TrainerRanks` and :class:`RolloutEngines` are the clusters of
+:class:`VllmEngine` carry it out inside their processes; :class:`TrainerRanks` and :class:`ActorGen` are the clusters of
 these; :class:`RayTrainer` and :class:`RayWorker` the ports that the loop holds, which ask their cluster for everything.
 
 Guarantees: plugin classes are named by string and resolved inside the actor, so the orchestrator imports no engine; what an
@@ -38,7 +38,6 @@ from orchestrator.api import (
 )
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
 from orchestrator.cluster.actor import Actor
-from orchestrator.cluster.cluster_calls import Call
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
@@ -167,13 +166,6 @@ def address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-class RolloutEngines(ActorGen):
-    """The engines of a run: what is raised is the engine's own error, which names it."""
-
-    def _fail(self, method: str, failed: Mapping[Actor, BaseException], waiting: Sequence[Actor]) -> NoReturn:
-        raise next(iter(failed.values()))
-
-
 class TrainerRanks(ActorTrain):
     """The ranks of one trainer. A rank that died, or failed alone, leaves the others waiting for it in a collective: the
     trainer is then broken, and says so on every later call, until it is closed."""
@@ -181,13 +173,13 @@ class TrainerRanks(ActorTrain):
     _patience = 20.0  # seconds that the other ranks have to fail, too, after one has
     _broken = ""
 
-    def start(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Call:
+    def start(self, method: str, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """See :class:`orchestrator.cluster.Cluster`."""
         if self._broken:
             raise ProcessDied(self._broken)
-        return super().start(method, args, kwargs)
+        return super().start(method, *args, **kwargs)
 
-    def _fail(self, method: str, failed: Mapping[Actor, BaseException], waiting: Sequence[Actor]) -> NoReturn:
+    def _fail(self, failed: Mapping[Actor, BaseException], waiting: Sequence[Actor]) -> NoReturn:
         # A refusal says why; else a rank that died is the cause of what the others say.
         order = (ConfigError, CommandError, ProcessDied)
         first, error = min(failed.items(), key=lambda item: [not isinstance(item[1], kind) for kind in order])
@@ -208,7 +200,7 @@ class RayWorker(EnginePort):
 
     def __init__(
         self,
-        engines: RolloutEngines,
+        engines: ActorGen,
         actor: Actor,
         target: str,
         kwargs: Mapping[str, Any],
@@ -271,7 +263,7 @@ class RayWorker(EnginePort):
             self._actor.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._engines.start_on(self._actor, method, args, kwargs)
+        return await self._engines.start_on(self._actor, method, *args, **kwargs)
 
     async def close(self) -> None:
         """See the protocol."""
@@ -292,21 +284,16 @@ class RayTrainer(TrainerPort):
         heard: Callable[[str, str, Sequence[str]], None] | None = None,
     ) -> None:
         """``target``: the plugin's class. ``spread``: workers may run on other machines than the trainer. ``heard``: see
-        :meth:`orchestrator.cluster.Cluster.over`."""
+        :class:`orchestrator.cluster.Cluster`."""
         self._target = target
         self._spread = spread
         places: Sequence[Placement | None] = placements or [None] * ranks
         named = dict(zip(trainer_names(ranks), places, strict=True))
-        self.ranks = TrainerRanks.over(MegatronRank, named, environment, "trainer", heard)
+        self.ranks = TrainerRanks(MegatronRank, named, environment, "trainer", heard)
 
-    async def place(self) -> None:
-        """Reserve the places of its ranks, where they have some in a pool. Before :meth:`start`."""
-        await asyncio.gather(*(asyncio.to_thread(actor.place) for actor in self.ranks.actors))
-
-    def start(self) -> None:
-        """Start the processes; :meth:`create` makes the trainer in them."""
-        for actor in self.ranks.actors:
-            actor.start()
+    async def start(self) -> None:
+        """Start the processes, in their places; :meth:`create` makes the trainer in them."""
+        await self.ranks.launch()
 
     async def function(self, target: str, kwargs: dict[str, Any]) -> Any:
         """Call a function of the plugin in the first rank's process."""
@@ -323,7 +310,7 @@ class RayTrainer(TrainerPort):
         return await self._call("beyond", method, *args)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await self.ranks.start(method, args, kwargs)
+        return await self.ranks.start(method, *args, **kwargs)
 
     async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
         """See :class:`orchestrator.api.CollectiveTrainer`."""
@@ -344,8 +331,7 @@ class RayTrainer(TrainerPort):
 
     async def close(self) -> None:
         """See the protocol."""
-        for actor in self.ranks.actors:
-            actor.kill()
+        self.ranks.close()
 
 
 def trainer_names(ranks: int) -> list[str]:

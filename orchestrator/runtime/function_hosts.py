@@ -23,14 +23,17 @@ from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.rewards.host_launch import PATIENCE, FunctionHost, RewardHost
-from orchestrator.rewards.llm_judge import LLMJudge
+from orchestrator.rewards.judge_host import JudgeHost
+from orchestrator.rewards.llm_judge import TEMPLATE, LLMJudge
+from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
 from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.rewards.voting import MajorityVote
-from orchestrator.run_folder import RunFolder
+from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import judge_setup as judges
-from orchestrator.runtime import reward_setup as scoring
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.tasks import registry
+
+WAIT_SECONDS = 30.0  # of a call under adaptive timeouts for its process, beside what it may run
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ async def start_reward(
     """What scores trajectories. Raises ConfigError and RunError."""
     settings = config.reward
     beside: Mapping[str, str] = {}
-    timeouts = scoring.adaptive_timeouts(config) if not settings.judge.any else None
+    timeouts = adaptive_timeouts(config) if not settings.judge.any else None
     reward: LLMJudge | HttpReward
     if outcome_scores(config.reward, task):
         from orchestrator.agents.agent_manager import OutcomeReward
@@ -57,9 +60,9 @@ async def start_reward(
         return Rewards(OutcomeReward(), dict, None)
     if settings.judge.path:
         own, beside = await judges.start(config, keeper, stack, folder, events)
-        reward = scoring.judge_of(config, task, own)
+        reward = judge_of(config, task, own)
     elif settings.judge.url:
-        reward = scoring.judge_of(config, task)
+        reward = judge_of(config, task)
     else:
         reward = await _function(config, task, timeouts, keeper, stack, folder)
     stack.push_async_callback(reward.close)
@@ -79,10 +82,10 @@ async def _function(
     stack: AsyncExitStack,
     folder: RunFolder,
 ) -> HttpReward:
-    settings, seconds = config.reward, scoring.call_seconds(config, task)
+    settings, seconds = config.reward, call_seconds(config, task)
     url, token, patience = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", ""), 0.0
     if not url and settings.host == "ray_serve":
-        served = scoring.elastic_host(config, task, folder.path)
+        served = elastic_host(config, task, folder.path)
         await served.start()
         stack.push_async_callback(served.stop)
         url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
@@ -105,12 +108,65 @@ async def _function(
         concurrency=settings.concurrency,
         timeouts=timeouts,
         whole=settings.adaptive.whole,
-        timeout=seconds + (scoring.WAIT_SECONDS if timeouts is not None else 0.0),
+        timeout=seconds + (WAIT_SECONDS if timeouts is not None else 0.0),
         retries=settings.retries,
         seed=config.run.seed,
         patience=patience,
         tls=config.tls.files(),
     )
+
+
+def judge_of(config: Config, task: Task, own: JudgeHost | None = None) -> LLMJudge:
+    """The model that the config names; ``own``: the run's, which is started, and restarted when it dies."""
+    settings, judge = config.reward, config.reward.judge
+    token = os.environ.get("RL_COSERVE_JUDGE_TOKEN", "") if own is None else own.token
+    return LLMJudge(
+        task,
+        judge.url if own is None else own.url,
+        model=judge.model or Path(judge.path).name,
+        criterion=judge.criterion,
+        template=judge.template or TEMPLATE,
+        low=judge.low,
+        high=judge.high,
+        structured=own is None and judge.structured is not False,
+        max_tokens=judge.max_tokens,
+        temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
+        token=token,
+        concurrency=settings.concurrency if own is None else 1,  # it answers one at a time, and waiting is not its time
+        timeout=settings.call_seconds(by_case=False),
+        retries=settings.retries,
+        seed=config.run.seed,
+        tls=config.tls.files(),
+        patience=0.0 if own is None else PATIENCE + judge.streamed.start_seconds,
+    )
+
+
+def elastic_host(config: Config, task: Task, run: Path) -> RayServeHost:
+    """The reward function on Ray Serve, not started."""
+    settings, serve = config.reward, config.reward.serve
+    return RayServeHost(
+        settings.function or registry.reward_of(task),
+        application=f"rl-coserve-{environment_owner(run)}",
+        elasticity=Elasticity(
+            serve.min_replicas, serve.max_replicas, serve.per_replica, serve.cpus, settings.idle_seconds
+        ),
+        timeout=call_seconds(config, task),
+        port=serve.port,
+        shared=bool(config.ray.address),
+    )
+
+
+def adaptive_timeouts(config: Config) -> AdaptiveTimeouts | None:
+    """Of test cases; None: the config has fixed ones."""
+    chosen = config.reward.adaptive
+    if config.reward.timeout != "adaptive":
+        return None
+    return AdaptiveTimeouts(chosen.factor, chosen.least, chosen.most)
+
+
+def call_seconds(config: Config, task: Task) -> float:
+    """How long the function may run for one trajectory of this task."""
+    return config.reward.call_seconds(getattr(task, "reward_by_case", False))
 
 
 async def start_predictor(config: Config, task: Task, stack: AsyncExitStack, folder: RunFolder) -> PredictorPort | None:

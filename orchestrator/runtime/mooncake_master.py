@@ -76,9 +76,7 @@ class MooncakeMaster(ChildProcess):
         """Start and wait until it is healthy."""
         binary = find_binary()
         address = own_address(self._host)
-        if self._wanted_port and not _is_free(self._wanted_port, address):
-            fix = "the port is in use; choose another, or 0 for a free one, or stop what listens there"
-            raise ConfigError("relay.port", self._wanted_port, fix)
+        require_port(address, self._wanted_port)
         for tries_left in reversed(range(PORT_TRIES)):
             port = self._wanted_port or _free_port(address)
             metrics_port = _free_port()
@@ -96,8 +94,7 @@ class MooncakeMaster(ChildProcess):
             if not tries_left or (_is_free(port, address) and _is_free(metrics_port)):
                 code = self._process.returncode if self._process is not None else None
                 raise RunError(f"{BINARY} ended with code {code} before it was healthy: {tail.strip()[-500:]}")
-            if self._wanted_port and not _is_free(port, address):
-                raise ConfigError("relay.port", port, "the port was taken while the mooncake_master started")
+            require_port(address, self._wanted_port)
 
     async def stop(self) -> None:
         """Stop, kill if need be, reap. Idempotent."""
@@ -140,6 +137,13 @@ def own_address(host: str) -> str:
     if ipaddress.ip_address(address).is_unspecified:
         raise ConfigError("relay.host", host, f"{fix}: clients are told this address")
     return address
+
+
+def require_port(address: str, port: int) -> None:
+    """Raises ConfigError for a port that is taken; 0 never is."""
+    if port and not _is_free(port, address):
+        fix = f"cannot be bound on {address}: choose another, or 0 for a free one, or stop what listens there"
+        raise ConfigError("relay.port", port, fix)
 
 
 def find_binary() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import socket
 from pathlib import Path
 
 from orchestrator.agents.chat_template import ModelChat
@@ -22,7 +21,7 @@ from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
 from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, pool_requests
-from orchestrator.runtime.mooncake_master import own_address
+from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
 from orchestrator.tasks.chat_task import ChatTask
@@ -113,16 +112,7 @@ def check_port(config: Config) -> None:
     """Where the embedded master would listen. Raises ConfigError."""
     if config.relay.kind != "mooncake" or config.relay.master:
         return
-    address = own_address(config.relay.host)
-    if not config.relay.port:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, config.relay.port))
-        except OSError as error:
-            fix = f"cannot be bound on {address} ({error.strerror}); choose another, or 0 for a free one"
-            raise ConfigError("relay.port", config.relay.port, fix) from error
+    require_port(own_address(config.relay.host), config.relay.port)
 
 
 def _room(config: Config) -> None:

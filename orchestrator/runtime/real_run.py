@@ -42,6 +42,7 @@ from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
 from orchestrator.build import build_environment_pool, build_pipeline
 from orchestrator.checkpoint import Checkpoints
+from orchestrator.cluster import ActorGen
 from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.components import Components, Position
 from orchestrator.config import Config
@@ -55,7 +56,7 @@ from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
-from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, RolloutEngines, VllmEngine
+from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, VllmEngine
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.runtime.loop_watch import LoopWatch
@@ -280,8 +281,7 @@ class _Assembly:
         placed = list(places.values())[:ranks]
         trainer = RayTrainer(kind, variables, ranks, placed, spread=spread, heard=self._note_devices)
         self.stack.push_async_callback(trainer.close)
-        await trainer.place()
-        trainer.start()
+        await trainer.start()
         model = await self._model(trainer)
         kept = resumed.position.degrees if resumed is not None else None
         cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
@@ -289,7 +289,7 @@ class _Assembly:
         names = [f"vllm-{index}" for index in range(config.rollout.workers)]
         environment = {**engine_environment(config), **rewards.beside}
         homes = {name: places.get(name) for name in names}
-        engines = RolloutEngines.over(VllmEngine, homes, environment, heard=self._note_devices)
+        engines = ActorGen(VllmEngine, homes, environment, heard=self._note_devices)
         workers = [
             RayWorker(
                 engines,
@@ -348,7 +348,7 @@ class _Assembly:
 
     async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
         """The version it starts at."""
-        await trainer.create(_trainer_arguments(self.config, model, endpoint))
+        await trainer.create(trainer_arguments(self.config, model) | {"relay": endpoint.to_dict()})
         if self.resumed is not None and self.resumed.checkpoint is not None:
             return int(await trainer.load(str(self.resumed.checkpoint / "trainer")))
         if self.config.warmup.steps:
@@ -465,14 +465,14 @@ def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index
     }
 
 
-def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> dict[str, Any]:
+def trainer_arguments(config: Config, model: str) -> dict[str, Any]:
+    """Keywords of a trainer without a relay."""
     return {
         "model": model,
         "settings": config.trainer.model_dump(),
         "total_steps": config.run.steps,
         "seed": config.run.seed,
         "dtype": config.model.dtype,
-        "relay": endpoint.to_dict(),
         "temperature": config.rollout.temperature,
     }
 
@@ -505,4 +505,4 @@ def _pids(workers: list[RayWorker]) -> dict[str, int]:
     return {worker.name: worker.process for worker in workers if worker.process and worker.ranks}
 
 
-__all__ = ["engine_environment", "start_ray", "train", "trainer_environment", "warm_up"]
+__all__ = ["engine_environment", "start_ray", "train", "trainer_arguments", "trainer_environment", "warm_up"]

@@ -6,26 +6,39 @@ every trajectory that is read is started in the replay's ledger and ends there a
 at a time: the footers of the files say which step they hold.
 
 A replay is offline: nothing generates, so nothing is published and evaluated. The trainer counts versions from its own
-first step on, whatever the recorded ones were.
+first step on, whatever the recorded ones were. ``rl-coserve train CONFIG --replay RUN`` trains stock Megatron-Core in Ray actors,
+started and closed as in :mod:`orchestrator.runtime.real_run`; the model is the config's, or else the one that the recorded run
+started from; a warm-up in the config is done again. What is trained is in the new run folder's ``model-final``; there are no
+checkpoints: the same replay gives the same weights.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, Trajectory
+from orchestrator.api import ConfigError, RetryableError, RunError, Task, TrainBatch, Trainer, Trajectory
+from orchestrator.build import make_filters
+from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
+from orchestrator.observe import run_view
 from orchestrator.policies.batching.trajectory_filters import FilterChain
 from orchestrator.policies.training.sample_weights import OverlongPenalty, effective_share
+from orchestrator.run_folder import RunFolder
+from orchestrator.runtime.engine_actors import RayTrainer
+from orchestrator.runtime.pool_requests import trainer_ranks
+from orchestrator.runtime.real_run import TRAINER_CLASS, trainer_arguments, trainer_environment, warm_up
 from orchestrator.store import read_parts, to_trajectory, trained_parts
 from orchestrator.train_samples import NO_LIMIT, histogram, to_samples
 
 FIELD = "--replay"
+_START_LIMIT = 300.0  # seconds for Megatron-Core to come up on a slow machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +154,47 @@ def _screen(recorded: list[Recorded], ledger: Ledger, filters: FilterChain) -> l
             ledger.move(item.trajectory.id, "taken")
             kept.append(item)
     return kept
+
+
+def recorded_model(config: Config, source: Path) -> str:
+    """The folder of the model to begin with. Raises ConfigError when neither the config nor the run has one."""
+    path = config.model.path or str(source / "model")
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(FIELD, str(source), "has no model/ to begin with; name a Hugging Face folder in model.path")
+    return path
+
+
+async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task, started: str) -> str:
+    """One replay; ``started`` is a date. Returns "completed"."""
+    loop = asyncio.get_running_loop()
+    model, recording = recorded_model(config, source), Recording(source)
+    steps = min(config.run.steps, len(recording))
+    async with AsyncExitStack() as stack:
+        events = EventLog(stack.enter_context(folder.append(folder.events_file)), loop.time)
+        ledger = Ledger(stack.enter_context(folder.append(folder.ledger_file)), events.time)
+        facts = {"mode": config.run.mode, "alpha": config.rollout.alpha, "name": folder.path.name, "simulated": False}
+        await run_view.show_run(config, folder, events, print, stack)
+        events.emit("run_start", **facts, steps=steps, started=started, resumed_from=None, replay=str(source))
+        status, reason = "failed", ""
+        try:
+            trainer = RayTrainer(TRAINER_CLASS, trainer_environment(config), trainer_ranks(config))
+            await trainer.start()
+            stack.push_async_callback(trainer.close)
+            with events.stage("startup", 0):
+                async with asyncio.timeout(_START_LIMIT):
+                    await trainer.create(trainer_arguments(config, model) | {"total_steps": steps})
+            await warm_up(config, task, trainer, events)
+            overlong = config.reward.overlong.rule
+            done = await replay(recording, trainer, events, ledger, make_filters(config.filters), steps, overlong)
+            await trainer.call("export", str(folder.path / "model-final"))
+            print(f"trained {done} of {len(recording)} recorded steps")
+            status = reason = "completed"
+        except TimeoutError as error:
+            reason = f"Megatron-Core did not come up within {_START_LIMIT:.0f} s"
+            raise RunError(reason) from error
+        except (RunError, RetryableError) as error:
+            reason = str(error)
+            raise
+        finally:
+            events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
+    return reason

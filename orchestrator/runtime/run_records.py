@@ -7,21 +7,35 @@ or repaired, in words.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Self
 
-from orchestrator.checkpoint import Checkpoints
+from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.config import Config
 from orchestrator.durable_files import GroupCommit, JournalFile
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.run_folder import RunFolder
-from orchestrator.runtime.background_checkpoints import BesideTheLoop
 from orchestrator.runtime.resume import Resumed, remember, rewind
 from orchestrator.store import TrajectoryStore, recent_scored, trained_rows
+
+
+class BesideTheLoop(Checkpoints):
+    """Checkpoints whose digests and syncs of gigabytes are a thread's. The pipeline takes one checkpoint at a time."""
+
+    async def committed(self, partial: Path, state: CheckpointState) -> Path:
+        """See Checkpoints. Who is cancelled meanwhile, at a SIGTERM for example, waits for its end: nobody goes back to an
+        earlier checkpoint while this one gets its name."""
+        commit = asyncio.ensure_future(asyncio.to_thread(self.commit, partial, state))
+        try:
+            return await asyncio.shield(commit)
+        finally:
+            await asyncio.wait([commit])
 
 
 @dataclass

@@ -72,9 +72,8 @@ class StoredManifest(WeightManifest):
     buckets: tuple[int, ...]  # size of each bucket object; 0: there is none of that number
     pieces: tuple[StoredShard, ...]
     base_content: int = 0  # what the base must be, 0 of a full snapshot
-    sha256: tuple[
-        bytes, ...
-    ] = ()  # of each bucket, b"" where there is none of that number; empty: the version is not signed
+    # of each bucket, b"" where there is none of that number; empty: the version is not signed
+    sha256: tuple[bytes, ...] = ()
 
     def bucket_name(self, bucket: int) -> BucketName:
         """What the bucket must say it is."""

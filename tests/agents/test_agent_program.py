@@ -19,7 +19,7 @@ from orchestrator.agents.chat_template import VocabularyChat
 from orchestrator.agents.manager_choice import manager_of, outcome_scores
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Sampling, TrajectoryError
 from orchestrator.config import load_config
-from orchestrator.config.sections import AgentSection
+from orchestrator.config.agent_keys import AgentSection
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
-from orchestrator.config.sections import PlacementSection
+from orchestrator.config.prediction_keys import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import TrajectoryPlacer, rates_by_name
 from orchestrator.policies.placement.worker_load import WorkerRates

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import orchestrator.cluster as rdist
-from orchestrator.api import RetryableError
+from orchestrator.api import ProcessDied, RetryableError
 from orchestrator.resources import Placement, ResourceManager, cluster_resources
 from tests.support.engines import rollout_worker
 
@@ -27,30 +27,31 @@ POOLS = {"H800": 1, "H20": 2}
 
 
 class Gen(rdist.ActorGenCls):
-    def __init__(self, broken: int = -1) -> None:
-        if self.rank == broken:
+    def __init__(self) -> None:
+        if self.hardware == "H800" and self.world_size == 1:
             raise ValueError("no weights")
-        self.calls = 0
 
     @rdist.register(mode="execute_one")
     def generate(self, ids: list[int]) -> int:
-        self.calls += 1
         return self.rank
 
-    @rdist.register(mode="scatter")
+    @rdist.register(aggregate="concat")
     def double(self, ids: list[int]) -> list[int]:
         return [2 * one for one in ids]
 
     def where(self) -> tuple[int, str, tuple[int, ...]]:
         return self.rank, self.hardware, self.devices
 
-    @rdist.register(aggregate="sum")
-    def count(self) -> int:
-        return self.calls
+    def pid(self) -> int:
+        return os.getpid()
 
     @rdist.register(mode="execute_one")
     def sleep(self, seconds: float) -> int:
         time.sleep(seconds)
+        return self.rank
+
+    @rdist.register(mode="execute_rank_zero")
+    def first(self) -> int:
         return self.rank
 
     def fail_on(self, ranks: list[int]) -> None:
@@ -67,68 +68,59 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def manager() -> ResourceManager:
-    return ResourceManager(POOLS)
+def places(*hardware: str) -> dict[str, Placement]:
+    manager = ResourceManager(POOLS, name="-".join(hardware))
+    return {f"gen-{rank}": Placement(manager, f"gen-{rank}", name, cpus=0) for rank, name in enumerate(hardware)}
 
 
-@pytest.fixture(scope="module")
-def cluster(manager: ResourceManager) -> Iterator[Any]:
-    with rdist.ActorGen(manager, Gen, workers=POOLS, cpus_per_worker=0) as made:
-        yield made
-    assert manager.view().bindings == {}
+def test_calls_go_where_they_were_declared_to_and_a_dead_worker_is_named() -> None:
+    homes = places("H800", "H20", "H20")
+    cluster: Any = rdist.ActorGen(Gen, homes)
+
+    async def scenario() -> None:
+        await cluster.launch()
+        assert await cluster.where() == [(0, "H800", (0,)), (1, "H20", (0,)), (2, "H20", (1,))]
+        assert await cluster.double([1, 2]) == [2, 4] * 3
+        assert await cluster.first() == 0
+        busy = [cluster.sleep(0.3) for _ in range(3)]
+        assert sorted(await asyncio.gather(*busy)) == [0, 1, 2]
+        assert await cluster.generate([1]) == 0
+        with pytest.raises(RetryableError, match=r"(?s)^gen-1: KeyError: 'made on 1'.*fail_on"):
+            await cluster.fail_on([1, 2])
+        os.kill((await cluster.pid())[0], signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="gen-0 died"):
+            await cluster.where()
+        assert await cluster.generate([1]) == 1
+        cluster.actors[0].start()
+        assert await cluster.generate([1]) == 0
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        cluster.close()
+        for home in homes.values():
+            home.release()
     deadline = time.monotonic() + 30
     while ray.available_resources().get("H20") != 26 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ray.available_resources().get("H20") == 26, "Ray has everything back"
 
 
-def test_calls_go_where_they_were_declared_to_and_come_back_in_order_of_rank(cluster: Any) -> None:
-    assert cluster.where() == [(0, "H800", (0,)), (1, "H20", (0,)), (2, "H20", (1,))]
-    assert cluster.double([1, 2, 3, 4]) == [2, 4, 6, 8]
-    assert cluster.generate([1]) == 0
-    assert cluster.count() == 1
-    busy = [cluster.sleep.start(0.3) for _ in range(3)]
-    assert sorted(call.result() for call in busy) == [0, 1, 2]
-    assert cluster.execute_all("where") == cluster.where()
+def test_a_worker_whose_init_raises_says_so_by_every_call() -> None:
+    homes = places("H800")
+    cluster: Any = rdist.ActorGen(Gen, homes)
 
-    async def both() -> list[Any]:
-        return await asyncio.gather(cluster.count.start(), cluster.generate.start([1]))
+    async def scenario() -> None:
+        await cluster.launch()
+        for _ in range(2):
+            with pytest.raises(RetryableError, match="gen-0: ValueError: no weights"):
+                await cluster.where()
 
-    assert asyncio.run(both()) == [1, 0]
-
-
-def test_what_a_method_raises_names_the_rank_and_who_is_late_too(cluster: Any) -> None:
-    with pytest.raises(
-        rdist.WorkerError, match=r"fail_on failed on rank 1 of 3, actorgen-1 \(H20 0\).*KeyError"
-    ) as caught:
-        cluster.fail_on([1, 2])
-    assert (caught.value.rank, caught.value.others) == (1, 1)
-    assert "made on 1" in caught.value.trace
-    with pytest.raises(RetryableError, match=r"sleep: rank 0 of 3.*no answer within 0\.1 s"):
-        cluster.sleep.start(1.0).result(timeout=0.1)
-
-
-def test_a_dead_worker_is_named_calls_go_elsewhere_and_it_comes_back(cluster: Any) -> None:
-    dead, *others = cluster.pids
-    os.kill(dead, signal.SIGKILL)
-    with pytest.raises(RetryableError, match=r"where: rank 0 of 3, actorgen-0 \(H800 0\): its process died"):
-        cluster.where()
-    assert cluster.generate([1]) == 1
-    assert cluster.recover() == [0]
-    assert cluster.generate([1]) == 0
-    again, *same = cluster.pids
-    assert again != dead
-    assert same == others
-
-
-def test_a_worker_whose_init_raises_is_named_and_nothing_stays(manager: ResourceManager) -> None:
-    there = dict(manager.view().bindings)
-    cpus = ResourceManager({"CPU": 2}, name="other")
-    with pytest.raises(rdist.WorkerError, match=r"__init__ failed on rank 1 of 2.*no weights"):
-        rdist.ActorGen(cpus, Gen, workers={"CPU": 2}, arguments={"broken": 1}, name="b")
-    assert cpus.view().bindings == {}
-    assert dict(manager.view().bindings) == there
+    try:
+        asyncio.run(scenario())
+    finally:
+        cluster.close()
+        homes["gen-0"].release()
 
 
 def test_a_class_that_ray_does_not_have_is_said_and_the_worker_goes_to_another_pool() -> None:
@@ -166,14 +158,9 @@ def test_a_rollout_worker_has_its_place_and_keeps_it_over_a_restart() -> None:
 
 
 EXPECTED = {
-    "gradient": 5.0,
+    "gradients": [4.0, 6.0],
     "answer": [3, 2, 1],
-    "workers": [
-        ("actorgen-0", "H800", 8),
-        ("actorgen-1", "H20", 8),
-        ("actorgen-2", "H20", 8),
-        ("actorgen-3", "H20", 8),
-    ],
+    "workers": [("gen-0", "H800", 8), ("gen-1", "H20", 8), ("gen-2", "H20", 8), ("gen-3", "H20", 8)],
 }
 
 
@@ -181,7 +168,7 @@ def test_the_clusters_of_listing_1_do_what_the_paper_says() -> None:
     import listing1
 
     ray.cloudpickle.register_pickle_by_value(listing1)
-    assert listing1.run() == EXPECTED
+    assert asyncio.run(listing1.run()) == EXPECTED
 
 
 @pytest.mark.long

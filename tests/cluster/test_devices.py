@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from orchestrator.api import ConfigError
+from orchestrator.cluster import ActorGen
 from orchestrator.config import Config, load_config
 from orchestrator.resources import Placement, reserve
 from orchestrator.runtime import pool_requests
-from orchestrator.runtime.engine_actors import MegatronRank, RayWorker, RolloutEngines, TrainerRanks, VllmEngine
+from orchestrator.runtime.engine_actors import MegatronRank, RayWorker, TrainerRanks, VllmEngine
 from tests.support.engines import rollout_worker
 
 ray = pytest.importorskip("ray")
@@ -70,26 +71,24 @@ def seen(config: Config, places: dict[str, Placement]) -> dict[str, tuple[str, t
     named = list(places.items())
     hear = lambda name, _, devices: said.update({name: devices})  # noqa: E731
     clusters = [
-        TrainerRanks.over(Rank, dict(named[:ranks]), None, "trainer", hear),
-        RolloutEngines.over(Engine, dict(named[ranks:]), None, "engines", hear),
+        TrainerRanks(Rank, dict(named[:ranks]), None, "trainer", hear),
+        ActorGen(Engine, dict(named[ranks:]), None, "engines", hear),
     ]
 
     async def ask() -> None:
         for cluster in clusters:
-            for actor in cluster.actors:
-                actor.place()
-                actor.start()
+            await cluster.launch()
         for cluster in clusters:
             for actor in cluster.actors:
                 await cluster.report_devices(actor)
-                node = await cluster.start_on(actor, "node", (), {})
+                node = await cluster.start_on(actor, "node")
                 found[actor.name] = node, tuple(said[actor.name])
 
     try:
         asyncio.run(ask())
     finally:
         for cluster in clusters:
-            cluster.shutdown()
+            cluster.close()
     return found
 
 

@@ -18,7 +18,7 @@ from orchestrator.api import (
     RolloutWorker,
     Trainer,
 )
-from orchestrator.cluster.actor import ActorHost
+from orchestrator.cluster.actor import WorkerHost
 from orchestrator.config import parse_config
 from orchestrator.runtime import engine_actors
 from orchestrator.runtime.engine_actors import (
@@ -65,14 +65,14 @@ class Method:
 
 
 class Handle:
-    def __init__(self, host: ActorHost) -> None:
+    def __init__(self, host: WorkerHost) -> None:
         self.call = Method(host.call)
 
 
 def actor() -> tuple[RayWorker, Hosted]:
     """A worker whose engine is the double; the host, the handle, the declarations and the cluster are real."""
     worker, hosted = rollout_worker("w"), Hosted()
-    host = ActorHost(VllmEngine, worker._actor.identity, {})
+    host = WorkerHost(VllmEngine, worker._actor.identity)
     host._worker.engine = hosted  # type: ignore[attr-defined]
     worker._actor._handle = Handle(host)
     return worker, hosted
@@ -163,7 +163,7 @@ def engine(**kwargs: Any) -> Engine:
 class Mortal(Method):
     """A rank whose fate is ProcessDied dies as Ray says it."""
 
-    def __init__(self, host: ActorHost, found: Engine) -> None:
+    def __init__(self, host: WorkerHost, found: Engine) -> None:
         super().__init__(host.call)
         self._engine = found
 
@@ -180,7 +180,7 @@ def trainer(*fates: BaseException | str) -> tuple[RayTrainer, list[Engine]]:
     found = RayTrainer("tests.cluster.test_engine_actors:engine", {}, len(fates))
     ENGINES[:] = [Engine() for _ in fates]
     for actor, made in zip(found.ranks.actors, ENGINES, strict=True):
-        host = ActorHost(MegatronRank, actor.identity, {})
+        host = WorkerHost(MegatronRank, actor.identity)
         actor._handle = type("Handle", (), {"call": Mortal(host, made)})
     asyncio.run(found.create({"model": "m"}))
     for made, fate in zip(ENGINES, fates, strict=True):

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.api import ConfigError, GenerationRequest, KvMove, Sampling
 from orchestrator.config import load_config
-from orchestrator.config.sections import PlacementSection
+from orchestrator.config.prediction_keys import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.policies.placement.worker_load import WorkerRates

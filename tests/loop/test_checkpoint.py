@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.api import Prompt, RunError, Trajectory, Turn
 from orchestrator.checkpoint import Checkpoints, CheckpointState, verify
-from orchestrator.runtime.background_checkpoints import BesideTheLoop
+from orchestrator.runtime.run_records import BesideTheLoop
 
 
 def state(step: int) -> CheckpointState:

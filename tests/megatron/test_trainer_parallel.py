@@ -235,7 +235,7 @@ def test_two_ray_actors_train_as_one_and_a_dead_one_is_named(ranks: Ranks) -> No
 
     async def main() -> list[dict[str, float]]:
         trainer = RayTrainer(TRAINER_CLASS, {"OMP_NUM_THREADS": "1"}, 2)
-        trainer.start()
+        await trainer.start()
         await trainer.create(
             {"model": scenario["model"], "settings": scenario["settings"], "total_steps": 10, "seed": 3}
         )

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
-from orchestrator.config.sections import LoggingSection
+from orchestrator.config.view_keys import LoggingSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe import run_view
 from orchestrator.observe.view import exporters

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
 from orchestrator.api.jsontext import PIECE, pieces
 from orchestrator.checkpoint import CheckpointState
-from orchestrator.runtime.background_checkpoints import BesideTheLoop
+from orchestrator.runtime.run_records import BesideTheLoop
 from orchestrator.store import TrajectoryStore, read_trajectories, to_trajectory
 from scripts.bench.micro.stalls import StallWatch
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rlplugin.tiny_model import create_qwen3
 from orchestrator.api import ConfigError
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_lm import LanguageModelEncoder
 from orchestrator.policies.prediction.length_features import DENSE, TrajectoryProgress

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.api import ConfigError, GenerationRequest, Prompt, RetryableError, Sampling, Trajectory, Turn
 from orchestrator.config import Config, load_config
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.length_tracker import SAME, LengthTracker
 from orchestrator.policies.prediction.length_features import TrajectoryProgress

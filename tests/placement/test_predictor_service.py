@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import GenerationRequest, Prompt, RetryableError, RunError, Sampling
-from orchestrator.config.sections import PredictionSection
+from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.placement.predictor_client import PredictorProcess

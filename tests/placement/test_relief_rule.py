@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.sections import PlacementSection
+from orchestrator.config.prediction_keys import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import RELIEF, Relief, TrajectoryPlacer
 from orchestrator.policies.placement.worker_load import WorkerRates

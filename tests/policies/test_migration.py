@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.api import RetryableError
-from orchestrator.config.sections import PlacementSection
+from orchestrator.config.prediction_keys import PlacementSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.placement.placer import TrajectoryPlacer, rates_by_name
 from orchestrator.policies.placement.migration import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError
 from orchestrator.config import load_config
-from orchestrator.config.sections import RoutingSection
+from orchestrator.config.rollout_keys import RoutingSection
 from orchestrator.policies.routing.turn_routing import FULL, LEAST_LOADED, LEAST_UTILIZED, RULES, Seat, TurnRouter
 from orchestrator.proxy import router_setup
 

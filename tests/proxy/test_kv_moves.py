@@ -28,7 +28,7 @@ from orchestrator.api import (
     WorkerStats,
 )
 from orchestrator.config import load_config, parse_config
-from orchestrator.config.sections import KvTransferSection
+from orchestrator.config.rollout_keys import KvTransferSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter

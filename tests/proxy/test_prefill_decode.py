@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.api import Completion, ConfigError, GenerationRequest, RunError, Sampling
 from orchestrator.config import Config, load_config, parse_config
-from orchestrator.config.sections import DisaggregationSection
+from orchestrator.config.rollout_keys import DisaggregationSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL, Seat, TurnRouter
 from orchestrator.proxy import router_setup

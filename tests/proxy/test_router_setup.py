@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.api import ConfigError, GenerationRequest
 from orchestrator.config import load_config
-from orchestrator.config.sections import RoutingSection
+from orchestrator.config.rollout_keys import RoutingSection
 from orchestrator.proxy import router_setup
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWorker

@@ -23,8 +23,8 @@ from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, C
 from orchestrator.rewards.code_judge import CaseLimits, HiddenTests, JudgedCase, Verdict, judge_cases
 from orchestrator.rewards.host_launch import RewardHost
 from orchestrator.rewards.reward_client import HttpReward
+from orchestrator.runtime import function_hosts as scoring
 from orchestrator.runtime import preflight
-from orchestrator.runtime import reward_setup as scoring
 from orchestrator.runtime.resume import rewind
 from orchestrator.sandbox import Sandbox
 from orchestrator.sim import simulated_run as sim_run

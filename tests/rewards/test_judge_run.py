@@ -18,7 +18,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.ops.mps import BINARY, MpsControl
 from orchestrator.rewards.judge_host import JudgeHost
 from orchestrator.rewards.llm_judge import LLMJudge
-from orchestrator.runtime import judge_setup, reward_setup
+from orchestrator.runtime import function_hosts, judge_setup
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.tasks import registry
 
@@ -167,7 +167,7 @@ def test_the_runs_own_judge_is_asked_one_at_a_time_at_its_address_with_its_token
     config = load_config(None, ["task.name=nim", *OWN, "reward.concurrency=32"])
     host = JudgeHost("model", memory_mb=7, log=None)
     host._port = 4711
-    found = reward_setup.judge_of(config, registry.make("nim", 10), host)
+    found = function_hosts.judge_of(config, registry.make("nim", 10), host)
     assert isinstance(found, LLMJudge)
     client: Any = found._endpoint
     assert client._url == "http://127.0.0.1:4711/v1/chat/completions"

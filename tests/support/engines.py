@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.cluster import ActorGen
 from orchestrator.resources import Placement
-from orchestrator.runtime.engine_actors import RayWorker, RolloutEngines, VllmEngine
+from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
 
 
 def rollout_worker(
@@ -19,5 +20,5 @@ def rollout_worker(
     kind: type[RayWorker] = RayWorker,
     **cut: Any,
 ) -> RayWorker:
-    engines = RolloutEngines.over(VllmEngine, {name: placement}, environment)
+    engines = ActorGen(VllmEngine, {name: placement}, environment)
     return kind(engines, engines.actors[0], target, kwargs or {}, **cut)

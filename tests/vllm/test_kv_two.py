@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import Completion, GenerationRequest, KvMove, Sampling
-from orchestrator.config.sections import DisaggregationSection
+from orchestrator.config.rollout_keys import DisaggregationSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL, Seat, TurnRouter

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.config.sections import LoggingSection
+from orchestrator.config.view_keys import LoggingSection
 from orchestrator.observe.view import otlp, wandb
 from orchestrator.observe.view.exporter_queue import Beside, Say
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from orchestrator.config.sections import OtlpSection
+from orchestrator.config.view_keys import OtlpSection
 from orchestrator.observe.view.exporter_queue import Event, Exporter, Say
 from orchestrator.observe.view.scalars import KINDS as CURVES
 from orchestrator.observe.view.scalars import scalars

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.sections import WandbSection
+from orchestrator.config.view_keys import WandbSection
 from orchestrator.observe.view.exporter_queue import Event, Exporter
 from orchestrator.observe.view.scalars import KINDS as CURVES
 from orchestrator.observe.view.scalars import scalars

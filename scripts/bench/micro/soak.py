@@ -29,7 +29,7 @@ from orchestrator.observe.view.live_sample import Sampler
 from orchestrator.pipeline import Pipeline
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import garbage_collector
-from orchestrator.runtime.background_checkpoints import BesideTheLoop
+from orchestrator.runtime.run_records import BesideTheLoop
 from orchestrator.sandbox import Sandbox, SandboxLimits
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.seeded_draws import lognormal

@@ -26,12 +26,13 @@ from statistics import median
 from typing import Any
 
 from orchestrator.api import Observation, Prompt, RunError, Sampling, StepResult, Trajectory
+from orchestrator.cluster import ActorGen
 from orchestrator.config import parse_config
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.runtime.engine_actors import RayWorker, RolloutEngines, VllmEngine
+from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
 from orchestrator.runtime.real_run import WORKER_CLASS, start_ray
 from scripts.bench.result import frame, now
 
@@ -130,11 +131,11 @@ def repetitions(load: Load, numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 async def _measure(load: Load, numbers: Sequence[int], model: Path) -> list[dict[str, Any]]:
-    engines = RolloutEngines.over(VllmEngine, {"vllm-0": None}, {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    engines = ActorGen(VllmEngine, {"vllm-0": None}, {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
     (actor,) = engines.actors
     actor.start()
     try:
-        await engines.start("function", (_MODEL, {"folder": model, "seed": 0}))
+        await engines.start("function", _MODEL, {"folder": model, "seed": 0})
     finally:
         actor.kill()
     length = _FIRST + load.turns * (_LATER + _SAID) + _LATER
