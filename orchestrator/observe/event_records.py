@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from orchestrator.events import time_of
 from orchestrator.ledger import END_STATES
@@ -35,6 +35,24 @@ class Stage:
         return self.end - self.start
 
 
+class EndWords(NamedTuple):
+    """How views call an end of the ledger, and its colour (page.css)."""
+
+    words: str
+    colour: str
+
+
+ENDS = {
+    "trained": EndWords("trained", "c1"),
+    "evicted_stale": EndWords("too stale", "c2"),
+    "aborted_redundant": EndWords("redundant", "c0"),
+    "deferred": EndWords("deferred", "c4"),
+    "filtered": EndWords("filtered", "c6"),
+    "failed": EndWords("failed", "bad"),
+    "in_flight": EndWords("in flight", "c5"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
     """A ledger's totals. ``rolled_back`` counts events, not trajectories: it is outside the sum."""
@@ -55,6 +73,12 @@ class LedgerCounts:
     def difference(self) -> int:
         """Started minus what is accounted for: 0 when the ledger closes."""
         return self.started - sum(self.parts.values())
+
+    @property
+    def sum_words(self) -> str:
+        """The sum as a line of text: ``9 started = 8 trained + 1 in flight``, and by how many it is off."""
+        terms = " + ".join(f"{count:,} {ENDS[end].words}" for end, count in self.parts.items() if count) or "0"
+        return f"{self.started:,} started = {terms}" + (f", off by {self.difference:,}" if self.difference else "")
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> LedgerCounts:

@@ -279,6 +279,12 @@ def lag_mean(lags: Mapping[int, int]) -> float | None:
     return sum(lag * count for lag, count in lags.items()) / total if total else None
 
 
+def lag_words(lags: Mapping[Any, int]) -> str:
+    """``0: 75 %, 1: 25 %`` of the trajectories; "" without any."""
+    total = sum(lags.values())
+    return ", ".join(f"{lag}: {100 * count / total:.0f} %" for lag, count in lags.items())
+
+
 def number(value: float | None) -> float | None:
     """Six digits, and null for what JSON cannot say."""
     return round(float(value), 6) if value is not None and math.isfinite(value) else None

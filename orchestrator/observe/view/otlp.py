@@ -28,9 +28,6 @@ def maker(settings: OtlpSection, run: str, say: Say) -> Callable[[], Exporter]:
 
 
 class _Otlp:
-    name = "OpenTelemetry"
-    kinds = KINDS
-
     def __init__(self, endpoint: str, run: str, say: Say) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -27,9 +27,6 @@ def maker(settings: WandbSection, folder: Path, config: dict[str, Any]) -> Calla
 
 
 class _Wandb:
-    name = "Weights & Biases"
-    kinds = KINDS
-
     def __init__(self, settings: WandbSection, folder: Path, config: dict[str, Any]) -> None:
         library: Any = importlib.import_module("wandb")
         self._faults = 0
