@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
+from orchestrator import ledger
 from orchestrator.events import time_of
-from orchestrator.ledger import END_STATES
 
 Seconds = float  # finite
 Counts = Mapping[str, int]
@@ -53,21 +53,13 @@ ENDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerCounts:
+class LedgerCounts(ledger.Counts):
     """A ledger's totals. ``rolled_back`` counts events, not trajectories: it is outside the sum."""
-
-    started: int = 0
-    ended: Counts = field(default_factory=dict)
-    in_flight: int = 0
-    rolled_back: int = 0
-    failed_by_cause: Counts = field(default_factory=dict)
-    ended_by_cause: Counts = field(default_factory=dict)  # other ends with a reason: "filtered: truncated"
 
     @property
     def parts(self) -> dict[str, int]:
         """By end, and those in flight: what must sum up to what was started."""
-        return {**{state: self.ended.get(state, 0) for state in END_STATES}, "in_flight": self.in_flight}
+        return {**self.ended, "in_flight": self.in_flight}
 
     @property
     def difference(self) -> int:
@@ -85,7 +77,7 @@ class LedgerCounts:
         """From an event's ``ledger`` field."""
         return cls(
             started=int(data.get("started", 0)),
-            ended={state: int(data.get(state, 0)) for state in END_STATES},
+            ended={state: int(data.get(state, 0)) for state in ledger.END_STATES},
             in_flight=int(data.get("in_flight", 0)),
             rolled_back=int(data.get("rolled_back", 0)),
             failed_by_cause=_counts(data.get("failed_by_cause")),

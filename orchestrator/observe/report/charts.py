@@ -116,18 +116,11 @@ def mixed_versions(run: RunLog, size: Size) -> str:
     return line_chart(series, run.done_steps, size, 270, smoothing(len(points)))
 
 
-def token_rate(run: RunLog, size: Size) -> str:
-    """Trained tokens per second of wall time."""
-    points = [(float(step.number), step.tokens / step.period) for step in run.steps if step.period > 0]
-    series = Series("Trained tokens a second", "tokens/s", points, lambda v: f"{significant(v)} tokens/s")
-    return line_chart(series, run.done_steps, size, 250, smoothing(len(points)))
-
-
-def trajectory_rate(run: RunLog, size: Size) -> str:
-    """Trained trajectories per second of wall time."""
-    points = [(float(step.number), step.trained / step.period) for step in run.steps if step.period > 0]
-    title, unit = "Trained trajectories a second", "trajectories/s"
-    series = Series(title, unit, points, lambda v: f"{significant(v)} {unit}", "c3")
+def rate(run: RunLog, amounts: Callable[[Step], int], unit: str, colour: str, size: Size) -> str:
+    """What was trained per second of wall time."""
+    points = [(float(step.number), amounts(step) / step.period) for step in run.steps if step.period > 0]
+    label = f"{unit}/s"
+    series = Series(f"Trained {unit} a second", label, points, lambda v: f"{significant(v)} {label}", colour)
     return line_chart(series, run.done_steps, size, 250, smoothing(len(points)))
 
 

@@ -109,8 +109,10 @@ def speed(run: RunLog) -> Markup:
         "speed.html",
         run=run,
         trajectories_per_s=sum(step.trained for step in run.steps) / sum(step.period for step in run.steps),
-        tokens=chart(lambda size: charts.token_rate(run, size), (HALF,)),
-        trajectories=chart(lambda size: charts.trajectory_rate(run, size), (HALF,)),
+        tokens=chart(lambda size: charts.rate(run, lambda step: step.tokens, "tokens", "c1", size), (HALF,)),
+        trajectories=chart(
+            lambda size: charts.rate(run, lambda step: step.trained, "trajectories", "c3", size), (HALF,)
+        ),
     )
 
 

@@ -63,14 +63,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "borrowed": borrowed_of(run),
         "serving": serving_of(run),
         "analysis": found.as_dict() if (found := analyse_bottleneck(run)) else None,
-        "ledger": {
-            "started": run.ledger.started,
-            **dict(run.ledger.ended),
-            "in_flight": run.ledger.in_flight,
-            "rolled_back": run.ledger.rolled_back,
-            "failed_by_cause": dict(sorted(run.ledger.failed_by_cause.items())),
-            "ended_by_cause": dict(sorted(run.ledger.ended_by_cause.items())),
-        },
+        "ledger": run.ledger.as_dict(),
         "machine": run.machine,
         "versions": run.versions,
     }
