@@ -6,6 +6,7 @@ Of who waited for whom: colour says who (rollout, trainer, weights); hatching sa
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -127,10 +128,9 @@ def rate(run: RunLog, amounts: Callable[[Step], int], unit: str, colour: str, si
 def lag_histogram(run: RunLog, size: Size) -> str:
     """How many versions the trajectories lagged when get_batch took them, beside the lag at which they were trained."""
     taken = run.lags
-    trained: dict[int, int] = {}
+    trained: Counter[int] = Counter()
     for step in run.steps:
-        for lag, number in step.lag_trained.items():
-            trained[lag] = trained.get(lag, 0) + number
+        trained.update(step.lag_trained)
     totals = (sum(taken.values()), sum(trained.values()))
     if not totals[0]:
         return ""

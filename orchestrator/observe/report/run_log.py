@@ -8,6 +8,7 @@ incidents hold all that happened, because it did take that time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,10 +169,9 @@ class RunLog:
     @property
     def lags(self) -> dict[int, int]:
         """Trajectories by lag at ``get_batch``, over all steps."""
-        totals: dict[int, int] = {}
+        totals: Counter[int] = Counter()
         for step in self.steps:
-            for lag, count in step.lag.items():
-                totals[lag] = totals.get(lag, 0) + count
+            totals.update(step.lag)
         return dict(sorted(totals.items()))
 
     @property

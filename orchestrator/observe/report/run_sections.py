@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -177,12 +177,12 @@ def _stages(run: RunLog) -> Iterator[tuple[str, int, float, float, float, str]]:
     for name in dict.fromkeys(stage.name for stage in run.stages):
         mine = [stage for stage in run.stages if stage.name == name]
         seconds = [stage.seconds for stage in mine]
-        waits: dict[str, float] = {}
+        waits: dict[str, float] = defaultdict(float)
         for stage in mine:
             if stage.waiting_for:
                 # the weights of version 12 and those of version 13 are one reason
                 reason = " ".join("N" if word.isdigit() else word for word in stage.waiting_for.split())
-                waits[reason] = waits.get(reason, 0.0) + stage.seconds
+                waits[reason] += stage.seconds
         most = max(waits, key=lambda reason: waits[reason]) if waits else ""
         yield name, len(mine), sum(seconds), median(seconds), max(seconds), most
 

@@ -12,6 +12,7 @@ Guarantee: the pieces of a lane never overlap, so shares of time add up.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -110,20 +111,12 @@ def typical_window(steps: Sequence[Step], count: int = 4) -> Window | None:
 
 def per_step(steps: list[Step], pieces: list[Piece]) -> list[tuple[Step, dict[str, float]]]:
     """For each step, the seconds by state of one lane between the step before it and itself."""
+    starts, ends = [piece.start for piece in pieces], [piece.end for piece in pieces]
     result = []
-    index = 0
     for step in steps:
-        start = step.t - step.period
-        while index < len(pieces) and pieces[index].end <= start:
-            index += 1
-        ahead = index
-        totals: dict[str, float] = {}
-        while ahead < len(pieces) and pieces[ahead].start < step.t:
-            piece = pieces[ahead]
-            seconds = min(piece.end, step.t) - max(piece.start, start)
-            totals[piece.state] = totals.get(piece.state, 0.0) + seconds
-            ahead += 1
-        result.append((step, totals))
+        begin = step.t - step.period
+        near = pieces[bisect_right(ends, begin) : bisect_left(starts, step.t)]
+        result.append((step, shares(clip(near, begin, step.t))))
     return result
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from orchestrator.config.sections import OtlpSection
-from orchestrator.observe.view.exporter_queue import Event, Exporter, Say
+from orchestrator.observe.view.exporter_queue import Event, Say
 from orchestrator.observe.view.scalars import KINDS as CURVES
 from orchestrator.observe.view.scalars import scalars
 
@@ -22,12 +21,9 @@ _INTERVAL = 5_000  # ms between two exports of gauges
 _ANSWER = 5.0  # seconds
 
 
-def maker(settings: OtlpSection, run: str, say: Say) -> Callable[[], Exporter]:
-    """What connects to the collector; in the exporter's thread."""
-    return lambda: _Otlp(settings.endpoint.rstrip("/"), run, say)
+class OtlpExporter:
+    """Connects to the collector. ``run``: its name; ``say``: tells people."""
 
-
-class _Otlp:
     def __init__(self, endpoint: str, run: str, say: Say) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
