@@ -84,8 +84,9 @@ def borrowed_of(run: RunLog) -> dict[str, Any] | None:
         if held.returned:
             row["reasons"][held.returned] = row["reasons"].get(held.returned, 0) + 1
     for event in run.borrowing:
-        found[event.worker]["handed_back"] += event.requests
-        found[event.worker]["tokens_kept"] += event.tokens
+        if event.kind == "handed_back":
+            found[event.worker]["handed_back"] += event.requests
+            found[event.worker]["tokens_kept"] += event.tokens
     return found
 
 
