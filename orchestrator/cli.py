@@ -37,6 +37,7 @@ _ORCHESTRATOR = {
     "gymnasium": "gymnasium",
     "rich": "rich",
     "matplotlib": "matplotlib",
+    "jinja2": "jinja2",
     "prometheus_client": "prometheus-client",
 }
 

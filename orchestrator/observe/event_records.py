@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from orchestrator import ledger
 from orchestrator.events import time_of
-from orchestrator.ledger import END_STATES
 
 Seconds = float  # finite
 Counts = Mapping[str, int]
@@ -35,33 +35,49 @@ class Stage:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerCounts:
-    """A ledger's totals. ``rolled_back`` counts events, not trajectories: it is outside the sum."""
+class EndWords(NamedTuple):
+    """How views call an end of the ledger, and its colour (page.css)."""
 
-    started: int = 0
-    ended: Counts = field(default_factory=dict)
-    in_flight: int = 0
-    rolled_back: int = 0
-    failed_by_cause: Counts = field(default_factory=dict)
-    ended_by_cause: Counts = field(default_factory=dict)  # other ends with a reason: "filtered: truncated"
+    words: str
+    colour: str
+
+
+ENDS = {
+    "trained": EndWords("trained", "c1"),
+    "evicted_stale": EndWords("too stale", "c2"),
+    "aborted_redundant": EndWords("redundant", "c0"),
+    "deferred": EndWords("deferred", "c4"),
+    "filtered": EndWords("filtered", "c6"),
+    "failed": EndWords("failed", "bad"),
+    "in_flight": EndWords("in flight", "c5"),
+}
+
+
+class LedgerCounts(ledger.Counts):
+    """A ledger's totals. ``rolled_back`` counts events, not trajectories: it is outside the sum."""
 
     @property
     def parts(self) -> dict[str, int]:
         """By end, and those in flight: what must sum up to what was started."""
-        return {**{state: self.ended.get(state, 0) for state in END_STATES}, "in_flight": self.in_flight}
+        return {**self.ended, "in_flight": self.in_flight}
 
     @property
     def difference(self) -> int:
         """Started minus what is accounted for: 0 when the ledger closes."""
         return self.started - sum(self.parts.values())
 
+    @property
+    def sum_words(self) -> str:
+        """The sum as a line of text: ``9 started = 8 trained + 1 in flight``, and by how many it is off."""
+        terms = " + ".join(f"{count:,} {ENDS[end].words}" for end, count in self.parts.items() if count) or "0"
+        return f"{self.started:,} started = {terms}" + (f", off by {self.difference:,}" if self.difference else "")
+
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> LedgerCounts:
         """From an event's ``ledger`` field."""
         return cls(
             started=int(data.get("started", 0)),
-            ended={state: int(data.get(state, 0)) for state in END_STATES},
+            ended={state: int(data.get(state, 0)) for state in ledger.END_STATES},
             in_flight=int(data.get("in_flight", 0)),
             rolled_back=int(data.get("rolled_back", 0)),
             failed_by_cause=_counts(data.get("failed_by_cause")),

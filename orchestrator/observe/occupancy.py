@@ -7,8 +7,8 @@ batches of a synchronous mode) say nothing about environments and are left out o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import Trajectory
@@ -18,51 +18,44 @@ SAMPLE_SECONDS = 0.5  # between two samples
 Gpus = Callable[[], Sequence[float]]
 
 
-@dataclass(slots=True)
 class Occupancy:
     """Totals since the last :meth:`take`. ``gpus``: each GPU's utilisation now, 0 to 1, where there are any."""
 
-    gpus: Gpus | None = None
-    samples: int = 0
-    in_flight: int = 0  # summed over the samples
-    busy: int = 0  # workers with work
-    usable: int = 0  # workers
-    requests: int = 0
-    gpu: float = 0.0
-    gpu_samples: int = 0
+    def __init__(self, gpus: Gpus | None = None) -> None:
+        self._gpus = gpus
+        self._totals: Counter[str] = Counter()
+        self._gpu = 0.0  # summed over its samples
 
     def sample(self, in_flight: int, loads: Sequence[int]) -> None:
         """``in_flight``: trajectories not scored yet; ``loads``: requests at each usable worker."""
         if not in_flight:
             return
-        self.samples += 1
-        self.in_flight += in_flight
-        self.usable += len(loads)
-        self.busy += sum(load > 0 for load in loads)
-        self.requests += sum(loads)
-        for used in self.gpus() if self.gpus is not None else ():
-            self.gpu += used
-            self.gpu_samples += 1
+        used = self._gpus() if self._gpus is not None else ()
+        self._gpu += sum(used)
+        self._totals.update(
+            samples=1,
+            in_flight=in_flight,
+            usable=len(loads),  # workers
+            busy=sum(load > 0 for load in loads),  # workers with work
+            requests=sum(loads),
+            gpu_samples=len(used),
+        )
 
     def take(self, trained: Sequence[Trajectory]) -> dict[str, Any]:
         """The totals, and the durations of the turns of what was trained, for the event log; they begin anew."""
         turns = [turn for trajectory in trained for turn in trajectory.turns]
+        names = ("samples", "in_flight", "busy", "usable", "requests", "gpu_samples")
         found = {
             "every": SAMPLE_SECONDS,
             "turns": len(turns),
             "generate_seconds": round(sum(turn.generate_seconds for turn in turns), 6),
             "episode_seconds": round(sum(item.finished_at - item.started_at for item in trained), 6),
             "environment_seconds": round(sum(turn.environment_seconds for turn in turns), 6),
-            "samples": self.samples,
-            "in_flight": self.in_flight,
-            "busy": self.busy,
-            "usable": self.usable,
-            "requests": self.requests,
-            "gpu": round(self.gpu, 6),
-            "gpu_samples": self.gpu_samples,
+            **{name: self._totals[name] for name in names},
+            "gpu": round(self._gpu, 6),
         }
-        self.samples = self.in_flight = self.busy = self.usable = self.requests = self.gpu_samples = 0
-        self.gpu = 0.0
+        self._totals.clear()
+        self._gpu = 0.0
         return found
 
 

@@ -25,18 +25,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.observe.event_records import Evaluation, LedgerCounts, Step
+from orchestrator.observe.event_records import Evaluation, Step
 from orchestrator.observe.report.page_text import clock, sparkline
-from orchestrator.observe.run_figures import Curve, EventFigures
+from orchestrator.observe.run_figures import Curve, EventFigures, lag_words
 
 _REDRAW_SECONDS = 0.2  # between two drawings, unless something happened
 _WAIT_SECONDS = 5.0  # a plain line for a reason that lasted this long
 _REMIND_SECONDS = 60.0  # without any line, one says what is being waited for
 _CURVE = 40  # points of a sparkline
-_ENDS = {
-    "trained": "trained", "evicted_stale": "stale", "aborted_redundant": "redundant", "deferred": "deferred",
-    "filtered": "filtered", "failed": "failed", "in_flight": "in flight",
-}  # fmt: skip
 
 
 class _Terminal(Console):
@@ -176,9 +172,9 @@ class Progress:
             parts.append(f"success {_success_words(figures.last_evaluation)}")
         parts += [*self._speed(), *self._rollout()]
         if figures.lag:
-            parts.append(f"lag {_lag_words(figures.lag)}")
-        words, closes = _ledger_words(figures.ledger)
-        parts.append("ledger closes" if closes else f"LEDGER: {words}")
+            parts.append(f"lag {lag_words(figures.lag)}")
+        ledger = figures.ledger
+        parts.append(f"LEDGER: {ledger.sum_words}" if ledger.difference else "ledger closes")
         return "  ".join([*parts, clock(self._elapsed)])
 
     def _speed(self) -> list[str]:
@@ -205,9 +201,9 @@ class Progress:
             if parts:
                 rows.add_row(name, ", ".join(parts))
         rows.add_row("trainer", Text(self._trainer_words()))
-        if figures.ledger.started:
-            told, closes = _ledger_words(figures.ledger)
-            rows.add_row("ledger", Text(f"{told} ✓" if closes else f"{told} ✗", "" if closes else "bold red"))
+        if (ledger := figures.ledger).started:
+            mark, style = ("✗", "bold red") if ledger.difference else ("✓", "")
+            rows.add_row("ledger", Text(f"{ledger.sum_words} {mark}", style))
         waits = Text(self._waiting or self._doing(), "" if self._waiting else "dim")
         rows.add_row("waiting for" if self._waiting else "now", waits)
         return Panel(Group(self._bar(), rows), title=Text(f"rl-coserve · {self._name}"), title_align="left", width=None)
@@ -225,7 +221,7 @@ class Progress:
         figures = self._figures
         parts = ["training" if figures.live.get("training") else "idle"]
         if figures.last_step is not None:
-            parts += [f"version {figures.version}", f"staleness {_lag_words(figures.lag) or '-'}"]
+            parts += [f"version {figures.version}", f"staleness {lag_words(figures.lag) or '-'}"]
         return ", ".join(parts)
 
     def _doing(self) -> str:
@@ -271,15 +267,3 @@ def _drawn(curve: Curve) -> str:
 
 def _success_words(found: Evaluation) -> str:
     return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
-
-
-def _ledger_words(ledger: LedgerCounts) -> tuple[str, bool]:
-    """The sum in words, and whether it closes."""
-    terms = " + ".join(f"{count:,} {_ENDS[end]}" for end, count in ledger.parts.items() if count) or "0"
-    off = ledger.difference
-    return f"{ledger.started:,} started = {terms}" + (f", off by {off:,}" if off else ""), off == 0
-
-
-def _lag_words(lag: Mapping[int, int]) -> str:
-    total = sum(lag.values()) or 1
-    return ", ".join(f"{versions}: {100 * count / total:.0f} %" for versions, count in lag.items())

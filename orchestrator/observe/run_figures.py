@@ -15,7 +15,7 @@ seconds since the run's start.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,7 +104,7 @@ class EventFigures:
         self.incidents: deque[Incident] = deque(maxlen=INCIDENTS)  # the newest first
         self.live: Mapping[str, Any] = {}  # what is under way: empty when the run has ended
         self.tokens_total = self.trajectories_total = self.steps_total = 0
-        self.lag_total: dict[int, int] = {}
+        self.lag_total: Counter[int] = Counter()
         self.incidents_total: dict[tuple[str, str], int] = {}  # by kind and cause
         self.exchanges_total: dict[tuple[str, str], int] = {}  # by kind (borrowed or returned) and reason
         self.handed_back: dict[str, list[int]] = {}  # server -> requests, tokens that they kept
@@ -189,8 +189,7 @@ class EventFigures:
         self.steps_total += 1
         self.tokens_total += step.tokens
         self.trajectories_total += step.trained
-        for lag, count in step.lag.items():
-            self.lag_total[lag] = self.lag_total.get(lag, 0) + count
+        self.lag_total.update(step.lag)
         return step
 
     def _take_borrowing(self, event: Borrowing) -> None:
@@ -277,6 +276,12 @@ def lag_mean(lags: Mapping[int, int]) -> float | None:
     """In versions, of trajectories by lag; None without any."""
     total = sum(lags.values())
     return sum(lag * count for lag, count in lags.items()) / total if total else None
+
+
+def lag_words(lags: Mapping[Any, int]) -> str:
+    """``0: 75 %, 1: 25 %`` of the trajectories; "" without any."""
+    total = sum(lags.values())
+    return ", ".join(f"{lag}: {100 * count / total:.0f} %" for lag, count in lags.items())
 
 
 def number(value: float | None) -> float | None:

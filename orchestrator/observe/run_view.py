@@ -22,6 +22,7 @@ from orchestrator.observe.view.live_sample import Sampler
 from orchestrator.observe.view.tensorboard import TensorBoard
 from orchestrator.observe.view.turn_spans import Spans
 from orchestrator.observe.view.view_program import DRAIN_SECONDS, TOKEN_VARIABLE, read_token
+from orchestrator.observe.view.view_server import page_url
 from orchestrator.pipeline import Pipeline
 from orchestrator.rewards.host_launch import ServingChild
 from orchestrator.run_folder import RunFolder
@@ -72,11 +73,10 @@ class ViewProcess(ServingChild):
             self._say(f"{error}; the run goes on without")
             return
         if self._shown:
-            host = f"[{self._host}]" if ":" in self._host else self._host
-            port = self.base_url.rpartition(":")[2]
+            url = page_url(self._host, int(self.base_url.rpartition(":")[2]), self._tls)
             # A token of the user's own is in his file, and belongs into no log; one that was made here is said once.
             tail = f" (token: {self._token_file})" if self._token_file else f"?token={self.token}"
-            self._say(f"view: {'https' if self._tls else 'http'}://{host}:{port}/{tail}")
+            self._say(f"view: {url}{tail}")
         self._reader = asyncio.create_task(self._read(), name="read what the view says")
 
     async def stop(self) -> None:

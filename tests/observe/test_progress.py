@@ -135,7 +135,7 @@ def test_evaluations_stages_and_messages_have_their_lines(clock: Clock) -> None:
 def test_a_ledger_that_does_not_close_is_in_the_line(clock: Clock) -> None:
     display, stream = plain(clock)
     full_step(display, 1, ledger={**LEDGER, "trained": 59})
-    assert "LEDGER: 100 started = 59 trained + 4 stale + 1 failed + 35 in flight, off by 1" in stream.getvalue()
+    assert "LEDGER: 100 started = 59 trained + 4 too stale + 1 failed + 35 in flight, off by 1" in stream.getvalue()
 
 
 def test_no_color_means_plain_lines_on_a_terminal_too(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_the_panel_shows_where_the_run_stands(panel: tuple[Progress, Terminal], 
         "100 tokens/s",
         "35 in flight, 12 buffered",
         "training, version 4, staleness 0: 75 %, 1: 25 %",
-        "100 started = 60 trained + 4 stale + 1 failed + 35 in flight ✓",
+        "100 started = 60 trained + 4 too stale + 1 failed + 35 in flight ✓",
         "waiting for  13 of 32 groups complete; 34 in generation",
     ):
         assert words in shown, words

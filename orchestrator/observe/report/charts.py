@@ -6,12 +6,13 @@ Of who waited for whom: colour says who (rollout, trainer, weights); hatching sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from orchestrator.observe.event_records import Step
+from orchestrator.observe.event_records import ENDS, Evaluation, LedgerCounts, Step
 from orchestrator.observe.report.page_text import count, duration, interval, percent, significant
-from orchestrator.observe.report.plots import Drawing, Margins, Point, Size, spread
+from orchestrator.observe.report.plots import Drawing, LegendItem, Margins, Point, Size, spread
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.timeline import LANES, STATES, Piece, Window, clip, per_step, shares
 
@@ -116,28 +117,20 @@ def mixed_versions(run: RunLog, size: Size) -> str:
     return line_chart(series, run.done_steps, size, 270, smoothing(len(points)))
 
 
-def token_rate(run: RunLog, size: Size) -> str:
-    """Trained tokens per second of wall time."""
-    points = [(float(step.number), step.tokens / step.period) for step in run.steps if step.period > 0]
-    series = Series("Trained tokens a second", "tokens/s", points, lambda v: f"{significant(v)} tokens/s")
-    return line_chart(series, run.done_steps, size, 250, smoothing(len(points)))
-
-
-def trajectory_rate(run: RunLog, size: Size) -> str:
-    """Trained trajectories per second of wall time."""
-    points = [(float(step.number), step.trained / step.period) for step in run.steps if step.period > 0]
-    title, unit = "Trained trajectories a second", "trajectories/s"
-    series = Series(title, unit, points, lambda v: f"{significant(v)} {unit}", "c3")
+def rate(run: RunLog, amounts: Callable[[Step], int], unit: str, colour: str, size: Size) -> str:
+    """What was trained per second of wall time."""
+    points = [(float(step.number), amounts(step) / step.period) for step in run.steps if step.period > 0]
+    label = f"{unit}/s"
+    series = Series(f"Trained {unit} a second", label, points, lambda v: f"{significant(v)} {label}", colour)
     return line_chart(series, run.done_steps, size, 250, smoothing(len(points)))
 
 
 def lag_histogram(run: RunLog, size: Size) -> str:
     """How many versions the trajectories lagged when get_batch took them, beside the lag at which they were trained."""
     taken = run.lags
-    trained: dict[int, int] = {}
+    trained: Counter[int] = Counter()
     for step in run.steps:
-        for lag, number in step.lag_trained.items():
-            trained[lag] = trained.get(lag, 0) + number
+        trained.update(step.lag_trained)
     totals = (sum(taken.values()), sum(trained.values()))
     if not totals[0]:
         return ""
@@ -228,18 +221,21 @@ def metric_names(steps: Sequence[Step]) -> tuple[list[str], list[str]]:
     return shown, sorted(seen.difference(shown))
 
 
-def dumbbell(before: tuple[float, float, float], after: tuple[float, float, float]) -> str:
-    """Two success rates with their intervals on one line from 0 to 100 %: (value, low, high)."""
+def dumbbell(before: Evaluation, after: Evaluation) -> str:
+    """Two success rates with their intervals on one line from 0 to 100 %."""
     plot = Drawing(600, 72, "Success before and after", margins=Margins(10, 14, 4, 24))
     plot.x_scale(0.0, 1.0, ticks=4, form=lambda value: percent(1, 0) if value == 1 else as_percent(value))
-    for colour, height, (value, low, high) in (("c2", 0.72, before), ("c1", 0.28, after)):
-        plot.line([(low, height), (high, height)], colour, linewidth=4, alpha=0.35)
-        plot.dot(value, height, colour, f"{percent(value)}, 95 % interval {interval(low, high)}", 10)
+    for colour, height, item in (("c2", 0.72, before), ("c1", 0.28, after)):
+        plot.line([(item.low, height), (item.high, height)], colour, linewidth=4, alpha=0.35)
+        tip = f"{percent(item.value)}, 95 % interval {interval(item.low, item.high)}"
+        plot.dot(item.value, height, colour, tip, 10)
     return plot.page_svg()
 
 
-def ends(parts: Sequence[tuple[str, str, int]], whole: int, size: Size) -> str:
-    """One bar of what became of all trajectories: (words, colour, how many)."""
+def ends(counts: LedgerCounts, size: Size) -> str:
+    """One bar of what became of all trajectories."""
+    parts = [(*ENDS[state], number) for state, number in counts.parts.items() if number]
+    whole = max(counts.started, sum(number for *_, number in parts))
     about = ", ".join(f"{words} {number:,}" for words, _, number in parts)
     plot = Drawing(size.width, 96, "Trajectories by how they ended", about, Margins(1, 10, 4, 40))
     plot.x_scale(0.0, 1.0, "share of trajectories (%)", 4, as_percent)
@@ -335,7 +331,7 @@ def step_times(run: RunLog, pieces: Sequence[Piece], size: Size) -> str:
     return plot.page_svg()
 
 
-def state_legend(states: Sequence[str]) -> list[tuple[str, str, bool]]:
+def state_legend(states: Collection[str]) -> list[LegendItem]:
     """(words, colour, hatched) of the states that a chart shows, in the order of :data:`STATES`."""
     return [STATES[state] for state in STATES if state in states]
 
@@ -371,23 +367,9 @@ def _spoken(pieces: Sequence[Piece]) -> str:
 # -- devices that a run shared with serving ------------------------------------------------------------------------------
 
 
-def held(run: RunLog) -> list[tuple[str, float, float, str, str]]:
-    """(server, from, to, why it was taken, why it was given back, "" while it is the run's) in the order of the log."""
-    found: list[tuple[str, float, float, str, str]] = []
-    since: dict[str, tuple[float, str]] = {}
-    for event in run.borrowing:
-        if event.kind == "borrowed":
-            since[event.worker] = event.t, event.reason
-        elif event.kind == "returned" and event.worker in since:
-            begun, why = since.pop(event.worker)
-            found.append((event.worker, begun, event.t, why, event.reason))
-    found += [(name, begun, max(begun, run.seconds), why, "") for name, (begun, why) in since.items()]
-    return sorted(found, key=lambda row: row[1])
-
-
 def servers(run: RunLog, size: Size) -> str:
     """A bar for each time that a server was the run's; "" without any."""
-    rows = held(run)
+    rows = run.held()
     names = list(dict.fromkeys(row[0] for row in rows))[:SERVERS]
     if not names:
         return ""
@@ -396,7 +378,8 @@ def servers(run: RunLog, size: Size) -> str:
         for name, begun, end, why, back in rows[: 3 * SERVERS]
     )
     plot = Drawing(size.width, 48 + 44 * len(names), "Borrowed servers over time", about, Margins(left=10, top=8))
-    last = _time_scale(plot, run, size)
+    last = _last_seconds(run)
+    time_scale(plot, last, size)
     plot.rows([""] * len(names))
     for at, name in enumerate(names):
         plot.words(0.0, at + 0.28, f" {name}", "soft")
@@ -425,7 +408,7 @@ def slack(run: RunLog, size: Size) -> str:
         if lines[name]
     )
     plot = Drawing(size.width, 240, "Slack of serving over time", about)
-    _time_scale(plot, run, size)
+    time_scale(plot, _last_seconds(run), size)
     plot.y_scale(min(0.0, *values), max(0.0, *values), "least slack of serving (s)", 4)
     if min(values) < 0:
         plot.level(0.0, "late below this line", "bad", below=True)
@@ -450,9 +433,11 @@ def _least(points: list[Point]) -> list[Point]:
     return sorted(found.values())
 
 
-def _time_scale(plot: Drawing, run: RunLog, size: Size) -> float:
-    """Seconds, written in the unit that suits them. Returns the last one."""
-    last = float(max([run.seconds, 1.0, *(row["until"] for row in run.serving), *(event.t for event in run.borrowing)]))
+def time_scale(plot: Drawing, last: float, size: Size, form: str = "{}") -> None:
+    """Seconds from 0 on, written in the unit that suits them; ``form``: its name in the axis' name."""
     unit, word = (3600.0, "hours") if last > 7200 else (60.0, "minutes") if last > 180 else (1.0, "seconds")
-    plot.x_scale(0.0, last, word, size.ticks, unit=unit)
-    return last
+    plot.x_scale(0.0, last, form.format(word), size.ticks, unit=unit)
+
+
+def _last_seconds(run: RunLog) -> float:
+    return float(max([run.seconds, 1.0, *(row["until"] for row in run.serving), *(event.t for event in run.borrowing)]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 
-from orchestrator.observe.event_records import Evaluation
-from orchestrator.observe.report.charts import as_percent, smoothing
-from orchestrator.observe.report.page_parts import LegendItem, badge, figure, notice, page, section, table
-from orchestrator.observe.report.page_text import ALPHA, block, count, duration, interval, percent, significant, tag
-from orchestrator.observe.report.plots import Drawing, Point, Size
+from markupsafe import Markup
+
+from orchestrator.observe.report.charts import as_percent, smoothing, time_scale
+from orchestrator.observe.report.page_templates import fill
+from orchestrator.observe.report.page_text import duration, interval, percent
+from orchestrator.observe.report.plots import Chart, Drawing, Point, Size, chart
 from orchestrator.observe.report.run_log import RunLog
 
 # A run keeps its colour and its dash through the page; beyond twelve they repeat.
@@ -19,107 +19,26 @@ _DASHES = ("solid", "dashed", "dotted")
 _Style = tuple[str, str]
 
 
-def comparison(runs: Sequence[RunLog]) -> str:
+def comparison(runs: Sequence[RunLog]) -> Markup:
     """The comparison as HTML."""
-    names = _distinct_names(runs)
     styles = [_style(index) for index in range(len(runs))]
-    legend: list[LegendItem] = [(name, style[0], False) for name, style in zip(names, styles, strict=True)]
+    legend = [(name, style[0], False) for name, style in zip(_distinct_names(runs), styles, strict=True)]
     kinds = {run.kind for run in runs}
-    kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
-    def over(
-        which: Callable[[Sequence[RunLog], Sequence[_Style], Size, bool], str], by_time: bool
-    ) -> Callable[[Size], str]:
-        return lambda size: which(runs, styles, size, by_time)
+    def over(draw: Callable[[Sequence[RunLog], Sequence[_Style], Size, bool], str], by_time: bool) -> Chart | None:
+        return chart(lambda size: draw(runs, styles, size, by_time), legend=legend)
 
-    note = "Held-out prompts, greedy; the band is the 95 % Wilson interval."
-    parts = [
-        section("table", "Side by side", "", _table(runs, names, styles)),
-        section(
-            "learning",
-            "Success on held-out prompts",
-            "By training step, and by wall time: a faster run may need more steps.",
-            figure("By training step", kind, over(_success, False), legend=legend, note=note),
-            figure(
-                "By wall time",
-                kind,
-                over(_success, True),
-                legend=legend,
-                note="Wall time includes startup and warm-up.",
-            ),
-        ),
-        section(
-            "reward",
-            "Training reward",
-            "",
-            figure("By training step", kind, over(_reward, False), legend=legend),
-            figure("By wall time", kind, over(_reward, True), legend=legend),
-        ),
-    ]
-    title = f"{len(runs)} runs compared"
-    head = tag("header", tag("p", "rl-coserve · comparison", class_="eyebrow") + tag("h1", title))
-    return page(f"{title} · rl-coserve", tag("main", head + _cautions(runs) + "".join(parts)))
-
-
-def _cautions(runs: Sequence[RunLog]) -> str:
-    found = []
-    if len({run.kind for run in runs}) > 1:
-        found.append(notice("bad", "Real and simulated runs are mixed.", "Their times and rates do not compare."))
-    if len({tuple(sorted(run.machine.items())) for run in runs}) > 1:
-        found.append(notice("warn", "The machines differ.", "Times and rates do not compare; success by step does."))
-    open_runs = [run.name for run in runs if run.status != "completed"]
-    if open_runs:
-        found.append(notice("warn", "Not every run completed:", escape(", ".join(open_runs)) + "."))
-    broken = [run.name for run in runs if run.ledger.difference]
-    if broken:
-        found.append(notice("bad", "A ledger does not close:", escape(", ".join(broken)) + "."))
-    return "".join(found)
-
-
-def _table(runs: Sequence[RunLog], names: Sequence[str], styles: Sequence[_Style]) -> str:
-    rows = []
-    for run, name, style in zip(runs, names, styles, strict=True):
-        lags, mean, rate = run.lags, run.lag_mean, run.tokens_per_s_mean
-        closes = tag("span", "closes ✓", class_="ok")
-        if run.ledger.difference:
-            closes = tag("span", f"off by {abs(run.ledger.difference)} ✗", class_="broken")
-        rows.append(
-            [
-                block("span", class_=f"chip {style[0]}", aria_hidden="true")
-                + tag("strong", escape(name))
-                + badge(run.kind),
-                f"{escape(run.mode)}, {ALPHA} = {run.alpha}",
-                count(run.done_steps),
-                _rate(run.before),
-                _rate(run.evaluation("end")),
-                significant(rate) if rate is not None else "",
-                duration(run.seconds),
-                f"{significant(mean, 2)} {_under(f'at most {max(lags)}')}" if mean is not None else "",
-                closes,
-            ]
-        )
-    head = (
-        "Run",
-        "Mode",
-        "Steps",
-        "Success before",
-        "Success after",
-        "Tokens/s, mean",
-        "Wall time",
-        "Lag, mean",
-        "Ledger",
+    return fill(
+        "comparison.html",
+        runs=runs,
+        legend=legend,
+        kind=kinds.pop() if len(kinds) == 1 else "mixed",
+        machines_differ=len({tuple(sorted(run.machine.items())) for run in runs}) > 1,
+        success_by_step=over(_success, False),
+        success_by_time=over(_success, True),
+        reward_by_step=over(_reward, False),
+        reward_by_time=over(_reward, True),
     )
-    return table(head, rows, (2, 5, 6), "Headline figures; intervals are 95 %", style="tight")
-
-
-def _rate(evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        return ""
-    return f"{percent(evaluation.value)} {_under(interval(evaluation.low, evaluation.high))}"
-
-
-def _under(text: str) -> str:
-    return tag("span", text, class_="under")
 
 
 def _success(runs: Sequence[RunLog], styles: Sequence[_Style], size: Size, by_time: bool) -> str:
@@ -161,11 +80,10 @@ def _reward(runs: Sequence[RunLog], styles: Sequence[_Style], size: Size, by_tim
 
 
 def _x_scale(plot: Drawing, last: float, size: Size, by_time: bool) -> None:
-    unit, name = 1.0, "training step"
     if by_time:
-        unit, name = (1.0, "s") if last < 180 else (60.0, "min") if last < 3 * 3600 else (3600.0, "h")
-        name = f"wall time ({name})"
-    plot.x_scale(0.0, max(last, 1.0), name, size.ticks, unit=unit)
+        time_scale(plot, max(last, 1.0), size, "wall time ({})")
+    else:
+        plot.x_scale(0.0, max(last, 1.0), "training step", size.ticks)
 
 
 def _style(index: int) -> _Style:

@@ -1,38 +1,13 @@
-"""Numbers, times and markup as text. Everything that reaches the page from a run is escaped here."""
+"""Numbers and times as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from html import escape
 
 THIN = "\u202f"  # narrow no-break space, between a number and its unit
 ALPHA = "\u03b1"  # the staleness bound
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-def tag(name: str, content: str = "", /, **attributes: object) -> str:
-    """One element. ``content`` is markup; attribute values are escaped. ``class_`` is ``class``, ``_`` becomes ``-``."""
-    parts = [name]
-    for key, value in attributes.items():
-        if value is None:
-            continue
-        if isinstance(value, float):
-            value = coordinate(value)
-        parts.append(f'{key.rstrip("_").replace("_", "-")}="{escape(str(value))}"')
-    head = " ".join(parts)
-    return f"<{head}>{content}</{name}>" if content else f"<{head}/>"
-
-
-def block(name: str, content: str = "", /, **attributes: object) -> str:
-    """An element that HTML does not allow to be self-closing."""
-    made = tag(name, content, **attributes)
-    return made if content else f"{made[:-2]}></{name}>"
-
-
-def coordinate(value: float) -> str:
-    """A position in a drawing: one decimal, no trailing zero."""
-    return f"{value:.1f}".removesuffix(".0")
 
 
 def count(value: float) -> str:

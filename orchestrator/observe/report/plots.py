@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import Any
 
+from markupsafe import Markup
+
 from orchestrator.api import ConfigError
-from orchestrator.observe.report.page_text import tag
+from orchestrator.observe.report.page_templates import fill
 
 Point = tuple[float, float]
 # Colour -> (its light value, its name in page.css): on a page the name decides, in light as in dark.
@@ -46,6 +47,25 @@ class Size:
 
 
 WIDE, HALF, NARROW, SMALL = Size(960), Size(464), Size(440, narrow=True), Size(300)
+
+
+LegendItem = tuple[str, str, bool]  # words, colour, hatched (waiting)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing in one size, or in two of which the page shows the one that fits, and what its colours mean."""
+
+    drawings: tuple[str, ...]
+    legend: Sequence[LegendItem] = ()
+
+
+def chart(
+    draw: Callable[[Size], str], sizes: Sequence[Size] = (WIDE, NARROW), legend: Sequence[LegendItem] = ()
+) -> Chart | None:
+    """None when there is nothing to draw."""
+    drawings = tuple(draw(size) for size in sizes)
+    return Chart(drawings, legend) if drawings[0] else None
 
 
 @dataclass(frozen=True)
@@ -251,38 +271,36 @@ class Drawing:
 
     def page_svg(self) -> str:
         """The drawing as a part of the page."""
-        room, left = self._margins, self.left
-        right, bottom = self.width - room.right, self.height - room.bottom
-        tall, wide = bottom - room.top, right - left
-        self.axes.set_position((left / self.width, room.bottom / self.height, wide / self.width, tall / self.height))
+        left, bottom, wide, tall = self._place()
         (x0, x1), (y0, y1) = self.axes.get_xlim(), self.axes.get_ylim()
         hits = []
         for begin, end, low, high, words in self._tips:
             xs = sorted(left + min(max((x - x0) / (x1 - x0), 0.0), 1.0) * wide for x in (begin, end))
             ys = sorted(bottom - min(max((y - y0) / (y1 - y0), 0.0), 1.0) * tall for y in (low, high))
-            sides = {"width": max(xs[1] - xs[0], 0.5), "height": max(ys[1] - ys[0], 0.5)}
-            hits.append(tag("rect", tag("title", escape(words)), x=xs[0], y=ys[0], **sides, class_="hit"))
+            places = (xs[0], ys[0], max(xs[1] - xs[0], 0.5), max(ys[1] - ys[0], 0.5))
+            hits.append((*map(_coordinate, places), words))
         drawn = _svg(self.figure, salt=f"{self._title} {self.width}")
         for light, name in _COLOURS.values():
             drawn = drawn.replace(light, f"var(--{name})")
-        return _element(drawn, self.width, self.height, self._title, self._about, "".join(hits))
+        return _element(drawn, self.width, self.height, self._title, self._about, hits=hits)
 
     def file_svg(self) -> str:
         """The drawing as a file of its own, on white."""
-        room = self._margins
-        left = self.left / self.width
-        wide, tall = self.width - room.right, self.height - room.top - room.bottom
-        self.axes.set_position((left, room.bottom / self.height, wide / self.width - left, tall / self.height))
+        self._place()
         return figure_file(self.figure, self._title, self._about)
+
+    def _place(self) -> tuple[float, float, float, float]:
+        """Give the axes their room. Returns its left and lower edge, width and height, in units from above."""
+        room, left = self._margins, self.left
+        wide, tall = self.width - room.right - left, self.height - room.bottom - room.top
+        self.axes.set_position((left / self.width, room.bottom / self.height, wide / self.width, tall / self.height))
+        return left, self.height - room.bottom, wide, tall
 
 
 def figure_file(figure: Any, title: str, about: str = "") -> str:
     """A figure as a file of its own, on white."""
     width, height = (72 * side for side in figure.get_size_inches())
-    ground = tag("rect", width=float(width), height=float(height), fill="#fff")
-    drawn = _element(ground + _svg(figure, salt=title), width, height, title, about)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" font-family="{_FAMILY}" '
-    return drawn.replace("<svg ", head, 1) + "\n"
+    return _element(_svg(figure, salt=title), width, height, title, about, family=_FAMILY) + "\n"
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
@@ -355,8 +373,22 @@ def _shorter(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace(' "', '"')
 
 
-def _element(inside: str, width: float, height: float, title: str, about: str, over: str = "") -> str:
-    head = tag("title", escape(title)) + (tag("desc", escape(about)) if about else "")
+def _coordinate(value: float) -> str:
+    """A position in a drawing: one decimal, no trailing zero."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _element(
+    drawn: str,
+    width: float,
+    height: float,
+    title: str,
+    about: str,
+    hits: Sequence[tuple[str, ...]] = (),
+    family: str = "",
+) -> Markup:
+    """``family``: of the fonts of a file, which is on white; "": a part of a page."""
     label = f"{title}. {about}" if about else title
-    body = head + inside + over
-    return tag("svg", body, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label, class_="plot")
+    size = {"width": f"{width:g}", "height": f"{height:g}"}
+    words = {"title": title, "about": about, "label": label, "family": family}
+    return fill("plot.svg", drawn=Markup(drawn), hits=hits, **size, **words)

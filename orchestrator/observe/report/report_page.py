@@ -8,39 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from orchestrator.observe.report import feature_sections, run_sections
 from orchestrator.observe.report.compare import comparison
-from orchestrator.observe.report.page_parts import page
-from orchestrator.observe.report.page_text import tag
+from orchestrator.observe.report.page_templates import fill
 from orchestrator.observe.report.run_log import RunLog, load_run
-
-_NAVIGATION = (
-    ("learning", "Learning"),
-    ("waiting", "Waiting"),
-    ("bottleneck", "Bottleneck"),
-    ("staleness", "Staleness"),
-    ("speed", "Speed"),
-    ("health", "Trainer"),
-    ("parallelism", "Parallelism"),
-    ("environments", "Environments"),
-    ("rounds", "Rounds"),
-    ("borrowed", "Borrowed"),
-    ("ledger", "Ledger"),
-    ("incidents", "Incidents"),
-    ("environment", "Machine"),
-)
 
 
 def write_report(run: str | Path | Sequence[str | Path]) -> Path:
     """Write ``report.html`` into a run's folder; for several runs ``compare-A-B.html`` beside the first one's. Returns the
     file. Raises ConfigError for a folder that is no run."""
-    if isinstance(run, str | Path):
-        log = load_run(run)
-        return _write(log.folder / "report.html", render_report(log))
-    logs = [load_run(folder) for folder in run]
+    logs = [load_run(folder) for folder in ([run] if isinstance(run, str | Path) else run)]
     if len(logs) == 1:
         return _write(logs[0].folder / "report.html", render_report(logs[0]))
     names = [log.folder.name for log in logs]
@@ -50,32 +29,25 @@ def write_report(run: str | Path | Sequence[str | Path]) -> Path:
 
 def render_report(run: RunLog) -> str:
     """The report of one run as HTML."""
-    parts = [
-        run_sections.learning(run),
-        run_sections.waiting(run),
-        feature_sections.bottleneck(run),
-        run_sections.staleness(run),
-        run_sections.speed(run),
-        run_sections.trainer_health(run),
-        feature_sections.parallelism(run),
-        feature_sections.environments(run),
-        feature_sections.rounds(run),
-        feature_sections.borrowed(run),
-        run_sections.ledger(run, _stored(run)),
-        run_sections.incidents(run),
-        run_sections.environment(run),
-    ]
-    links = "".join(
-        tag("li", tag("a", name, href=f"#{identity}"))
-        for (identity, name), part in zip(_NAVIGATION, parts, strict=True)
-        if part
+    sections = (
+        ("learning", "Learning", run_sections.learning(run)),
+        ("waiting", "Waiting", run_sections.waiting(run)),
+        ("bottleneck", "Bottleneck", feature_sections.bottleneck(run)),
+        ("staleness", "Staleness", run_sections.staleness(run)),
+        ("speed", "Speed", run_sections.speed(run)),
+        ("health", "Trainer", run_sections.trainer_health(run)),
+        ("parallelism", "Parallelism", feature_sections.parallelism(run)),
+        ("environments", "Environments", feature_sections.environments(run)),
+        ("rounds", "Rounds", feature_sections.rounds(run)),
+        ("borrowed", "Borrowed", feature_sections.borrowed(run)),
+        ("ledger", "Ledger", run_sections.ledger(run, _stored(run))),
+        ("incidents", "Incidents", run_sections.incidents(run)),
+        ("environment", "Machine", run_sections.environment(run)),
     )
-    head = run_sections.header(run) + tag("nav", tag("ul", links), aria_label="Sections")
-    footer = tag(
-        "footer", f"Written by rl-coserve from {tag('code', escape(run.folder.name))}. Point at a mark for its figures."
-    )
-    body = tag("main", head + run_sections.notices(run) + run_sections.cards(run) + "".join(parts) + footer)
-    return page(f"{run.name} · rl-coserve", body)
+    shown = [section for section in sections if section[2]]
+    units = (("cpu", ""), ("cores", " cores"), ("memory_gib", " GiB"))
+    machine = [f"{run.machine[name]}{unit}" for name, unit in units if run.machine.get(name)]
+    return fill("report.html", run=run, machine=machine, sections=shown, overview=run_sections.overview(run))
 
 
 def _stored(run: RunLog) -> dict[str, int] | None:

@@ -8,10 +8,11 @@ incidents hold all that happened, because it did take that time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.api import ConfigError, RunError
 from orchestrator.api.jsontext import parse_object
@@ -32,6 +33,16 @@ from orchestrator.observe.event_records import (
 from orchestrator.observe.report.timeline import Piece, lanes_of
 from orchestrator.observe.run_figures import EventFigures, lag_mean, rate_of
 from orchestrator.run_folder import check_format
+
+
+class Held(NamedTuple):
+    """A time that a server was the run's; ``returned``: why it was given back, "" while it is the run's."""
+
+    server: str
+    begun: float
+    end: float
+    taken: str
+    returned: str
 
 
 @dataclass
@@ -158,10 +169,9 @@ class RunLog:
     @property
     def lags(self) -> dict[int, int]:
         """Trajectories by lag at ``get_batch``, over all steps."""
-        totals: dict[int, int] = {}
+        totals: Counter[int] = Counter()
         for step in self.steps:
-            for lag, count in step.lag.items():
-                totals[lag] = totals.get(lag, 0) + count
+            totals.update(step.lag)
         return dict(sorted(totals.items()))
 
     @property
@@ -172,6 +182,20 @@ class RunLog:
     def lanes(self) -> dict[str, list[Piece]]:
         """Who did what when: :func:`orchestrator.observe.report.timeline.lanes_of`."""
         return lanes_of(self.stages, self.mode, [start.t for start in self.starts])
+
+    def held(self) -> list[Held]:
+        """When which server was the run's, in the order of the log."""
+        found: list[Held] = []
+        since: dict[str, tuple[float, str]] = {}
+        for event in self.borrowing:
+            if event.kind == "borrowed":
+                since[event.worker] = event.t, event.reason
+            elif event.kind == "returned" and event.worker in since:
+                found.append(
+                    Held(event.worker, since[event.worker][0], event.t, since.pop(event.worker)[1], event.reason)
+                )
+        found += [Held(name, begun, max(begun, self.seconds), why, "") for name, (begun, why) in since.items()]
+        return sorted(found, key=lambda row: row.begun)
 
     def evaluation(self, phase: str) -> Evaluation | None:
         """The latest evaluation of a phase. ``end`` counts only when no step follows it."""

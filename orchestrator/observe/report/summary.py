@@ -63,14 +63,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "borrowed": borrowed_of(run),
         "serving": serving_of(run),
         "analysis": found.as_dict() if (found := analyse_bottleneck(run)) else None,
-        "ledger": {
-            "started": run.ledger.started,
-            **dict(run.ledger.ended),
-            "in_flight": run.ledger.in_flight,
-            "rolled_back": run.ledger.rolled_back,
-            "failed_by_cause": dict(sorted(run.ledger.failed_by_cause.items())),
-            "ended_by_cause": dict(sorted(run.ledger.ended_by_cause.items())),
-        },
+        "ledger": run.ledger.as_dict(),
         "machine": run.machine,
         "versions": run.versions,
     }
@@ -80,25 +73,21 @@ def borrowed_of(run: RunLog) -> dict[str, Any] | None:
     """By server, what the run had of it; None when it borrowed none. Seconds run to the log's end where one is still borrowed."""
     if not run.borrowing:
         return None
-    found: dict[str, dict[str, Any]] = {}
-    since: dict[str, float] = {}
+    empty = {"borrowed": 0, "seconds": 0.0, "handed_back": 0, "tokens_kept": 0}
+    found: dict[str, Any] = {
+        name: {**empty, "reasons": {}} for name in sorted({event.worker for event in run.borrowing})
+    }
+    for held in run.held():
+        row = found[held.server]
+        row["borrowed"] += 1
+        row["seconds"] = round(row["seconds"] + held.end - held.begun, 3)
+        if held.returned:
+            row["reasons"][held.returned] = row["reasons"].get(held.returned, 0) + 1
     for event in run.borrowing:
-        empty = {"borrowed": 0, "seconds": 0.0, "handed_back": 0, "tokens_kept": 0, "reasons": {}}
-        row = found.setdefault(event.worker, empty)
-        if event.kind == "borrowed":
-            row["borrowed"] += 1
-            since[event.worker] = event.t
-        elif event.kind == "returned":
-            row["seconds"] += event.t - since.pop(event.worker, event.t)
-            row["reasons"][event.reason] = row["reasons"].get(event.reason, 0) + 1
-        else:
-            row["handed_back"] += event.requests
-            row["tokens_kept"] += event.tokens
-    for name, begun in since.items():
-        found[name]["seconds"] += max(0.0, run.seconds - begun)
-    for row in found.values():
-        row["seconds"] = round(row["seconds"], 3)
-    return dict(sorted(found.items()))
+        if event.kind == "handed_back":
+            found[event.worker]["handed_back"] += event.requests
+            found[event.worker]["tokens_kept"] += event.tokens
+    return found
 
 
 def serving_of(run: RunLog) -> dict[str, Any] | None:

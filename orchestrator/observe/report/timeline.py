@@ -12,7 +12,8 @@ Guarantee: the pieces of a lane never overlap, so shares of time add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -71,8 +72,8 @@ def lanes_of(stages: Sequence[Stage], mode: str, starts: Sequence[float]) -> dic
     spans = _spans(stages, starts)
     return {
         "rollout": _sweep(_rollout(stages, mode, spans), spans),
-        "trainer": _sweep(_trainer(stages), spans),
-        "weights": _sweep(_weights(stages), []),
+        "trainer": _sweep(_in(_TRAINER, stages), spans),
+        "weights": _sweep(_in(_WEIGHTS, stages), []),
     }
 
 
@@ -110,20 +111,12 @@ def typical_window(steps: Sequence[Step], count: int = 4) -> Window | None:
 
 def per_step(steps: list[Step], pieces: list[Piece]) -> list[tuple[Step, dict[str, float]]]:
     """For each step, the seconds by state of one lane between the step before it and itself."""
+    starts, ends = [piece.start for piece in pieces], [piece.end for piece in pieces]
     result = []
-    index = 0
     for step in steps:
-        start = step.t - step.period
-        while index < len(pieces) and pieces[index].end <= start:
-            index += 1
-        ahead = index
-        totals: dict[str, float] = {}
-        while ahead < len(pieces) and pieces[ahead].start < step.t:
-            piece = pieces[ahead]
-            seconds = min(piece.end, step.t) - max(piece.start, start)
-            totals[piece.state] = totals.get(piece.state, 0.0) + seconds
-            ahead += 1
-        result.append((step, totals))
+        begin = step.t - step.period
+        near = pieces[bisect_right(ends, begin) : bisect_left(starts, step.t)]
+        result.append((step, shares(clip(near, begin, step.t))))
     return result
 
 
@@ -142,37 +135,32 @@ def _spans(stages: Sequence[Stage], starts: Sequence[float]) -> list[tuple[float
     return spans
 
 
-def _trainer(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
-    states = {
-        "train_step": "train",
-        "feed": "stream",
-        "publish": "publish",
-        "checkpoint": "checkpoint",
-        "get_batch": "wait_rollout",
-        "evaluate": "wait_evaluation",
-    } | dict.fromkeys(_WEIGHT_STAGES, "wait_weights")
-    return [(states[stage.name], stage) for stage in stages if stage.name in states]
+# What a lane does during a stage.
+_WAIT_TRAINING = dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
+_TRAINER = {
+    "train_step": "train", "feed": "stream", "publish": "publish", "checkpoint": "checkpoint", "get_batch": "wait_rollout",
+    "evaluate": "wait_evaluation", **dict.fromkeys(_WEIGHT_STAGES, "wait_weights"),
+}  # fmt: skip
+_WEIGHTS = {"publish": "publish", **dict.fromkeys(_WEIGHT_STAGES, "update")}
+_BATCHWISE = {
+    **dict.fromkeys(_WEIGHT_STAGES, "wait_weights"), "get_batch": "generate", "evaluate": "evaluate", **_WAIT_TRAINING,
+}  # fmt: skip
+_CARRYING = {**dict.fromkeys(_STANDSTILL, "wait_weights"), "evaluate": "evaluate", **_WAIT_TRAINING}
 
 
-def _weights(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
-    states = {"publish": "publish"} | dict.fromkeys(_WEIGHT_STAGES, "update")
+def _in(states: Mapping[str, str], stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
     return [(states[stage.name], stage) for stage in stages if stage.name in states]
 
 
 def _rollout(stages: Sequence[Stage], mode: str, spans: Sequence[tuple[float, float]]) -> list[tuple[str, Stage]]:
-    batchwise = mode in MODES and not MODES[mode].carries_over
-    stops = _WEIGHT_STAGES if batchwise else _STANDSTILL
-    found = [("wait_weights", stage) for stage in stages if stage.name in stops]
-    if batchwise:
-        states = {"get_batch": "generate", "evaluate": "evaluate"}
-        states |= dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
-        return found + [(states[stage.name], stage) for stage in stages if stage.name in states]
+    if mode in MODES and not MODES[mode].carries_over:
+        return _in(_BATCHWISE, stages)
+    found = _in(_CARRYING, stages)
     collecting = [stage for stage in stages if stage.name == "get_batch"]
     for start, end in spans:
         inside = [stage for stage in collecting if start <= stage.start <= end]
         found.append(("generate", Stage("generate", inside[0].step, start, inside[-1].end)))
-    states = {"evaluate": "evaluate"} | dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
-    return found + [(states[stage.name], stage) for stage in stages if stage.name in states]
+    return found
 
 
 # When several stages cover the same moment, the first of these that does says what the lane is doing: what stops a lane

@@ -87,17 +87,9 @@ function curve(points, title, words, fixed) {
   return chart;
 }
 
-// state -> [words, colour, waits], as in orchestrator/observe/report/timeline.py
-const STATES = {
-  generate: ["generating", "c1", false], train: ["training", "c2", false],
-  stream: ["training on the coming batch", "c6", false], publish: ["publishing weights", "c3", false],
-  update: ["loading weights", "c3", false], checkpoint: ["checkpoint", "c4", false], evaluate: ["evaluation", "c5", false],
-  wait_rollout: ["waiting for trajectories", "c1", true], wait_training: ["waiting for the trainer", "c2", true],
-  wait_weights: ["waiting for the weight update", "c3", true], wait_evaluation: ["waiting for the evaluation", "c5", true],
-  other: ["other", "c0", true],
-};
 const LANES = [["rollout", "Rollout"], ["trainer", "Trainer"], ["weights", "Weights"]];
 
+// data.states: state -> [words, colour, waits].
 function timeline(data, legend) {
   const narrow = window.matchMedia("(max-width: 760px)").matches;
   const wide = narrow ? 520 : 980, left = 78, right = 10, top = 24, row = 34, high = top + LANES.length * row + 30;
@@ -116,7 +108,7 @@ function timeline(data, legend) {
     const y = top + place * row;
     chart.append(svg("text", { class: "lane", x: 0, y: y + 17 }, name));
     for (const [state, start, end, note] of data.lanes[lane] || []) {
-      const [words, colour, waits] = STATES[state] || STATES.other;
+      const [words, colour, waits] = data.states[state];
       shown.add(state);
       const piece = svg("rect", {
         class: `piece ${colour}${waits ? " waiting" : ""}`, x: x(start), y, height: row - 12, rx: 2,
@@ -126,8 +118,8 @@ function timeline(data, legend) {
       chart.append(piece);
     }
   });
-  legend.replaceChildren(...Object.keys(STATES).filter((state) => shown.has(state)).map((state) => {
-    const [words, colour, waits] = STATES[state];
+  legend.replaceChildren(...Object.keys(data.states).filter((state) => shown.has(state)).map((state) => {
+    const [words, colour, waits] = data.states[state];
     return html("li", {}, html("span", { class: `chip ${colour}${waits ? " hatched" : ""}` }), words);
   }));
   return shown.size ? chart : empty("The first batch is not complete yet.");

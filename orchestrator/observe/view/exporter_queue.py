@@ -21,9 +21,6 @@ Say = Callable[[str], None]
 class Exporter(Protocol):
     """What sends events somewhere. Its methods are called in one thread; they may block, and raise what they like."""
 
-    name: str
-    kinds: frozenset[str]  # of events that it wants
-
     def take(self, event: Event) -> None: ...
 
     def close(self) -> None: ...

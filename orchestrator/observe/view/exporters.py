@@ -7,6 +7,7 @@ run's. Names of curves are those of :mod:`orchestrator.observe.view.scalars`.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ def start_exporters(settings: LoggingSection, folder: Path, config: dict[str, An
     """Those that the config switches on, under way. ``config``: the run's own, for those who keep it."""
     found = []
     if settings.wandb.enabled:
-        make = wandb.maker(settings.wandb, folder, config)
+        make = partial(wandb.WandbExporter, settings.wandb, folder, config)
         found.append(Beside("Weights & Biases", wandb.KINDS, make, say))
     if settings.otlp.endpoint:
-        found.append(Beside("OpenTelemetry", otlp.KINDS, otlp.maker(settings.otlp, folder.name, say), say))
+        connect = partial(otlp.OtlpExporter, settings.otlp.endpoint.rstrip("/"), folder.name, say)
+        found.append(Beside("OpenTelemetry", otlp.KINDS, connect, say))
     return found

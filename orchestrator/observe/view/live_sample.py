@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, model_validator
 
 from orchestrator.api import CommandError, ConfigError, RetryableError, SharedDevice, WorkerStats
 from orchestrator.api.jsontext import parse_object
@@ -41,53 +43,59 @@ _SHARED = tuple(field.name for field in fields(SharedDevice))  # of a worker bes
 _STATS = ("running", "waiting", "kv_used", "kv_capacity", "tokens_per_s", "preemptions", "oldest_wait")
 
 
+_Number = Annotated[float, Field(strict=True, gt=-1e18, lt=1e18)]
+_Count = Annotated[int, Field(strict=True, gt=-(10**18), lt=10**18)]
+
+
+class _Row(BaseModel):
+    """What is not named is a number."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, _Number] = Field(init=False)
+
+
+class _TrajectoryRow(_Row):
+    id: StrictStr
+    task: StrictStr
+    turns: _Number
+    age: _Number
+    waits: StrictStr
+    worker: StrictStr
+
+
+class _WorkerRow(_Row):
+    name: StrictStr
+    state: StrictStr
+    version: _Number
+    requests: _Number
+
+    @model_validator(mode="after")
+    def _whole(self) -> _WorkerRow:
+        if "running" in self.__pydantic_extra__ and set(_STATS) - self.__pydantic_extra__.keys():
+            raise ValueError("an answer that lacks a figure")
+        return self
+
+
+class _Record(BaseModel):
+    t: _Number
+    stages: list[tuple[StrictStr, _Count, _Number]]
+    waiting_for: StrictStr = ""
+    in_flight: _Count = 0
+    buffered: _Count = 0
+    tokens: _Count = 0
+    version: _Count = 0
+    queue: _Count = 0
+    ledger: dict[str, _Count | dict[str, Any]] = {}
+    reasons: dict[str, _Count] = {}
+    trajectories: list[_TrajectoryRow] = Field([], max_length=TRAJECTORIES)
+    workers: list[_WorkerRow] = Field([], max_length=WORKERS)
+
+
 def read_record(text: bytes) -> dict[str, Any]:
     """What :meth:`Sampler.record` made, from the file. Raises ValueError for what is none: a view draws it as it is."""
     record = parse_object(text, finite=True)
-    if type(record.get("t")) not in (int, float) or not isinstance(record.get("stages"), list):
-        raise ValueError("no time, or no stages")
-    if any(type(record.get(name, 0)) is not int for name in ("in_flight", "buffered", "tokens", "version", "queue")):
-        raise ValueError("a count that is no whole number")
-    if not isinstance(record.get("waiting_for", ""), str):
-        raise ValueError("what it waits for is no text")
-    for stage in record["stages"]:
-        if not isinstance(stage, list) or [type(part) for part in stage[:2]] != [str, int] or len(stage) != 3:
-            raise ValueError(f"no stage: {stage!r:.100}")
-        _sound({"start": stage[2]})
-    ledger = record.get("ledger", {})
-    if not isinstance(ledger, dict):
-        raise ValueError("the ledger is no table")
-    _sound({name: value for name, value in ledger.items() if not isinstance(value, dict)}, int)
-    _sound(record.get("reasons", {}), int)
-    for name, most in (("trajectories", TRAJECTORIES), ("workers", WORKERS)):
-        rows = record.get(name, [])
-        if not isinstance(rows, list) or len(rows) > most:
-            raise ValueError(f"{name}: no list, or too long")
-        for row in rows:
-            _sound(
-                {field: value for field, value in row.items() if field not in _WORDS} if isinstance(row, dict) else row
-            )
-            missing = _NEEDED[name] - row.keys() or ("running" in row and set(_STATS) - row.keys())
-            if missing or any(not isinstance(row.get(field, ""), str) for field in _WORDS):
-                raise ValueError(f"{name}: a row lacks a field, or has no text where there should be one")
+    _Record.model_validate(record)
     return record
-
-
-_NEEDED = {
-    "trajectories": {"id", "task", "turns", "age", "waits", "worker"},
-    "workers": {"name", "state", "version", "requests"},
-}
-_WORDS = ("id", "task", "waits", "worker", "name", "state")  # of a row
-
-
-def _sound(table: Any, *kinds: type) -> None:
-    if not isinstance(table, dict) or any(type(value) not in (kinds or (int, float)) for value in table.values()):
-        raise ValueError(f"no table of numbers: {table!r:.100}")
-    if any(not abs(value) < _LARGEST for value in table.values()):
-        raise ValueError(f"a number beyond all bounds: {table!r:.100}")
-
-
-_LARGEST = 1e18
 
 
 class Sampler:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from orchestrator.config.view_keys import OtlpSection
-from orchestrator.observe.view.exporter_queue import Event, Exporter, Say
+from orchestrator.observe.view.exporter_queue import Event, Say
 from orchestrator.observe.view.scalars import KINDS as CURVES
 from orchestrator.observe.view.scalars import scalars
 
@@ -22,14 +21,8 @@ _INTERVAL = 5_000  # ms between two exports of gauges
 _ANSWER = 5.0  # seconds
 
 
-def maker(settings: OtlpSection, run: str, say: Say) -> Callable[[], Exporter]:
-    """What connects to the collector; in the exporter's thread."""
-    return lambda: _Otlp(settings.endpoint.rstrip("/"), run, say)
-
-
-class _Otlp:
-    name = "OpenTelemetry"
-    kinds = KINDS
+class OtlpExporter:
+    """Connects to the collector. ``run``: its name; ``say``: tells people."""
 
     def __init__(self, endpoint: str, run: str, say: Say) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from orchestrator.observe.event_records import LedgerCounts, Stage, WorkerSnapshot
+from orchestrator.observe.event_records import ENDS, Stage
 from orchestrator.observe.report.charts import HEALTH
-from orchestrator.observe.report.timeline import LANES, clip, lanes_of
+from orchestrator.observe.report.timeline import LANES, STATES, clip, lanes_of
 from orchestrator.observe.run_figures import STAGES, EventFigures, number
 
 LEARNING = (  # of the trainer's figures, those that are shown live
@@ -41,7 +41,8 @@ class RunState:
         figures = self.figures
         live = [dict(row) for row in figures.live.get("workers") or []]
         known = {str(row.get("name")) for row in live}
-        found = live + [_row(worker) for name, worker in sorted(figures.workers.items()) if name not in known][:64]
+        before = [worker for name, worker in sorted(figures.workers.items()) if name not in known][:64]
+        found = live + [asdict(worker) | {"tokens_per_s": number(worker.tokens_per_s) or 0.0} for worker in before]
         told = figures.handed_back
         return [row | {"handed_back": told[row["name"]][0]} if row.get("name") in told else row for row in found]
 
@@ -51,14 +52,10 @@ class RunState:
         start = figures.start
         return {
             "run": {
-                "name": figures.name,
-                "mode": figures.mode,
-                "alpha": figures.alpha,
+                **{name: getattr(figures, name) for name in ("name", "mode", "alpha", "kind", "status")},
                 "steps": figures.planned_steps,
-                "kind": figures.kind,
                 "started": start.started if start else "",
                 "resumed_from": start.resumed_from if start else None,
-                "status": figures.status,
                 "reason": figures.reason[:500],
             },
             "t": round(figures.seconds, 3),
@@ -78,7 +75,8 @@ class RunState:
             "entropy": figures.entropy.shown(),
             "learning": self._learning(),
             "lag": {str(lag): count for lag, count in figures.lag.items()},
-            "ledger": ledger_ends(figures.ledger),
+            "ledger": {"started": figures.ledger.started, **figures.ledger.parts},
+            "ends": [[*ENDS[end], count] for end, count in figures.ledger.parts.items()],
             "incidents": [
                 {name: getattr(row, name) for name in ("kind", "t", "what", "detail")} for row in figures.incidents
             ],
@@ -101,6 +99,7 @@ class RunState:
         near = [stage for stage in stages if stage.end > begin]
         found = lanes_of(near, figures.mode, [figures.start.t] if figures.start else [])
         return {
+            "states": STATES,
             "begin": round(begin, 6),
             "end": round(end, 6),
             "steps": [[step.number, round(step.t, 3)] for step in steps if step.t > begin],
@@ -112,12 +111,3 @@ class RunState:
                 for lane in LANES
             },
         }
-
-
-def ledger_ends(ledger: LedgerCounts) -> dict[str, int]:
-    """What was started, and what became of it."""
-    return {"started": ledger.started, **ledger.parts}
-
-
-def _row(worker: WorkerSnapshot) -> dict[str, Any]:
-    return asdict(worker) | {"tokens_per_s": number(worker.tokens_per_s) or 0.0}

@@ -141,15 +141,11 @@ def _of_events(events: Sequence[Mapping[str, Any]], begin: float, end: float) ->
                 yield _counter("reward", t, {"mean": event["reward_mean"]})
                 yield _counter("version", t, {"version": event["version"]})
             case "borrowed" | "returned":
-                yield {
-                    "name": f"{event['kind']}: {event['worker']}", "ph": "i", "s": "g", "ts": _us(t), "pid": _LOOP,
-                    "tid": 0, "cat": "borrowing", "args": {"reason": str(event.get("reason", ""))},
-                }  # fmt: skip
+                reason = {"reason": str(event.get("reason", ""))}
+                yield _instant(f"{event['kind']}: {event['worker']}", t, "borrowing", reason)
             case "alarm" | "fault" | "recovered":
-                yield {
-                    "name": f"{event['kind']}: {event.get('what', '')}", "ph": "i", "s": "g", "ts": _us(t), "pid": _LOOP,
-                    "tid": 0, "cat": "incident", "args": {"detail": str(event.get("detail", ""))},
-                }  # fmt: skip
+                detail = {"detail": str(event.get("detail", ""))}
+                yield _instant(f"{event['kind']}: {event.get('what', '')}", t, "incident", detail)
     order = dict.fromkeys(("startup", *_TRACKS.values(), "other"))
     number = 1
     for name in order:
@@ -229,18 +225,15 @@ def _us(seconds: float) -> int:
 
 
 def _named(pid: int, name: str, order: int) -> dict[str, Any]:
-    return {
-        "name": "process_name",
-        "ph": "M",
-        "pid": pid,
-        "tid": 0,
-        "ts": 0,
-        "args": {"name": name, "sort_index": order},
-    }
+    return _thread(pid, 0, name) | {"name": "process_name", "args": {"name": name, "sort_index": order}}
 
 
 def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _instant(name: str, t: float, kind: str, arguments: dict[str, str]) -> dict[str, Any]:
+    return {"name": name, "ph": "i", "s": "g", "ts": _us(t), "pid": _LOOP, "tid": 0, "cat": kind, "args": arguments}
 
 
 def _counter(name: str, t: float, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrator.ledger import END_STATES
+from orchestrator.observe.event_records import ENDS
+from orchestrator.observe.run_figures import lag_mean
 
 KINDS = frozenset({"step", "evaluation", "update", "worker"})  # the events that have any
 
@@ -37,15 +38,15 @@ def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in (event.get("metrics") or {}).items():
         yield f"train/{name}", value
     lag = {int(versions): count for versions, count in (event.get("lag") or {}).items()}
-    if total := sum(lag.values()):
-        yield "batch/lag_mean", sum(versions * count for versions, count in lag.items()) / total
+    if (mean := lag_mean(lag)) is not None:
+        yield "batch/lag_mean", mean
         yield "batch/lag_max", max(lag)
     yield "batch/tokens", event["tokens"]
     yield "batch/trajectories", event["trained"]
     yield "time/train_step_seconds", event["seconds"]
     yield "time/since_start_seconds", event["t"]
     ledger = event.get("ledger") or {}
-    for end in (*END_STATES, "in_flight"):
+    for end in ENDS:
         if end in ledger:
             yield f"ledger/{end}", ledger[end]
 

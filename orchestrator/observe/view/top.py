@@ -12,18 +12,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.observe.event_records import LedgerCounts
 from orchestrator.observe.report.page_text import clock, sparkline
+from orchestrator.observe.report.timeline import STATES
+from orchestrator.observe.run_figures import lag_words
 
 _CURVE = 48  # points of a sparkline
 _LANE = 60  # characters of a timeline
 _ROWS = 8  # of a table
-_ENDS = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed", "in_flight")
-# state -> (character, colour): as in orchestrator/observe/report/timeline.py; waiting is light
-_MARKS = {
-    "generate": ("█", "blue"), "train": ("█", "dark_orange"), "stream": ("▓", "yellow"), "publish": ("█", "green"),
-    "update": ("█", "green"), "checkpoint": ("█", "magenta"), "evaluate": ("█", "cyan"), "wait_rollout": ("░", "blue"),
-    "wait_training": ("░", "dark_orange"), "wait_weights": ("░", "green"), "wait_evaluation": ("░", "cyan"),
-    "other": ("·", "bright_black"),
+_COLOURS = {  # of a page (page.css) -> of a terminal
+    "c0": "bright_black", "c1": "blue", "c2": "dark_orange", "c3": "green", "c4": "magenta", "c5": "cyan", "c6": "yellow",
 }  # fmt: skip
 
 
@@ -70,8 +68,8 @@ def _timeline(data: Mapping[str, Any]) -> Table:
         for place in range(_LANE):
             at = begin + (place + 0.5) / _LANE * span
             state = next((state for state, start, end, _ in pieces if start <= at < end), "")
-            mark, colour = _MARKS.get(state, (" ", "default"))
-            line.append(mark, colour)
+            _, colour, waits = STATES.get(state, ("", "", False))
+            line.append(("░" if waits else "█") if colour else " ", _COLOURS.get(colour, "default"))
         rows.add_row(lane, line)
     rows.add_row("", Text(f"the last {span:.1f} s; light: it waits", "dim"))
     return rows
@@ -90,13 +88,9 @@ def _numbers(now: Mapping[str, Any]) -> Table:
         rows.add_row("learning", Text(", ".join(told)))
     rate = now["tokens_per_s"]
     rows.add_row("speed", "-" if rate is None else f"{rate:,.0f} tokens/s")
-    total = sum(now["lag"].values()) or 1
-    lags = ", ".join(f"{lag}: {100 * count / total:.0f} %" for lag, count in now["lag"].items())
-    rows.add_row("staleness", lags or "-")
-    ledger = now["ledger"]
-    off = ledger["started"] - sum(ledger[end] for end in _ENDS)
-    terms = " + ".join(f"{ledger[end]:,} {end.replace('_', ' ')}" for end in _ENDS if ledger[end]) or "0"
-    rows.add_row("ledger", Text(f"{ledger['started']:,} started = {terms}", "bold red" if off else ""))
+    rows.add_row("staleness", lag_words(now["lag"]) or "-")
+    ledger = LedgerCounts.of(now["ledger"])
+    rows.add_row("ledger", Text(ledger.sum_words, "bold red" if ledger.difference else ""))
     rows.add_row(
         "rollout", f"{now['in_flight']:,} in flight, {now['buffered']:,} buffered, {now['queue']:,} turns queued"
     )

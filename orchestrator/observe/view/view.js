@@ -1,12 +1,6 @@
 "use strict";
 // Draws what the stream says. Every event is the whole picture, so one that was missed does not matter.
 
-const ENDS = [
-  ["trained", "trained", "c3"], ["in_flight", "in flight", "c1"], ["evicted_stale", "too stale", "c2"],
-  ["aborted_redundant", "not needed", "c0"], ["deferred", "deferred", "c6"], ["filtered", "filtered out", "c4"],
-  ["failed", "failed", "bad"],
-];
-
 function card(label, value, detail, style) {
   return html("div", { class: `card ${style || ""}` }, html("div", { class: "card-label" }, label),
     html("div", { class: "card-value" }, value), html("div", { class: "card-detail" }, detail || " "));
@@ -44,7 +38,7 @@ function notice(now) {
 
 function cards(now) {
   const reward = now.reward[now.reward.length - 1], success = now.success[now.success.length - 1];
-  const started = now.ledger.started, summed = ENDS.reduce((sum, end) => sum + (now.ledger[end[0]] || 0), 0);
+  const started = now.ledger.started, summed = now.ends.reduce((sum, [, , number]) => sum + number, 0);
   put("cards",
     card("Step", html("span", {}, count(now.step), html("small", {}, ` of ${count(now.run.steps)}`)), `${clock(now.t)} since the start`),
     card("Success", success ? percent(success[1]) : "–", success ? `${percent(success[2])} to ${percent(success[3])}, step ${success[0]}` : "not evaluated yet"),
@@ -109,7 +103,7 @@ function learning(now) {
 }
 
 function accounts(now) {
-  put("ledger", bars(ENDS.filter((end) => now.ledger[end[0]]).map(([key, words, colour]) => [words, now.ledger[key], colour]), "c0"));
+  put("ledger", bars(now.ends.filter(([, , number]) => number).map(([words, colour, number]) => [words, number, colour]), "c0"));
   const lags = Object.entries(now.lag).map(([lag, number]) => [lag === "1" ? "1 version" : `${lag} versions`, number]);
   put("lag", lags.length ? bars(lags, "c2") : empty("No batch was taken yet."));
   put("incidents", now.incidents.length

@@ -175,8 +175,7 @@ class Server:
     @property
     def url(self) -> str:
         """With the token: for the eyes of whoever started this."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'https' if self._context else 'http'}://{host}:{self.port}/?token={self._token}"
+        return f"{page_url(self._host, self.port, self._context is not None)}?token={self._token}"
 
     @property
     def _cookie(self) -> str:
@@ -255,6 +254,11 @@ class Server:
             return answer
         finally:
             self._watchers -= 1
+
+
+def page_url(host: str, port: int, tls: bool) -> str:
+    """Where a page is."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def _headed(answer: Answer) -> Answer:

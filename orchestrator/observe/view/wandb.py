@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.view_keys import WandbSection
-from orchestrator.observe.view.exporter_queue import Event, Exporter
+from orchestrator.observe.view.exporter_queue import Event
 from orchestrator.observe.view.scalars import KINDS as CURVES
 from orchestrator.observe.view.scalars import scalars
 
@@ -21,14 +20,8 @@ KINDS = CURVES | {"alarm", "fault"}
 _ID = "wandb-id"  # file in the run folder
 
 
-def maker(settings: WandbSection, folder: Path, config: dict[str, Any]) -> Callable[[], Exporter]:
-    """What begins the run of W&B; in the exporter's thread."""
-    return lambda: _Wandb(settings, folder, config)
-
-
-class _Wandb:
-    name = "Weights & Biases"
-    kinds = KINDS
+class WandbExporter:
+    """Begins the run of W&B. ``config``: what is kept of the run's."""
 
     def __init__(self, settings: WandbSection, folder: Path, config: dict[str, Any]) -> None:
         library: Any = importlib.import_module("wandb")
