@@ -101,11 +101,9 @@ class PooledEnvironment:
         self._session = session
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         return await self._mine().reset(prompt)
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         return await self._mine().step(action_ids)
 
     async def close(self) -> None:

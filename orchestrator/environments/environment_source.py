@@ -42,7 +42,6 @@ class FreshEnvironments:
         self._note_fault = note_fault
 
     async def acquire(self, waiting: Waiting) -> Environment:
-        """See the protocol."""
         try:
             return InProcessSession(RenewableEnvironment(self._task))
         except (Exception, SystemExit) as error:
@@ -62,7 +61,6 @@ class FreshEnvironments:
             raise cancelled
 
     def stats(self) -> dict[str, Any]:
-        """See the protocol."""
         return {}
 
     async def _close_in_time(self, session: InProcessSession) -> None:

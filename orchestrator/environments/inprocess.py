@@ -30,7 +30,6 @@ class InProcessBackend:
         """Nothing outlives this process."""
 
     async def start(self, name: str) -> InProcessSession:
-        """See the protocol."""
         return InProcessSession(RenewableEnvironment(self._task))
 
     async def close(self) -> None:
@@ -48,26 +47,21 @@ class InProcessSession:
         self._closing: asyncio.Task[None] | None = None
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         if self._wrong:
             raise TrajectoryError("environment_error", self._wrong)
         return await self._call(lambda: self._inner.environment.reset(prompt))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         return await self._call(lambda: self._inner.environment.step(action_ids))
 
     async def recycle(self) -> None:
-        """See the protocol."""
         await self._call(self._inner.recycle)
         self._wrong = self._take_version()
 
     async def ping(self) -> None:
-        """See the protocol."""
         await self._call(self._inner.ping)
 
     async def kill(self) -> None:
-        """See the protocol."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         try:

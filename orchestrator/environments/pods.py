@@ -64,7 +64,6 @@ class PodBackend:
         self._pulling: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """See the protocol."""
         aio = load_library()
         configuration = await connect_cluster(aio, self._context)
         self._api = aio.client.ApiClient(configuration)
@@ -91,7 +90,6 @@ class PodBackend:
         self._pulling = asyncio.create_task(hold, name="pull images")
 
     async def start(self, name: str) -> RemoteSession:
-        """See the protocol."""
         aio = load_library()
         settings, images = self._settings, [self._settings.image]
         if self._mirror:
@@ -118,7 +116,6 @@ class PodBackend:
         raise AssertionError
 
     async def close(self) -> None:
-        """See the protocol."""
         if self._api is None:
             return
         if self._pulling is not None:

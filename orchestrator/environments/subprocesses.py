@@ -57,7 +57,6 @@ class SubprocessBackend:
         """Nothing of an earlier life can be left."""
 
     async def start(self, name: str) -> RemoteSession:
-        """See the protocol."""
         with contextlib.ExitStack() as stack:
             log = None if self._log is None else stack.enter_context(self._log.open("ab"))
             process = await asyncio.create_subprocess_exec(
@@ -94,7 +93,6 @@ class PipeChannel:
         self.process = process
 
     async def exchange(self, line: bytes) -> bytes:
-        """See the protocol."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -110,7 +108,6 @@ class PipeChannel:
         return answer
 
     async def kill(self) -> None:
-        """See the protocol."""
         if self.process.returncode is None:
             await self._kill_all(self.process)
         assert self.process.stdout is not None

@@ -32,7 +32,6 @@ class TcpChannel:
         self.connections = 0
 
     async def exchange(self, line: bytes) -> bytes:
-        """See the protocol."""
         for _ in range(CONNECT_TRIES):
             try:
                 if self._connection is None:
@@ -51,7 +50,6 @@ class TcpChannel:
         raise TrajectoryError("environment_died", f"{self._host}:{self._port} ends every connection")
 
     async def kill(self) -> None:
-        """See the protocol."""
         self._disconnect()
         await self._end()
 

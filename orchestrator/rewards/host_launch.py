@@ -114,13 +114,11 @@ class FunctionHost(ServingChild):
         return self.base_url + INVOKE_PATH.format(name=name)
 
     def command(self) -> list[str]:
-        """See the base."""
         program = [sys.executable, "-m", "orchestrator.rewards.function_host", "--die-with-stdin"]
         targets = [part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")]
         return [*program, f"--token-env={self.variable}", *self._options, *targets]
 
     def refusal_error(self) -> ConfigError:
-        """See the base."""
         return ConfigError(self._field, dict(self._functions), f"the function host refused to start{self._hint()}")
 
 

@@ -50,13 +50,10 @@ class JudgeHost(ServingChild):
         return f"{self.base_url}/v1"
 
     def command(self) -> list[str]:
-        """See the base."""
         return [sys.executable, "-m", PROGRAM, self._path, "--die-with-stdin", *self._options]
 
     def environment(self) -> Mapping[str, str]:
-        """See the base."""
         return self._environment
 
     def refusal_error(self) -> ConfigError:
-        """See the base."""
         return ConfigError("reward.judge.path", self._path, f"the judge refused to start{self._hint()}")
