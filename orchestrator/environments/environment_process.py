@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.process_watcher import fork_under_watch
+from orchestrator.process_watcher import fork_under_watch, take_pipes
 
 
 class EnvironmentService:
@@ -263,16 +263,6 @@ def _keep_alive(writer: asyncio.StreamWriter, seconds: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _take_pipes() -> tuple[int, int]:
-    """The protocol's descriptors, which children do not inherit; what the environment prints goes to standard error."""
-    requests, replies = os.dup(0), os.dup(1)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.dup2(2, 1)
-    os.close(empty)
-    return requests, replies
-
-
 def main(arguments: list[str]) -> int:
     """0: the caller is gone. 2: wrong arguments, or no digest."""
     parser = argparse.ArgumentParser(
@@ -294,7 +284,7 @@ def main(arguments: list[str]) -> int:
         host, _, port = options.listen.rpartition(":")
         asyncio.run(serve_tcp(host, int(port), options.token_digest, options.orphan_seconds))
     else:
-        asyncio.run(serve_pipes(*_take_pipes()))
+        asyncio.run(serve_pipes(*take_pipes()))
     return 0
 
 

@@ -16,6 +16,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError, jsontext
@@ -24,6 +25,7 @@ from orchestrator.environments.reply_checks import error_text, observation_of, s
 PROTOCOL = 1
 MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
 _DETAIL = 2000  # characters
+_STEP = ("reward", "done", "truncated", "invalid_action")  # fields of a StepResult, beside the observation
 _CAUSE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -83,18 +85,12 @@ def failure_reply(number: object, error: BaseException) -> dict[str, Any]:
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
     """For a request."""
-    return {"key": prompt.key, "task": prompt.task, "seed": prompt.seed, "payload": prompt.payload}
+    return asdict(prompt)
 
 
 def step_fields(result: StepResult) -> dict[str, Any]:
     """For a reply."""
-    return {
-        "observation": result.observation.token_ids,
-        "reward": result.reward,
-        "done": result.done,
-        "truncated": result.truncated,
-        "invalid_action": result.invalid_action,
-    }
+    return {**{name: getattr(result, name) for name in _STEP}, "observation": result.observation.token_ids}
 
 
 def read_observation(fields: Mapping[str, Any], what: str) -> Observation:
@@ -105,7 +101,7 @@ def read_observation(fields: Mapping[str, Any], what: str) -> Observation:
 def read_step(fields: Mapping[str, Any]) -> StepResult:
     """Of a reply. Raises TrajectoryError."""
     seen = read_observation(fields, "step")
-    values: list[Any] = [fields.get(name) for name in ("reward", "done", "truncated", "invalid_action")]
+    values: list[Any] = [fields.get(name) for name in _STEP]
     return step_of(StepResult(seen, *values))
 
 

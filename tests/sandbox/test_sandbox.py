@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome, cgroups, command, run, seccomp, watch
-from orchestrator.sandbox.diagnosis import diagnose_sandbox
+from orchestrator.sandbox.run import diagnose_sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")]
 

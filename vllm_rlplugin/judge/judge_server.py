@@ -2,7 +2,7 @@
 
     python -m vllm_rlplugin.judge.judge_server MODEL --port 8100 [--device cuda] [--memory-mb N] [--layers-file FILE]
 
-`[reward.judge] path` starts it as a child of a run (:mod:`orchestrator.rewards.judge_host`); by hand it serves several.
+`[reward.judge] path` starts it as a child of a run (:mod:`orchestrator.rewards.host_launch`); by hand it serves several.
 ``POST /v1/chat/completions`` (messages, max_tokens, temperature, seed) and ``GET /health``; what `[reward.judge]` asks for with
 ``structured = false``. Before each request the number of resident layers is chosen from the length of its sequence and the
 memory left; under MPS it is started with the environment of :class:`orchestrator.ops.mps.MpsControl`.
