@@ -3,7 +3,20 @@
 Import names from here (``from orchestrator.api import Trajectory``), never from the submodules.
 """
 
-from orchestrator.api.collective import CollectiveTrainer, CollectiveWorker, Meeting
+from orchestrator.api.capabilities import (
+    RELEASE_LEVELS,
+    RESIDENCY_LEVELS,
+    CollectiveTrainer,
+    CollectiveWorker,
+    KvMove,
+    KvMoved,
+    KvWorker,
+    Meeting,
+    ReleaseResult,
+    ReleasingWorker,
+    ResidencyResult,
+    ResidentTrainer,
+)
 from orchestrator.api.errors import (
     COMMAND_STATUS,
     CommandError,
@@ -15,7 +28,6 @@ from orchestrator.api.errors import (
     RunError,
     TrajectoryError,
 )
-from orchestrator.api.kv import KvMove, KvMoved, KvWorker
 from orchestrator.api.ports import (
     BorrowedWorker,
     DemonstratingTask,
@@ -32,14 +44,6 @@ from orchestrator.api.ports import (
     TaskLimits,
     Trainer,
     parts_of,
-)
-from orchestrator.api.residency import (
-    RELEASE_LEVELS,
-    RESIDENCY_LEVELS,
-    ReleaseResult,
-    ReleasingWorker,
-    ResidencyResult,
-    ResidentTrainer,
 )
 from orchestrator.api.types import (
     Completion,

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.sandbox.cgroups import RunCgroups
+from orchestrator.sandbox.cgroups import RunCgroups, resident_bytes, socket_bytes
 from orchestrator.sandbox.cgroups import find_hierarchies as find_hierarchies
 from orchestrator.sandbox.command import (
     FIRST_ID,
@@ -35,7 +35,6 @@ from orchestrator.sandbox.command import (
 from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.seccomp import program as system_call_filter
 from orchestrator.sandbox.spawner import Spawned, spawn
-from orchestrator.sandbox.watch import resident_bytes, socket_bytes
 
 MEMORY_LOOK = (
     0.05  # seconds between two looks at a sandbox's memory: its sockets', and all of it where no cgroup limits it
