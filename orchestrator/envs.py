@@ -31,10 +31,10 @@ from orchestrator.api import (
     parts_of,
 )
 from orchestrator.environments.environment_session import EnvironmentSource
+from orchestrator.environments.environment_wire import error_text, observation_of, step_of
 from orchestrator.environments.episode_context import EpisodeContext, Setup, no_room
 from orchestrator.environments.inprocess import FreshEnvironments
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.environments.reply_checks import error_text, observation_of, step_of
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.proxy.gateway import LLMProxy

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, RunError, StepResult, TrajectoryError
 from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSession, Waiting
-from orchestrator.environments.reply_checks import THIRD_PARTY, error_text
+from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 from orchestrator.events import EventLog
 
 State = Literal["starting", "ready", "checking", "busy", "recycling", "ending"]

@@ -63,7 +63,6 @@ class EnvironmentService:
     async def _reply(self, message: dict[str, Any]) -> bytes:
         from orchestrator.api import TrajectoryError
         from orchestrator.environments import environment_wire
-        from orchestrator.environments.reply_checks import THIRD_PARTY
 
         number = message.get("id")
         self._arm()
@@ -74,7 +73,7 @@ class EnvironmentService:
                 raise TrajectoryError(
                     "environment_output", f"an answer of {len(line)} B, more than {environment_wire.MAX_LINE}"
                 )
-        except THIRD_PARTY as error:
+        except environment_wire.THIRD_PARTY as error:
             line = environment_wire.encode_line({**environment_wire.failure_reply(number, error), **self._tool_calls()})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -83,7 +82,6 @@ class EnvironmentService:
     async def _call(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from orchestrator.api import Prompt, TrajectoryError
         from orchestrator.environments import environment_wire
-        from orchestrator.environments.reply_checks import observation_of, step_of
 
         match message.get("call"):
             case "start":
@@ -95,12 +93,11 @@ class EnvironmentService:
                 await self._inner.recycle()
                 return {"version": self._inner.version}
             case "reset" if self._inner is not None:
-                seen = observation_of(await self._inner.environment.reset(Prompt(**message["prompt"])), "reset")
-                return {"observation": seen.token_ids}
+                answer = await self._inner.environment.reset(Prompt(**message["prompt"]))
+                return {"observation": environment_wire.observation_of(answer, "reset").token_ids}
             case "step" if self._inner is not None:
-                return environment_wire.step_fields(
-                    step_of(await self._inner.environment.step(tuple(message["action"])))
-                )
+                answer = await self._inner.environment.step(tuple(message["action"]))
+                return environment_wire.step_fields(environment_wire.step_of(answer))
             case other:
                 started = "" if self._inner is not None else " before start"
                 raise TrajectoryError("environment_protocol", f"no such call: {other!r:.40}{started}")

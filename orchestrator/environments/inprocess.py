@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from orchestrator.api import Environment, Observation, Prompt, StepResult, TrajectoryError
 from orchestrator.environments.environment_session import EnvironmentMaker, RenewableEnvironment, Waiting
-from orchestrator.environments.reply_checks import THIRD_PARTY, error_text
+from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 
 T = TypeVar("T")
 
