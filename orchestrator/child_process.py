@@ -7,7 +7,9 @@ nothing is left behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +18,7 @@ from orchestrator.api import CoserveError, RunError
 
 HIDDEN = "RL_COSERVE_"  # environment variables that begin so are the orchestrator's
 STOP_LIMIT = 5.0  # seconds to stop by itself before it is killed
+KILL_LIMIT = 3.0  # seconds for a watcher to end everything, before its group is killed
 
 
 def public_environment() -> dict[str, str]:
@@ -97,3 +100,30 @@ class ChildProcess:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+async def kill_watched(process: asyncio.subprocess.Process) -> None:
+    """End a process that began with :func:`orchestrator.process_watcher.fork_under_watch` in a session of its own, with all that
+    it started, and reap it. Idempotent."""
+    if process.returncode is None:
+        assert process.stdin is not None
+        process.stdin.transport.abort()  # the watcher sees it, and kills
+        try:
+            return await _read_out(process)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+    with contextlib.suppress(TimeoutError):  # who left the group and keeps the pipe holds up nobody here
+        await _read_out(process)
+
+
+async def _read_out(process: asyncio.subprocess.Process) -> None:
+    """Until it has ended: what was not read keeps the pipe open. Raises TimeoutError."""
+    assert process.stdout is not None
+    async with asyncio.timeout(KILL_LIMIT):
+        with contextlib.suppress(RuntimeError):  # a call in progress reads to the end itself
+            while await process.stdout.read(1 << 16):
+                pass
+        await process.wait()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from orchestrator.api import ManagedWorker, RewardFunction, Task, Trainer, Trajectory
 from orchestrator.borrowing.server_exchange import Market
 from orchestrator.checkpoint import Checkpoints
-from orchestrator.environments.environment_source import EnvironmentSource
+from orchestrator.environments.environment_session import EnvironmentSource
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.observe.occupancy import Gpus

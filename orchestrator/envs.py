@@ -3,7 +3,7 @@
 Guarantees: every call into an environment has a time limit; whatever the environment does (raise, hang, wrong types,
 not-a-number, too much text, exit) ends only this trajectory, with a cause, and an environment that misbehaved is never
 reused; tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary. Where an
-environment comes from and goes back to is an :class:`~orchestrator.environments.environment_source.EnvironmentSource`.
+environment comes from and goes back to is an :class:`~orchestrator.environments.environment_session.EnvironmentSource`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from orchestrator.api import (
     Turn,
     parts_of,
 )
-from orchestrator.environments.environment_source import EnvironmentSource, FreshEnvironments
+from orchestrator.environments.environment_session import EnvironmentSource
+from orchestrator.environments.environment_wire import error_text, observation_of, step_of
 from orchestrator.environments.episode_context import EpisodeContext, Setup, no_room
+from orchestrator.environments.inprocess import FreshEnvironments
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.environments.reply_checks import error_text, observation_of, step_of
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.proxy.gateway import LLMProxy

@@ -45,6 +45,17 @@ def fork_under_watch() -> None:
         os._exit(killed if code is None else code)
 
 
+def take_pipes() -> tuple[int, int]:
+    """Standard input and output moved to private descriptors, which children do not inherit: the first is empty from now on,
+    and what is printed goes to standard error."""
+    requests, replies = os.dup(0), os.dup(1)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.dup2(2, 1)
+    os.close(empty)
+    return requests, replies
+
+
 def _wait(child: int) -> int | None:
     """Until the child ends (its exit code) or standard input is closed at its other end (None). Reaps orphans meanwhile."""
     told, tell = os.pipe()

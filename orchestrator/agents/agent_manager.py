@@ -26,7 +26,7 @@ from orchestrator.api import (
     TrajectoryError,
     Turn,
 )
-from orchestrator.environments.reply_checks import error_text
+from orchestrator.environments.environment_wire import error_text
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.sandbox import Sandbox, SandboxOutcome
 

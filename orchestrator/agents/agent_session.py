@@ -9,15 +9,17 @@ run's, unless the task leaves them to the agent: the trainer recomputes log-prob
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agents.chat_template import ChatFormat, TemplateRefused
 from orchestrator.agents.conversation import Answer, Conversation, Opening
 from orchestrator.agents.openai_protocol import Answered, ApiError, Asked, ChatAsked, Choice, PlainAsked, answer_message
-from orchestrator.agents.tool_calls import calls_in
-from orchestrator.api import Completion, GenerationRequest, Sampling, TrajectoryError, Turn, merge_spans
+from orchestrator.api import Completion, GenerationRequest, Sampling, TrajectoryError, Turn, jsontext, merge_spans
 from orchestrator.environments.episode_context import no_room
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,10 @@ class AgentSession:
         self.conversation = Conversation(self.chat_format)
         self.broken = asyncio.get_running_loop().create_future()
 
-    async def answer_chat(self, wanted: ChatAsked) -> tuple[Answered, list[Answer]]:
+    async def answer(self, wanted: ChatAsked | PlainAsked) -> tuple[Answered, list[Answer]]:
         """Raises ApiError."""
+        if isinstance(wanted, PlainAsked):
+            return await self._answer_plain(wanted)
         try:
             if self.chat_format.slow:
                 opening = await asyncio.to_thread(self.conversation.open_chat, wanted.messages, wanted.tools)
@@ -66,8 +70,7 @@ class AgentSession:
             raise ApiError(400, str(error), param="messages") from error
         return await self._answer(wanted.asked, opening, chat=True)
 
-    async def answer_plain(self, wanted: PlainAsked) -> tuple[Answered, list[Answer]]:
-        """Raises ApiError."""
+    async def _answer_plain(self, wanted: PlainAsked) -> tuple[Answered, list[Answer]]:
         prompt = wanted.prompt
         size = len(self.chat_format.vocabulary)
         if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < size:
@@ -222,3 +225,28 @@ class AgentSession:
             pieces = [(self.chat_format.text((token,)), value) for token, value in each]
         reason = "tool_calls" if calls else completion.finish_reason
         return Choice(text, answer_message(content, calls), tuple(pieces), reason)
+
+
+def calls_in(text: str, identity: str) -> tuple[str, list[tuple[str, str, str]]]:
+    """Tool calls in what a policy wrote, as Hermes and Qwen do: ``<tool_call>{"name": ..., "arguments": {}}</tool_call>``.
+    Returns (the text before the first call, (id, name, arguments as JSON) of each); ids begin with ``identity``.
+
+    Guarantees: an answer of which any call is not of that form has no calls: its text is given as it is, and the agent judges
+    it; one look at each character, whatever the policy wrote."""
+    found: list[tuple[str, str, str]] = []
+    at = text.find(_OPEN)
+    while at >= 0:
+        begin = at + len(_OPEN)
+        end = text.find(_CLOSE, begin)
+        if end < 0:
+            break
+        try:
+            call = jsontext.parse_object(text[begin:end])
+        except ValueError:
+            return text, []
+        name, arguments = call.get("name"), call.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return text, []
+        found.append((f"{identity}-{len(found)}", name, json.dumps(arguments, ensure_ascii=False)))
+        at = text.find(_OPEN, end)
+    return (text.partition(_OPEN)[0].rstrip("\n"), found) if found else (text, [])

@@ -79,7 +79,6 @@ class VocabularyChat:
         self._ids = {word: token for token, word in enumerate(self.vocabulary)}
 
     def encode_conversation(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
-        """See the protocol."""
         head = [Message("system", tools)] if tools else []
         said = [token for message in (*head, *messages) for token in self._message(message)]
         return (*said, self._ids["<assistant>"])
@@ -87,7 +86,6 @@ class VocabularyChat:
     def encode_continuation(
         self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
     ) -> tuple[int, ...] | None:
-        """See the protocol."""
         closing = () if answer and answer[-1] == self.end_id else (self.end_id,)
         return (*closing, *self.encode_conversation(new, ""))
 
@@ -96,7 +94,6 @@ class VocabularyChat:
         return self._words.encode(printable(text))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """See the protocol."""
         words = (self.vocabulary[token] for token in token_ids)
         return "".join(word for word in words if len(word) == 1)
 
@@ -137,7 +134,6 @@ class ModelChat:
         self.stop_ids: tuple[int, ...] = (self.end_id,)
 
     def encode_conversation(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
-        """See the protocol."""
         return self.encode(self._render(messages, tools))
 
     def encode_continuation(
@@ -157,12 +153,10 @@ class ModelChat:
         return ids[1:] if ended else ids
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """See the protocol."""
         with self._one:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """See the protocol."""
         with self._one:
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 

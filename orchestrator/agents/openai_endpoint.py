@@ -29,10 +29,20 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.agents import openai_protocol
 from orchestrator.agents.agent_session import AgentSession
 from orchestrator.agents.conversation import Answer
-from orchestrator.agents.openai_protocol import Answered, ApiError, Asked, ChatAsked, PlainAsked
+from orchestrator.agents.openai_protocol import (
+    ApiError,
+    ChatAsked,
+    PlainAsked,
+    chat_body,
+    chat_chunks,
+    chat_request,
+    plain_body,
+    plain_chunks,
+    plain_request,
+    read_by_another,
+)
 from orchestrator.api import RetryableError, RunError, bearer
 from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefused, HttpListener, read_body
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Throttled
@@ -44,8 +54,6 @@ READ_SECONDS = 10.0  # that may take
 MODEL = "policy"  # what /v1/models lists; any other name is taken too
 SOCKET = "gateway.sock"
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
-_Work = Callable[[AgentSession, bytes], Awaitable[tuple[Asked, Answered, list[Answer]]]]
-_Form = Callable[[Asked, Answered, int], Any]
 
 
 @dataclass
@@ -182,20 +190,10 @@ class AgentGateway:
         return door
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def work(session: AgentSession, body: bytes) -> tuple[Asked, Answered, list[Answer]]:
-            wanted = await self._read(body, chat=True)
-            assert isinstance(wanted, ChatAsked)
-            return wanted.asked, *await session.answer_chat(wanted)
-
-        return await self._serve(request, work, openai_protocol.chat_body, openai_protocol.chat_chunks)
+        return await self._serve(request, chat=True)
 
     async def _plain(self, request: web.Request) -> web.StreamResponse:
-        async def work(session: AgentSession, body: bytes) -> tuple[Asked, Answered, list[Answer]]:
-            wanted = await self._read(body, chat=False)
-            assert isinstance(wanted, PlainAsked)
-            return wanted.asked, *await session.answer_plain(wanted)
-
-        return await self._serve(request, work, openai_protocol.plain_body, openai_protocol.plain_chunks)
+        return await self._serve(request, chat=False)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._door(request)
@@ -205,7 +203,7 @@ class AgentGateway:
         self._door(request)
         return web.json_response(_model(request.match_info["name"]))
 
-    async def _serve(self, request: web.Request, work: _Work, whole: _Form, chunks: _Form) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         door, this = self._door(request), asyncio.current_task()
         assert this is not None
         session, answers = door.session, list[Answer]()
@@ -214,11 +212,12 @@ class AgentGateway:
             raise ApiError(429, text, kind="rate_limit_exceeded", code="too_many_requests")
         door.handlers.add(this)
         try:
-            asked, answered, answers = await work(session, await self._body(request))
-            created = int(time.time())  # for clients; nothing here goes by it
-            if asked.stream:
-                return await _streamed(request, chunks(asked, answered, created))
-            response = web.json_response(whole(asked, answered, created))
+            wanted = await self._read(await self._body(request), chat=chat)
+            answered, answers = await session.answer(wanted)
+            told = (wanted.asked, answered, int(time.time()))  # a time for clients; nothing here goes by it
+            if wanted.asked.stream:
+                return await _streamed(request, (chat_chunks if chat else plain_chunks)(*told))
+            response = web.json_response((chat_body if chat else plain_body)(*told))
             await response.prepare(request)
             await response.write_eof()
             return response
@@ -238,7 +237,7 @@ class AgentGateway:
     async def _read(self, body: bytes, *, chat: bool) -> ChatAsked | PlainAsked:
         """The request in a body. Raises ApiError."""
         if len(body) <= READ_HERE:
-            return openai_protocol.chat_request(body) if chat else openai_protocol.plain_request(body)
+            return chat_request(body) if chat else plain_request(body)
         assert self._readers is not None
         try:
             found = await self._readers.invoke({"chat": chat, "body": body.decode()})
@@ -246,7 +245,7 @@ class AgentGateway:
             raise ApiError(400, f"the body is not UTF-8: {error}"[:300]) from error
         except (FunctionError, Throttled, OSError) as error:
             raise ApiError(503, f"the body could not be read: {error}"[:300], kind="server_error") from error
-        return openai_protocol.read_by_another(found)
+        return read_by_another(found)
 
 
 async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from orchestrator.agents.chat_template import Message
 from orchestrator.api import jsontext
@@ -271,6 +271,9 @@ def read_apart(event: Mapping[str, Any]) -> dict[str, Any]:
     return asdict(found)
 
 
+_WHOLE: TypeAdapter[ChatAsked | PlainAsked] = TypeAdapter(ChatAsked | PlainAsked)
+
+
 def read_by_another(fields: Mapping[str, Any]) -> ChatAsked | PlainAsked:
     """The record that :func:`read_apart` made. Raises ApiError where it was none."""
     if "refused" in fields:
@@ -278,11 +281,7 @@ def read_by_another(fields: Mapping[str, Any]) -> ChatAsked | PlainAsked:
         refusal = ApiError(status, str(body["error"]["message"]))
         refusal.body = body
         raise refusal
-    asked = Asked(**{**fields["asked"], "stop": tuple(fields["asked"]["stop"])})
-    if "messages" in fields:
-        return ChatAsked(asked, tuple(Message(**item) for item in fields["messages"]), fields["tools"])
-    prompt = fields["prompt"]
-    return PlainAsked(asked, prompt if isinstance(prompt, str) else tuple(prompt))
+    return _WHOLE.validate_python(fields)
 
 
 def _checked(form: type[T], body: object) -> T:

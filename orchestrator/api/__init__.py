@@ -3,7 +3,20 @@
 Import names from here (``from orchestrator.api import Trajectory``), never from the submodules.
 """
 
-from orchestrator.api.collective import CollectiveTrainer, CollectiveWorker, Meeting
+from orchestrator.api.capabilities import (
+    RELEASE_LEVELS,
+    RESIDENCY_LEVELS,
+    CollectiveTrainer,
+    CollectiveWorker,
+    KvMove,
+    KvMoved,
+    KvWorker,
+    Meeting,
+    ReleaseResult,
+    ReleasingWorker,
+    ResidencyResult,
+    ResidentTrainer,
+)
 from orchestrator.api.errors import (
     COMMAND_STATUS,
     CommandError,
@@ -15,7 +28,6 @@ from orchestrator.api.errors import (
     RunError,
     TrajectoryError,
 )
-from orchestrator.api.kv import KvMove, KvMoved, KvWorker
 from orchestrator.api.ports import (
     BorrowedWorker,
     DemonstratingTask,
@@ -32,14 +44,6 @@ from orchestrator.api.ports import (
     TaskLimits,
     Trainer,
     parts_of,
-)
-from orchestrator.api.residency import (
-    RELEASE_LEVELS,
-    RESIDENCY_LEVELS,
-    ReleaseResult,
-    ReleasingWorker,
-    ResidencyResult,
-    ResidentTrainer,
 )
 from orchestrator.api.types import (
     Completion,
@@ -64,63 +68,3 @@ from orchestrator.api.types import (
     WorkerStats,
     merge_spans,
 )
-
-__all__ = [
-    "COMMAND_STATUS",
-    "RELEASE_LEVELS",
-    "RESIDENCY_LEVELS",
-    "BorrowedWorker",
-    "CollectiveTrainer",
-    "CollectiveWorker",
-    "CommandError",
-    "Completion",
-    "CompletionTiming",
-    "ConfigError",
-    "ContextStart",
-    "CoserveError",
-    "DemonstratingTask",
-    "Environment",
-    "ExpertWorker",
-    "GenerationRequest",
-    "KvMove",
-    "KvMoved",
-    "KvWorker",
-    "ManagedWorker",
-    "Meeting",
-    "MetadataStore",
-    "Observation",
-    "PartLost",
-    "PlacedWorker",
-    "ProcessDied",
-    "Prompt",
-    "PublishResult",
-    "Relay",
-    "ReleaseResult",
-    "ReleasingWorker",
-    "ResidencyResult",
-    "ResidentTrainer",
-    "ResizableWorker",
-    "RetryableError",
-    "RewardFunction",
-    "RolloutWorker",
-    "RunError",
-    "Sampling",
-    "ShardKey",
-    "SharedDevice",
-    "StepResult",
-    "Task",
-    "TaskLimits",
-    "TrainBatch",
-    "TrainMetrics",
-    "TrainSample",
-    "Trainer",
-    "Trajectory",
-    "TrajectoryError",
-    "Turn",
-    "UpdateResult",
-    "VersionSpans",
-    "WeightManifest",
-    "WorkerStats",
-    "merge_spans",
-    "parts_of",
-]

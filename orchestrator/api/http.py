@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from orchestrator.api.kv import KvMoved
+from orchestrator.api.capabilities import KvMoved
 from orchestrator.api.types import (
     Completion,
     CompletionTiming,
@@ -77,16 +77,8 @@ RETRYABLE = "retryable"  # 503: RetryableError
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON-safe data. (Not ``asdict``: it copies every token.)"""
-    return {
-        "request_id": completion.request_id,
-        "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs,
-        "versions": completion.versions,
-        "finish_reason": completion.finish_reason,
-        "timing": asdict(completion.timing),
-        "error": completion.error,
-    }
+    """A completion as JSON-safe data."""
+    return {**_fields_of(completion), "timing": asdict(completion.timing)}
 
 
 def completion_from_json(data: Mapping[str, Any]) -> Completion:
@@ -108,10 +100,12 @@ def completion_from_json(data: Mapping[str, Any]) -> Completion:
 
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:
     """A generation request as JSON-safe data; the field names are those of the record."""
-    sampling = request.sampling
-    data = {item.name: getattr(request, item.name) for item in fields(request)}
-    data["sampling"] = {item.name: getattr(sampling, item.name) for item in fields(sampling)}
-    return data
+    return {**_fields_of(request), "sampling": _fields_of(request.sampling)}
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    """(Not ``asdict``: it copies every token.)"""
+    return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 def stats_from_json(data: Mapping[str, Any]) -> WorkerStats:

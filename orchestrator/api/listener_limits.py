@@ -12,11 +12,14 @@ Standard library only: the application's server (aiohttp's) is wrapped at the bo
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
+import signal
 import socket
 import ssl as ssl_module
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
@@ -112,6 +115,36 @@ async def read_body(request: Any, limits: ListenerLimits) -> bytes:
     except TimeoutError:
         raise BodyRefused(408, f"the body was not whole after {limits.body_seconds:g} s") from None
     return bytes(body)
+
+
+class EndOfInput(asyncio.Protocol):
+    """For ``connect_read_pipe``: sets ``ended`` when the other end of the pipe is gone."""
+
+    def __init__(self, ended: asyncio.Event) -> None:
+        self._ended = ended
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
+
+
+async def serve_until_told(
+    runner: Any, listener: HttpListener, listen: Mapping[str, Any], die_with_stdin: bool
+) -> None:
+    """Set up aiohttp's ``runner``, listen (``listen``: arguments of :meth:`HttpListener.listen`), print ``{"port": P}``, and
+    serve until SIGTERM, SIGINT or, if so asked, the end of standard input. Raises OSError."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    await runner.setup()
+    try:
+        server = await listener.listen(runner.server, **listen)
+        print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
+        if die_with_stdin:
+            await loop.connect_read_pipe(lambda: EndOfInput(ended), sys.stdin)
+        await ended.wait()
+    finally:
+        listener.close()
+        await runner.cleanup()
 
 
 class HttpListener:

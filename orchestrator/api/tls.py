@@ -119,7 +119,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def of_arguments(options: Namespace) -> Tls:
-    """See above."""
     return Tls(options.tls_certificate, options.tls_key, options.tls_authority, options.tls_verify_clients)
 
 

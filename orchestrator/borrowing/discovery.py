@@ -108,7 +108,6 @@ class Market:
         return [self._made[url] for url in chosen]
 
     async def list_offers(self) -> Sequence[Offer]:
-        """See there."""
         try:
             self._candidates = self._steady(await asyncio.to_thread(read_candidates, self._config))
             self._complaint = ""
@@ -138,18 +137,15 @@ class Market:
         return offer_of(url, status, self._mine, why)
 
     def worker(self, url: str) -> HttpWorker:
-        """See there."""
         (made,) = served_workers.workers(self._config, self._endpoint, [url], self._key, self._task)
         self._made[made.name] = made
         return made
 
     def note_taken(self, worker: BorrowedWorker) -> None:
-        """See there."""
         assert isinstance(worker, HttpWorker)
         served_workers.tell_activated(worker, self._events)
 
     async def leave(self, worker: BorrowedWorker) -> None:
-        """See there."""
         assert isinstance(worker, HttpWorker)
         options = self._status.get(worker.name, {}).get("options")
         if isinstance(options, dict) and options.get("kv_pool") and options.get("kv_pool_role") == "rollout":

@@ -23,7 +23,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -46,7 +46,6 @@ from orchestrator.api import (
 )
 from orchestrator.api import http as wire
 from orchestrator.api.tls import SYSTEM, Tls, refusal
-from orchestrator.borrowing.run_lease import LEASE_SECONDS, ServerLease
 from orchestrator.transfer import RelayEndpoint
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
@@ -56,6 +55,9 @@ OTHERS_SECONDS = 30.0  # that requests of an earlier run may take to end, when t
 POLL_SECONDS = 20.0  # that the server may hold back an answer without completions
 POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
 ADD_TOKENS = 50_000  # prompt tokens in one call of ADD: its server's event loop reads them in some 10 ms
+LEASE_SECONDS = 60.0
+_RENEWALS = 3  # within the time of a lease
+_ERRORS = (CommandError, ConfigError, RetryableError)
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -302,7 +304,7 @@ class HttpWorker:
                     await self.resume()
                 if self.deactivate:
                     await self._post(wire.DEACTIVATE, {"kept": True}, WEIGHTS_SECONDS)
-        except (RetryableError, CommandError, ConfigError) as error:
+        except _ERRORS as error:
             _logger.warning("%s was not left as it was found: %s", self.name, error)
         finally:
             if self._lease is not None:
@@ -452,6 +454,57 @@ class HttpWorker:
                 trust_env=False,  # no proxy gets the token
             )
         return self._session
+
+
+class ServerLease:
+    """A run's lease of a serving GPU (ROSE 4.1), for ``job`` at ``place``. ``post``: sends a command to its server.
+
+    Guarantees: a run that dies, or whose event loop stands still for longer than the lease, loses it, and the server ends
+    what it left there; renewal needs nothing but the loop, so a weight update or a long step costs no lease. A lease that
+    another job has got meanwhile is not asked for again from here: the server refuses the next command, and whoever sent
+    that decides.
+    """
+
+    def __init__(
+        self, post: Callable[[str, dict[str, Any] | None], Awaitable[None]], job: str, place: str, seconds: float
+    ) -> None:
+        self._post = post
+        self._body = {"job": job, "place": place, "seconds": seconds}
+        self._every = seconds / _RENEWALS
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def hold(self) -> None:
+        """Take it, and renew it from now on. Idempotent. Raises CommandError ``leased``, ConfigError, RetryableError."""
+        await self._post(wire.LEASE, self._body)
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew(), name="lease")
+
+    async def give_back(self) -> None:
+        """The server is not used any more. A server that does not answer gets it back when it runs out."""
+        held = self._renewing is not None
+        self.stop()
+        if held:
+            try:
+                await self._post(wire.GIVE_BACK, None)
+            except _ERRORS as error:
+                _logger.info("a lease was not given back, and runs out: %s", error)
+
+    def stop(self) -> None:
+        """Renew it no more."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._every)
+            try:
+                await self._post(wire.LEASE, self._body)
+            except CommandError as error:
+                _logger.warning("the lease was lost: %s", error)
+                return
+            except (ConfigError, RetryableError) as error:  # it may be back before the lease runs out
+                _logger.info("the lease was not renewed: %s", error)
 
 
 _ANOTHER = "its server was started anew, or given another relay, and has lost the requests: restart"

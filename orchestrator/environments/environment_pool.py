@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, RunError, StepResult, TrajectoryError
-from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSession
-from orchestrator.environments.environment_source import Waiting
-from orchestrator.environments.reply_checks import THIRD_PARTY, error_text
+from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSession, Waiting
+from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 from orchestrator.events import EventLog
 
 State = Literal["starting", "ready", "checking", "busy", "recycling", "ending"]
@@ -101,11 +100,9 @@ class PooledEnvironment:
         self._session = session
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         return await self._mine().reset(prompt)
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         return await self._mine().step(action_ids)
 
     async def close(self) -> None:
@@ -118,7 +115,7 @@ class PooledEnvironment:
 
 
 class EnvPool:
-    """Implements :class:`~orchestrator.environments.environment_source.EnvironmentSource`. ``open`` before use,
+    """Implements :class:`~orchestrator.environments.environment_session.EnvironmentSource`. ``open`` before use,
     ``close`` at the end."""
 
     def __init__(self, backend: EnvironmentBackend, settings: PoolSettings, events: EventLog) -> None:
@@ -207,7 +204,7 @@ class EnvPool:
             self._end_member(member, "episodes")
         else:
             self._set_state(member, "recycling")
-            self._spawn(f"recycle {member.name}", self._recycle(member))
+            self._spawn(f"recycle {member.name}", self._call_member(member, "recycle"))
         self._pump()
 
     def stats(self) -> dict[str, Any]:
@@ -272,7 +269,7 @@ class EnvPool:
 
     def _check(self, member: _Member) -> None:
         self._set_state(member, "checking")
-        self._spawn(f"check {member.name}", self._ping(member))
+        self._spawn(f"check {member.name}", self._call_member(member, "ping"))
 
     def _end_member(self, member: _Member, cause: str) -> None:
         """Kill it; its place is free when it is gone."""
@@ -354,16 +351,11 @@ class EnvPool:
         self._paused, self._pause = False, None
         self._pump()
 
-    async def _recycle(self, member: _Member) -> None:
-        await self._call_member(member, "recycle", self._settings.call_timeout)
-
-    async def _ping(self, member: _Member) -> None:
-        await self._call_member(member, "ping", self._settings.ping_timeout)
-
-    async def _call_member(self, member: _Member, what: Literal["recycle", "ping"], limit: float) -> None:
+    async def _call_member(self, member: _Member, what: Literal["recycle", "ping"]) -> None:
         """The session is free again when it answers, and replaced when it does not."""
-        session = member.session
+        session, settings = member.session, self._settings
         assert session is not None
+        limit = settings.ping_timeout if what == "ping" else settings.call_timeout
         try:
             async with asyncio.timeout(limit) as slow:
                 await (session.ping() if what == "ping" else session.recycle())

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.process_watcher import fork_under_watch
+from orchestrator.process_watcher import fork_under_watch, take_pipes
 
 
 class EnvironmentService:
@@ -63,7 +63,6 @@ class EnvironmentService:
     async def _reply(self, message: dict[str, Any]) -> bytes:
         from orchestrator.api import TrajectoryError
         from orchestrator.environments import environment_wire
-        from orchestrator.environments.reply_checks import THIRD_PARTY
 
         number = message.get("id")
         self._arm()
@@ -74,7 +73,7 @@ class EnvironmentService:
                 raise TrajectoryError(
                     "environment_output", f"an answer of {len(line)} B, more than {environment_wire.MAX_LINE}"
                 )
-        except THIRD_PARTY as error:
+        except environment_wire.THIRD_PARTY as error:
             line = environment_wire.encode_line({**environment_wire.failure_reply(number, error), **self._tool_calls()})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -83,7 +82,6 @@ class EnvironmentService:
     async def _call(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from orchestrator.api import Prompt, TrajectoryError
         from orchestrator.environments import environment_wire
-        from orchestrator.environments.reply_checks import observation_of, step_of
 
         match message.get("call"):
             case "start":
@@ -95,12 +93,11 @@ class EnvironmentService:
                 await self._inner.recycle()
                 return {"version": self._inner.version}
             case "reset" if self._inner is not None:
-                seen = observation_of(await self._inner.environment.reset(Prompt(**message["prompt"])), "reset")
-                return {"observation": seen.token_ids}
+                answer = await self._inner.environment.reset(Prompt(**message["prompt"]))
+                return {"observation": environment_wire.observation_of(answer, "reset").token_ids}
             case "step" if self._inner is not None:
-                return environment_wire.step_fields(
-                    step_of(await self._inner.environment.step(tuple(message["action"])))
-                )
+                answer = await self._inner.environment.step(tuple(message["action"]))
+                return environment_wire.step_fields(environment_wire.step_of(answer))
             case other:
                 started = "" if self._inner is not None else " before start"
                 raise TrajectoryError("environment_protocol", f"no such call: {other!r:.40}{started}")
@@ -263,16 +260,6 @@ def _keep_alive(writer: asyncio.StreamWriter, seconds: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _take_pipes() -> tuple[int, int]:
-    """The protocol's descriptors, which children do not inherit; what the environment prints goes to standard error."""
-    requests, replies = os.dup(0), os.dup(1)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.dup2(2, 1)
-    os.close(empty)
-    return requests, replies
-
-
 def main(arguments: list[str]) -> int:
     """0: the caller is gone. 2: wrong arguments, or no digest."""
     parser = argparse.ArgumentParser(
@@ -294,7 +281,7 @@ def main(arguments: list[str]) -> int:
         host, _, port = options.listen.rpartition(":")
         asyncio.run(serve_tcp(host, int(port), options.token_digest, options.orphan_seconds))
     else:
-        asyncio.run(serve_pipes(*_take_pipes()))
+        asyncio.run(serve_pipes(*take_pipes()))
     return 0
 
 

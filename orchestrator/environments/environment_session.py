@@ -4,9 +4,27 @@ sessions. In this process, in a process of its own, in a pod: the pool cannot te
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from orchestrator.api import Environment, Observation, Prompt, StepResult
+
+Waiting = Callable[[str], None]  # told what an acquire waits for
+
+
+class EnvironmentSource(Protocol):
+    """Where :class:`orchestrator.envs.EnvManager` gets an environment for one episode: a fresh object of the task, or one of
+    a pool. Whatever happened to the episode, ``release`` takes it back and never raises for what the environment did."""
+
+    async def acquire(self, waiting: Waiting) -> Environment:
+        """An environment for one episode, to one caller only. Raises TrajectoryError when this episode gets none, RunError
+        when none ever will."""
+
+    async def release(self, environment: Environment, trusted: bool) -> None:
+        """Give it back. ``trusted``: no call into it is open, and its last answer was in order."""
+
+    def stats(self) -> dict[str, Any]:
+        """For the event log; empty when there is nothing to say."""
 
 
 class EnvironmentSession(Protocol):

@@ -7,23 +7,30 @@
 
 Also ``recycle`` and ``ping``. A reply, failed or not, may say in ``tools`` how often its process has called tools so far, by
 tool. Guarantees: nothing is unpickled; a line that is no strict JSON object (NaN included), has
-another id or lacks a field is a TrajectoryError, whoever wrote it; what is sent has passed :mod:`.checks`.
+another id or lacks a field is a TrajectoryError, whoever wrote it. What an environment may answer is checked by the same code on
+both sides (:func:`observation_of`, :func:`step_of`): what passes is a record with fields of the right types and finite numbers;
+what does not raises one TrajectoryError that says what was wrong: ``environment_output`` (types), ``environment_not_finite``
+(NaN, infinity). Whether tokens are of the vocabulary and fit the context is the manager's to check: it knows the task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError, jsontext
-from orchestrator.environments.reply_checks import error_text, observation_of, step_of
 
 PROTOCOL = 1
 MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
 _DETAIL = 2000  # characters
+_STEP = ("reward", "done", "truncated", "invalid_action")  # fields of a StepResult, beside the observation
+# What code of others may raise; not what ends this process.
+THIRD_PARTY = (Exception, SystemExit, asyncio.CancelledError)
 _CAUSE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -83,18 +90,12 @@ def failure_reply(number: object, error: BaseException) -> dict[str, Any]:
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
     """For a request."""
-    return {"key": prompt.key, "task": prompt.task, "seed": prompt.seed, "payload": prompt.payload}
+    return asdict(prompt)
 
 
 def step_fields(result: StepResult) -> dict[str, Any]:
     """For a reply."""
-    return {
-        "observation": result.observation.token_ids,
-        "reward": result.reward,
-        "done": result.done,
-        "truncated": result.truncated,
-        "invalid_action": result.invalid_action,
-    }
+    return {**{name: getattr(result, name) for name in _STEP}, "observation": result.observation.token_ids}
 
 
 def read_observation(fields: Mapping[str, Any], what: str) -> Observation:
@@ -105,9 +106,51 @@ def read_observation(fields: Mapping[str, Any], what: str) -> Observation:
 def read_step(fields: Mapping[str, Any]) -> StepResult:
     """Of a reply. Raises TrajectoryError."""
     seen = read_observation(fields, "step")
-    values: list[Any] = [fields.get(name) for name in ("reward", "done", "truncated", "invalid_action")]
+    values: list[Any] = [fields.get(name) for name in _STEP]
     return step_of(StepResult(seen, *values))
 
 
 def _shown(line: bytes) -> str:
     return repr(line[:100])
+
+
+def error_text(error: BaseException) -> str:
+    """What an exception says, even when saying it fails."""
+    try:
+        return repr(error)
+    except THIRD_PARTY:
+        return type(error).__name__
+
+
+def observation_of(answer: object, what: str) -> Observation:
+    """``answer`` as an observation with a tuple of token ids. ``what`` names the call. Raises TrajectoryError."""
+    if not isinstance(answer, Observation):
+        raise TrajectoryError("environment_output", f"{what} returned {type(answer).__name__}, not an Observation")
+    ids: object = answer.token_ids
+    if not isinstance(ids, tuple | list) or any(kind is not int for kind in set(map(type, ids))):
+        raise TrajectoryError("environment_output", f"{what}: token_ids must be a tuple of int, is {ids!r:.100}")
+    return answer if isinstance(ids, tuple) else Observation(tuple(ids))
+
+
+def step_of(answer: object, what: str = "step") -> StepResult:
+    """``answer`` as the result of a step. Raises TrajectoryError."""
+    if not isinstance(answer, StepResult):
+        raise TrajectoryError("environment_output", f"{what} returned {type(answer).__name__}, not a StepResult")
+    reward: object = answer.reward
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise TrajectoryError("environment_output", f"{what}: the reward must be a number, is {reward!r:.100}")
+    try:
+        finite = math.isfinite(reward)
+    except OverflowError:  # an int beyond every float
+        finite = False
+    if not finite:
+        raise TrajectoryError("environment_not_finite", f"{what}: the reward is {reward!r:.40}")
+    flags: tuple[object, ...] = (answer.done, answer.truncated, answer.invalid_action)
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise TrajectoryError(
+            "environment_output", f"{what}: done, truncated and invalid_action must be bool: {flags!r:.100}"
+        )
+    seen = observation_of(answer.observation, what)
+    if seen is answer.observation and type(reward) is float:
+        return answer
+    return StepResult(seen, float(reward), answer.done, answer.truncated, answer.invalid_action)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
-from orchestrator.environments.environment_session import EnvironmentMaker, RenewableEnvironment
-from orchestrator.environments.reply_checks import THIRD_PARTY, error_text
+from orchestrator.api import Environment, Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.environments.environment_session import EnvironmentMaker, RenewableEnvironment, Waiting
+from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 
 T = TypeVar("T")
 
@@ -30,7 +30,6 @@ class InProcessBackend:
         """Nothing outlives this process."""
 
     async def start(self, name: str) -> InProcessSession:
-        """See the protocol."""
         return InProcessSession(RenewableEnvironment(self._task))
 
     async def close(self) -> None:
@@ -48,26 +47,21 @@ class InProcessSession:
         self._closing: asyncio.Task[None] | None = None
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         if self._wrong:
             raise TrajectoryError("environment_error", self._wrong)
         return await self._call(lambda: self._inner.environment.reset(prompt))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         return await self._call(lambda: self._inner.environment.step(action_ids))
 
     async def recycle(self) -> None:
-        """See the protocol."""
         await self._call(self._inner.recycle)
         self._wrong = self._take_version()
 
     async def ping(self) -> None:
-        """See the protocol."""
         await self._call(self._inner.ping)
 
     async def kill(self) -> None:
-        """See the protocol."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         try:
@@ -115,6 +109,49 @@ class InProcessSession:
             raise  # it stays open: only kill may follow
         self._open = None
         return task.result()
+
+
+class FreshEnvironments:
+    """Implements :class:`~orchestrator.environments.environment_session.EnvironmentSource`: a new object of the task for every
+    episode, in this process; closed at its end and never reused. Calls into it can be given up (:class:`InProcessSession`)."""
+
+    def __init__(self, task: EnvironmentMaker, limit: float, note_fault: Callable[[str, str], None]) -> None:
+        """``limit``: seconds that closing may take; an environment that takes longer is abandoned, and that is noted."""
+        self._task = task
+        self._limit = limit
+        self._note_fault = note_fault
+
+    async def acquire(self, waiting: Waiting) -> Environment:
+        try:
+            return InProcessSession(RenewableEnvironment(self._task))
+        except (Exception, SystemExit) as error:
+            raise TrajectoryError("environment_start", error_text(error)) from error
+
+    async def release(self, environment: Environment, trusted: bool) -> None:
+        """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
+        assert isinstance(environment, InProcessSession)
+        closing = asyncio.create_task(self._close_in_time(environment))
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    async def _close_in_time(self, session: InProcessSession) -> None:
+        """Close within the limit; the trajectory's outcome does not depend on it."""
+        try:
+            async with asyncio.timeout(self._limit):
+                await session.kill()
+        except TimeoutError:
+            self._note_fault("environment_close", "hung; abandoned")
+        except (Exception, SystemExit) as error:  # noqa: BLE001  third-party code: see acquire
+            self._note_fault("environment_close", error_text(error))
 
 
 async def _no_exit(call: Callable[[], Awaitable[T]]) -> T:

@@ -55,25 +55,20 @@ class RemoteSession:
         self._take_version(result)
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         return environment_wire.read_observation(
             await self._ask("reset", prompt=environment_wire.prompt_fields(prompt)), "reset"
         )
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         return environment_wire.read_step(await self._ask("step", action=action_ids))
 
     async def recycle(self) -> None:
-        """See the protocol."""
         self._take_version(await self._ask("recycle"))
 
     async def ping(self) -> None:
-        """See the protocol."""
         await self._ask("ping")
 
     async def kill(self) -> None:
-        """See the protocol."""
         self._lost = self._lost or "it was killed"
         await self._channel.kill()
 

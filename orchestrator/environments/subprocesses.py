@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import TrajectoryError
-from orchestrator.child_process import public_environment
+from orchestrator.child_process import KILL_LIMIT, kill_watched, public_environment
 from orchestrator.environments.environment_wire import MAX_LINE
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.tool_functions import ToolTally
 
-KILL_LIMIT = 3.0  # seconds for the watcher to end everything, before its group is killed
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # thread pools are address space, and many
 
 
@@ -57,7 +55,6 @@ class SubprocessBackend:
         """Nothing of an earlier life can be left."""
 
     async def start(self, name: str) -> RemoteSession:
-        """See the protocol."""
         with contextlib.ExitStack() as stack:
             log = None if self._log is None else stack.enter_context(self._log.open("ab"))
             process = await asyncio.create_subprocess_exec(
@@ -94,7 +91,6 @@ class PipeChannel:
         self.process = process
 
     async def exchange(self, line: bytes) -> bytes:
-        """See the protocol."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -110,27 +106,7 @@ class PipeChannel:
         return answer
 
     async def kill(self) -> None:
-        """See the protocol."""
-        if self.process.returncode is None:
-            await self._kill_all(self.process)
-        assert self.process.stdout is not None
-        # What was not read keeps the pipe open. A call in progress (RuntimeError) reads to the end itself.
-        with contextlib.suppress(TimeoutError, RuntimeError):
-            async with asyncio.timeout(KILL_LIMIT):
-                await self.process.stdout.read()
-
-    async def _kill_all(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        process.stdin.transport.abort()  # the watcher sees it, and kills
-        try:
-            async with asyncio.timeout(KILL_LIMIT):
-                await process.wait()
-        except (TimeoutError, asyncio.CancelledError) as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            await process.wait()
+        await kill_watched(self.process)
 
     async def _end(self) -> str:
         try:

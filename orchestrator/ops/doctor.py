@@ -43,7 +43,7 @@ from orchestrator.hooks.tested_versions import (
 from orchestrator.ops import doctor_machine as machine
 from orchestrator.ops import nvidia_driver
 from orchestrator.ops.check import Check, Finding, Status
-from orchestrator.sandbox.diagnosis import diagnose_sandbox
+from orchestrator.sandbox.run import diagnose_sandbox
 
 PLUGIN = "rl-coserve"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each

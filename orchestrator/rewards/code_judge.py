@@ -23,7 +23,7 @@ from typing import Any
 
 from orchestrator.api import RetryableError, jsontext
 from orchestrator.policies.episodes.adaptive_timeouts import CaseTime
-from orchestrator.sandbox import Sandbox, SandboxLimits
+from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome
 
 LIMITS = SandboxLimits(wall_seconds=8.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
 
@@ -117,13 +117,7 @@ class Verdict:
 
 async def judge_solution(sandbox: Sandbox, solution: str, tests: HiddenTests) -> Verdict:
     """Run ``solution`` (Python source) on the cases and have its answers checked. Raises RetryableError."""
-    given = json.dumps({"entry": tests.entry, "inputs": [list(case.arguments) for case in tests.cases]})
-    ran = await sandbox.python(
-        _RUNNER,
-        read_only={"solution.py": solution.encode("utf-8", "replace")},
-        stdin=given.encode(),
-        limits=tests.limits,
-    )
+    ran = await _ran(sandbox, solution, tests.entry, tests.cases, tests.limits)
     failed = tuple(False for _ in tests.cases)
     if not ran.ok:
         last = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -147,13 +141,7 @@ async def judge_cases(
     for number, case in enumerate(tests.cases):
         limit = limits.limit_of(number)
         allowed = replace(tests.limits, wall_seconds=min(limit, left), cpu_seconds=math.ceil(limit) + 1)
-        given = json.dumps({"entry": tests.entry, "inputs": [list(case.arguments)]})
-        ran = await sandbox.python(
-            _RUNNER,
-            read_only={"solution.py": solution.encode("utf-8", "replace")},
-            stdin=given.encode(),
-            limits=allowed,
-        )
+        ran = await _ran(sandbox, solution, tests.entry, [case], allowed)
         times.append(CaseTime(ran.seconds, limit, ran.limit in ("wall", "cpu")))
         found = _answers(ran.stdout, 1) if ran.ok else None
         if found is None or "error" in json.loads(found[0]):
@@ -164,6 +152,14 @@ async def judge_cases(
         if left <= 0:
             return Verdict(tuple(False for _ in tests.cases), f"limit of {limits.whole:g} s for all cases"), times
     return await _checked(sandbox, tests, answers), times
+
+
+async def _ran(
+    sandbox: Sandbox, solution: str, entry: str, cases: Sequence[JudgedCase], limits: SandboxLimits
+) -> SandboxOutcome:
+    given = json.dumps({"entry": entry, "inputs": [list(case.arguments) for case in cases]})
+    code = {"solution.py": solution.encode("utf-8", "replace")}
+    return await sandbox.python(_RUNNER, read_only=code, stdin=given.encode(), limits=limits)
 
 
 async def _checked(sandbox: Sandbox, tests: HiddenTests, answers: list[str]) -> Verdict:

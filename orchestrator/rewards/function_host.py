@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +26,14 @@ from typing import Any
 from aiohttp import web
 
 from orchestrator.api import ConfigError, bearer, tls
-from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefused, HttpListener, read_body
+from orchestrator.api.listener_limits import (
+    LISTENERS,
+    SERVER_OPTIONS,
+    BodyRefused,
+    HttpListener,
+    read_body,
+    serve_until_told,
+)
 from orchestrator.rewards.function_service import FunctionService, refusal_reply, too_large
 from orchestrator.rewards.process_pool import FunctionPool
 
@@ -67,38 +72,16 @@ async def serve_functions(options: argparse.Namespace, digest: str) -> None:
         )
         for name, target in options.function
     }
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    # Cancelled handlers kill the workers they hold.
     listener = HttpListener(LIMITS)
     application = make_application(functions, digest, listener)
+    # Cancelled handlers kill the workers they hold.
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5, **SERVER_OPTIONS)
-    await runner.setup()
+    address = {"host": options.host, "port": options.port, "context": context}
     try:
-        assert runner.server is not None
-        server = await listener.listen(runner.server, options.host, options.port, context=context)
-        port = server.sockets[0].getsockname()[1]
-        print(json.dumps({"port": port}), flush=True)
-        if options.die_with_stdin:
-            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
-        await ended.wait()
+        await serve_until_told(runner, listener, address, options.die_with_stdin)
     finally:
-        listener.close()
-        await runner.cleanup()
         for function in functions.values():
             await function.close()
-
-
-class _EndOfInput(asyncio.Protocol):
-    """Tells when the other end of the pipe is gone."""
-
-    def __init__(self, ended: asyncio.Event) -> None:
-        self._ended = ended
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ended.set()
 
 
 def _function(text: str) -> tuple[str, str]:

@@ -16,9 +16,9 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
-from orchestrator.process_watcher import fork_under_watch
+from orchestrator.process_watcher import fork_under_watch, take_pipes
 from orchestrator.rewards.function_protocol import BAD_RESULT, IMPORT_FAILED, NOT_FINITE
 
 
@@ -57,7 +57,8 @@ def answer_request(function: Callable[[Any], Any], request: dict[str, Any]) -> b
 def main(target: str) -> None:
     """Serve until the host closes the pipe."""
     fork_under_watch()
-    requests, replies = _take_pipes()
+    given, taken = take_pipes()
+    requests, replies = os.fdopen(given, "rb"), os.fdopen(taken, "wb", buffering=0)
     try:
         function = load_function(target)
     except Exception as error:  # noqa: BLE001  whatever user code raises is its answer
@@ -66,16 +67,6 @@ def main(target: str) -> None:
     replies.write(b'{"ready":true}\n')
     for line in requests:
         replies.write(answer_request(function, json.loads(line)))
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol to private descriptors, which children do not inherit."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.dup2(2, 1)
-    os.close(empty)
-    return requests, replies
 
 
 def _error(request: int, kind: str, message: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Starts servers as children of the orchestrator, with a token that only the orchestrator knows: the embedded function host.
+"""Starts servers as children of the orchestrator, with a token that only the orchestrator knows: the embedded function host,
+and the run's own judge.
 
 Guarantees: a server is told the token's digest alone, so that nothing that it starts can read the token; after
 ``start`` returned the host answers; when it raises (or is cancelled), nothing is left behind; ``stop`` is idempotent
@@ -13,12 +14,14 @@ import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from orchestrator.api import ConfigError, CoserveError, RunError, bearer
 from orchestrator.child_process import ChildProcess, public_environment
 from orchestrator.rewards.function_protocol import INVOKE_PATH
 
 TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
+JUDGE_PROGRAM = "vllm_rlplugin.judge.judge_server"
 START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
 PATIENCE = 60.0  # seconds that a client should go on trying to connect: a host which died is restarted meanwhile
 
@@ -114,39 +117,67 @@ class FunctionHost(ServingChild):
         return self.base_url + INVOKE_PATH.format(name=name)
 
     def command(self) -> list[str]:
-        """See the base."""
         program = [sys.executable, "-m", "orchestrator.rewards.function_host", "--die-with-stdin"]
         targets = [part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")]
         return [*program, f"--token-env={self.variable}", *self._options, *targets]
 
     def refusal_error(self) -> ConfigError:
-        """See the base."""
         return ConfigError(self._field, dict(self._functions), f"the function host refused to start{self._hint()}")
 
 
 class RewardHost(FunctionHost):
-    """One embedded host that serves the reward function."""
+    """One embedded host that serves the reward function. ``options``: those of FunctionHost."""
 
-    def __init__(
-        self,
-        function: str,
-        *,
-        concurrency: int = 4,
-        timeout: float = 10.0,
-        idle_seconds: float = 30.0,
-        log: Path | None = None,
-    ) -> None:
+    def __init__(self, function: str, **options: Any) -> None:
         self._function = function.partition(":")[2]
-        super().__init__(
-            {self._function: function},
-            field="reward.function",
-            concurrency=concurrency,
-            timeout=timeout,
-            idle_seconds=idle_seconds,
-            log=log,
-        )
+        super().__init__({self._function: function}, field="reward.function", **options)
 
     @property
     def url(self) -> str:
         """What the function is invoked at."""
         return self.url_of(self._function)
+
+
+class JudgeHost(ServingChild):
+    """The run's own judge: a model whose layers are streamed from host memory (RollPacker 4.3). How many of them stay on the
+    device is decided before each answer by :mod:`orchestrator.policies.serving.judge_residency`, in the server.
+
+    ``path``: Hugging Face folder; ``device``: cpu, cuda or auto; ``memory_mb``: of the device, 0: what is free;
+    ``beside``: what its environment has besides (of MPS)."""
+
+    name = "judge"
+    variable = "RL_COSERVE_JUDGE_TOKEN"
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        device: str = "auto",
+        dtype: str = "bfloat16",
+        memory_mb: int = 0,
+        layers_file: str = "",
+        threads: int = 1,
+        start_seconds: float = 300.0,
+        beside: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        super().__init__(log)
+        self.start_limit = start_seconds
+        self._path = path
+        self._options = ["--device", device, "--dtype", dtype, "--memory-mb", str(memory_mb)]
+        self._options += ["--layers-file", layers_file] if layers_file else []
+        self._environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **(beside or {})}
+
+    @property
+    def url(self) -> str:
+        """The base of an OpenAI-compatible endpoint."""
+        return f"{self.base_url}/v1"
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", JUDGE_PROGRAM, self._path, "--die-with-stdin", *self._options]
+
+    def environment(self) -> Mapping[str, str]:
+        return self._environment
+
+    def refusal_error(self) -> ConfigError:
+        return ConfigError("reward.judge.path", self._path, f"the judge refused to start{self._hint()}")

@@ -17,7 +17,6 @@ import re
 from typing import Any
 
 from orchestrator.api import ConfigError, Task, Trajectory, TrajectoryError, jsontext
-from orchestrator.api.tls import SYSTEM, Tls
 from orchestrator.rewards.function_client import FunctionClient
 from orchestrator.rewards.reward_client import call_reward
 
@@ -63,26 +62,14 @@ class LLMJudge:
         structured: bool = True,
         temperature: float = 0.0,
         max_tokens: int = 64,
-        token: str = "",
-        concurrency: int = 16,
-        timeout: float = 60.0,
         retries: int = 3,
         seed: int = 0,
-        patience: float = 0.0,
-        tls: Tls = SYSTEM,
+        **options: Any,
     ) -> None:
+        """``options``: those of FunctionClient."""
         if low >= high:
             raise ConfigError("reward.judge.high", high, f"must be above low ({low})")
-        self._endpoint = _Endpoint(
-            url.rstrip("/") + "/chat/completions",
-            token=token,
-            concurrency=concurrency,
-            timeout=timeout,
-            retries=retries,
-            seed=seed,
-            patience=patience,
-            tls=tls,
-        )
+        self._endpoint = _Endpoint(url.rstrip("/") + "/chat/completions", retries=retries, seed=seed, **options)
         self._task = task
         self._model, self._criterion, self._template = model, criterion, template
         self._low, self._high = low, high

@@ -9,17 +9,14 @@ one of those that :meth:`FunctionPool.provision` keeps ready. Every process that
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import os
-import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import jsontext
-from orchestrator.child_process import public_environment
+from orchestrator.child_process import kill_watched, public_environment
 from orchestrator.rewards.function_protocol import (
     BAD_RESULT,
     EXITED,
@@ -28,7 +25,6 @@ from orchestrator.rewards.function_protocol import (
     TIMED_OUT,
 )
 
-KILL_LIMIT = 3.0  # seconds for a worker's watcher to end everything, before its group is killed
 START_LIMIT = 30.0  # seconds for a worker to import its function on a busy machine
 QUEUE_PER_WORKER = 64  # calls that may wait for each worker slot; more are refused, which is back-pressure
 
@@ -108,28 +104,7 @@ class _Worker:
         """End it with all that the function started, sessions of their own included, and reap it."""
         if self.expiry is not None:
             self.expiry.cancel()
-        if self.process.returncode is not None:
-            return
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.transport.abort()  # its watcher sees it, and kills
-        try:
-            await self._wait()
-        except (TimeoutError, asyncio.CancelledError) as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            with contextlib.suppress(TimeoutError):  # who left the group and keeps the pipe holds up nobody here
-                await self._wait()
-
-    async def _wait(self) -> None:
-        """Raises TimeoutError."""
-        assert self.process.stdout is not None
-        async with asyncio.timeout(KILL_LIMIT):
-            while await self.process.stdout.read(1 << 16):
-                pass  # what was not read keeps the pipe open
-            await self.process.wait()
+        await kill_watched(self.process)
 
 
 class _Untrusted(FunctionError):

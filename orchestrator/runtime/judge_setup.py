@@ -22,7 +22,7 @@ from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.ops.mps import MpsControl
-from orchestrator.rewards.judge_host import JudgeHost
+from orchestrator.rewards.host_launch import JudgeHost
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime.process_keeper import Keeper
 

@@ -16,10 +16,10 @@ import os
 import signal
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.sandbox.cgroups import RunCgroups
+from orchestrator.sandbox.cgroups import RunCgroups, resident_bytes, socket_bytes
 from orchestrator.sandbox.cgroups import find_hierarchies as find_hierarchies
 from orchestrator.sandbox.command import (
     FIRST_ID,
@@ -35,7 +35,6 @@ from orchestrator.sandbox.command import (
 from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.seccomp import program as system_call_filter
 from orchestrator.sandbox.spawner import Spawned, spawn
-from orchestrator.sandbox.watch import resident_bytes, socket_bytes
 
 MEMORY_LOOK = (
     0.05  # seconds between two looks at a sandbox's memory: its sockets', and all of it where no cgroup limits it
@@ -186,6 +185,21 @@ class Sandbox:
         finally:
             if group is not None:
                 await _to_its_end(group.remove())
+
+
+def diagnose_sandbox() -> tuple[Literal["ok", "warn"], str, str]:
+    """Whether this machine can run model-written code, for ``rl-coserve doctor``:
+    (status, what was found, what to do). A machine without a sandbox is a warning: most tasks do without."""
+    try:
+        sandbox = Sandbox(slots=1)
+        asyncio.run(sandbox.check())
+    except ConfigError as error:
+        return "warn", f"none: tasks with model-written code cannot run ({error.value})", error.fix
+    groups = ", ".join(sandbox.uses_cgroups) or "none (memory is watched, processes are counted by user)"
+    calls = (
+        "system calls filtered" if system_call_filter() is not None else "system calls not filtered on this processor"
+    )
+    return "ok", f"bubblewrap works; {calls}; cgroups: {groups}; inside: {sandbox.interpreter}", ""
 
 
 class _Run:

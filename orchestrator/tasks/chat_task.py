@@ -92,11 +92,9 @@ class ChatTask:
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
-        """See the protocol."""
         return self._task.prompts(split, seed)
 
     def environment(self) -> Environment:
-        """See the protocol."""
         return ChatEnvironment(self, self._task)
 
     def played(self, task: str, actions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -200,7 +198,6 @@ class ChatEnvironment:
         return Observation(_within(ids, self._task.max_prompt_tokens))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         task = self._task
         result = await self._inner.step(task.inner_action(action_ids))
         if result.done or result.truncated:

@@ -13,7 +13,6 @@ turn. The moves themselves are gymnasium's ``FrozenLake-v1``. Gymnasium is impor
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import random
 from collections import deque
@@ -21,17 +20,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orchestrator.api import Observation, Prompt, StepResult
+from orchestrator.tasks import splits, vocabulary
+from orchestrator.tasks.vocabulary import Vocabulary
 
 TASK = "frozenlake"
 SIZE = 4
 MAX_TURNS = 12
 MOVES = ("left", "down", "right", "up")  # in gymnasium's order of actions
-PAD, END, LAKE = "<pad>", "<end>", "<lake>"
+LAKE = "<lake>"
 
 _DELTAS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) of each move
 _GOAL = SIZE * SIZE - 1
 _CELLS = tuple(f"{'abcd'[state % SIZE]}{state // SIZE + 1}" for state in range(SIZE * SIZE))
-_HELDOUT_SHARE = 5  # one map hash in this many is held out
 _NOT_LEFT = 0xEEEE  # bit masks of a 4x4 map, bit = row * 4 + column: all cells but those of the left column
 _NOT_RIGHT = 0x7777
 
@@ -40,36 +40,20 @@ def _cell_word(state: int, content: str) -> str:
     return _CELLS[state] + ("." if content == "F" else content)
 
 
-def _vocabulary() -> tuple[str, ...]:
+def _words() -> Vocabulary:
     contents = ["S"] + ["FH"] * (_GOAL - 1) + ["G"]
     cells = [_cell_word(state, content) for state, letters in enumerate(contents) for content in letters]
-    words = [PAD, END, *MOVES, LAKE, *cells, *(f"@{cell}" for cell in _CELLS)]
-    return (*words, *(f"<unused{n}>" for n in range(64 - len(words))))  # 64: divides evenly over tensor-parallel ranks
+    return vocabulary.words([*MOVES, LAKE, *cells, *(f"@{cell}" for cell in _CELLS)])
 
 
-VOCABULARY: tuple[str, ...] = _vocabulary()
+WORDS = _words()
+VOCABULARY: tuple[str, ...] = WORDS.words
 """Token id -> word; 64 words, the last of them unused."""
 
-_IDS = {word: token for token, word in enumerate(VOCABULARY)}
-PAD_ID, END_ID = _IDS[PAD], _IDS[END]
-_AT = tuple(_IDS[f"@{cell}"] for cell in _CELLS)
-_FIRST_MOVE = _IDS[MOVES[0]]
-
-
-def encode(text: str) -> tuple[int, ...]:
-    """Token ids of words separated by white space. Raises ValueError for a word outside the vocabulary."""
-    try:
-        return tuple(_IDS[word] for word in text.split())
-    except KeyError as error:
-        raise ValueError(f"not a word of the {TASK} vocabulary: {error.args[0]!r}") from None
-
-
-def decode(token_ids: Sequence[int]) -> str:
-    """The words of token ids, separated by single spaces. Raises ValueError for an id outside the vocabulary."""
-    for token in token_ids:
-        if not 0 <= token < len(VOCABULARY):
-            raise ValueError(f"token id {token} is outside the {TASK} vocabulary of {len(VOCABULARY)}")
-    return " ".join(VOCABULARY[token] for token in token_ids)
+encode, decode = WORDS.encode, WORDS.decode
+PAD_ID, END_ID = WORDS.pad_id, WORDS.end_id
+_AT = tuple(encode(f"@{cell}")[0] for cell in _CELLS)
+_FIRST_MOVE = encode(MOVES[0])[0]
 
 
 def parse_map(payload: str) -> tuple[str, ...]:
@@ -86,14 +70,9 @@ def parse_map(payload: str) -> tuple[str, ...]:
     return rows
 
 
-def map_key(payload: str) -> str:
-    """SHA-256 (hex) of a map's text: its identity, and what decides its split."""
-    return hashlib.sha256(payload.encode()).hexdigest()
-
-
 def is_heldout(payload: str) -> bool:
     """Whether a map belongs to the held-out split; otherwise it belongs to training."""
-    return int(map_key(payload)[:8], 16) % _HELDOUT_SHARE == 0
+    return splits.is_heldout(splits.key_of(payload))
 
 
 def move_of(action_ids: Sequence[int]) -> int | None:
@@ -131,7 +110,7 @@ def distances(payload: str) -> tuple[int | None, ...]:
 def map_tokens(payload: str) -> tuple[int, ...]:
     """The 17 tokens that show a map: ``<lake>`` and one word a cell, row by row."""
     cells = "".join(parse_map(payload))
-    return (_IDS[LAKE], *(_IDS[_cell_word(state, content)] for state, content in enumerate(cells)))
+    return encode(" ".join([LAKE, *itertools.starmap(_cell_word, enumerate(cells))]))
 
 
 class FrozenLakeEnv:
@@ -270,8 +249,7 @@ class FrozenLakeTask:
 
 
 def _prompt(payload: str) -> Prompt:
-    key = map_key(payload)
-    return Prompt(key=key, task=TASK, seed=int(key[:8], 16), payload=payload)
+    return splits.prompt_of(TASK, splits.key_of(payload), payload)
 
 
 def _demonstration(payload: str, skill: float, chance: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:

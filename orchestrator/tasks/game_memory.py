@@ -64,11 +64,9 @@ class MemoryTask:
         return tuple(token for token in action if token < self.note_id) or (self.end_id,)
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
-        """See the protocol."""
         return self._task.prompts(split, seed)
 
     def environment(self) -> MemoryEnvironment:
-        """See the protocol."""
         return MemoryEnvironment(self, self._task.environment())
 
 
@@ -83,12 +81,10 @@ class MemoryEnvironment:
         self.version = f"{inner.version}+memory"
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         self._notes, self._used = [], 0
         return await self._inner.reset(prompt)
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         task = self._task
         if not task.is_memory(action_ids):
             return await self._inner.step(task.inner_action(action_ids))
@@ -111,5 +107,4 @@ class MemoryEnvironment:
         return tuple(token for note in found for token in note)[: self._task.longest - 1]
 
     async def close(self) -> None:
-        """See the protocol."""
         await self._inner.close()

@@ -157,14 +157,12 @@ class MixtureEnvironment:
         self.version = task.environment_version
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """See the protocol."""
         await self.close()
         self._words = self._task.words_of[prompt.task]
         self._inner = self._task.tasks[prompt.task].environment()
         return Observation(self._words.to_mixture((await self._inner.reset(prompt)).token_ids))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """See the protocol."""
         if self._inner is None or self._words is None:
             raise RuntimeError("no episode is running: call reset first")
         result = await self._inner.step(self._words.to_part(action_ids))
@@ -172,7 +170,6 @@ class MixtureEnvironment:
         return StepResult(seen, result.reward, result.done, result.truncated, result.invalid_action)
 
     async def close(self) -> None:
-        """See the protocol."""
         inner, self._inner = self._inner, None
         if inner is not None:
             await inner.close()

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.agents import openai_protocol
-from orchestrator.agents.agent_session import AgentBounds, AgentSession
+from orchestrator.agents.agent_session import AgentBounds, AgentSession, calls_in
 from orchestrator.agents.chat_template import Message, ModelChat, VocabularyChat
 from orchestrator.agents.conversation import Conversation
 from orchestrator.agents.openai_endpoint import AgentAccess, AgentGateway
-from orchestrator.agents.tool_calls import calls_in
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, Trajectory, Turn
 from orchestrator.envs import StaleTrajectory
 
@@ -203,7 +202,7 @@ def test_the_prefix_property_holds_whatever_an_agent_does_to_its_history(
         session = session_of(policy, AgentBounds(20, 16, 4000))
         history: list[dict[str, Any]] = [user("go")]
         for index, (what, text) in enumerate([("on", ""), *operations]):
-            answered, _ = await session.answer_chat(openai_protocol.chat_asked({"messages": history}))
+            answered, _ = await session.answer(openai_protocol.chat_asked({"messages": history}))
             body = openai_protocol.chat_body(openai_protocol.chat_asked({"messages": history}).asked, answered, 0)
             heard = {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
             match what:
@@ -248,11 +247,9 @@ def test_two_that_go_on_from_one_answer_share_its_ids_and_it_is_trained_once() -
     async def fork() -> AgentSession:
         session = session_of(policy)
         first = [user("go")]
-        await session.answer_chat(openai_protocol.chat_asked({"messages": first}))
+        await session.answer(openai_protocol.chat_asked({"messages": first}))
         said = {"role": "assistant", "content": "root"}
-        both = [
-            session.answer_chat(openai_protocol.chat_asked({"messages": [*first, said, user(t)]})) for t in ("l", "r")
-        ]
+        both = [session.answer(openai_protocol.chat_asked({"messages": [*first, said, user(t)]})) for t in ("l", "r")]
         await asyncio.gather(*both)
         return session
 
@@ -557,7 +554,7 @@ def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(toke
         session = session_of(policy)
         session.chat_format = session.conversation._chat = chat
         wanted = [openai_protocol.chat_asked({"messages": [user(f"the cat {n} " * 200)]}) for n in range(12)]
-        answers = await asyncio.gather(*(session.answer_chat(each) for each in wanted))
+        answers = await asyncio.gather(*(session.answer(each) for each in wanted))
         shown = {request.token_ids for request in policy.requests}
         assert shown == {chat.encode_conversation(each.messages, "") for each in wanted}
         return [answered.choices[0].reason for answered, _ in answers]

@@ -25,7 +25,7 @@ from aiohttp import web
 from orchestrator.api import ConfigError, Prompt, RunError, TrajectoryError
 from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
-from orchestrator.environments import pod_manifests, pods, tcp_link
+from orchestrator.environments import pod_manifests, pods
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.pod_manifests import PodSettings, mirrored, name_of
 from orchestrator.environments.pods import PodBackend
@@ -168,7 +168,7 @@ Scenario = Callable[[RecordedCluster], Awaitable[None]]
 @pytest.fixture
 def with_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
     monkeypatch.setattr(pods, "POLL", 0.05)
-    monkeypatch.setattr(tcp_link, "CONNECT_PAUSE", 0.01)
+    monkeypatch.setattr(pods, "CONNECT_PAUSE", 0.01)
     for variable in ("KUBERNETES_SERVICE_HOST", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(variable, raising=False)
 

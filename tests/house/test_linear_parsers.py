@@ -13,8 +13,8 @@ import pytest
 
 from orchestrator.agents import openai_protocol
 from orchestrator.agents.agent_program import AgentProgram, reward_of
+from orchestrator.agents.agent_session import calls_in
 from orchestrator.agents.openai_protocol import ApiError
-from orchestrator.agents.tool_calls import calls_in
 from orchestrator.api import RetryableError, TrajectoryError, bearer, jsontext
 from orchestrator.environments import environment_wire
 from orchestrator.rewards import code_judge, function_client, llm_judge, process_pool

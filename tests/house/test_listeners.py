@@ -83,9 +83,9 @@ async def _nobody(*_: object) -> Any:
 
 
 @asynccontextmanager
-async def hosted(patch: pytest.MonkeyPatch, module: Any, name: str, serve: Callable[[], Awaitable[None]]) -> Any:
+async def hosted(patch: pytest.MonkeyPatch, serve: Callable[[], Awaitable[None]]) -> Any:
     said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    patch.setattr(module, "print", lambda text, **_: said.set_result(text), raising=False)
+    patch.setattr(listener_limits, "print", lambda text, **_: said.set_result(text), raising=False)
     running = asyncio.ensure_future(serve())
     try:
         yield int((await asyncio.wait_for(said, 20)).split(":")[1].strip(" }"))
@@ -103,9 +103,7 @@ async def functions(patch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
         tls_key="", tls_authority="", tls_verify_clients=False,
     )  # fmt: skip
     sealed = bearer.digest_in(bearer.sealed(TOKEN))
-    async with hosted(
-        patch, function_host, "function host", lambda: function_host.serve_functions(options, sealed)
-    ) as port:
+    async with hosted(patch, lambda: function_host.serve_functions(options, sealed)) as port:
         yield Place(to(port), request("POST", "/2015-03-31/functions/none/invocations"), limits)
 
 
@@ -115,7 +113,7 @@ async def judge(patch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     limits = short("judge")
     patch.setattr(judge_server, "LIMITS", limits)
     made = judge_server.JudgeServer(None, NoTemplate(), "judge", bearer.sealed(TOKEN), lambda: 0)
-    async with hosted(patch, judge_server, "judge", lambda: judge_server.serve(made, "127.0.0.1", 0, False)) as port:
+    async with hosted(patch, lambda: judge_server.serve(made, "127.0.0.1", 0, False)) as port:
         yield Place(to(port), request("POST", "/v1/chat/completions"), limits)
 
 

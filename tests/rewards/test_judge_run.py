@@ -16,7 +16,7 @@ from orchestrator.api import ConfigError, RunError
 from orchestrator.config import load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ops.mps import BINARY, MpsControl
-from orchestrator.rewards.judge_host import JudgeHost
+from orchestrator.rewards.host_launch import JudgeHost
 from orchestrator.rewards.llm_judge import LLMJudge
 from orchestrator.runtime import function_hosts, judge_setup
 from orchestrator.runtime.process_keeper import Keeper

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome, cgroups, command, run, seccomp, watch
-from orchestrator.sandbox.diagnosis import diagnose_sandbox
+from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome, cgroups, command, run, seccomp
+from orchestrator.sandbox.run import diagnose_sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")]
 
@@ -269,11 +269,11 @@ def test_memory_of_a_tree_of_processes_is_seen_from_outside() -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        assert len(watch.descendants(process.pid)) == 2
-        assert watch.resident_bytes(process.pid) > 60 << 20
+        assert len(cgroups.descendants(process.pid)) == 2
+        assert cgroups.resident_bytes(process.pid) > 60 << 20
     finally:
         process.communicate(b"\n")
-    assert watch.resident_bytes(process.pid) == 0
+    assert cgroups.resident_bytes(process.pid) == 0
 
 
 def test_cgroups_are_found_where_they_can_be_written_only(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import orchestrator
 
 ROOT = Path(orchestrator.__file__).parent
-ENVIRONMENTS = ("environment_pool", "environment_session", "environment_source", "inprocess", "reply_checks")
+ENVIRONMENTS = ("environment_pool", "environment_session", "inprocess", "environment_wire")
 CORE = sorted(
     [
         *(ROOT / f"{name}.py" for name in ("events", "ledger", "buffer", "envs", "rollout", "pipeline", "checkpoint")),

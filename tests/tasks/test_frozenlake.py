@@ -21,18 +21,18 @@ from orchestrator.tasks.frozenlake import (
     distances,
     encode,
     is_heldout,
-    map_key,
     move_of,
     next_state,
     solvable_maps,
 )
 from orchestrator.tasks.rewards import frozenlake_success
+from orchestrator.tasks.splits import key_of
 
 CLASSIC = "SFFF/FHFH/FFFH/HFFG"
 
 
 def prompt_of(payload: str) -> Prompt:
-    return Prompt(key=map_key(payload), task="frozenlake", seed=0, payload=payload)
+    return Prompt(key=key_of(payload), task="frozenlake", seed=0, payload=payload)
 
 
 def play(payload: str, words: list[str]) -> list:
@@ -77,7 +77,7 @@ def test_splits_are_disjoint_solvable_and_deterministic() -> None:
     assert len(solvable_maps()) == 3828
     assert len({p.key for p in train}) == 3000  # each map once an epoch
     assert not {p.payload for p in train} & {p.payload for p in heldout}
-    assert all(p.key == map_key(p.payload) for p in heldout + train)
+    assert all(p.key == key_of(p.payload) for p in heldout + train)
     for prompt in heldout + train:
         assert distances(prompt.payload)[0] == 6 <= MAX_TURNS
     assert list(FrozenLakeTask(heldout_maps=400).prompts("heldout", 5)) == heldout

@@ -2,7 +2,7 @@
 
     python -m vllm_rlplugin.judge.judge_server MODEL --port 8100 [--device cuda] [--memory-mb N] [--layers-file FILE]
 
-`[reward.judge] path` starts it as a child of a run (:mod:`orchestrator.rewards.judge_host`); by hand it serves several.
+`[reward.judge] path` starts it as a child of a run (:mod:`orchestrator.rewards.host_launch`); by hand it serves several.
 ``POST /v1/chat/completions`` (messages, max_tokens, temperature, seed) and ``GET /health``; what `[reward.judge]` asks for with
 ``structured = false``. Before each request the number of resident layers is chosen from the length of its sequence and the
 memory left; under MPS it is started with the environment of :class:`orchestrator.ops.mps.MpsControl`.
@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import signal
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,7 +29,14 @@ import torch
 from aiohttp import web
 
 from orchestrator.api import ConfigError, bearer, jsontext, tls
-from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefused, HttpListener, read_body
+from orchestrator.api.listener_limits import (
+    LISTENERS,
+    SERVER_OPTIONS,
+    BodyRefused,
+    HttpListener,
+    read_body,
+    serve_until_told,
+)
 from vllm_rlplugin.judge.streamed_model import StreamedModel
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
@@ -167,31 +172,8 @@ async def serve(
     judge: JudgeServer, host: str, port: int, die_with_stdin: bool, context: ssl.SSLContext | None = None
 ) -> None:
     """Until SIGTERM, SIGINT or, if so asked, the end of standard input."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
     runner = web.AppRunner(judge.app(), access_log=None, shutdown_timeout=0.5, **SERVER_OPTIONS)
-    await runner.setup()
-    try:
-        assert runner.server is not None
-        server = await judge.listener.listen(runner.server, host, port, context=context)
-        print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
-        if die_with_stdin:
-            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
-        await ended.wait()
-    finally:
-        judge.listener.close()
-        await runner.cleanup()
-
-
-class _EndOfInput(asyncio.Protocol):
-    """Tells when the other end of the pipe is gone."""
-
-    def __init__(self, ended: asyncio.Event) -> None:
-        self._ended = ended
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ended.set()
+    await serve_until_told(runner, judge.listener, {"host": host, "port": port, "context": context}, die_with_stdin)
 
 
 def device_of(wanted: str) -> str:

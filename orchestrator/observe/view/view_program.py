@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, bearer
+from orchestrator.api.listener_limits import EndOfInput
 from orchestrator.observe.view.exporter_queue import Beside
 from orchestrator.observe.view.exporters import config_to_share, start_exporters
 from orchestrator.observe.view.runs_page import Runs
@@ -59,7 +60,7 @@ async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | N
         try:
             if since is not None:
                 print(json.dumps({"port": server.port}), flush=True)
-                await asyncio.get_running_loop().connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+                await asyncio.get_running_loop().connect_read_pipe(lambda: EndOfInput(ended), sys.stdin)
             else:
                 print(f"view: {server.url}", flush=True)
             await ended.wait()
@@ -123,16 +124,6 @@ async def _drain(hub: Hub) -> None:
         if hub.state.figures.over and not hub.follower.behind:
             return
         await asyncio.sleep(0.1)
-
-
-class _EndOfInput(asyncio.Protocol):
-    """Tells when the other end of the pipe is gone."""
-
-    def __init__(self, ended: asyncio.Event) -> None:
-        self._ended = ended
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ended.set()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
