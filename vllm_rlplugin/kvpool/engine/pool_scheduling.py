@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
@@ -295,10 +296,15 @@ class PoolScheduler:
         excess -= self._parked.held_groups - self._parked.backed_groups  # those that are on their way
         if excess > 0:
             excess -= self._parked.shrink(excess)
-        while excess > 0 and self._scheduler.running:
+        while excess > 0 and self._scheduler.running and excess > self._groups_coming():
             self._displace_last()
             excess -= self._parked.shrink(excess)
         return int(mine.budget // each)
+
+    def _groups_coming(self) -> int:
+        """Groups that come free by themselves: with a KV connector and async scheduling stock frees after a step in flight."""
+        deferred = self._scheduler.deferred_frees
+        return self._parked.groups_left(Counter(block.block_id for _, blocks in deferred for block in blocks))
 
     def _displace_last(self) -> None:
         """Stock's own preemption, of the request that ranks last."""
