@@ -28,7 +28,7 @@ def token(name: str, position: int) -> int:
 
 
 class Harness:
-    """``stock``: vLLM's own class instead of ours. ``plugin``: options of the plugin."""
+    """``stock``: vLLM's own class instead of ours. ``plugin``: options of the plugin. ``window``: of a second KV group."""
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class Harness:
         v2: bool = False,
         policy: str = "priority",
         plugin: dict[str, Any] | None = None,
+        window: int = 0,
+        parallel: dict[str, Any] | None = None,
     ) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import torch
@@ -71,8 +73,13 @@ class Harness:
             additional_config={"rl_coserve": plugin or {}},
         )
         config.scheduler_config.async_scheduling = run_ahead  # vLLM turns it off on CPU
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        for name, value in (parallel or {}).items():
+            setattr(config.parallel_config, name, value)
+        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+        if window:
+            groups.append(KVCacheGroupSpec(["windowed"], SlidingWindowSpec(**shape, sliding_window=window)))
+        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         config.cache_config.num_gpu_blocks = blocks
         register_all_kvcache_specs(config)
         init_none_hash(sha256)

@@ -61,7 +61,7 @@ class PoolScheduler:
             keep=keep,
             after=int(scheduler.num_lookahead_tokens > 0),  # what a drafter writes comes after its step's output
         )
-        self._block_tokens = scheduler.block_size
+        self._block_tokens = [group.block_size for group in manager.coordinator.single_type_managers]
         self._looked = 0.0
         self._partition = 0.0
         self._guardian, self._meter, self._admission = guardian, meter, admission
@@ -275,16 +275,19 @@ class PoolScheduler:
 
     def _blocks_wanted(self) -> int:
         """Blocks that running and waiting requests may ask for in the next step: an upper bound, so that stock finds them."""
-        scheduler, most = self._scheduler, 0
-        tokens = scheduler.max_num_scheduled_tokens
+        scheduler = self._scheduler
+        tokens, drafted = scheduler.max_num_scheduled_tokens, scheduler.num_lookahead_tokens
+        ahead = []
         for request in scheduler.running:
             known = request.num_tokens_with_spec + request.num_output_placeholders  # those of batches in flight too
-            ahead = min(tokens, max(1, known - request.num_computed_tokens))
-            most += -(-ahead // self._block_tokens) + 1
+            ahead.append(min(tokens, max(1, known - request.num_computed_tokens)) + drafted)
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         for _, request in zip(range(max(0, room)), scheduler.waiting, strict=False):
-            most += -(-request.num_tokens // self._block_tokens) + 1
-        return most
+            ahead.append(request.num_tokens + drafted)
+        if not ahead:
+            return 0
+        each = (-(-count // size) + 1 for count in ahead for size in self._block_tokens)  # one pool for all KV groups
+        return int(sum(each) + scheduler.kv_cache_manager.watermark_blocks)
 
     def _comply_with_budget(self) -> int | None:
         """Give back what is beyond the budget. Returns the groups that may be used; None: there is no budget."""
