@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from orchestrator.api import ConfigError  # noqa: E402
 from vllm_rlplugin.worker.inprocess_engine import prepare_process  # noqa: E402
 
 Weights = Iterable[tuple[str, Any]]
