@@ -64,7 +64,7 @@ class CoserveScheduler(PriorityPreemption):
         * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
           serving engine (a rollout engine says so itself, with ``advance_version``) -> pages, budget, what is lent, admitted and
           late ({} without a pool)
-        * ``deactivate``, ``activate``, ``weights_held``: see :mod:`vllm_rlplugin.kvpool.engine.pool_scheduling`
+        * ``deactivate``, ``activate``, ``weights_held``, ``loading``: see :mod:`vllm_rlplugin.kvpool.engine.pool_scheduling`
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":

@@ -343,6 +343,18 @@ def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_o
     assert setup.step().total_num_scheduled_tokens == 512
 
 
+def test_a_rollout_engine_says_that_it_loads_weights_until_it_says_anything_else(setup: Setup) -> None:
+    def said() -> tuple[bool, float]:
+        found = RolloutWords.unpack(setup.pool.read(setup.slot))
+        assert found is not None
+        return found.loading, found.begun
+
+    setup.turns.note_loading()
+    assert said() == (True, setup.at)
+    setup.turns.note_loaded()
+    assert not said()[0]
+
+
 def test_where_no_serving_engine_is_everything_runs(setup: Setup) -> None:
     setup.pool.leave()
     setup.stock.add("r", 10_000)

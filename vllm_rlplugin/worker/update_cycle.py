@@ -226,6 +226,7 @@ class UpdateCycle:
         began, before = clock(), self.unusable
         self.unusable = f"the update to version {version} has not ended well"
         try:
+            await self._engine.command("loading", {})
             refusal, reports = await self._load(version)
             if refusal is not None:
                 self.unusable = before

@@ -32,7 +32,7 @@ from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
 
-POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held")
+POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held", "loading")
 _LOOK_SECONDS = 0.25  # between two looks at all blocks
 _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
 
@@ -132,6 +132,7 @@ class PoolScheduler:
     def begin_rl_step(self) -> None:
         """An RL step begins: of a rollout engine, which got the weights of it. The serving engine opens the budgets anew."""
         if self._admission is not None:
+            self._admission.note_loaded()
             self._pool.pool.control(ControlWord.STEPS, 1, add=True)
 
     def command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,6 +142,7 @@ class PoolScheduler:
             self.deactivate,
             self.activate,
             self.note_weights,
+            self.note_loading,
         )
         return dict(zip(POOL_COMMANDS, does, strict=True))[command](**arguments)
 
@@ -179,6 +181,12 @@ class PoolScheduler:
         """Said of this engine in the pool: bytes of its weights in memory, seconds that its activation took."""
         if self._admission is not None:
             self._admission.note_weights(weights, activation)
+        return {}
+
+    def note_loading(self) -> dict[str, Any]:
+        """A weight update begins: this thread gives nothing back until it has ended, and is not to be killed for that."""
+        if self._admission is not None:
+            self._admission.note_loading()
         return {}
 
     def device_status(self) -> dict[str, Any] | None:

@@ -227,6 +227,14 @@ class RolloutAdmission:
         self._activation = self._activation if activation is None else activation
         self._publish()
 
+    def note_loading(self) -> None:
+        """Weights are put into the model from now on, until anything else is said of this engine."""
+        self._pool.publish(replace(self.words(), loading=True, running=False, begun=self._now()).pack())
+
+    def note_loaded(self) -> None:
+        """It gives pages back again."""
+        self._publish()
+
     def _publish(self) -> None:
         self._pool.publish(self.words().pack())
 
