@@ -26,6 +26,8 @@ from vllm_rlplugin.patches.register import REGISTER
 from vllm_rlplugin.preemption import PriorityPreemption
 from vllm_rlplugin.worker.cache_salt import make_salt, user_salt_of
 
+REHASH_TOKENS = 1 << 15  # of all requests in flight; hashing so many takes some 10 ms (docs/vllm.md)
+
 
 class CoserveScheduler(PriorityPreemption):
     """Mixed in before a stock scheduler."""
@@ -147,7 +149,7 @@ class CoserveScheduler(PriorityPreemption):
             )
         started, running = time.monotonic(), len(self.running)
         # No salt of its own: the very first version, and one that was loaded again (its number may stand for other weights).
-        flush = self._rl_flush or wanted in ((0, 0), present)
+        flush = self._rl_flush or wanted in ((0, 0), present) or self._rl_flush_is_cheaper()
         if flush:
             if not self.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise RuntimeError("the KV connector did not reset its cache")
@@ -159,6 +161,13 @@ class CoserveScheduler(PriorityPreemption):
         if self._rl_pages is not None:
             self._rl_pages.begin_rl_step()
         return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
+
+    def _rl_flush_is_cheaper(self) -> bool:
+        """A new salt hashes every token of every request anew, inside the pause; a flush hashes none, shuts out the same KV, and
+        leaves requests the salt that they have, which no later request gets. Not with a connector: its blocks go by the salt."""
+        if self.connector is not None or self.kv_holding_waiting:
+            return False
+        return bool(sum(request.num_tokens for request in self.requests.values()) > REHASH_TOKENS)
 
     def _rl_salt_all(self, version: int, history: int) -> None:
         """Old blocks stay cached under their old hashes, which nobody can ask for any more, until they are reused."""

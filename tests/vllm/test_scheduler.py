@@ -53,7 +53,7 @@ class Harness:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         from vllm_rlplugin.scheduler import create_scheduler
@@ -495,6 +495,35 @@ def test_no_kv_of_older_weights_is_ever_hit_again(model: Path, how: str, run_ahe
         engine.rl("advance_version", version=1)
     assert engine.rl("advance_version", version=1, history=1)["how"] == how
     assert hits("version 1 of another history") == 0
+
+
+@MODES
+def test_with_long_requests_in_flight_an_update_hashes_nothing_anew_and_no_old_kv_is_hit(
+    model: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: bool, v2: bool
+) -> None:
+    monkeypatch.setattr("vllm_rlplugin.scheduler.REHASH_TOKENS", 250)
+    engine = Harness(model, run_ahead=run_ahead, v2=v2)
+    prompt = [token("long", index) for index in range(6 * BLOCK)]
+
+    def update(version: int, count: int) -> str:
+        """With so many requests in flight; how KV was shut out."""
+        for index in range(count):
+            engine.add(f"{version} {index}", prompt=prompt, tokens=40)
+        for _ in range(10):
+            engine.step()
+        engine.drain()
+        hashes = [list(request.block_hashes) for request in engine.scheduler.requests.values()]
+        how = str(engine.rl("advance_version", version=version)["how"])
+        after = [list(request.block_hashes) for request in engine.scheduler.requests.values()]
+        assert (hashes == after) == (how == "flush"), "hashed anew under a salt only"
+        before = engine.rl("snapshot")["prefix_hits"]
+        engine.step()
+        hits = engine.rl("snapshot")["prefix_hits"] - before
+        assert hits <= (count - 1) * 6 * BLOCK, "others may hit what the first computes anew"
+        engine.finish()
+        return how
+
+    assert [update(1, 1), update(2, 4), update(3, 1), update(4, 4)] == ["salt", "flush", "salt", "flush"]
 
 
 def test_in_flight_requests_recompute_everything_after_an_update(model: Path) -> None:
