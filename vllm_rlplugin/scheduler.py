@@ -43,6 +43,9 @@ class CoserveScheduler(PriorityPreemption):
             raise ConfigError(
                 "scheduling_policy", policy, "rl-coserve orders by priority: --scheduling-policy priority"
             )
+        if vllm_config.parallel_config.enable_eplb:
+            fix = "it moves experts between ranks, and weights are updated and verified where they were loaded: leave it out"
+            raise ConfigError("--enable-eplb", True, fix)
         options = PluginOptions.from_config(vllm_config)
         REGISTER.apply("engine_command")
         self._rl_start_preempting(ProgressivePriority(options.max_wait, options.quantum), options.preemption)

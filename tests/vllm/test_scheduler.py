@@ -609,6 +609,8 @@ def test_under_any_interleaving_each_request_gets_its_tokens_and_all_blocks_come
 def test_wrong_use_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--scheduling-policy priority"):
         Harness(model, policy="fcfs")
+    with pytest.raises(ConfigError, match="moves experts between ranks"):
+        Harness(model, parallel={"enable_eplb": True})
     engine = Harness(model)
     with pytest.raises(ValueError, match="not a command"):
         engine.rl("drop_everything")
