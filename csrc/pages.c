@@ -90,14 +90,22 @@ static void recount(rlc_pool *pool) {
     header->free = free_pages;
 }
 
-/* Nobody waits for a holder that was stopped in here: the caller is told, and decides about it. */
+static int64_t monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Nobody waits for a holder that was stopped in here: the caller is told, and decides about it. (pthread_mutex_clocklock would
+ * wait by the monotonic clock too, but is not in the glibc 2.28 that wheels are built for.) */
 static int take(rlc_pool *pool) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += PATIENCE_NS;
-    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-    int code = pthread_mutex_clocklock(&pool->header->lock, CLOCK_MONOTONIC, &until);
-    if (code == ETIMEDOUT) return RLC_POOL_STUCK;
+    const struct timespec pause = {.tv_nsec = 10000};
+    int code = pthread_mutex_trylock(&pool->header->lock);
+    if (code == EBUSY) {
+        int64_t until = monotonic_ns() + PATIENCE_NS;
+        while ((code = pthread_mutex_trylock(&pool->header->lock)) == EBUSY && monotonic_ns() < until) nanosleep(&pause, NULL);
+    }
+    if (code == EBUSY) return RLC_POOL_STUCK;
     if (code == EOWNERDEAD) {
         recount(pool);
         pool->header->recoveries++;
