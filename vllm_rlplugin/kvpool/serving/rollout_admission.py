@@ -75,7 +75,7 @@ class RolloutAdmission:
             output = stock(throttle)
         else:
             admitted = self._admit(serving, now)
-            size = admitted.tokens + admitted.decode
+            size = admitted.tokens + admitted.decode * (1 + self._scheduler.num_spec_tokens)
             output = self._schedule_limited(stock, size, throttle or not admitted.tokens)
             if not size:
                 self._refuse_step(serving, now)
@@ -113,7 +113,7 @@ class RolloutAdmission:
         scheduler, tokens, decoding = self._scheduler, 0, 0
         for request in scheduler.running:
             left = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-            if request.num_output_tokens and left <= 1:
+            if request.num_output_tokens and left <= 1 + len(request.spec_token_ids):
                 decoding += 1
             else:
                 tokens += max(0, left)
