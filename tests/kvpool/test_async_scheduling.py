@@ -474,15 +474,13 @@ def test_a_request_gets_pages_for_its_blocks_in_every_kv_group(model: Path) -> N
 def test_a_cut_takes_no_more_requests_than_it_needs_where_stock_frees_blocks_a_step_later(rig: Rig) -> None:
     rig.scheduler.defer_block_free = True  # as with a connector of role kv_both and async scheduling
     for seed in range(4):
-        rig.add(str(seed), prompt(seed, 60), 40)
-    for _ in range(12):
+        rig.add(str(seed), prompt(seed, 50), 40)  # four blocks each, one after the other, in five groups of pages
+    while len(rig.scheduler.running) < 4:
         rig.step()
-    held = rig.pool.memory.mapped
-    assert len(rig.scheduler.running) == 4
-    rig.budget(held - 1)
-    for _ in range(6):
+    rig.budget(3)
+    for _ in range(8):
         rig.step()
-    assert rig.pool.memory.mapped <= held - 1
+    assert rig.pool.memory.mapped <= 3
     assert 0 < rig.pages.displaced < 4, "the pages of the first ones are on their way"
     rig.finish()
 
