@@ -348,7 +348,7 @@ def test_drafted_tokens_are_part_of_a_decode_and_no_prefill(setup: Setup) -> Non
     setup.stock.num_spec_tokens = 3
     for name in "ab":
         setup.stock.add(name, 100, outputs=5)
-    setup.pool.publish(ServingWords(ServingState(setup.at, 0.009, busy=True, tick=1)).pack())
+    setup.pool.publish(ServingWords(ServingState(setup.at, 0.012, busy=True, tick=1)).pack())
     output = setup.step()
     assert output.num_scheduled_tokens == {"a": 4, "b": 4}, "room for two decodes, none for a prefill"
     assert count_parts(output, setup.stock.requests) == (0, 2)
