@@ -65,11 +65,17 @@ static uint64_t started(int pid) {
     return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : since;
 }
 
+static uint64_t pid_namespace(void) {
+    struct stat facts;
+    return stat("/proc/self/ns/pid", &facts) ? 0 : (uint64_t)facts.st_ino;
+}
+
 /* Whether a tenant's pages may still be in use. */
 static int present(const rlc_pool *pool, int slot) {
     if (alive(pool, slot)) return 1;
     const rlc_tenant *tenant = &pool->header->tenants[slot];
     if (pool->header->data || tenant->role == RLC_FREE || !tenant->started) return 0;
+    if (pool->header->namespace != pid_namespace()) return 1; /* a watcher; those that see it will tell */
     return started(tenant->pid) == tenant->started;
 }
 
@@ -84,14 +90,22 @@ static void recount(rlc_pool *pool) {
     header->free = free_pages;
 }
 
-/* Nobody waits for a holder that was stopped in here: the caller is told, and decides about it. */
+static int64_t monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Nobody waits for a holder that was stopped in here: the caller is told, and decides about it. (pthread_mutex_clocklock would
+ * wait by the monotonic clock too, but is not in the glibc 2.28 that wheels are built for.) */
 static int take(rlc_pool *pool) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += PATIENCE_NS;
-    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-    int code = pthread_mutex_clocklock(&pool->header->lock, CLOCK_MONOTONIC, &until);
-    if (code == ETIMEDOUT) return RLC_POOL_STUCK;
+    const struct timespec pause = {.tv_nsec = 10000};
+    int code = pthread_mutex_trylock(&pool->header->lock);
+    if (code == EBUSY) {
+        int64_t until = monotonic_ns() + PATIENCE_NS;
+        while ((code = pthread_mutex_trylock(&pool->header->lock)) == EBUSY && monotonic_ns() < until) nanosleep(&pause, NULL);
+    }
+    if (code == EBUSY) return RLC_POOL_STUCK;
     if (code == EOWNERDEAD) {
         recount(pool);
         pool->header->recoveries++;
@@ -162,6 +176,7 @@ static int fill(rlc_pool *pool, uint64_t pages, uint64_t page_bytes, int data, c
     header->data = data ? begin : 0;
     header->epoch = epoch;
     header->free = pages;
+    header->namespace = pid_namespace();
     strncpy(header->device, device, sizeof header->device - 1);
     pthread_mutexattr_t kind;
     pthread_mutexattr_init(&kind);
@@ -259,6 +274,7 @@ EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, 
 
 /* Become a tenant. One serving tenant a pool. */
 EXPORT int rlc_pool_join(rlc_pool *pool, const char *name, int role, int pid, uint64_t budget) {
+    if (!pool->header->data && pool->header->namespace != pid_namespace()) return RLC_POOL_NAMESPACE;
     int code = take(pool);
     if (code) return code;
     reap(pool);

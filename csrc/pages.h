@@ -4,7 +4,8 @@
  * themselves behind it. `owner` is the truth; every count is derived from it and rebuilt when a process died with the lock.
  * A tenant holds an open-file-description lock on a byte of the file for as long as it lives: the kernel drops it with the
  * process, whatever ended it and in whatever PID namespace it was. Where pages are memory of a device (`data` is 0), the lock is
- * not enough: a process that dies may drop it before its kernels have stopped, so its pages wait until it is gone altogether.
+ * not enough: a process that dies may drop it before its kernels have stopped, so its pages wait until it is gone altogether,
+ * which only processes of one PID namespace see of each other: others cannot join.
  */
 #ifndef RLC_PAGES_H
 #define RLC_PAGES_H
@@ -12,8 +13,8 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define RLC_POOL_ABI 3
-#define RLC_POOL_SCHEMA 3
+#define RLC_POOL_ABI 4
+#define RLC_POOL_SCHEMA 4
 #define RLC_POOL_MAGIC 0x314c4f4f50564b52ull /* "RKVPOOL1" */
 #define RLC_TENANTS 16
 #define RLC_WORDS 14 /* of a tenant's published state */
@@ -30,7 +31,8 @@ enum {
     RLC_POOL_GONE = -17,     /* the slot is not a live tenant's */
     RLC_POOL_OLD = -18,      /* a budget of an older revision */
     RLC_POOL_SYSTEM = -19,   /* errno says what */
-    RLC_POOL_STUCK = -20     /* the ledger's lock is held for too long; nothing was done */
+    RLC_POOL_STUCK = -20,    /* the ledger's lock is held for too long; nothing was done */
+    RLC_POOL_NAMESPACE = -21 /* process numbers mean others here: nobody could tell when a tenant is gone */
 };
 
 enum { RLC_FREE = 0, RLC_SERVING = 1, RLC_ROLLOUT = 2 };
@@ -64,6 +66,7 @@ typedef struct {
     uint64_t control[RLC_CONTROLS];
     int32_t holder; /* who holds the lock, 0: nobody; in its own namespace */
     char device[64];
+    uint64_t namespace; /* of process numbers: the maker's */
     pthread_mutex_t lock;
     rlc_tenant tenants[RLC_TENANTS];
     /* uint8_t owner[pages] (0: free, else slot + 1); uint8_t last[pages]; uint8_t mapped[pages]; uint64_t lease[pages] */

@@ -28,7 +28,15 @@ from orchestrator.api import ConfigError
 from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.engine_activation import activate, is_cpu_build
 from vllm_rlplugin.kvpool.engine.single_process import check_workers, single_process_executor
-from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments
+from vllm_rlplugin.options import (
+    BACKEND,
+    KEY,
+    KV_CONNECTOR,
+    PLUGIN,
+    FrontendOptions,
+    PluginOptions,
+    engine_arguments,
+)
 from vllm_rlplugin.sleep import sleep_options
 
 ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins it loads; unset means all, but no endpoint plugin
@@ -212,6 +220,12 @@ def _refuse_conflicts(args: argparse.Namespace, wanted: Mapping[str, Any]) -> No
     backend = transfer.get("backend") if isinstance(transfer, Mapping) else getattr(transfer, "backend", None)
     if transfer not in _UNSET and backend != BACKEND:
         _conflict("weight_transfer_config", transfer)
+    connector = getattr(args, "kv_transfer_config", None)
+    named = (
+        connector.get("kv_connector") if isinstance(connector, Mapping) else getattr(connector, "kv_connector", None)
+    )
+    if "kv_transfer_config" in wanted and connector not in _UNSET and named != KV_CONNECTOR:
+        _conflict("kv_transfer_config", named)
     if getattr(args, "grpc", False):
         raise ConfigError("--grpc", True, f"the gRPC front end has no control endpoints; drop it or --plugin {PLUGIN}")
     if _serves(args):

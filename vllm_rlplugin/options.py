@@ -89,7 +89,11 @@ class PluginOptions:
         60.0, "seconds", "over which serving's own peak counts when rollouts get their budget"
     )
     kv_pool_keep: float = _option(10.0, "seconds", "pages that nobody used for so long go back to the pool")
-    kv_pool_scrub: bool = _option(False, "", "zero a page of another engine before it is used here")
+    kv_pool_scrub: bool = _option(
+        True,
+        "",
+        "zero a page of another engine before it is used here: its bytes may read as NaN, which masks do not stop",
+    )
     kv_pool_admission: str = _option(
         "dual",
         "",

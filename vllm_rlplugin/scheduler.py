@@ -26,6 +26,8 @@ from vllm_rlplugin.patches.register import REGISTER
 from vllm_rlplugin.preemption import PriorityPreemption
 from vllm_rlplugin.worker.cache_salt import make_salt, user_salt_of
 
+REHASH_TOKENS = 1 << 15  # of all requests in flight; hashing so many takes some 10 ms (docs/vllm.md)
+
 
 class CoserveScheduler(PriorityPreemption):
     """Mixed in before a stock scheduler."""
@@ -41,6 +43,9 @@ class CoserveScheduler(PriorityPreemption):
             raise ConfigError(
                 "scheduling_policy", policy, "rl-coserve orders by priority: --scheduling-policy priority"
             )
+        if vllm_config.parallel_config.enable_eplb:
+            fix = "it moves experts between ranks, and weights are updated and verified where they were loaded: leave it out"
+            raise ConfigError("--enable-eplb", True, fix)
         options = PluginOptions.from_config(vllm_config)
         REGISTER.apply("engine_command")
         self._rl_start_preempting(ProgressivePriority(options.max_wait, options.quantum), options.preemption)
@@ -64,7 +69,7 @@ class CoserveScheduler(PriorityPreemption):
         * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
           serving engine (a rollout engine says so itself, with ``advance_version``) -> pages, budget, what is lent, admitted and
           late ({} without a pool)
-        * ``deactivate``, ``activate``, ``weights_held``: see :mod:`vllm_rlplugin.kvpool.engine.pool_scheduling`
+        * ``deactivate``, ``activate``, ``weights_held``, ``loading``: see :mod:`vllm_rlplugin.kvpool.engine.pool_scheduling`
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":
@@ -147,7 +152,7 @@ class CoserveScheduler(PriorityPreemption):
             )
         started, running = time.monotonic(), len(self.running)
         # No salt of its own: the very first version, and one that was loaded again (its number may stand for other weights).
-        flush = self._rl_flush or wanted in ((0, 0), present)
+        flush = self._rl_flush or wanted in ((0, 0), present) or self._rl_flush_is_cheaper()
         if flush:
             if not self.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise RuntimeError("the KV connector did not reset its cache")
@@ -159,6 +164,13 @@ class CoserveScheduler(PriorityPreemption):
         if self._rl_pages is not None:
             self._rl_pages.begin_rl_step()
         return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
+
+    def _rl_flush_is_cheaper(self) -> bool:
+        """A new salt hashes every token of every request anew, inside the pause; a flush hashes none, shuts out the same KV, and
+        leaves requests the salt that they have, which no later request gets. Not with a connector: its blocks go by the salt."""
+        if self.connector is not None or self.kv_holding_waiting:
+            return False
+        return bool(sum(request.num_tokens for request in self.requests.values()) > REHASH_TOKENS)
 
     def _rl_salt_all(self, version: int, history: int) -> None:
         """Old blocks stay cached under their old hashes, which nobody can ask for any more, until they are reused."""

@@ -115,7 +115,9 @@ class EngineSettings(Section):
     def vllm_arguments(self) -> dict[str, Any]:
         """Keywords of ``EngineArgs``; what stays with us is not among them."""
         names = ("max_num_seqs", "max_model_len", "block_size", "tensor_parallel_size", "pipeline_parallel_size")
-        size = {"kv_cache_memory_bytes": self.kv_cache_mb << 20} if self.kv_cache_mb else {}
+        size: dict[str, Any] = {}
+        if self.kv_cache_mb:  # the share has no effect but one: vLLM starts only where so much of the device is free
+            size = {"kv_cache_memory_bytes": self.kv_cache_mb << 20, "gpu_memory_utilization": 0.01}
         return {name: getattr(self, name) for name in names} | size | self.passed_on
 
 

@@ -36,6 +36,7 @@ def test_any_option_of_vllm_is_passed_on_beside_our_own_keys() -> None:
         "max_model_len": 256,
         "block_size": 32,
         "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.01,
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 1,
         "quantization": "fp8",
@@ -52,6 +53,21 @@ def test_a_share_of_the_memory_takes_the_place_of_a_size() -> None:
     found = engine("gpu_memory_utilization=0.9")
     assert "kv_cache_memory_bytes" not in found.vllm_arguments()
     assert EngineSettings.from_dict(found.model_dump()) == found
+
+
+@pytest.mark.engine
+def test_an_engine_with_a_kv_cache_of_a_size_starts_beside_a_trainer_that_holds_most_of_the_device() -> None:
+    """By vLLM's own rule for a device's free memory, which looks at the share whatever the size is."""
+    pytest.importorskip("vllm")
+    from types import SimpleNamespace
+
+    from vllm.v1.worker.utils import request_memory
+
+    device = SimpleNamespace(total_memory=80 << 30, free_memory=20 << 30, device_="cuda:0", cuda_memory=60 << 30)
+    share = engine("kv_cache_mb=1024").vllm_arguments()["gpu_memory_utilization"]
+    request_memory(device, SimpleNamespace(gpu_memory_utilization=share))
+    with pytest.raises(ValueError, match="Free memory"):
+        request_memory(device, SimpleNamespace(gpu_memory_utilization=0.92))
 
 
 @pytest.mark.parametrize(

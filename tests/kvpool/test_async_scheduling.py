@@ -135,7 +135,7 @@ class _Late(Future[Any]):
 class Rig:
     """A rollout engine without a model in a pool with a serving tenant, which is the test. Time is ``now``."""
 
-    def __init__(self, model: Path, *, run_ahead: bool = True, mode: str = "none") -> None:
+    def __init__(self, model: Path, *, run_ahead: bool = True, mode: str = "none", window: int = 0) -> None:
         from vllm.v1.engine.core import EngineCore
 
         self.name = f"test-async-{os.getpid()}-{next(NUMBERS)}"
@@ -148,7 +148,9 @@ class Rig:
         self.pool = EnginePool(PluginOptions.from_dict(plugin), BLOCKS, [(0, BLOCK_BYTES)], BLOCKS * BLOCK_BYTES)
         pools._here[os.getpid()] = self.pool
         try:
-            self.harness = Harness(model, run_ahead=run_ahead, seqs=4, blocks=BLOCKS, budget=48, plugin=plugin)
+            self.harness = Harness(
+                model, run_ahead=run_ahead, seqs=4, blocks=BLOCKS, budget=48, plugin=plugin, window=window
+            )
         finally:
             del pools._here[os.getpid()]
         self.scheduler = self.harness.scheduler
@@ -443,6 +445,43 @@ def test_pages_of_a_request_that_a_cut_displaced_stay_until_its_batch_is_over_wi
     rig.check()
     rig.step()
     assert rig.pool.memory.mapped == 1, "as soon as its output is there, whatever waits for pages"
+    rig.finish()
+
+
+def test_a_page_that_serving_wrote_into_is_zeros_when_a_rollout_engine_gets_it(rig: Rig) -> None:
+    rig.take(PAGES)
+    rig.give()
+    rig.budget(PAGES)
+    assert rig.pool.map_groups([1, 2, 3])
+    found = ctypes.string_at(rig.pool.memory.address + PAGE, 3 * PAGE)
+    rig.pool.unmap_groups([1, 2, 3])
+    assert found == bytes(3 * PAGE), "stock's cache begins with zeros: other bytes may read as NaN"
+
+
+def test_a_request_gets_pages_for_its_blocks_in_every_kv_group(model: Path) -> None:
+    rig = Rig(model, window=500)
+    try:
+        rig.budget(PAGES)
+        rig.add("long", prompt(0, 200), 4)  # 13 blocks in each of two groups, of one pool of blocks
+        for _ in range(20):
+            rig.step()
+        assert rig.ended == {"long": "length"}, "it never starts with the pages for one group"
+        rig.finish()
+    finally:
+        rig.close()
+
+
+def test_a_cut_takes_no_more_requests_than_it_needs_where_stock_frees_blocks_a_step_later(rig: Rig) -> None:
+    rig.scheduler.defer_block_free = True  # as with a connector of role kv_both and async scheduling
+    for seed in range(4):
+        rig.add(str(seed), prompt(seed, 50), 40)  # four blocks each, one after the other, in five groups of pages
+    while len(rig.scheduler.running) < 4:
+        rig.step()
+    rig.budget(3)
+    for _ in range(8):
+        rig.step()
+    assert rig.pool.memory.mapped <= 3
+    assert 0 < rig.pages.displaced < 4, "the pages of the first ones are on their way"
     rig.finish()
 
 

@@ -87,6 +87,7 @@ def test_the_native_library_compiles_without_a_warning_and_without_cuda(tmp_path
     made = fake_cuda.compile_c(tmp_path / "pages.so", *arguments, str(CSRC / "pages.c"), str(CSRC / "vmm.c"), "-ldl")
     needs = subprocess.run(["ldd", str(made)], capture_output=True, text=True, check=True).stdout
     assert "cuda" not in needs
+    assert b"pthread_mutex_clocklock" not in made.read_bytes(), "of glibc 2.30; wheels are built for 2.28"
 
 
 def test_numbers_and_structures_are_those_of_nvidias_own_bindings(tmp_path: Path) -> None:
@@ -386,6 +387,9 @@ def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_wi
     assert mine.map_places(np.arange(PAGES, dtype=np.uint64)), "serving needs nobody"
     with pytest.raises(ConfigError, match=r"does not answer.*start them anew"):
         backend.range(other, PAGES, "rollout", scrub=False)
+    with pytest.raises(ConfigError, match=r"its keeper died.*end serve, roll, and start them anew"):
+        page_keeper.ensure_keeper(pool, driver, library=str(library))
+    assert not page_keeper.is_keeper_alive(pool), "there are no second pages"
     mine.close()
     theirs.close()
     pool.close()

@@ -17,6 +17,7 @@ import pytest
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from tests.support.waiting import wait_for
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolView, TenantView
+from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 
 pytestmark = pytest.mark.slow
@@ -155,6 +156,25 @@ def test_one_that_does_not_give_back_in_time_is_killed_and_its_pages_are_there(s
     setup.rollout("another", greedy)
     setup.tick()
     assert setup.tenant("another").budget > 0
+
+
+def test_one_that_loads_weights_has_the_time_for_that_and_no_longer(setup: Setup) -> None:
+    def loads(pool: PagePool) -> None:
+        pool.publish(RolloutWords(begun=setup.at, loading=True).pack())
+        greedy(pool)
+
+    child = setup.rollout("roll", loads)
+    setup.tick()
+    wait_for(lambda: setup.tenant("roll").used == 80)
+    assert setup.pool.acquire(10).size == 10
+    setup.tick()
+    for _ in range(13):  # until 28 seconds after it began
+        setup.tick(2.0)
+        assert setup.guardian.kills == 0
+    setup.tick(2.0)
+    assert setup.guardian.kills == 1
+    setup.children.remove(child)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def test_a_process_that_does_not_hold_the_pool_is_never_killed(

@@ -166,6 +166,22 @@ def test_a_pool_of_another_version_is_refused(path: Path) -> None:
         PagePool.open(path)
 
 
+def test_an_engine_in_another_pid_namespace_cannot_join_a_pool_of_device_memory(path: Path) -> None:
+    """It could not tell when the kernels of a killed process have stopped, and would get its pages before."""
+    there = {"pages": 4, "page_bytes": 4096, "host": False, "device": "cuda somewhere kept"}
+    pool = PagePool.create(path, **there)  # type: ignore[arg-type]
+    pool.join("here", "serving")
+    pool.close()
+    own = os.stat("/proc/self/ns/pid").st_ino.to_bytes(8, "little")
+    with path.open("r+b") as file:
+        file.seek(file.read(1024).index(own))
+        file.write((1).to_bytes(8, "little"))
+    other = PagePool.open(path)
+    with pytest.raises(ConfigError, match="another PID namespace"):
+        other.join("there", "rollout")
+    other.close()
+
+
 def test_leases_end_at_their_time_and_are_renewed(path: Path) -> None:
     pool = pool_of(path)
     pool.join("roll", "rollout", budget=8)
@@ -419,7 +435,7 @@ class _Handle(ctypes.Structure):
 
 _FREE = 8 + 4 + 4 + 8 * 8  # of the count of free pages in ``rlc_header``
 _HOLDER = _FREE + 8 + 8 * 8  # of who holds the lock
-_LOCK = _HOLDER + 4 + 64 + 4  # and of the mutex
+_LOCK = _HOLDER + 4 + 64 + 4 + 8  # and of the mutex
 
 
 # -- against a model ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
-from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
+from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter, count_parts
 from vllm_rlplugin.options import PluginOptions
 
 
@@ -77,23 +77,36 @@ class Stock:
         self.requests: dict[str, Any] = {}
         self.max_num_scheduled_tokens, self.max_num_running_reqs = 2048, 8
         self.prefill_capacity_bound = False
+        self.num_spec_tokens = 0
 
     def add(self, name: str, prompt: int, outputs: int = 0) -> Any:
         made = request(name, prompt, outputs, computed=prompt + outputs - 1 if outputs else 0)
+        made.spec_token_ids = [7] * self.num_spec_tokens if outputs else []
+        made.num_tokens_with_spec += len(made.spec_token_ids)
         self.running.append(made)
         self.requests[name] = made
         return made
 
     def schedule(self, throttle: bool) -> Any:
-        left, counts = self.max_num_scheduled_tokens, {}
+        left, counts, drafted = self.max_num_scheduled_tokens, {}, {}
         for item in self.running:
-            need = item.num_tokens - item.num_computed_tokens
+            need = item.num_tokens_with_spec - item.num_computed_tokens
             if throttle and not item.num_output_tokens:
                 continue
             if count := min(left, need):
                 counts[item.request_id] = count
                 left -= count
-        return SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()))
+                if item.num_output_tokens and count > 1:
+                    drafted[item.request_id] = item.spec_token_ids[: count - 1]
+        return step_of(counts, drafted)
+
+
+def step_of(counts: dict[str, int], drafted: dict[str, list[int]] | None = None) -> Any:
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_spec_decode_tokens=drafted or {},
+    )
 
 
 def request(name: str, prompt: int, outputs: int = 0, computed: int = 0, arrival: float = 0.0) -> Any:
@@ -104,6 +117,7 @@ def request(name: str, prompt: int, outputs: int = 0, computed: int = 0, arrival
         num_output_placeholders=0,
         num_computed_tokens=computed,
         num_output_tokens=outputs,
+        spec_token_ids=[],
         arrival_time=arrival,
         is_finished=lambda: False,
     )
@@ -145,7 +159,7 @@ def test_an_arrival_is_published_at_once_with_the_slack_of_equation_1(setup: Set
 def test_a_step_is_published_with_its_end_and_a_token_with_the_slack_of_equation_2(setup: Setup) -> None:
     first = request("a", 400, arrival=100.0)
     setup.meter.request_added(first)
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.step_scheduled(step_of({"a": 400}))
     first.num_computed_tokens = 400
     assert setup.said().step_end == pytest.approx(100.05)
     setup.at = 100.06
@@ -155,7 +169,7 @@ def test_a_step_is_published_with_its_end_and_a_token_with_the_slack_of_equation
     assert found.step_end == 0.0
     assert found.ttft_slack == math.inf
     assert found.tpot_slack == pytest.approx(0.05 - 0.006)
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(step_of({"a": 1}))
     assert setup.said().tpot_slack == pytest.approx(0.05 - 0.006), "it stands while the step runs"
     assert (setup.meter.latest.firsts, setup.meter.latest.late_first) == (1, 0)
 
@@ -164,22 +178,22 @@ def test_of_two_steps_under_way_each_token_has_the_slack_of_the_step_that_makes_
     """Async scheduling: the second step is scheduled before the first is over."""
     first = request("a", 400, arrival=100.0)
     setup.meter.request_added(first)
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.step_scheduled(step_of({"a": 400}))
     setup.at = 100.06
     first.num_output_tokens, first.num_tokens, first.num_computed_tokens = 1, 401, 400
     setup.meter.step_ended()
     first.num_output_placeholders = 1
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(step_of({"a": 1}))
     alone = setup.said().tpot_slack
     assert alone == pytest.approx(0.05 - 0.006)
     first.num_output_placeholders = 2
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(step_of({"a": 1}))
     assert setup.said().step_end == pytest.approx(100.072), "one after the other"
     assert setup.said().tpot_slack == pytest.approx(alone), "the next token does not wait for the second step"
     late = request("b", 1000, arrival=100.06)
     setup.meter.request_added(late)
     setup.meter._steps.pop()
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1000}))
+    setup.meter.step_scheduled(step_of({"a": 1, "b": 1000}))
     assert setup.said().tpot_slack == pytest.approx(0.1 - 0.006 - 0.116), "the second takes longer than the SLO"
 
 
@@ -193,10 +207,10 @@ def test_a_step_costs_what_it_ran_and_not_what_it_waited_for_the_one_before(setu
     first = request("a", 400, arrival=100.0)
     meter.request_added(first)
     setup.other.publish(RolloutWords(busy=0.0).pack())
-    meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    meter.step_scheduled(step_of({"a": 400}))
     first.num_output_placeholders = 2  # as vLLM counts when the next step is scheduled before the first token is there
     setup.at = 100.01
-    meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    meter.step_scheduled(step_of({"a": 1}))
     setup.other.publish(RolloutWords(busy=0.02).pack())
     setup.at = 100.05
     first.num_output_tokens = 1
@@ -210,7 +224,7 @@ def test_a_step_costs_what_it_ran_and_not_what_it_waited_for_the_one_before(setu
 def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_without(setup: Setup) -> None:
     first = request("a", 400, outputs=0, arrival=100.0)
     setup.meter.request_added(first)
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.step_scheduled(step_of({"a": 400}))
     setup.other.publish(RolloutWords(running=True, begun=100.0).pack())
     setup.at = 100.25
     setup.other.publish(RolloutWords(busy=0.08).pack())
@@ -218,7 +232,7 @@ def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_w
     setup.meter.step_ended()
     latest = setup.meter.latest
     assert (latest.firsts, latest.late_first, latest.blamed_first) == (1, 1, 1)
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(step_of({"a": 1}))
     setup.at = 100.40
     setup.other.publish(RolloutWords(busy=0.10).pack())
     first.num_output_tokens = 2
@@ -237,7 +251,7 @@ def test_a_run_is_told_what_its_worker_has_of_the_device_and_what_serving_can_sp
     assert busy is not None
     assert (busy["pages"], busy["tpot_slack"]) == (3, None)
     assert busy["ttft_slack"] == pytest.approx(0.2 - 0.05)
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.step_scheduled(step_of({"a": 400}))
     setup.at = 100.25
     setup.meter.step_ended()
     late = device_status(setup.other, setup.slot)
@@ -260,7 +274,7 @@ def test_a_prefiller_counts_no_decodes_and_a_decoder_no_first_tokens(setup: Setu
         meter.request_added(request("a", 100, arrival=setup.at))
         decoding = request("b", 100, arrival=setup.at)
         meter.request_added(decoding)
-        meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"b": 100}))
+        meter.step_scheduled(step_of({"b": 100}))
         decoding.num_output_tokens = 1
         meter.step_ended()
         state = meter.serving_state(setup.at)
@@ -307,7 +321,7 @@ def test_no_step_runs_before_serving_has_said_anything_and_each_is_cut_to_what_i
     setup.meter.request_added(prompt)
     assert setup.step().total_num_scheduled_tokens == 0
     assert setup.turns.reason == "a prompt of serving waits"
-    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 800}))
+    setup.meter.step_scheduled(step_of({"a": 800}))
     assert setup.step().total_num_scheduled_tokens == 0, "it is prefilled, and has no token yet"
     prompt.num_computed_tokens, prompt.num_output_tokens = 800, 1
     setup.meter.step_ended()
@@ -330,6 +344,18 @@ def test_decoding_goes_first_and_prefill_waits_where_both_do_not_fit(setup: Setu
     assert setup.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
+def test_drafted_tokens_are_part_of_a_decode_and_no_prefill(setup: Setup) -> None:
+    setup.stock.num_spec_tokens = 3
+    for name in "ab":
+        setup.stock.add(name, 100, outputs=5)
+    setup.pool.publish(ServingWords(ServingState(setup.at, 0.012, busy=True, tick=1)).pack())
+    output = setup.step()
+    assert output.num_scheduled_tokens == {"a": 4, "b": 4}, "room for two decodes, none for a prefill"
+    assert count_parts(output, setup.stock.requests) == (0, 2)
+    resumed = step_of({"a": 4})
+    assert count_parts(resumed, setup.stock.requests) == (4, 0), "tokens that are computed again were not drafted"
+
+
 def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_one_only(setup: Setup) -> None:
     """Async scheduling: where there is nobody to consider two steps are under way, else one."""
     setup.stock.add("r", 10_000)
@@ -341,6 +367,18 @@ def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_o
     assert setup.step().total_num_scheduled_tokens == 0, "one is in flight still"
     setup.turns.step_ended(second)
     assert setup.step().total_num_scheduled_tokens == 512
+
+
+def test_a_rollout_engine_says_that_it_loads_weights_until_it_says_anything_else(setup: Setup) -> None:
+    def said() -> tuple[bool, float]:
+        found = RolloutWords.unpack(setup.pool.read(setup.slot))
+        assert found is not None
+        return found.loading, found.begun
+
+    setup.turns.note_loading()
+    assert said() == (True, setup.at)
+    setup.turns.note_loaded()
+    assert not said()[0]
 
 
 def test_where_no_serving_engine_is_everything_runs(setup: Setup) -> None:

@@ -71,3 +71,34 @@ def test_blocks_of_a_warm_up_are_the_null_block_until_there_is_a_scheduler() -> 
     finally:
         pool_engine.write_to_null_block(False)
     assert rows == [(0, 0, [0, 0]), (0, 0, [7, 8])]
+
+
+@pytest.mark.engine
+def test_a_connector_that_registers_the_memory_of_a_pool_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its places come and go, and what was a page of this engine's may be another's."""
+    import vllm.config
+    from vllm.config import KVTransferConfig, ParallelConfig
+
+    from orchestrator.api import ConfigError
+    from vllm_rlplugin.kvpool.engine.single_process import check_connector
+    from vllm_rlplugin.options import PluginOptions, kv_transfer_config
+
+    other = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")
+    found = SimpleNamespace(
+        additional_config={KEY: {"kv_pool": "connected"}},
+        cache_config=SimpleNamespace(num_gpu_blocks=64),
+        parallel_config=ParallelConfig(),
+        kv_transfer_config=other,
+    )
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: found)
+    with pytest.raises(ConfigError, match="memory that comes and goes") as caught:
+        pool_engine.allocate_kv_cache(
+            lambda *given: pytest.fail("it was made"), "config", torch.device("cpu"), "layout"
+        )
+    assert caught.value.field == "--kv-transfer-config"
+    for fine in (
+        None,
+        kv_transfer_config(PluginOptions()),
+        KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+    ):
+        check_connector(fine)

@@ -413,6 +413,42 @@ def test_packs_hold_every_shard_once_aligned_and_are_sent_when_they_are_full() -
             assert ends <= length < 8000 + 5000 + 64
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_group_that_is_never_complete_is_waited_for_no_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """As NCCL waits for a receiver that died: in a stand-in for vLLM's own function, which has no limit."""
+    pytest.importorskip("vllm")
+    import base64
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from vllm.distributed.weight_transfer import nccl_common
+
+    from vllm_rlplugin.weights.collective_receiver import NcclLink
+
+    complete, left = threading.Event(), threading.Event()
+    group = SimpleNamespace(destroy=left.set)
+
+    def join(*given: Any) -> Any:
+        assert complete.wait(LIMIT)
+        return group
+
+    monkeypatch.setattr(nccl_common, "uid_init_process_group", join)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    meeting = Meeting("m", "nccl", base64.b64encode(b"id").decode(), 2)
+    if comes:
+        complete.set()
+        assert NcclLink(meeting, 1, CPU, time.monotonic() + LIMIT)._group is group
+        return
+    began = time.monotonic()
+    with pytest.raises(RetryableError, match="not all 2 receivers joined"):
+        NcclLink(meeting, 1, CPU, began + 0.2)
+    assert time.monotonic() - began < 5
+    complete.set()
+    assert left.wait(LIMIT), "those who come when nobody waits any more are not kept either"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_vllms_own_nccl_group_carries_the_bits() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from orchestrator.api import ConfigError  # noqa: E402
 from vllm_rlplugin.worker.inprocess_engine import prepare_process  # noqa: E402
 
 Weights = Iterable[tuple[str, Any]]
@@ -170,3 +172,55 @@ def test_layers_that_change_their_weights_after_loading_are_refused(mapping: Any
     model.dropped = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     with pytest.raises(mapping.NoMappingError, match="empty"):
         mapping.discover_mapping(model, layout(mapping))
+
+
+def test_a_reload_of_a_model_with_lora_adapters_knows_the_names_of_the_layers_inside(
+    mapping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM wraps a layer as ``base_layer``; the checkpoint, and so the loader, does not say that."""
+    from vllm_rlplugin.weights import live_weights
+
+    class Adapted(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = torch.nn.Module()
+            self.proj.base_layer = torch.nn.Linear(2, 2, bias=False)
+
+        def load_weights(self, weights: Weights) -> set[str]:
+            return {name for name, _ in weights}
+
+    monkeypatch.setattr(live_weights, "initialize_layerwise_reload", lambda model: None)
+    monkeypatch.setattr(live_weights, "finalize_layerwise_reload", lambda model, config: None)
+    loaded = live_weights.ReloadedWeights(Adapted(), None, torch.device("cpu"))
+    loaded.load(SimpleNamespace(tensors={"proj.weight": torch.zeros(2, 2)}))  # type: ignore[arg-type]
+    with pytest.raises(live_weights.WeightMismatch, match=r"lacks weights that the model has: proj\.weight"):
+        loaded.load(SimpleNamespace(tensors={}))  # type: ignore[arg-type]
+
+
+def test_weights_that_vllm_quantises_are_refused_with_the_relay(mapping: Any) -> None:
+    from vllm_rlplugin.weights.rank_votes import RankVotes
+    from vllm_rlplugin.weights.transfer_engine import RelayInitInfo, RelayWeightTransferEngine
+
+    engine: Any = RelayWeightTransferEngine.__new__(RelayWeightTransferEngine)
+    engine._staged = engine._fetcher = engine._worker = None
+    engine.ranks = RankVotes(SimpleNamespace(rank=0, world_size=1))
+    engine.model_config = SimpleNamespace(quantization="fp8")
+    with pytest.raises(ConfigError, match="serve the model unquantised") as caught:
+        engine.init_transfer_engine(RelayInitInfo({"job": "j", "kind": "memory", "master": "m"}))
+    assert caught.value.field == "quantization"
+
+
+def test_one_stream_serves_the_uploads_of_all_versions(mapping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that torch has cached for a stream is of use to no other."""
+    from contextlib import nullcontext
+
+    from vllm_rlplugin.weights import version_staging
+
+    used: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or nullcontext())
+    for _ in range(3):
+        with version_staging._own_stream(torch.device("cuda", 7)):
+            pass
+    assert len(used) == 3
+    assert len(set(used)) == 1

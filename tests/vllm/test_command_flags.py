@@ -86,6 +86,10 @@ _CONFLICTS = {
     "scheduler": (["--scheduler-cls", "mine.Scheduler"], "--scheduler-cls = 'mine.Scheduler'"),
     "extension": (["--worker-extension-cls", "mine.Extension"], "--worker-extension-cls = 'mine.Extension'"),
     "transfer": (["--weight-transfer-config", '{"backend": "nccl"}'], "--weight-transfer-config"),
+    "connector": (
+        ["--rl-kv-transfer", "--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'],
+        "--kv-transfer-config = 'NixlConnector'",
+    ),
     "grpc": (["--grpc"], "--grpc"),
     "unknown_option": (["--additional-config", '{"rl_coserve": {"quantums": 1}}'], "rl_coserve.quantums = 1: unknown"),
     "wrong_type": (["--additional-config", '{"rl_coserve": {"quantum": "many"}}'], "rl_coserve.quantum = 'many'"),

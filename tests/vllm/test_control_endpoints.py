@@ -266,6 +266,7 @@ def test_a_client_of_stock_vllm_needs_only_the_token() -> None:
         assert (await raw(server, "GET", "/weight_info"))[1] == {"weight_version": "step-5"}
         assert (await worker.stats()).version == 5
         assert server.client.calls[-2:] == ["advance_version", "snapshot"]
+        assert "loading" in server.client.calls, "a neighbour in a pool knows why nothing is given back"
         assert await post("/update_weights", json={"update_info": {"version": 4}}) == (409, "version_decreases")
         assert await post("/update_weights", json={"update_info": {"version": 6}}) == {"message": "Weights updated"}
         assert await post("/resume") == {"status": "resumed"}  # what was received and not finished is dropped

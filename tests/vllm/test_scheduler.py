@@ -28,7 +28,7 @@ def token(name: str, position: int) -> int:
 
 
 class Harness:
-    """``stock``: vLLM's own class instead of ours. ``plugin``: options of the plugin."""
+    """``stock``: vLLM's own class instead of ours. ``plugin``: options of the plugin. ``window``: of a second KV group."""
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class Harness:
         v2: bool = False,
         policy: str = "priority",
         plugin: dict[str, Any] | None = None,
+        window: int = 0,
+        parallel: dict[str, Any] | None = None,
     ) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import torch
@@ -51,7 +53,7 @@ class Harness:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         from vllm_rlplugin.scheduler import create_scheduler
@@ -71,8 +73,13 @@ class Harness:
             additional_config={"rl_coserve": plugin or {}},
         )
         config.scheduler_config.async_scheduling = run_ahead  # vLLM turns it off on CPU
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        for name, value in (parallel or {}).items():
+            setattr(config.parallel_config, name, value)
+        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+        if window:
+            groups.append(KVCacheGroupSpec(["windowed"], SlidingWindowSpec(**shape, sliding_window=window)))
+        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         config.cache_config.num_gpu_blocks = blocks
         register_all_kvcache_specs(config)
         init_none_hash(sha256)
@@ -490,6 +497,35 @@ def test_no_kv_of_older_weights_is_ever_hit_again(model: Path, how: str, run_ahe
     assert hits("version 1 of another history") == 0
 
 
+@MODES
+def test_with_long_requests_in_flight_an_update_hashes_nothing_anew_and_no_old_kv_is_hit(
+    model: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: bool, v2: bool
+) -> None:
+    monkeypatch.setattr("vllm_rlplugin.scheduler.REHASH_TOKENS", 250)
+    engine = Harness(model, run_ahead=run_ahead, v2=v2)
+    prompt = [token("long", index) for index in range(6 * BLOCK)]
+
+    def update(version: int, count: int) -> str:
+        """With so many requests in flight; how KV was shut out."""
+        for index in range(count):
+            engine.add(f"{version} {index}", prompt=prompt, tokens=40)
+        for _ in range(10):
+            engine.step()
+        engine.drain()
+        hashes = [list(request.block_hashes) for request in engine.scheduler.requests.values()]
+        how = str(engine.rl("advance_version", version=version)["how"])
+        after = [list(request.block_hashes) for request in engine.scheduler.requests.values()]
+        assert (hashes == after) == (how == "flush"), "hashed anew under a salt only"
+        before = engine.rl("snapshot")["prefix_hits"]
+        engine.step()
+        hits = engine.rl("snapshot")["prefix_hits"] - before
+        assert hits <= (count - 1) * 6 * BLOCK, "others may hit what the first computes anew"
+        engine.finish()
+        return how
+
+    assert [update(1, 1), update(2, 4), update(3, 1), update(4, 4)] == ["salt", "flush", "salt", "flush"]
+
+
 def test_in_flight_requests_recompute_everything_after_an_update(model: Path) -> None:
     for how in ("salt", "flush"):
         engine = Harness(model, plugin={"kv_on_update": how})
@@ -573,6 +609,8 @@ def test_under_any_interleaving_each_request_gets_its_tokens_and_all_blocks_come
 def test_wrong_use_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--scheduling-policy priority"):
         Harness(model, policy="fcfs")
+    with pytest.raises(ConfigError, match="moves experts between ranks"):
+        Harness(model, parallel={"enable_eplb": True})
     engine = Harness(model)
     with pytest.raises(ValueError, match="not a command"):
         engine.rl("drop_everything")

@@ -17,6 +17,8 @@ from orchestrator.borrowing import http_worker
 from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.transfer import Publisher, RelayEndpoint
 from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
+from vllm_rlplugin.worker.inprocess_worker import EngineWorker
+from vllm_rlplugin.worker.update_cycle import UpdateCycle
 
 
 def run(scenario: Callable[[TwinServer], Awaitable[None]], **options: Any) -> None:
@@ -333,3 +335,28 @@ def test_a_relay_that_cannot_be_read_is_told_and_the_connection_of_before_stays(
         await worker.close()
 
     run(scenario)
+
+
+def test_a_version_that_takes_long_to_fetch_is_looked_at_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks each look waits for the steps in flight. Both front ends; time is what was slept."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def is_prepared(*given: Any) -> bool:
+        return sum(slept) > 100.0
+
+    class Engine:
+        async def rpc(self, method: str, *given: Any) -> list[dict[str, str]]:
+            return [{"state": "ready" if await is_prepared() else "fetching"}]
+
+    worker: Any = EngineWorker.__new__(EngineWorker)
+    worker._run_command = is_prepared
+    cycle: Any = UpdateCycle(Engine())  # type: ignore[arg-type]
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    for fetch in (cycle._prepare, worker._wait_fetched):
+        slept.clear()
+        asyncio.run(fetch(1))
+        assert len(slept) < 130, "2,000 and 5,000 at the pace of the first ones"
+        assert 100.0 < sum(slept) < 107.0, "and it is loaded soon after it is there"

@@ -5,8 +5,8 @@ Guarantees:
 * :meth:`Transmission.receive_shards` hands on every byte that was sent, in order, and returns only if each shard has
   the digest that its sender announced, and all together are every tensor exactly once. Anything else is an error; the
   groups are then left, so that no sender waits for this rank.
-* It ends within its time limit: on CPU (gloo) every single operation has what is left of it; NCCL has no such limit, so
-  there the communicator is aborted when it is over.
+* It ends within its time limit, joining included: on CPU (gloo) every single operation has what is left of it; NCCL has no
+  such limit, so there the communicator is aborted when it is over, and a group that is never complete is not waited for.
 * Groups are used again for the next version while their names stay the same; a group of another name replaces them.
 
 On CUDA these are vLLM's own: its NCCL group (``nccl_common``) and its packed broadcast (``packed_tensor``), imported
@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -215,11 +216,31 @@ class NcclLink:
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, deadline: float) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        _left(deadline)  # joining has no limit: NCCL waits for all receivers
         unique_id = base64.b64decode(meeting.where, validate=True)
         self._device = device
-        with torch.cuda.device(device):
-            self._group: Any = uid_init_process_group(unique_id, rank, meeting.receivers + 1, device)
+        joined: Future[Any] = Future()
+
+        def join() -> None:
+            try:
+                with torch.cuda.device(device):
+                    group = uid_init_process_group(unique_id, rank, meeting.receivers + 1, device)
+            except Exception as error:  # noqa: BLE001  it is raised in the thread that waits
+                if joined.set_running_or_notify_cancel():
+                    joined.set_exception(error)
+                return
+            if joined.set_running_or_notify_cancel():
+                joined.set_result(group)
+            else:
+                group.destroy()  # the others came when nobody waited any more
+
+        # NCCL itself waits for all receivers for ever: one that died must not hold up this rank, and with it its engine.
+        threading.Thread(target=join, name="rl-coserve-nccl-join", daemon=True).start()
+        try:
+            self._group: Any = joined.result(_left(deadline))
+        except TimeoutError:
+            if joined.cancel():
+                raise RetryableError(f"not all {meeting.receivers} receivers joined the trainer in time") from None
+            self._group = joined.result()
 
     def receive_message(self, size: int, deadline: float) -> bytes:
         """See the protocol."""

@@ -179,7 +179,8 @@ class ReloadedWeights:
 
     def load(self, staged: StagedVersion) -> dict[str, float]:
         started = time.perf_counter()
-        expected = {name for name, _ in self._model.named_parameters()}
+        # Of a model with LoRA adapters the checkpoint's loader says the names of the layers inside, as stock's reload knows.
+        expected = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
         initialize_layerwise_reload(self._model)
         loaded = self._model.load_weights(iter(staged.tensors.items()))
         with _quiet_reload():

@@ -36,7 +36,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from orchestrator.api import CoserveError, Meeting, RetryableError, RunError
+from orchestrator.api import ConfigError, CoserveError, Meeting, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover_mapping
 from vllm_rlplugin.weights.delta_update import DeltaBase
@@ -117,6 +117,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.shutdown()
         self.refusal = None
         try:
+            if method := self.model_config.quantization:
+                fix = "weights that vLLM quantises cannot be updated: serve the model unquantised, or without a weight relay"
+                raise ConfigError("quantization", method, fix)
             endpoint = RelayEndpoint.from_dict(init_info.endpoint)
             self._fetcher = VersionFetcher(endpoint, self.ranks.number)
         except CoserveError as error:

@@ -12,6 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -272,5 +273,11 @@ def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
     """Uploads for digests must not queue behind the model's kernels."""
     if device.type != "cuda":
         return nullcontext()
-    stream: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))
+    stream: AbstractContextManager[Any] = torch.cuda.stream(_stream(device))
     return stream
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    """One for all versions: memory that torch has cached for a stream is of use to no other."""
+    return torch.cuda.Stream(device)

@@ -300,6 +300,7 @@ class InprocessEngine:
         self._before_loading(version, "update_weights", kwargs={"update_info": {"version": version}})
         before, self.unusable = self.unusable, f"the update to version {version} has not ended"
         try:
+            self._core.rl_coserve("loading", {})
             error = self._finish_loading()
             reports = self.report()
             if error is None:

@@ -51,8 +51,11 @@ from vllm_rlplugin.options import PluginOptions, is_priority
 from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 from vllm_rlplugin.worker.request_book import RequestBook
 from vllm_rlplugin.worker.stats_window import StatsWindow
+from vllm_rlplugin.worker.update_cycle import POLL_GROWTH
 
-PREPARE_POLL_SECONDS = 0.02  # between two looks at weights that are being fetched; the first ones come sooner
+PREPARE_POLL_SECONDS = (
+    0.02  # between two looks at weights that are being fetched; the first come sooner, late ones later
+)
 
 
 @dataclass(slots=True)
@@ -313,7 +316,7 @@ class EngineWorker:
             if await self._run_command(lambda now: self._engine.is_prepared(version)):
                 return
             await asyncio.sleep(pause)
-            pause = min(2 * pause, PREPARE_POLL_SECONDS)
+            pause *= 2 if pause < PREPARE_POLL_SECONDS else POLL_GROWTH
 
     def _resume(self, now: float) -> None:
         if self._update is not None:

@@ -27,7 +27,8 @@ from vllm_rlplugin.weights.version_agreement import find_disagreement
 from vllm_rlplugin.worker.live_engine import LiveEngine
 from vllm_rlplugin.worker.version_history import NOTHING_LOADED, VersionHistory
 
-POLL_SECONDS = 0.05  # between two looks at a version that is being fetched
+POLL_SECONDS = 0.05  # between the first two looks at a version that is being fetched
+POLL_GROWTH = 1.0625  # then ever longer, by a sixteenth: with several ranks each look waits for the steps in flight
 PAUSE_MODES = ("abort", "wait", "keep")
 
 _logger = logging.getLogger("vllm.rl_coserve")
@@ -141,6 +142,7 @@ class UpdateCycle:
     async def _prepare(self, version: int) -> None:
         what = f"preparing version {version}"
         await self._rpc_before_load(what, "rl_prepare", version)
+        pause = POLL_SECONDS
         while True:
             answers = await self._rpc_before_load(what, "rl_prepared", version)
             states = [answer["state"] for answer in answers]
@@ -150,7 +152,8 @@ class UpdateCycle:
                 raise RetryableError(f"{what}: another version was asked for meanwhile")
             if states.count("ready") == len(states):
                 return
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(pause)
+            pause *= POLL_GROWTH
 
     async def update(self, version: int) -> UpdateResult:
         """Load ``version``. See :class:`orchestrator.api.RolloutWorker` for what is raised."""
@@ -223,6 +226,7 @@ class UpdateCycle:
         began, before = clock(), self.unusable
         self.unusable = f"the update to version {version} has not ended well"
         try:
+            await self._engine.command("loading", {})
             refusal, reports = await self._load(version)
             if refusal is not None:
                 self.unusable = before

@@ -17,7 +17,7 @@ The stock pool stays as it is; block ids are those of vLLM. One thread: the sche
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry
@@ -130,6 +130,17 @@ class ParkedBlocks:
         idle = [group for group in self._used if not self._in_use(group)][: max(0, groups)]
         self._park_groups(idle)
         return len(idle)
+
+    def groups_left(self, leaving: Mapping[int, int]) -> int:
+        """Groups in use that nobody would reference without these references. ``leaving``: block -> references."""
+        if not leaving:
+            return 0
+        kept = [
+            any(block.is_null or block.ref_cnt > leaving.get(block.block_id, 0) for block in self._blocks(group))
+            for group in self._used
+            if self._in_use(group)
+        ]
+        return kept.count(False)
 
     def sleep(self) -> None:
         """Give back everything, the null block's group too: no step may run until :meth:`wake`. Raises RuntimeError while blocks

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from vllm_rlplugin.kvpool.engine.single_process import check_connector
 from vllm_rlplugin.kvpool.ledger.page_ledger import Role
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords
 from vllm_rlplugin.kvpool.pages.page_backends import HostBackend, PageBackend, backend_for
@@ -107,6 +108,7 @@ def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layou
         raise ConfigError(
             "kv_pool", f"{options.kv_pool} with {workers} workers", "an engine in a pool has one worker so far"
         )
+    check_connector(vllm_config.kv_transfer_config)
     tensors = config.kv_cache_tensors
     try:
         regions = regions_of(tensors, layout)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
@@ -31,7 +32,7 @@ from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
 
-POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held")
+POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held", "loading")
 _LOOK_SECONDS = 0.25  # between two looks at all blocks
 _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
 
@@ -60,7 +61,7 @@ class PoolScheduler:
             keep=keep,
             after=int(scheduler.num_lookahead_tokens > 0),  # what a drafter writes comes after its step's output
         )
-        self._block_tokens = scheduler.block_size
+        self._block_tokens = [group.block_size for group in manager.coordinator.single_type_managers]
         self._looked = 0.0
         self._partition = 0.0
         self._guardian, self._meter, self._admission = guardian, meter, admission
@@ -131,6 +132,7 @@ class PoolScheduler:
     def begin_rl_step(self) -> None:
         """An RL step begins: of a rollout engine, which got the weights of it. The serving engine opens the budgets anew."""
         if self._admission is not None:
+            self._admission.note_loaded()
             self._pool.pool.control(ControlWord.STEPS, 1, add=True)
 
     def command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +142,7 @@ class PoolScheduler:
             self.deactivate,
             self.activate,
             self.note_weights,
+            self.note_loading,
         )
         return dict(zip(POOL_COMMANDS, does, strict=True))[command](**arguments)
 
@@ -178,6 +181,12 @@ class PoolScheduler:
         """Said of this engine in the pool: bytes of its weights in memory, seconds that its activation took."""
         if self._admission is not None:
             self._admission.note_weights(weights, activation)
+        return {}
+
+    def note_loading(self) -> dict[str, Any]:
+        """A weight update begins: this thread gives nothing back until it has ended, and is not to be killed for that."""
+        if self._admission is not None:
+            self._admission.note_loading()
         return {}
 
     def device_status(self) -> dict[str, Any] | None:
@@ -274,16 +283,19 @@ class PoolScheduler:
 
     def _blocks_wanted(self) -> int:
         """Blocks that running and waiting requests may ask for in the next step: an upper bound, so that stock finds them."""
-        scheduler, most = self._scheduler, 0
-        tokens = scheduler.max_num_scheduled_tokens
+        scheduler = self._scheduler
+        tokens, drafted = scheduler.max_num_scheduled_tokens, scheduler.num_lookahead_tokens
+        ahead = []
         for request in scheduler.running:
             known = request.num_tokens_with_spec + request.num_output_placeholders  # those of batches in flight too
-            ahead = min(tokens, max(1, known - request.num_computed_tokens))
-            most += -(-ahead // self._block_tokens) + 1
+            ahead.append(min(tokens, max(1, known - request.num_computed_tokens)) + drafted)
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         for _, request in zip(range(max(0, room)), scheduler.waiting, strict=False):
-            most += -(-request.num_tokens // self._block_tokens) + 1
-        return most
+            ahead.append(request.num_tokens + drafted)
+        if not ahead:
+            return 0
+        each = (-(-count // size) + 1 for count in ahead for size in self._block_tokens)  # one pool for all KV groups
+        return int(sum(each) + scheduler.kv_cache_manager.watermark_blocks)
 
     def _comply_with_budget(self) -> int | None:
         """Give back what is beyond the budget. Returns the groups that may be used; None: there is no budget."""
@@ -295,10 +307,15 @@ class PoolScheduler:
         excess -= self._parked.held_groups - self._parked.backed_groups  # those that are on their way
         if excess > 0:
             excess -= self._parked.shrink(excess)
-        while excess > 0 and self._scheduler.running:
+        while excess > 0 and self._scheduler.running and excess > self._groups_coming():
             self._displace_last()
             excess -= self._parked.shrink(excess)
         return int(mine.budget // each)
+
+    def _groups_coming(self) -> int:
+        """Groups that come free by themselves: with a KV connector and async scheduling stock frees after a step in flight."""
+        deferred = self._scheduler.deferred_frees
+        return self._parked.groups_left(Counter(block.block_id for _, blocks in deferred for block in blocks))
 
     def _displace_last(self) -> None:
         """Stock's own preemption, of the request that ranks last."""

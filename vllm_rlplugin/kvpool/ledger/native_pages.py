@@ -13,10 +13,10 @@ from typing import Any
 
 from orchestrator.api import RunError
 
-ABI = 3
+ABI = 4
 TENANTS, WORDS, NAME, CONTROLS = 16, 14, 64, 8
 DRIVER, FULL_DEVICE, PAGE_SIZE, NO_DEVICE, NO_LIBRARY = range(-34, -29)
-BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM, STUCK = range(-10, -21, -1)
+BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM, STUCK, NAMESPACE = range(-10, -22, -1)
 
 _P, _U64, _INT, _I64 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int64
 

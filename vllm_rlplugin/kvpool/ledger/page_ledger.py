@@ -146,7 +146,8 @@ class PagePool:
     # -- a tenant ----------------------------------------------------------------------------------------------------
 
     def join(self, name: str, role: Role, budget: int = 0) -> int:
-        """Become a tenant; returns the slot. Raises ConfigError: a second serving engine, a name that is taken, no slot."""
+        """Become a tenant; returns the slot. Raises ConfigError: a second serving engine, a name that is taken, no slot, and
+        where pages are memory of a device another PID namespace than the maker's."""
         if not 0 < len(name.encode()) < native_pages.NAME:
             raise ConfigError("kv_pool.name", name, f"must have 1 to {native_pages.NAME - 1} bytes")
         if self._role is not None:
@@ -156,6 +157,11 @@ class PagePool:
             there = ", ".join(f"{tenant.name} ({tenant.role}, process {tenant.pid})" for tenant in self.view().tenants)
             fix = f"the pool has one serving engine, and each name once; there are: {there}"
             raise ConfigError("kv_pool.name", name, fix)
+        if slot == native_pages.NAMESPACE:
+            fix = (
+                "was made in another PID namespace: engines of one GPU must see each other's processes (pods: hostPID)"
+            )
+            raise ConfigError("kv_pool.path", str(self.path), fix)
         if slot == native_pages.FULL:
             raise ConfigError("kv_pool.name", name, f"the pool has {native_pages.TENANTS} tenants already")
         self._role, self._slot = role, self._check_code(slot)

@@ -71,7 +71,8 @@ class RolloutWords:
     pages that it cannot give back while it lives. Counts since its start; ``would``: tokens admitted in a dry run, never
     computed; ``refused``: steps; ``stalls``, ``returned``: requests; ``misses``: steps after which serving had no slack left.
     ``inactive``: it was deactivated, and runs nothing; ``weights``: bytes of its weights that are in memory, 0: not said;
-    ``activation``: seconds that the latest one took."""
+    ``activation``: seconds that the latest one took. ``loading``: since ``begun`` its thread puts weights into the model, and
+    gives nothing back meanwhile."""
 
     running: bool = False
     dry: bool = False
@@ -89,10 +90,11 @@ class RolloutWords:
     inactive: bool = field(default=False, kw_only=True)
     weights: int = field(default=0, kw_only=True)
     activation: float = field(default=0.0, kw_only=True)
+    loading: bool = field(default=False, kw_only=True)
 
     def pack(self) -> Words:
         """For :meth:`vllm_rlplugin.kvpool.ledger.page_ledger.PagePool.publish`."""
-        head = _ROLLOUT | self.running << 16 | self.dry << 17 | self.inactive << 18
+        head = _ROLLOUT | self.running << 16 | self.dry << 17 | self.inactive << 18 | self.loading << 19
         counts = (self.steps, self.tokens, self.would, self.refused, self.stalls, self.returned, self.misses)
         times = map(_nanoseconds, (self.begun, self.busy, self.guard))
         return _words([head, *times, self.minimum, *counts, self.weights, _nanoseconds(self.activation)])
@@ -106,7 +108,8 @@ class RolloutWords:
         counts = [int(word) for word in words[4:12]]
         said = cls(bool(head >> 16 & 1), bool(head >> 17 & 1), begun, busy, guard, *counts)
         took = _seconds(int(words[13]))
-        return replace(said, inactive=bool(head >> 18 & 1), weights=int(words[12]), activation=took)
+        bits = {"inactive": bool(head >> 18 & 1), "loading": bool(head >> 19 & 1)}
+        return replace(said, **bits, weights=int(words[12]), activation=took)
 
     def used_until(self, now: float) -> float:
         """Seconds that its steps have taken so far."""

@@ -153,7 +153,7 @@ def is_keeper_alive(pool: PagePool) -> bool:
 
 def ensure_keeper(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY, linger: float = LINGER) -> None:
     """Start the pool's keeper if there is none; returns when it has the pages. Raises ConfigError: the device has no room for
-    so many; RunError: it did not start."""
+    so many, or engines live on the pages of one that died; RunError: it did not start."""
     deadline = time.monotonic() + _START
     command = [sys.executable, "-m", MODULE, str(pool.path), "--device", str(driver.ordinal), "--library", library]
     while True:
@@ -165,6 +165,10 @@ def ensure_keeper(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY,
                 raise RunError(f"the keeper of {pool.path} does not answer, and does not end: {fix}")
             time.sleep(_POLL / 4)  # it starts just now, or is about to end with the pool that was here before
             continue
+        pool.reap()
+        if there := [tenant.name for tenant in pool.view().tenants]:  # theirs is the memory of the keeper that died
+            fix = f"its keeper died, and a second one would make second pages: end {', '.join(there)}, and start them anew"
+            raise ConfigError("kv_pool", str(pool.path), fix)
         child = subprocess.Popen(
             [*command, "--linger", str(linger)],
             stdin=subprocess.DEVNULL,

@@ -4,7 +4,8 @@ Guarantees: the decisions are those of :class:`orchestrator.policies.serving.kv_
 engines together; each of them that is active gets an equal share. The serving engine never waits here: a tick reads the
 ledger, and now and then writes a budget. A rollout engine that does not give back in time is killed, if its process can
 be seen and holds this pool's file (a process number may mean another process in another namespace); else that is said
-once, and its pages stay where they are.
+once, and its pages stay where they are. One that says that it loads weights has LOADING seconds for that first: its thread
+cannot give anything back meanwhile.
 
 Opened when a rollout engine joins, by :meth:`Guardian.open_budget`, and when a rollout engine says that an RL step
 begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Looks
@@ -29,6 +30,7 @@ from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
 _TICK = 0.005  # seconds between two looks
 WATCH_SECONDS = 0.02  # between two looks of the thread
+LOADING = 30.0  # seconds that a rollout engine may take to put weights into its model, before it is to give pages back
 
 _logger = logging.getLogger(__name__)
 
@@ -178,7 +180,9 @@ class Guardian:
         gone = [
             tenant
             for tenant in tenants
-            if tenant.used > share + self._minimum_pages(tenant) and self._kill_tenant(tenant)
+            if tenant.used > share + self._minimum_pages(tenant)
+            and not self._is_loading(tenant)
+            and self._kill_tenant(tenant)
         ]
         if not gone:
             return budget
@@ -196,6 +200,10 @@ class Guardian:
             text = "rollout engine %s holds %d pages more than it may, and its process %d cannot be killed from here"
             _logger.error(text, tenant.name, tenant.used - tenant.budget, tenant.pid)
         return False
+
+    def _is_loading(self, tenant: TenantView) -> bool:
+        said = RolloutWords.unpack(self._pool.read(tenant.slot))
+        return said is not None and said.loading and self._now() - said.begun < LOADING
 
     def _active(self, view: PoolView) -> list[TenantView]:
         """The rollout engines that share what is lent: one that was deactivated has nothing and gets nothing."""

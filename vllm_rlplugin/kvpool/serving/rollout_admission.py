@@ -75,7 +75,7 @@ class RolloutAdmission:
             output = stock(throttle)
         else:
             admitted = self._admit(serving, now)
-            size = admitted.tokens + admitted.decode
+            size = admitted.tokens + admitted.decode * (1 + self._scheduler.num_spec_tokens)
             output = self._schedule_limited(stock, size, throttle or not admitted.tokens)
             if not size:
                 self._refuse_step(serving, now)
@@ -113,7 +113,7 @@ class RolloutAdmission:
         scheduler, tokens, decoding = self._scheduler, 0, 0
         for request in scheduler.running:
             left = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-            if request.num_output_tokens and left <= 1:
+            if request.num_output_tokens and left <= 1 + len(request.spec_token_ids):
                 decoding += 1
             else:
                 tokens += max(0, left)
@@ -225,6 +225,14 @@ class RolloutAdmission:
         """Bytes of the weights that are in memory; what the last activation took, None: as before."""
         self._weights = weights
         self._activation = self._activation if activation is None else activation
+        self._publish()
+
+    def note_loading(self) -> None:
+        """Weights are put into the model from now on, until anything else is said of this engine."""
+        self._pool.publish(replace(self.words(), loading=True, running=False, begun=self._now()).pack())
+
+    def note_loaded(self) -> None:
+        """It gives pages back again."""
         self._publish()
 
     def _publish(self) -> None:

@@ -225,12 +225,13 @@ def _arrival(request: Any, now: float) -> float:
 def count_parts(output: Any, requests: Mapping[str, Any]) -> tuple[int, int]:
     """Tokens of prefill, and sequences that decode, of a step that was scheduled just now. ``requests``: vLLM's own, by name.
 
-    With async scheduling a request may decode while its first token is still in flight: vLLM then counts placeholders."""
-    tokens = batch = 0
+    With async scheduling a request may decode while its first token is still in flight: vLLM then counts placeholders. With
+    speculative decoding a sequence that decodes has its drafted tokens in the step as well."""
+    tokens, batch, drafted = 0, 0, output.scheduled_spec_decode_tokens
     for name, count in output.num_scheduled_tokens.items():
         found = requests.get(name)
         begun = found is not None and (found.num_output_tokens or found.num_output_placeholders > 1)
-        if begun and count == 1:
+        if begun and count <= 1 + len(drafted.get(name, ())):
             batch += 1
         else:
             tokens += count
