@@ -121,7 +121,8 @@ def _start_local_ray(**options: Any) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
     import ray
 
-    options["_temp_dir"] = f"{folder}/r"  # Ray makes it 0777; nobody gets as far
+    # "local": a new one, whatever an earlier Ray of this process left in the folder, which Ray makes 0777; nobody gets as far
+    options |= {"address": "local", "_temp_dir": f"{folder}/r"}
     for last in (False, False, True):
         try:
             ray.init(**options)

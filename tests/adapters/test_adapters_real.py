@@ -139,7 +139,9 @@ def test_verl_samples_from_our_engine_and_its_weights_reach_it(tmp_path: Path) -
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", runtime_env={"env_vars": variables})
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", runtime_env={"env_vars": variables}
+    )
     try:
         servers = LLMServerManager.create(config=config)
         assert servers.get_addresses() == ["coserve-0"]

@@ -63,7 +63,9 @@ class Gen(rdist.ActorGenCls):
 def local_ray() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 100 << 20}
-    ray.init(num_cpus=2, resources=cluster_resources({"H800": 1 + 24, "H20": 2 + 24, "L20": 1}), **options)
+    ray.init(
+        address="local", num_cpus=2, resources=cluster_resources({"H800": 1 + 24, "H20": 2 + 24, "L20": 1}), **options
+    )
     yield
     ray.shutdown()
 

@@ -183,6 +183,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             bucket_bytes=4 << 20,
         ).to_dict()
         ray.init(
+            address="local",
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,
@@ -205,7 +206,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         settings = {"stream": True, "learning_rate": 1e-2, "micro_batch_size": 1}
 
         async def start() -> None:
-            trainer.start()
+            await trainer.start()
             await asyncio.gather(
                 worker.start(), trainer.create({"model": model, "settings": settings, "total_steps": 9, "relay": relay})
             )

@@ -123,7 +123,9 @@ def test_four_times_the_text_takes_at_most_eight_times_as_long(name: str) -> Non
         if longer <= TIMES * FLOOR:
             continue
         shorter = seconds_of(parse, made(SIZE))
-        if longer > TIMES * max(shorter, FLOOR) and (longer := seconds_of(parse, made(4 * SIZE))) > TIMES * shorter:
+        if longer > TIMES * max(shorter, FLOOR):  # once more, both: something else may have had the processor's cache
+            shorter, longer = max(shorter, seconds_of(parse, made(SIZE))), seconds_of(parse, made(4 * SIZE))
+        if longer > TIMES * max(shorter, FLOOR):
             slow.append(f"{kind}: {shorter:.3f} s, at four times the length {longer:.3f} s")
     assert slow == []
 

@@ -30,7 +30,7 @@ MAY_END_A_RUN = {
         "_done",
         "done",
     },  # no environment can be started
-    "rewards/host_launch.py": {"base_url", "_launch"},  # the run's own servers, when they are started
+    "rewards/host_launch.py": {"base_url"},  # the run's own servers, when they are started
     "rewards/ray_serve.py": {"url", "start", "stop"},
     "rewards/reward_client.py": {"call_reward"},  # a refused token, or an address without a function
     "sandbox/workspace.py": {"check_fresh"},  # an episode of coding that does not begin with the task's files

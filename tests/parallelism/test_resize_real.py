@@ -84,6 +84,7 @@ def test_engines_are_cut_anew_under_load_and_every_request_says_what_it_would_ha
     with ExitStack() as stack:
         root = str(Path(__file__).parents[2])
         ray.init(
+            address="local",
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,

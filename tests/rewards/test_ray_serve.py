@@ -49,7 +49,9 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+        ray.init(
+            address="local", num_cpus=4, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False
+        )
         yield
         ray.shutdown()
 
