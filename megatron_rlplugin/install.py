@@ -177,7 +177,7 @@ def install(args: argparse.Namespace) -> bool:
 @contextlib.contextmanager
 def _without_nan_check(chunks: Sequence[Any]) -> Iterator[None]:
     """Megatron's check raises on the rank that has the NaN while the others wait for it; the norm is checked on all."""
-    configs = [chunk.ddp_config for chunk in chunks]
+    configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
     before = [config.check_for_nan_in_grad for config in configs]
     try:
         for config in configs:

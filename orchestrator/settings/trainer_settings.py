@@ -113,7 +113,7 @@ class TrainerSettings(Section):
     # and at most so many tokens, padding included (a longer trajectory is alone): what bounds the memory of a step
     micro_batch_tokens: Annotated[
         Positive, Flag("tokens of a micro-batch, padding included; a longer trajectory is alone")
-    ] = 32768
+    ] = 16384
     # what goes into one micro-batch; `stream` means arrival
     micro_batch_order: Annotated[Literal["length", "arrival"], Flag("what goes into a micro-batch")] = "length"
     # several trajectories in one row of at most so many tokens; None: padded rows

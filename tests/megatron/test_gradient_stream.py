@@ -388,6 +388,12 @@ MOE_AUXILIARY = {
         ("ddp", {"average_in_collective": True}, "average_in_collective"),
         ("ddp", {"use_megatron_fsdp": True}, "use_megatron_fsdp"),
         ("ddp", {"reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf_for_mxfp8_param_ag"),
+        (
+            "ddp",
+            {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
+            "num_distributed_optimizer_instances",
+        ),
+        ("config", {"fp8": "hybrid", "fp8_recipe": "delayed"}, "fp8_recipe"),
         ("config", {"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute"),
         ("config", {"hybrid_context_parallel": True}, "hybrid_context_parallel"),
         ("config", {"cuda_graph_scope": [SimpleNamespace(name="full_iteration")]}, "cuda_graph_scope"),

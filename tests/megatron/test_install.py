@@ -113,6 +113,18 @@ def test_weights_are_published_bit_for_bit(built: learner.Learner, tmp_path: Pat
     rl.close()
 
 
+def test_interleaved_stages_get_an_iterator_each_and_whole_rounds(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rl = wrap(built.chunks, built.optimizer, parse())
+    monkeypatch.setattr(rl, "model", [built.model, built.model])
+    monkeypatch.setattr(built.config, "pipeline_model_parallel_size", 2)
+    first, second = rl._data([1, 2])
+    assert (list(first), list(second)) == ([1, 2], [1, 2])
+    with pytest.raises(ConfigError, match="multiple of the 2 pipeline stages"):
+        rl._data([1, 2, 3])
+
+
 def test_padding_of_the_vocabulary_is_not_published(built: learner.Learner, tmp_path: Path) -> None:
     """Megatron pads a vocabulary to a multiple of TP; engines have as many rows as config.json says."""
     relay = {**RELAY, "job": "padded", "master": "test_padded_vocabulary"}
