@@ -33,6 +33,7 @@ from orchestrator.api.ports import (
     DemonstratingTask,
     Environment,
     ExpertWorker,
+    LimitedReward,
     ManagedWorker,
     MetadataStore,
     PlacedWorker,

@@ -226,6 +226,13 @@ class RewardFunction(Protocol):
         """The terminal reward; finite."""
 
 
+@runtime_checkable
+class LimitedReward(RewardFunction, Protocol):
+    """A RewardFunction whose calls may wait for a slot."""
+
+    limited: bool  # each call ends by itself, in a time that begins when it has a slot
+
+
 class Relay(Protocol):
     """Write-once objects under immutable keys (a Mooncake Store, or its in-memory twin). Called inside engine processes."""
 

@@ -20,6 +20,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     mode: Literal["sync", "sync_plus", "one_off", "areal", "async"] = "async"  # docs/modes.md
     steps: Positive = 100
+    trainer_start_timeout: PositiveSeconds = 1800.0  # of its ranks, from their processes to their model
     trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long counts as dead
     # After the death of the trainer or of the relay's master a run goes on by itself from its newest checkpoint, so often
     # without a new training step in between; then it ends. 0: it ends at once.

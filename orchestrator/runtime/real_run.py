@@ -22,12 +22,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from orchestrator.api import (
     ConfigError,
@@ -73,7 +73,19 @@ WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
-_START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
+
+T = TypeVar("T")
+
+
+async def within(seconds: float, starting: Awaitable[T], what: str, key: str) -> T:
+    """What it answers when it has come up. Raises RunError after ``seconds``, which are the config's ``key``."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await starting
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise RunError(f"{what} did not come up within {seconds:g} s: raise {key}, or look into the logs") from error
 
 
 def start_ray(config: Config) -> None:
@@ -320,14 +332,13 @@ class _Assembly:
             self.display.stage("startup", "environments")
             await pool.open()
         self.display.stage("startup", "vLLM and Megatron-Core")
-        limit = _START_LIMIT + config.warmup.steps
-        try:
-            async with asyncio.timeout(limit):
-                up = asyncio.gather(*(worker.start() for worker in workers))
-                starting = (self._start_trainer(trainer, model, endpoint), up, servers.start(served, self.events))
-                version, _, _ = await asyncio.gather(*starting)
-        except TimeoutError as error:
-            raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
+        up = asyncio.gather(*(worker.start() for worker in workers), servers.start(served, self.events))
+        first = self._start_trainer(trainer, model, endpoint)
+        limit = config.run.trainer_start_timeout + config.warmup.steps
+        version, _ = await asyncio.gather(
+            within(limit, first, "Megatron-Core", "run.trainer_start_timeout"),
+            within(config.rollout.start_timeout, up, "vLLM", "rollout.start_timeout"),
+        )
         ranks_alive = await trainer.pids()
         self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
         parts = Components(
