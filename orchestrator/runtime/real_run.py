@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -55,7 +55,7 @@ from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
-from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
+from orchestrator.runtime import device_plan, function_hosts, garbage_collector, pool_requests, tiny_model_setup
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, VllmEngine
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
@@ -414,14 +414,21 @@ class _Assembly:
                 self.display.message(f"what this run had of the pools stays bound until it is started again: {error}")
 
         self.stack.callback(give_back)
-        pool_requests.reserve_all(self.config, places)
-        return places
+        return self._reserved(places)
 
     def _places_without_pools(self) -> dict[str, Placement]:
         places = pool_requests.without_pools(self.config, self.display.message)
         for placement in places.values():
             self.stack.callback(placement.release)
+        return self._reserved(places)
+
+    def _reserved(self, places: dict[str, Placement]) -> dict[str, Placement]:
         pool_requests.reserve_all(self.config, places)
+        rows = device_plan.plan_rows(self.config, places)
+        self.events.emit("plan", processes=[asdict(row) for row in rows])
+        if places:
+            for line in device_plan.describe(rows):
+                self.display.message(f"devices: {line}")
         return places
 
     def _note_binding(self, binding: DeviceBinding) -> None:
