@@ -130,6 +130,7 @@ def _loop_settings(config: Config) -> LoopSettings:
         minutes=config.run.minutes,
         groups_per_step=config.rollout.groups_per_step,
         checkpoint_every=config.checkpoint.every,
+        checkpoint_seconds=60 * config.checkpoint.minutes,
         evaluate_every=config.evaluation.every,
         evaluation_prompts=config.evaluation.prompts,
         stream=config.trainer.stream,

@@ -93,7 +93,6 @@ PLAIN = {
     "warmup.batch_size": "demonstrations a step",
     "warmup.learning_rate": "of these steps",
     "evaluation.prompts": "held-out prompts, each played once, greedily",
-    "checkpoint.every": "training steps between two",
     "checkpoint.keep": "newest ones that stay",
     "environment.backend": "where an environment is, see [environments.md](environments.md)",
     "environment.parallel_starts": "that are started at the same time",

@@ -29,6 +29,7 @@ from orchestrator.api.errors import (
     TrajectoryError,
 )
 from orchestrator.api.ports import (
+    CHECKPOINT_DIGESTS,
     BorrowedWorker,
     DemonstratingTask,
     Environment,

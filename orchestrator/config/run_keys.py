@@ -143,10 +143,19 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    """Atomic checkpoints; the last ``keep`` stay."""
+    """Atomic checkpoints, at the start, the end, and when ``every`` or ``minutes`` says so; the last ``keep`` stay."""
 
-    every: Positive = 1
+    every: Annotated[int, Field(ge=0)] = 10  # training steps; 0: by time only
+    minutes: Annotated[float, Field(ge=0)] = 30.0  # since the last one; 0: by steps only
     keep: Positive = 2
+    keep_every: Annotated[int, Field(ge=0)] = 0  # those after every so many steps stay, too; 0: none
+
+    @model_validator(mode="after")
+    def _at_all(self) -> CheckpointSection:
+        if not self.every and not self.minutes:
+            found = [violation("every", 0, "with checkpoint.minutes = 0 there would be none: give one of the two")]
+            raise ValidationError.from_exception_data("checkpoint", found)
+        return self
 
 
 class WarmupSection(Section):

@@ -425,7 +425,7 @@ class _Assembly:
     def _reserved(self, places: dict[str, Placement]) -> dict[str, Placement]:
         pool_requests.reserve_all(self.config, places)
         rows = device_plan.plan_rows(self.config, places)
-        self.events.emit("plan", processes=[asdict(row) for row in rows])
+        self.events.emit("places", processes=[asdict(row) for row in rows])
         if places:
             for line in device_plan.describe(rows):
                 self.display.message(f"devices: {line}")

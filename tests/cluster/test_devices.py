@@ -148,12 +148,17 @@ def test_a_plan_that_does_not_fit_says_what_had_a_place() -> None:
 
 
 def test_the_plan_says_who_shares_devices() -> None:
-    config = load_config(None, ["rollout.colocation.enabled=true", 'rollout.served=["http://127.0.0.1:1"]'])
-    said = device_plan.describe(device_plan.plan_rows(config, {}))
-    assert said == [
-        "any node: trainer, vllm-0 (trainer and engines take turns on the devices that they see)",
-        "any node: http://127.0.0.1:1 (borrowed: its owner's devices)",
+    def said(*overrides: str) -> list[str]:
+        return device_plan.describe(device_plan.plan_rows(load_config(None, list(overrides)), {}))
+
+    turns = "trainer and engines take turns on the devices that they see"
+    assert said("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0") == [
+        f"any node: trainer, vllm-0 ({turns})"
     ]
+    assert (
+        said('rollout.served=["http://127.0.0.1:1"]')[1]
+        == "any node: http://127.0.0.1:1 (borrowed: its owner's devices)"
+    )
 
 
 def test_engines_are_spread_over_nodes_and_ranks_are_beside_each_other() -> None:

@@ -26,7 +26,7 @@ pytestmark = [
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 PORT = 6379
 RUN = [
-    "examples/frozenlake.toml",
+    str(real_runs.ROOT / "examples" / "frozenlake.toml"),
     "run.steps=3",
     "warmup.steps=2",
     "evaluation.prompts=4",
@@ -65,7 +65,6 @@ def train(host: Host, folder: Path, *more: str) -> tuple[Path, str]:
     process = host.start(
         [sys.executable, "-m", "orchestrator.cli", "train", *RUN, *where],
         {"NO_COLOR": "1"},
-        cwd=real_runs.ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -81,7 +80,7 @@ def test_a_run_goes_over_three_hosts(cluster: list[Host], tmp_path: Path) -> Non
     first, *others = cluster
     before = [host.received() for host in others]
     run, said = train(first, tmp_path)
-    plan = real_runs.of(run, "plan")[0]["processes"]
+    plan = real_runs.of(run, "places")[0]["processes"]
     nodes = {row["process"]: row["node"] for row in plan}
     assert {nodes["trainer"], nodes["trainer-1"]} == {host.address for host in others}
     assert {nodes["vllm-0"], nodes["vllm-1"]} == {host.address for host in others}

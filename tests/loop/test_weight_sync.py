@@ -155,7 +155,7 @@ def test_those_that_cannot_receive_get_the_version_from_the_relay_after_the_othe
         await rig.delivery.lead(1, 1)
         assert clock() - begun == pytest.approx(SEND_SHARE * UPDATE + 0.25 * UPDATE, abs=0.1)
         assert await rig.held() == [1, 1, 0]
-        assert rig.delivery.under_way
+        assert rig.proxy.unpublished == 1
         assert rig.proxy.behind
         await rig.delivery.follow(1, 1)
         assert clock() - begun == pytest.approx(PUBLISH + UPDATE, abs=0.1)

@@ -21,9 +21,9 @@ from orchestrator.rewards import function_client as client_module
 from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.rewards.voting import MajorityVote
 from orchestrator.runtime import function_hosts
+from orchestrator.runtime.function_hosts import WAIT_SECONDS
 from orchestrator.runtime.preflight import make_task
 from orchestrator.runtime.process_keeper import Keeper
-from orchestrator.runtime.reward_setup import WAIT_SECONDS
 from orchestrator.sim.twins import SimReward
 from scripts.bench.virtual_run import run as virtual_run
 

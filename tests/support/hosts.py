@@ -118,7 +118,7 @@ class Hosts:
     def inside(self, *command: str) -> list[str]:
         """The command line that runs ``command`` among the hosts."""
         user = ["-U", "--preserve-credentials"] if os.getuid() else []
-        return ["nsenter", "-t", str(self._first()), *user, "-n", "-m", "-p", "--", *command]
+        return ["nsenter", "-t", str(self._first()), *user, "-n", "-m", "-p", f"--wdns={os.getcwd()}", "--", *command]
 
     def command(self, *command: str) -> str:
         """What it printed. Raises RuntimeError."""
