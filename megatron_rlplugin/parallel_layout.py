@@ -6,12 +6,16 @@ once a process, the same layout again changes nothing.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -72,6 +76,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the address of an interface
 _joined: list[tuple[ParallelLayout, int]] = []  # the layout and world size of this process, once joined
 
 
@@ -81,9 +86,12 @@ def initialize_parallel(
     world_size: int = 1,
     init_method: str = "",
     timeout: float | None = None,
+    interface: str = "",
 ) -> None:
     """Join torch.distributed and make Megatron's groups. Once a process; the same layout again changes nothing.
     ``timeout``: seconds that a rank waits for another in one collective; None: torch's default (NCCL: 10 minutes).
+    ``interface``: the network interface of the collectives; "": gloo takes the one that reaches the meeting point (by itself it
+    would take what the host's name stands for, which may be loopback), NCCL chooses. Raises ConfigError.
 
     A single rank rendezvouses with itself in memory, so it needs no port. More need ``init_method`` (``tcp://``).
     """
@@ -110,6 +118,7 @@ def initialize_parallel(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
+            _choose_interface(init_method, interface)
             limit = None if timeout is None else timedelta(seconds=timeout)
             dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
     parallel_state.initialize_model_parallel(
@@ -128,13 +137,47 @@ def initialize_parallel(
         model_parallel_cuda_manual_seed(0)  # names the generators; without dropout nothing is drawn from them
 
 
+def _choose_interface(init_method: str, interface: str) -> None:
+    there = [name for _, name in socket.if_nameindex()]
+    if interface and interface not in there:
+        raise ConfigError(
+            "trainer.interface", interface, f"{socket.gethostname()} has none of that name: {', '.join(there)}"
+        )
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        return
+    host = urlsplit(init_method).hostname
+    if host and "GLOO_SOCKET_IFNAME" not in os.environ and (found := _interface_towards(host)):
+        os.environ["GLOO_SOCKET_IFNAME"] = found
+
+
+def _interface_towards(host: str) -> str:
+    """The interface with the IPv4 address that this machine speaks to ``host`` from; "" where it cannot be told. Nothing is
+    sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            own = socket.inet_aton(probe.getsockname()[0])
+        except OSError:
+            return ""
+        for _, name in socket.if_nameindex():
+            try:
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
+                    return name
+            except OSError:  # one without an address
+                continue
+    return ""
+
+
 def leave_parallel() -> None:
     """Destroy Megatron's groups but stay in torch.distributed, so that another layout of the same world can be joined."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    _joined.clear()
+
+
+_joined.clear()
 
 
 def shutdown_parallel() -> None:

@@ -22,7 +22,7 @@ from orchestrator.colocation.group_feeder import GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
 from orchestrator.components import Components, ForecastParts, Position
 from orchestrator.config import Config
-from orchestrator.config.rollout_keys import FiltersSection
+from orchestrator.config.rollout_keys import FiltersSection, RolloutSection
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_session import EnvironmentBackend
 from orchestrator.environments.episode_context import setup_of
@@ -63,6 +63,7 @@ from orchestrator.proxy.kv_moves import GapMover, kv_moves
 from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.prefill_decode import PrefillDecode
 from orchestrator.proxy.resize import EngineResizing, require_resizable
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.rollout import BatchSize, Rollout
 from orchestrator.tail_batching import PROGRESSIVE, PromptLengths, Rounds
 from orchestrator.trainer_calls import TrainerCalls
@@ -129,6 +130,7 @@ def _loop_settings(config: Config) -> LoopSettings:
         minutes=config.run.minutes,
         groups_per_step=config.rollout.groups_per_step,
         checkpoint_every=config.checkpoint.every,
+        checkpoint_seconds=60 * config.checkpoint.minutes,
         evaluate_every=config.evaluation.every,
         evaluation_prompts=config.evaluation.prompts,
         stream=config.trainer.stream,
@@ -164,6 +166,7 @@ def build_rollout(
         task,
         proxy,
         step_timeout=settings.environment_step_timeout,
+        reset_timeout=_reset_seconds(settings),
         trajectory_timeout=settings.trajectory_timeout,
         is_stale=lambda first: not bound.admissible(buffer.version, first),
         source=parts.environments,
@@ -215,7 +218,7 @@ def build_proxy(
     proxy = LLMProxy(
         workers,
         events,
-        stall_timeout=settings.stall_timeout,
+        limits=WorkerLimits.of(settings),
         restarts=settings.worker_restarts,
         heartbeat=settings.heartbeat_seconds,
         misses=settings.heartbeat_misses,
@@ -362,6 +365,11 @@ def _environment_backend(
             return _pod_backend(config, task, owner, tools, tally)
 
 
+def _reset_seconds(rollout: RolloutSection) -> float:
+    """For an environment to begin an episode, or to be made as new between two."""
+    return rollout.environment_reset_timeout or rollout.environment_step_timeout
+
+
 def _pod_backend(
     config: Config, task: Task, owner: str, tools: Mapping[str, Any] | None, tally: ToolTally | None
 ) -> EnvironmentBackend:
@@ -383,7 +391,8 @@ def _pod_backend(
         **{name: getattr(pods, name) for name in names},
     )
     target, arguments = environment_target(config, task)
-    limits = {"cpu_seconds": chosen.cpu_seconds, "call_seconds": rollout.environment_step_timeout}
+    longest = max(rollout.environment_step_timeout, _reset_seconds(rollout))
+    limits = {"cpu_seconds": chosen.cpu_seconds, "call_seconds": longest}
     return PodBackend(
         target,
         arguments,
@@ -408,7 +417,8 @@ def _pool_settings(config: Config, owner: str) -> PoolSettings:
         start_tries=chosen.start_tries,
         backoff_first=chosen.backoff_first,
         backoff_limit=chosen.backoff_limit,
-        call_timeout=config.rollout.environment_step_timeout,
+        recycle_timeout=_reset_seconds(config.rollout),
+        kill_timeout=config.rollout.environment_step_timeout,
         ping_timeout=chosen.health_timeout,
         ping_every=chosen.health_seconds,
         idle=chosen.idle_seconds,

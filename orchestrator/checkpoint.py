@@ -8,6 +8,7 @@ message, the one before it is used. What a checkpoint claims of the journal is o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,10 +16,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import xxhash
 
+from orchestrator.api import CHECKPOINT_DIGESTS as DIGESTS
 from orchestrator.api import ContextStart, Prompt, RunError, Trajectory, Turn
 from orchestrator.api.jsontext import parse_object, pieces
 from orchestrator.durable_files import Syncable, sync
@@ -52,9 +54,10 @@ class CheckpointState:
 class Checkpoints:
     """The checkpoints of one run folder. ``journals``: logs of the run, each synced before a checkpoint is committed."""
 
-    def __init__(self, folder: Path, keep: int, journals: Sequence[Syncable] = ()) -> None:
+    def __init__(self, folder: Path, keep: int, journals: Sequence[Syncable] = (), keep_every: int = 0) -> None:
         self._folder = folder
         self._keep = keep
+        self._keep_every = keep_every  # steps; 0: none beyond ``keep``
         self._journals = journals
 
     def begin(self, step: int) -> Path:
@@ -80,10 +83,10 @@ class Checkpoints:
         # beside an event loop, which goes on between pieces
         with (partial / _STATE).open("w", encoding="utf-8") as stream:
             stream.writelines(pieces({"format": FORMAT, **vars(state)}))
+        known = _digests_beside(partial)
         files = {
-            str(file.relative_to(partial)): [file.stat().st_size, _digest(file)]
-            for file in sorted(partial.rglob("*"))
-            if file.is_file()
+            name: [size, known[name][1] if known.get(name, [None])[0] == size else _digest(partial / name)]
+            for name, size in _sizes(partial).items()
         }
         (partial / _FILES).write_text(json.dumps({"format": FORMAT, "files": files}, sort_keys=True), encoding="utf-8")
         for path in (*sorted(partial.rglob("*"), reverse=True), partial):  # what is in a folder before the folder
@@ -95,7 +98,8 @@ class Checkpoints:
         sync(self._folder)
         sync(self._folder.parent)
         for old in self.all()[: -self._keep]:
-            shutil.rmtree(old)
+            if not self._keep_every or _step(old) % self._keep_every or not _step(old):
+                shutil.rmtree(old)
         return final
 
     async def committed(self, partial: Path, state: CheckpointState) -> Path:
@@ -172,12 +176,23 @@ def _read_state(folder: Path) -> CheckpointState:
         raise RunError(f"{file} is no state of a run: {error!r:.300}") from error
 
 
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file, by its path in the folder."""
+    return {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def _digests_beside(partial: Path) -> dict[str, list[Any]]:
+    """Size and digest of what the trainer's ranks have digested themselves, each on its own node; what is not listed, or has
+    another size, is read again here."""
+    found: dict[str, list[Any]] = {}
+    for file in sorted((partial / "trainer").glob(DIGESTS.format("*"))):
+        found |= {f"trainer/{name}": facts for name, facts in parse_object(file.read_bytes(), finite=True).items()}
+    return found
+
+
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_64()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, cast(Any, xxhash.xxh3_64)).hexdigest()
 
 
 def _step(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""The command line: ``rl-coserve train | sim | cost | model | profile | report | view | top | trace | bench | lend |
+"""The command line: ``rl-coserve train | plan | sim | cost | model | profile | report | view | top | trace | bench | lend |
 reclaim | mps | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
@@ -19,6 +19,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -109,6 +110,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--view", action="store_true", help="show the run on a web page (view.enabled=true)")
     train.add_argument("--dry-run", action="store_true", help="check everything and print the resolved config")
     train.set_defaults(run=_train)
+
+    plan = commands.add_parser(
+        "plan", help="say where the processes of a run would go: node, class and number of devices"
+    )
+    plan.add_argument("config", nargs="?", help="TOML file")
+    plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    plan.add_argument("--json", action="store_true", help="print the rows as JSON")
+    plan.set_defaults(run=_plan)
 
     sim = commands.add_parser("sim", help="run the same pipeline in virtual time with simulated engines")
     sim.add_argument("config", nargs="?", help="TOML file")
@@ -263,6 +272,27 @@ def _train(arguments: argparse.Namespace) -> int:
     if reason != "completed":
         print(f"{reason}; go on with: rl-coserve train --resume {folder.path}")
         return 130
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from orchestrator.runtime import device_plan, preflight
+    from orchestrator.runtime.real_run import start_ray
+
+    config = _config(arguments)
+    for note in preflight.check(config, preflight.make_task(config)):
+        print(note, file=sys.stderr)
+    start_ray(config)
+    try:
+        rows = device_plan.rehearse(config, lambda note: print(note, file=sys.stderr))
+    finally:
+        import ray
+
+        ray.shutdown()
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows]))
+    else:
+        print("\n".join(device_plan.describe(rows)))
     return 0
 
 

@@ -17,6 +17,7 @@ from orchestrator.api import (
     Completion,
     Environment,
     GenerationRequest,
+    LimitedReward,
     Observation,
     Prompt,
     RetryableError,
@@ -82,10 +83,11 @@ class Episode:
 
 
 async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: float) -> float:
-    """The reward, a finite float. Raises TrajectoryError for anything else that the function may give or raise, and RunError for
-    what it says that every trajectory would meet."""
+    """The reward, a finite float, within ``seconds``; one with limits of its own is not cut off while a call waits for its turn.
+    Raises TrajectoryError for anything else that the function may give or raise, and RunError for what it says that every
+    trajectory would meet."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(None if isinstance(reward, LimitedReward) and reward.limited else seconds):
             found: object = await reward.score(trajectory)
     except (RunError, TrajectoryError, GeneratorExit):
         raise
@@ -119,6 +121,7 @@ class EnvManager:
         proxy: LLMProxy,
         *,
         step_timeout: float,
+        reset_timeout: float | None = None,
         trajectory_timeout: float,
         is_stale: Callable[[int], bool],
         source: EnvironmentSource | None = None,
@@ -132,7 +135,7 @@ class EnvManager:
         self.on_turn: Callable[[Episode, float, float, float, float], None] | None = None
         self._task = task
         self._proxy = proxy
-        self._step_timeout = step_timeout
+        self._limits = {"reset": reset_timeout or step_timeout, "step": step_timeout}
         self._trajectory_timeout = trajectory_timeout
         self._is_stale = is_stale
         self._lockstep = lockstep
@@ -316,16 +319,16 @@ class EnvManager:
         episode.waiting_for = phase
 
     async def _ask(self, episode: Episode, environment: Environment, what: str, argument: object) -> object:
-        """An environment's answer within the step limit; whatever goes wrong becomes a TrajectoryError."""
+        """An environment's answer within the limit of this call; whatever goes wrong becomes a TrajectoryError."""
         episode.environment_in_order = False
         try:
-            async with asyncio.timeout(self._step_timeout) as limit:
+            async with asyncio.timeout(self._limits[what]) as limit:
                 method: Callable[[object], Awaitable[object]] = getattr(environment, what)
                 return await method(argument)
         except TimeoutError as error:
             if not limit.expired():  # the environment raised it itself
                 raise TrajectoryError("environment_error", f"{what}: {error_text(error)}") from error
-            raise TrajectoryError("environment_timeout", f"{what} took over {self._step_timeout} s") from error
+            raise TrajectoryError("environment_timeout", f"{what} took over {self._limits[what]} s") from error
         except (TrajectoryError, asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # third-party code: anything it raises is this trajectory's failure

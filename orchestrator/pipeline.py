@@ -43,7 +43,8 @@ class LoopSettings:
     steps: int
     minutes: float | None
     groups_per_step: int
-    checkpoint_every: int
+    checkpoint_every: int  # steps; 0: by time only
+    checkpoint_seconds: float  # 0: by steps only
     evaluate_every: int
     evaluation_prompts: int
     stream: bool  # groups go to the trainer as they are taken
@@ -128,6 +129,7 @@ class Pipeline:
         self._training_step = -1  # the step of that task
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
         self._settling: asyncio.Task[None] | None = None
+        self._saved = parts.events.time()  # when the last checkpoint was begun
         self._occupancy = Occupancy(parts.gpus)
         self._watch = watch
 
@@ -190,6 +192,7 @@ class Pipeline:
         else:
             await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
             self.rollout.open_starts()
+            await self._finish_training()  # its checkpoint
             self.feeder.close()  # before anything of the next batch is taken
             self._start_training(step, taken, batch)  # (6)
             await self._evaluate_if_due(step)
@@ -226,9 +229,9 @@ class Pipeline:
         return self.lag_weight.weight_for(item.lag)
 
     async def _sync_weights(self, step: int, *, leave: bool = False) -> None:
-        """Steps 2 to 4: bring the workers to the trainer's version. They stand still only while they load it; those that
-        got it from the trainer itself do not wait until it is on the relay. ``leave``: nor does the caller, if there are
-        any; then :meth:`_settled` waits for the rest."""
+        """Steps 2 to 4: bring the workers to the trainer's version, beside its checkpoint. They stand still only while they load
+        it; those that got it from the trainer itself do not wait until it is on the relay. ``leave``: nor does the caller, if
+        there are any, nor for the checkpoint; then :meth:`_settled` waits for the rest."""
         version = self.position.version
         if self.rollout.proxy.version == version:
             return
@@ -237,23 +240,24 @@ class Pipeline:
             await self.turns.give_back(version)
             return
         await self.weights.lead(step, version)
-        if leave and self.rollout.proxy.version == version:
-            self._settling = asyncio.create_task(self._settle(step, version), name=f"settle {version}")
-        else:
-            await self._finish_training()
-            await self._settle(step, version)
+        later = leave and self.rollout.proxy.version == version
+        if not later:
+            await self.weights.follow(step, version)
+        if later or (leave and self._training is not None):
+            self._settling = asyncio.create_task(self._settle(step, version, later), name=f"settle {version}")
 
-    async def _settle(self, step: int, version: int) -> None:
+    async def _settle(self, step: int, version: int, follow: bool) -> None:
+        if follow:
+            await self.weights.follow(step, version)
         if self._training is not None:
             await asyncio.shield(self._training)
             self._training = None
-        await self.weights.follow(step, version)
 
     async def _settled(self) -> None:
         """Until the version is on the relay, and with all workers."""
         if self._settling is not None:
             with self.parts.events.stage("wait_train", self.position.step) as note:
-                note.waiting_for = "the weights to be on the relay, and with all workers"
+                note.waiting_for = "the weights to be on the relay and with all workers, and the checkpoint"
                 await asyncio.shield(self._settling)
             self._settling = None
 
@@ -274,11 +278,10 @@ class Pipeline:
         self.rollout.poke()
         self._report_step(step, taken, batch, metrics, begun)
         parts.ledger.check()
-        due = (step + 1) % self.settings.checkpoint_every == 0 or step + 1 == self.settings.steps
-        state = self._run_state() if due else None
-        if self.weights.under_way and self._trained is not None:
+        state = self._run_state() if self._checkpoint_due(step + 1) else None
+        if self._trained is not None and self.turns is None:
             self._trained.set_result(None)
-            await self.weights.finish_publishing()
+        await self.weights.finish_publishing()
         if state is not None:
             await self._checkpoint(state)
         if self.turns is None:
@@ -393,8 +396,15 @@ class Pipeline:
             entropies=self._watch.entropies,
         )
 
+    def _checkpoint_due(self, done: int) -> bool:
+        """After so many steps."""
+        every, seconds = self.settings.checkpoint_every, self.settings.checkpoint_seconds
+        late = seconds > 0 and self.parts.events.time() - self._saved >= seconds
+        return done == self.settings.steps or (every > 0 and done % every == 0) or late
+
     async def _checkpoint(self, state: CheckpointState) -> None:
         checkpoints = self.parts.checkpoints
+        self._saved = self.parts.events.time()
         if checkpoints is None:
             return
         with self.parts.events.stage("checkpoint", state.step):

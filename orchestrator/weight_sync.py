@@ -75,11 +75,6 @@ class WeightSync:
         self._content = ""  # of the version that was published last
         self.waiting_for = ""
 
-    @property
-    def under_way(self) -> bool:
-        """Whether :meth:`finish_publishing` would wait."""
-        return self._publishing is not None
-
     async def begin_publishing(self, step: int, version: int) -> None:
         """The trainer is at ``version``: publish it, and let it be received meanwhile. Over the relay alone, it is published
         when this returns; else :meth:`finish_publishing` waits for it. Raises RunError when it cannot be published."""
@@ -115,7 +110,10 @@ class WeightSync:
 
     async def follow(self, step: int, version: int) -> None:
         """Bring all others to it, from the relay; then say how all workers are."""
-        await self.finish_publishing()
+        if self._publishing is not None:
+            with self._events.stage("wait_train", step) as note:
+                note.waiting_for = f"weights of version {version} to be on the relay"
+                await self.finish_publishing()
         proxy = self._proxy
         self._forget_restarted()
         for index, (_, content) in self._received.items():

@@ -42,6 +42,7 @@ class Rendezvous:
     world_size: int = 1
     init_method: str = ""
     timeout: float = 7200.0  # seconds that a rank waits in one collective before it gives up
+    interface: str = ""  # of the network, see initialize_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,9 @@ class Learner:
         if self.layout.data_parallel_size(ranks.world_size) != settings.data_parallel:
             ask = settings.tensor_parallel * settings.pipeline_parallel * settings.data_parallel
             raise ConfigError("world_size", ranks.world_size, f"must be tensor * pipeline * data parallel = {ask}")
-        initialize_parallel(self.layout, ranks.rank, ranks.world_size, ranks.init_method, ranks.timeout)
+        initialize_parallel(
+            self.layout, ranks.rank, ranks.world_size, ranks.init_method, ranks.timeout, ranks.interface
+        )
         modules = build_model(self.shape, dtype, self.layout, options=self.options.transformer)
         hf_bridge.load_hf(modules, folder)
         self._deferred = prepare is None

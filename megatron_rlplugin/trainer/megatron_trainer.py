@@ -117,7 +117,7 @@ class MegatronTrainer:
         torch.set_num_threads(settings_.threads)
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
-        ranks = Rendezvous(rank, world_size, init_method, settings_.collective_timeout)
+        ranks = Rendezvous(rank, world_size, init_method, settings_.collective_timeout, settings_.interface)
         options = sort_options(settings_.megatron)
         self._learner = Learner(model, settings_, total_steps, dtype, ranks, options=options)
         self._critic: Learner | None = None

@@ -3,26 +3,30 @@
 Guarantees: what was saved and loaded continues bit-identically (weights, fp32 masters, Adam's moments, schedule, random
 generators, the critic, the reference's weights); loading unpickles nothing but tensors and containers; a checkpoint of
 another architecture, dtype or layout is refused with a ConfigError before anything was changed. Each rank writes one file
-of its own, rank 0 the weights; all ranks must see the same folder. A rank that fails makes the others fail.
+of its own and the digests of what it wrote, rank 0 the weights; all ranks must see the same folder. A rank that fails makes the
+others fail.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import xxhash
 from torch import Tensor
 
 from megatron_rlplugin.model import read_shape
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights import hf_bridge
-from orchestrator.api import ConfigError
+from orchestrator.api import CHECKPOINT_DIGESTS, ConfigError
 
 FORMAT = 2
 STATE_FILE = "trainer.pt"
@@ -100,10 +104,25 @@ def save(parts: TrainerParts, position: TrainerPosition, folder: str | Path) -> 
             "minibatch_rng": parts.generator.get_state(),
         }
         torch.save(state, path / state_file(replicas.rank))
+        _digest(path, replicas.rank)
 
     _together(replicas, "find an empty folder for the checkpoint", empty)
     _together(replicas, "write its weights", lambda: export(parts.policy, replicas, path))
     _together(replicas, "write its optimizer state", write)
+
+
+def _digest(path: Path, rank: int) -> None:
+    """Of the files that this rank wrote: while its node's page cache has them, and not by one process for all ranks."""
+    own = [path / state_file(rank)]
+    if rank == 0:  # the Hugging Face folder
+        own += [
+            file for file in path.iterdir() if file.suffix != ".pt" and not file.match(CHECKPOINT_DIGESTS.format("*"))
+        ]
+    found = {}
+    for file in own:
+        with file.open("rb") as stream:
+            found[file.name] = [file.stat().st_size, hashlib.file_digest(stream, cast(Any, xxhash.xxh3_64)).hexdigest()]
+    (path / CHECKPOINT_DIGESTS.format(f"{rank:05d}")).write_text(json.dumps(found), encoding="ascii")
 
 
 def load(parts: TrainerParts, folder: str | Path) -> TrainerPosition:

@@ -25,6 +25,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy import router_setup
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import kv_moves
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.transfer import RelayEndpoint
 
 TASK = "adapter"
@@ -175,7 +176,7 @@ class RolloutSide:
         proxy = LLMProxy(
             self._workers,
             events,
-            stall_timeout=settings.stall_timeout,
+            limits=WorkerLimits.of(settings),
             restarts=settings.worker_restarts,
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,

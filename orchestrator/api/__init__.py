@@ -29,10 +29,12 @@ from orchestrator.api.errors import (
     TrajectoryError,
 )
 from orchestrator.api.ports import (
+    CHECKPOINT_DIGESTS,
     BorrowedWorker,
     DemonstratingTask,
     Environment,
     ExpertWorker,
+    LimitedReward,
     ManagedWorker,
     MetadataStore,
     PlacedWorker,

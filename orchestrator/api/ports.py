@@ -24,6 +24,9 @@ from orchestrator.api.types import (
     WorkerStats,
 )
 
+# What a rank of a trainer may leave beside the files that it wrote for a checkpoint: {name: [bytes, xxh3-64 in hex]}
+CHECKPOINT_DIGESTS = "digests-{}.json"
+
 
 @runtime_checkable
 class RolloutWorker(Protocol):
@@ -141,7 +144,8 @@ class Trainer(Protocol):
         """Put the present weights on the relay under the present version, then move the version pointer."""
 
     async def save(self, folder: str) -> None:
-        """Write model, optimizer, LR schedule, RNG and version into an existing empty folder."""
+        """Write model, optimizer, LR schedule, RNG and version into an existing empty folder; of files that are listed in
+        :data:`CHECKPOINT_DIGESTS` beside them nobody else computes the digest."""
 
     async def load(self, folder: str) -> int:
         """Restore what ``save`` wrote; returns the version."""
@@ -224,6 +228,13 @@ class RewardFunction(Protocol):
 
     async def score(self, trajectory: Trajectory) -> float:
         """The terminal reward; finite."""
+
+
+@runtime_checkable
+class LimitedReward(RewardFunction, Protocol):
+    """A RewardFunction whose calls may wait for a slot."""
+
+    limited: bool  # each call ends by itself, in a time that begins when it has a slot
 
 
 class Relay(Protocol):

@@ -201,9 +201,22 @@ class RolloutSection(Section):
     max_filtered_groups: Positive = 64  # so replaced, a step; those beyond are trained as they are
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     environment_step_timeout: PositiveSeconds = 10.0
+    environment_reset_timeout: PositiveSeconds | None = None  # of a reset; None: that of a step
     trajectory_timeout: PositiveSeconds = 120.0
     worker_restarts: Annotated[int, Field(ge=0)] = 2
-    stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
+    restart_window: PositiveSeconds = 3600.0  # what `worker_restarts` counts in: older restarts are forgotten
+    start_timeout: PositiveSeconds = 1800.0  # of all engines, from their processes to their weights
+    restart_timeout: PositiveSeconds = (
+        1800.0  # of one that died; and how long a run waits for a server when it has no other
+    )
+    prepare_timeout: PositiveSeconds = 600.0  # to fetch a version while generating; then the update fetches it
+    update_timeout: PositiveSeconds = 600.0  # to load a version, or to release the device's memory or take it back
+    first_token_timeout: PositiveSeconds = (
+        300.0  # as `stall_timeout`, of one that had no work before; the longer counts
+    )
+    stall_timeout: PositiveSeconds = (
+        60.0  # a worker that computes nothing, or leaves a command unanswered, is restarted
+    )
     heartbeat_seconds: PositiveSeconds = 5.0  # a worker with work that was silent for this long is asked how it is
     heartbeat_misses: Positive = 4  # so many times without an answer in that time, then it is restarted
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
@@ -242,6 +255,9 @@ class RolloutSection(Section):
         if self.weights == "collective" and self.served and not self.workers:
             fix = "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
             found.append(("weights", self.weights, fix))
+        if (self.environment_reset_timeout or 0.0) > self.trajectory_timeout:
+            fix = f"rollout.trajectory_timeout = {self.trajectory_timeout:g} ends the episode before that: raise it too"
+            found.append(("environment_reset_timeout", self.environment_reset_timeout, fix))
         if self.colocation.low > self.colocation.high:
             found.append(("colocation", self.colocation.low, "low must not be above high: no milestone would be left"))
         if self.colocation.enabled and (self.served or self.planner.enabled or self.weights == "collective"):

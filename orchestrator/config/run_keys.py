@@ -20,6 +20,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     mode: Literal["sync", "sync_plus", "one_off", "areal", "async"] = "async"  # docs/modes.md
     steps: Positive = 100
+    trainer_start_timeout: PositiveSeconds = 1800.0  # of its ranks, from their processes to their model
     trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long counts as dead
     # After the death of the trainer or of the relay's master a run goes on by itself from its newest checkpoint, so often
     # without a new training step in between; then it ends. 0: it ends at once.
@@ -142,10 +143,19 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    """Atomic checkpoints; the last ``keep`` stay."""
+    """Atomic checkpoints, at the start, the end, and when ``every`` or ``minutes`` says so; the last ``keep`` stay."""
 
-    every: Positive = 1
+    every: Annotated[int, Field(ge=0)] = 10  # training steps; 0: by time only
+    minutes: Annotated[float, Field(ge=0)] = 30.0  # since the last one; 0: by steps only
     keep: Positive = 2
+    keep_every: Annotated[int, Field(ge=0)] = 0  # those after every so many steps stay, too; 0: none
+
+    @model_validator(mode="after")
+    def _at_all(self) -> CheckpointSection:
+        if not self.every and not self.minutes:
+            found = [violation("every", 0, "with checkpoint.minutes = 0 there would be none: give one of the two")]
+            raise ValidationError.from_exception_data("checkpoint", found)
+        return self
 
 
 class WarmupSection(Section):

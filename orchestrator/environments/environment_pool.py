@@ -49,7 +49,8 @@ class PoolSettings:
     start_tries: int = 8
     backoff_first: float = 1.0  # doubles with each failure
     backoff_limit: float = 60.0
-    call_timeout: float = 10.0  # of recycle and kill
+    recycle_timeout: float = 10.0
+    kill_timeout: float = 10.0
     ping_timeout: float = 5.0
     ping_every: float = 30.0  # of sessions that nobody uses
     idle: float = 300.0  # a ready session beyond `warm` ends when nobody used it for this long
@@ -355,7 +356,7 @@ class EnvPool:
         """The session is free again when it answers, and replaced when it does not."""
         session, settings = member.session, self._settings
         assert session is not None
-        limit = settings.ping_timeout if what == "ping" else settings.call_timeout
+        limit = settings.ping_timeout if what == "ping" else settings.recycle_timeout
         try:
             async with asyncio.timeout(limit) as slow:
                 await (session.ping() if what == "ping" else session.recycle())
@@ -373,7 +374,7 @@ class EnvPool:
     async def _kill(self, member: _Member) -> None:
         if member.session is not None:
             try:
-                async with asyncio.timeout(self._settings.call_timeout):
+                async with asyncio.timeout(self._settings.kill_timeout):
                     await member.session.kill()
             except TimeoutError:
                 self._totals.abandoned += 1

@@ -29,6 +29,12 @@ USAGE: Mapping[str, Usage] = {
         ),
         "config.md",
     ),
+    "plan": Usage(
+        "Say where the processes of a run would go, and end: Ray reserves every place, here or in the cluster of\n"
+        "ray.address, and has it back. What cannot be placed is one error with the numbers.",
+        ("plan examples/frozenlake.toml", "plan resources.trainer=CPU rollout.workers=1 --json"),
+        "install.md",
+    ),
     "sim": Usage(
         "Run the same pipeline in virtual time with simulated engines: seconds for what takes GPUs days. Prints a summary;\n"
         "one seed gives one history.",

@@ -48,6 +48,7 @@ from orchestrator.proxy.worker_state import (
     DeviceLoan,
     HandBacks,
     Pending,
+    WorkerLimits,
     WorkerState,
     failure_of,
     others_live,
@@ -93,7 +94,7 @@ class LLMProxy:
         workers: Sequence[ManagedWorker],
         events: EventLog,
         *,
-        stall_timeout: float,
+        limits: WorkerLimits,
         restarts: int,
         heartbeat: float = 5.0,
         misses: int = 4,
@@ -106,7 +107,7 @@ class LLMProxy:
         self.watcher: WorkerWatcher | None = None
         self.split: TurnSplit | None = None
         self._events = events
-        self.stall_timeout = stall_timeout
+        self.limits = limits
         self._restarts = restarts
         self._current_only = current_only  # no request goes to a worker with older weights
         self.router = router or TurnRouter([Seat()] * len(workers))
@@ -123,7 +124,7 @@ class LLMProxy:
             lambda: self.suspended,
             interval=heartbeat,
             misses=misses,
-            stall_timeout=stall_timeout,
+            limits=limits,
             caps=self.caps,
         )
         self._hand_backs = HandBacks(events)
@@ -200,6 +201,7 @@ class LLMProxy:
             return
         if not state.sent:
             state.last_progress = asyncio.get_running_loop().time() - state.unanswered
+            state.answers = False
         pending.worker = state
         pending.sent_as = request.request_id
         state.sent[pending.sent_as] = pending
@@ -218,8 +220,8 @@ class LLMProxy:
         fetches what was not prepared, and a worker that died in it is noticed by its completions. Returns the failures."""
 
         async def one(state: WorkerState) -> str:
-            silence = f"no answer for {self.stall_timeout} s"
-            if why := await failure_of(state.worker.prepare(version), self.stall_timeout, silence):
+            limit = self.limits.prepare
+            if why := await failure_of(state.worker.prepare(version), limit, f"no answer for {limit} s"):
                 self.note_fault(f"prepare {state.worker.name}", why)
             return why
 
@@ -242,7 +244,7 @@ class LLMProxy:
         async def update_one(state: WorkerState) -> None:
             results.append(await state.update(version))
 
-        await self._each(update_one, only)
+        await self._each(update_one, only, self.limits.update)
         return results
 
     async def resume(self, only: Sequence[int] | None = None) -> None:
@@ -276,7 +278,7 @@ class LLMProxy:
         if state.removed:
             return DeviceLoan(state.worker.name, "", 0.0)  # it has no memory any more
         try:
-            async with asyncio.timeout(self.stall_timeout):
+            async with asyncio.timeout(self.limits.update):
                 if not state.alive:
                     raise RetryableError(f"{state.worker.name} is not up")
                 if not isinstance(state.worker, ReleasingWorker):
@@ -291,7 +293,7 @@ class LLMProxy:
         except LOST as error:
             why = str(error)
         except TimeoutError:
-            why = state.stuck = f"{state.worker.name}: no answer for {self.stall_timeout} s"
+            why = state.stuck = f"{state.worker.name}: no answer for {self.limits.update} s"
         finally:
             state.moving = False
         return DeviceLoan(state.worker.name, why, loop.time() - begun, moved, released)
@@ -328,14 +330,14 @@ class LLMProxy:
             state.lent = False
             return DeviceLoan(state.worker.name, "", 0.0)
         try:
-            async with asyncio.timeout(self.stall_timeout):
+            async with asyncio.timeout(self.limits.update):
                 if not state.alive or state.stuck:
                     raise RetryableError(state.stuck or f"{state.worker.name} died while its device was lent")
                 result = await state.load(self.version)
         except LOST as error:
             why = str(error)
         except TimeoutError:
-            why = f"{state.worker.name}: no answer for {self.stall_timeout} s"
+            why = f"{state.worker.name}: no answer for {self.limits.update} s"
         state.lent, state.stuck, state.last_progress = False, "", loop.time()
         self.seat(state)
         if why and state.lives == life:
@@ -356,12 +358,19 @@ class LLMProxy:
         await self._each(one)
         return sorted(rows, key=lambda row: row[0])
 
-    async def _each(self, call: Callable[[WorkerState], Awaitable[object]], only: Sequence[int] | None = None) -> None:
-        """Run a command on all live workers at once, or on some. A worker that fails it, or hangs in it, is revived."""
+    async def _each(
+        self,
+        call: Callable[[WorkerState], Awaitable[object]],
+        only: Sequence[int] | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Run a command on all live workers at once, or on some. A worker that fails it, or hangs in it for so many ``seconds``
+        (None: ``limits.stall``), is revived."""
+        limit = seconds or self.limits.stall
 
         async def guarded(state: WorkerState) -> None:
-            life, silence = state.lives, f"no answer to a command for {self.stall_timeout} s"
-            why = await failure_of(call(state), self.stall_timeout, silence)
+            life, silence = state.lives, f"no answer to a command for {limit} s"
+            why = await failure_of(call(state), limit, silence)
             if why and state.lives == life:  # else it says something about a process that is gone already
                 self.lose_worker(state, why)
 
@@ -388,9 +397,9 @@ class LLMProxy:
         try:
             while True:
                 for completion in await state.worker.completions():
-                    state.last_progress, state.unanswered = loop.time(), 0.0
+                    state.note_progress(loop.time())
                     if state.borrowed:
-                        state.restarts = 0
+                        state.restarts.clear()
                     self.kv.learn_from(completion)
                     pending = state.sent.pop(completion.request_id, None)
                     if not state.sent:
@@ -460,39 +469,39 @@ class LLMProxy:
             self.watcher.worker_left(state.index)
 
     async def revive(self, state: WorkerState) -> None:
-        """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
+        """Restart in place, up to the limit of a window; then the worker is removed (RollArt 8)."""
         loop = asyncio.get_running_loop()
-        began, alone, why = loop.time(), 0.0, f"it failed {state.restarts + 1} times"
-        while state.restarts < self._restarts:
+        began, alone, why = loop.time(), 0.0, ""
+        while (restarts := state.restarts_since(loop.time() - self.limits.window)) < self._restarts:
             begun = loop.time()
             state.lives += 1
             try:
                 await self.bring_up(state)
             except (*LOST, TimeoutError) as error:
                 if not state.borrowed:
-                    state.restarts += 1
-                    state.failed, why = repr(error), f"it failed {state.restarts + 1} times"
-                    self.note_fault(f"worker {state.worker.name}", f"restart {state.restarts} failed: {state.failed}")
+                    state.restarts.append(begun)
+                    state.failed = repr(error)
+                    self.note_fault(f"worker {state.worker.name}", f"restart {restarts + 1} failed: {state.failed}")
                     continue
                 await asyncio.sleep(_ASK_AGAIN)
                 alone = 0.0 if others_live(self.states, state) else alone + loop.time() - begun
-                if alone > 4 * self.stall_timeout:
+                if alone > self.limits.restart:
                     why = f"it was away for {loop.time() - began:.0f} s: {error}"
                     break
                 continue
-            state.restarts += 1
+            state.restarts.append(begun)
             if isinstance(state.worker, PlacedWorker) and state.worker.hardware:  # it may have moved to another pool
                 self._tell_stranded(self.router.reseat_worker(state.index, state.worker.hardware))
             self.open_worker(state)
             state.wake.set()
-            how, since = ("taken back", began) if state.borrowed else (f"restart {state.restarts}", begun)
+            how, since = ("taken back", began) if state.borrowed else (f"restart {restarts + 1}", begun)
             detail = f"{how}, {loop.time() - since:.1f} s"
             self._events.emit("recovered", what=f"worker {state.worker.name}", detail=detail)
             self.dispatch()
             return
         state.removed = True
         if all(other.removed or other.parked for other in self.states):
-            last = f"the last time: {state.failed[:300]}"
+            why, last = why or f"it failed {restarts + 1} times", f"the last time: {state.failed[:300]}"
             self.on_fatal(RunError(f"no rollout worker left: {state.worker.name}: {why}, {last}"))
         else:
             self._tell_stranded(self.router.retire_worker(state.index))
@@ -507,14 +516,14 @@ class LLMProxy:
 
     async def bring_up(self, state: WorkerState) -> None:
         """Restart a worker, and give it the present weights."""
-        async with asyncio.timeout(4 * self.stall_timeout):  # an engine start takes longer than a command
+        async with asyncio.timeout(self.limits.restart):
             await state.worker.restart()
         loaded = state.version = -1
         while loaded != self.version or self.suspended:
             # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
             if loaded != self.version != self.unpublished:
                 loaded = self.version
-                async with asyncio.timeout(self.stall_timeout):
+                async with asyncio.timeout(self.limits.update):
                     await state.load(loaded)
             else:
                 await asyncio.sleep(0.05)

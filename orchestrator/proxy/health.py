@@ -2,8 +2,11 @@
 
 Guarantees: a worker with requests that was silent for ``interval`` seconds is asked how it is, at most ``misses`` times in a row
 without an answer within ``interval`` seconds, and is then given up: a process whose event loop hangs, or that the network does
-not reach, is noticed after ``(1 + misses) * interval`` seconds and one look. One that answers, but finishes nothing for
-``stall_timeout`` seconds, is given up as well. A worker without work, or that stands still on command, is left alone.
+not reach, is noticed after ``(1 + misses) * interval`` seconds and one look. One that answers, but makes no progress for
+``stall`` seconds, is given up as well; one that had nothing to do before, and says that it has requests now, has the longer of
+these and ``first_token`` seconds (it may compile). A completion is progress, and so are tokens and steps that its statistics
+count, while they count no fewer requests than it was sent: what it ended must arrive. A worker without work, or that stands
+still on command, is left alone.
 
 With each beat the borrowed workers are asked what they have room for (:class:`BorrowedCaps`), none waits for the other.
 """
@@ -15,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.policies.routing.turn_routing import TurnRouter
 from orchestrator.policies.serving.server_borrowing import turns_within
-from orchestrator.proxy.worker_state import LOST, WorkerState, failure_of
+from orchestrator.proxy.worker_state import LOST, WorkerLimits, WorkerState, failure_of
 
 
 class Heartbeat:
@@ -29,7 +32,7 @@ class Heartbeat:
         *,
         interval: float,
         misses: int,
-        stall_timeout: float,
+        limits: WorkerLimits,
         caps: BorrowedCaps,
     ) -> None:
         self._lanes = states
@@ -38,7 +41,8 @@ class Heartbeat:
         self._paused = paused
         self._interval = interval
         self._misses = misses
-        self._stall_timeout = stall_timeout
+        self._limits = limits
+        self._marks: dict[int, tuple[int, int, int]] = {}  # what each had computed when it last answered, in which life
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._room: asyncio.Task[None] | None = None
         self._heard: dict[int, float] = {}  # when it last answered
@@ -46,18 +50,19 @@ class Heartbeat:
     async def run(self) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
+        every = min(self._interval, self._limits.stall / 4)
         try:
             while True:
-                await asyncio.sleep(min(self._interval, self._stall_timeout / 4))
+                await asyncio.sleep(every)
                 if self.caps.states and (self._room is None or self._room.done()):
                     self._room = asyncio.create_task(self.caps.refresh_caps(), name="room of borrowed workers")
                 for state in self._lanes:
                     if not self._should_work(state):
                         continue
-                    silent = loop.time() - state.last_progress
-                    if silent > self._stall_timeout:
-                        self._lost(state, f"{len(state.sent)} requests, no completion for {self._stall_timeout} s")
-                    elif loop.time() - max(state.last_progress, self._heard.get(state.index, 0.0)) > self._interval:
+                    limit = self._limits.stall if state.answers else max(self._limits.first_token, self._limits.stall)
+                    if loop.time() - state.last_progress > limit:
+                        self._lost(state, f"{len(state.sent)} requests, no progress for {limit} s")
+                    elif loop.time() - max(state.last_progress, self._heard.get(state.index, 0.0)) > every:
                         self._begin(state)
         finally:
             asking = [*self._asking.values(), *([self._room] if self._room is not None else [])]
@@ -78,7 +83,7 @@ class Heartbeat:
         loop, life = asyncio.get_running_loop(), state.lives
         begun, why = loop.time(), ""
         for number in range(1, self._misses + 1):
-            why = await failure_of(state.worker.stats(), self._interval, f"no answer for {self._interval:g} s")
+            why = await failure_of(self._look(state, life), self._interval, f"no answer for {self._interval:g} s")
             if not why:
                 self._heard[state.index] = loop.time()
                 return
@@ -87,6 +92,17 @@ class Heartbeat:
                 return
         silent = loop.time() - state.last_progress
         self._lost(state, f"no sign of life for {silent:.1f} s, asked {self._misses} times; the last time: {why}")
+
+    async def _look(self, state: WorkerState, life: int) -> None:
+        stats = await state.worker.stats()
+        before, mark = self._marks.get(state.index), (life, stats.generated, stats.steps)
+        self._marks[state.index] = mark
+        computed = before is not None and before[0] == life == state.lives and mark != before
+        held = stats.running + stats.waiting
+        if not held:
+            state.answers = True  # it never got any, or has ended all: no first token is on its way
+        elif computed and held >= len(state.sent):
+            state.note_progress(asyncio.get_running_loop().time())
 
 
 class BorrowedCaps:

@@ -30,7 +30,7 @@ class Membership:
     @property
     def patience(self) -> float:
         """Seconds that the proxy waits for a borrowed worker when there is no other, as for one that is away."""
-        return 4 * self.proxy.stall_timeout
+        return self.proxy.limits.restart
 
     def find_server(self, name: str) -> WorkerState | None:
         """Of the borrowed server of this name, taken or not."""
@@ -48,7 +48,8 @@ class Membership:
         if state.removed:  # it was given up, and is there after all
             state.removed = False
             proxy.router.readmit_worker(state.index)
-        state.worker, state.restarts, state.full = worker, 0, False
+        state.worker, state.full = worker, False
+        state.restarts.clear()
         state.lives += 1
         try:
             await proxy.bring_up(state)
@@ -72,7 +73,7 @@ class Membership:
         proxy.tell_left(state)
         try:
             if state.alive:
-                async with asyncio.timeout(proxy.stall_timeout), state.sending:
+                async with asyncio.timeout(proxy.limits.stall), state.sending:
                     moved = await proxy.move_requests(state)
         except (*LOST, TimeoutError) as error:
             proxy.note_fault(f"worker {state.worker.name}", f"its requests were not given back: {error}")

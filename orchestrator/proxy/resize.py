@@ -124,7 +124,7 @@ class EngineResizing:
             await asyncio.gather(state.reviver, return_exceptions=True)
         if state.alive:
             try:
-                async with asyncio.timeout(self.proxy.stall_timeout), state.sending:
+                async with asyncio.timeout(self.proxy.limits.stall), state.sending:
                     await state.worker.suspend()
                     await self.proxy.move_requests(state)
             except (*LOST, TimeoutError) as error:
@@ -146,7 +146,7 @@ class EngineResizing:
             try:
                 await self.proxy.bring_up(state)
             except (*LOST, TimeoutError) as error:
-                return str(error) or f"no answer for {4 * self.proxy.stall_timeout:g} s"
+                return str(error) or f"no answer for {self.proxy.limits.restart:g} s"
             state.lent = False
             self.proxy.open_worker(state)
             state.wake.set()

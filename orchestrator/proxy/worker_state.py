@@ -21,6 +21,7 @@ from orchestrator.api import (
     RunError,
     UpdateResult,
 )
+from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import TurnRouter
 
@@ -28,6 +29,32 @@ LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigErr
 STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
 _ASK_AGAIN = 1.0  # seconds
 REST = 2.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Seconds, each for one thing. ``stall``: without progress, and for a command that needs no more than an engine's step;
+    ``first_token``: without progress after a time without work; ``prepare``, ``update``: to fetch, to load a version;
+    ``restart``: to come up again; ``window``: in which restarts are counted."""
+
+    stall: float
+    first_token: float = 300.0
+    prepare: float = 600.0
+    update: float = 600.0
+    restart: float = 1800.0
+    window: float = 3600.0
+
+    @classmethod
+    def of(cls, settings: RolloutSection) -> WorkerLimits:
+        """As the config has them."""
+        return cls(
+            settings.stall_timeout,
+            settings.first_token_timeout,
+            settings.prepare_timeout,
+            settings.update_timeout,
+            settings.restart_timeout,
+            settings.restart_window,
+        )
 
 
 @dataclass(slots=True)
@@ -72,12 +99,13 @@ class WorkerState:
     moving: bool = False  # what it aborts goes on elsewhere
     version: int = -1  # of its weights; -1: none that we know of
     failed: str = ""  # why it was lost last
-    restarts: int = 0  # that count against the limit; of a borrowed worker: returns since it last finished a request
+    restarts: list[float] = field(default_factory=list)  # when; of a borrowed worker: since it last finished a request
     lives: int = 0  # changes whenever the worker is brought up anew, also in vain
     outbox: list[GenerationRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     sent: dict[str, Pending] = field(default_factory=dict)
     last_progress: float = 0.0
+    answers: bool = False  # it has computed something since it had no work
     # seconds that it had said nothing when a request was last aborted: a hang outlasts who waits
     unanswered: float = 0.0
     pump: asyncio.Task[None] | None = None
@@ -110,6 +138,15 @@ class WorkerState:
     def tasks(self) -> list[asyncio.Task[None]]:
         """That serve it."""
         return [task for task in (self.pump, self.sender, self.reviver) if task is not None]
+
+    def note_progress(self, now: float) -> None:
+        """It has computed something."""
+        self.last_progress, self.unanswered, self.answers = now, 0.0, True
+
+    def restarts_since(self, moment: float) -> int:
+        """That count against the limit; those before are forgotten."""
+        self.restarts = [when for when in self.restarts if when > moment]
+        return len(self.restarts)
 
     async def update(self, version: int) -> UpdateResult:
         """Load ``version`` into its suspended worker. While the metadata store is away the worker is asked again, until the

@@ -98,6 +98,15 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved.group, index),
         }
 
+    def node(self) -> str:
+        """Ray's id of the node that the place is in; "" without a place."""
+        from ray.util import placement_group_table
+
+        if self._reserved is None:
+            return ""
+        reserved, index = self._reserved
+        return str(placement_group_table(reserved.group)["bundles_to_node_id"][index])
+
     def move(self) -> DeviceBinding:
         """The place did not work: other devices, the old ones marked as failed, and all that are free of a class of which Ray
         has not enough any more (a node died). Blocks."""

@@ -6,9 +6,9 @@
 Guarantees: transport failures (no connection, no answer in time, HTTP 408, 429, 5xx) are tried again ``retries`` times with
 exponential back-off and seeded jitter; what the function itself did wrong is not. A host that cannot be connected to, or hangs
 up, is tried for ``patience`` seconds in any case: one that the run started is being brought back. At most ``concurrency`` calls
-are in flight, and at most ``burst`` more wait; one beyond that is refused at once. Every way to fail is a
-:class:`FunctionFailed` with its kind, so that whoever calls decides what it means. No redirects: the token is for this address
-only.
+are in flight, the time of a call begins when it is one of them, and at most ``burst`` more wait; one beyond that is refused at
+once. Every way to fail is a :class:`FunctionFailed` with its kind, so that whoever calls decides what it means. No redirects: the
+token is for this address only.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class FunctionCalls:
     refused_burst: int = 0
     cold_starts: int = 0
     cold_seconds: float = 0.0
+    queued_seconds: float = 0.0  # that calls waited for a slot, all together; no limit counts them
+    longest_queued: float = 0.0  # seconds of one call
     seconds: float = 0.0  # of answered calls, retries and waits included
 
 
@@ -114,6 +116,9 @@ class FunctionClient:
         counts.calls += 1
         try:
             async with self._slots:
+                queued = loop.time() - begun
+                counts.queued_seconds += queued
+                counts.longest_queued = max(counts.longest_queued, queued)
                 return await self._with_retries(body)
         except FunctionFailed:
             counts.failed += 1

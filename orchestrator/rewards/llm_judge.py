@@ -81,6 +81,8 @@ class LLMJudge:
         self._residency: dict[str, int] = {}  # of a judge with streamed layers, at its last answer
         self._asked("", "")
 
+    limited = True
+
     async def score(self, trajectory: Trajectory) -> float:
         """The judge's score, 0 to 1."""
         text = self._asked(transcript(self._task, trajectory), trajectory.id)

@@ -30,6 +30,7 @@ class HttpReward(FunctionClient):
     """Implements :class:`orchestrator.api.RewardFunction`."""
 
     field = "reward.url"
+    limited = True
 
     def __init__(
         self,

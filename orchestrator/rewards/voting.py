@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from orchestrator.api import ConfigError, RetryableError, RewardFunction, Trajectory, TrajectoryError
+from orchestrator.api import ConfigError, LimitedReward, RetryableError, RewardFunction, Trajectory, TrajectoryError
 
 
 class MajorityVote:
@@ -25,6 +25,7 @@ class MajorityVote:
         if votes < 1 or votes % 2 == 0:
             raise ConfigError("reward.votes", votes, "must be odd, so that there is a majority")
         self._reward = reward
+        self.limited = isinstance(reward, LimitedReward) and reward.limited
         self._votes = votes
         self._by = by
         self.asked = 0  # trajectories

@@ -32,7 +32,7 @@ from orchestrator.runtime import judge_setup as judges
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.tasks import registry
 
-WAIT_SECONDS = 30.0  # of a call under adaptive timeouts for its process, beside what it may run
+WAIT_SECONDS = 30.0  # of a call for its process to start, beside what it may run, where the function's host limits that
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,20 @@ async def _function(
 ) -> HttpReward:
     settings, seconds = config.reward, call_seconds(config, task)
     url, token, patience = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", ""), 0.0
-    if not url and settings.host == "ray_serve":
+    slots, beside = settings.concurrency, WAIT_SECONDS  # a host of ours limits a call itself, once it runs
+    if url:
+        beside = WAIT_SECONDS if timeouts is not None else 0.0
+    elif settings.host == "ray_serve":
+        slots = min(slots, settings.serve.max_replicas * settings.serve.per_replica)
         served = elastic_host(config, task, folder.path)
         await served.start()
         stack.push_async_callback(served.stop)
         url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
-    elif not url:
+    else:
+        slots = min(slots, 2 * (os.cpu_count() or 1))
         host = RewardHost(
             settings.function or registry.reward_of(task),
-            concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
+            concurrency=slots,
             timeout=seconds,
             idle_seconds=settings.idle_seconds,
             log=folder.logs / "reward-host.log",
@@ -104,10 +109,10 @@ async def _function(
         url,
         played=getattr(task, "played", None),
         token=token,
-        concurrency=settings.concurrency,
+        concurrency=slots,
         timeouts=timeouts,
         whole=settings.adaptive.whole,
-        timeout=seconds + (WAIT_SECONDS if timeouts is not None else 0.0),
+        timeout=seconds + beside,
         retries=settings.retries,
         seed=config.run.seed,
         patience=patience,

@@ -77,7 +77,11 @@ def reserve_all(config: Config, places: Mapping[str, Placement]) -> None:
     """Trainer ranks beside each other, engines over the nodes. Raises ConfigError and RetryableError; blocks."""
     ranks, seconds = trainer_ranks(config), RESERVE_SECONDS if config.ray.address else 1.0  # nodes may be on their way
     reserve(list(places.values())[:ranks], "PACK", seconds)
-    reserve(list(places.values())[ranks:], "SPREAD", seconds)
+    try:
+        reserve(list(places.values())[ranks:], "SPREAD", seconds)
+    except ConfigError as error:
+        so_far = f"the trainer's {ranks} ranks had their places"
+        raise ConfigError(error.field, error.value, f"{error.fix}; {so_far}, the engines had none") from error
 
 
 def check(config: Config) -> None:

@@ -22,12 +22,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from orchestrator.api import (
     ConfigError,
@@ -55,7 +55,7 @@ from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
-from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
+from orchestrator.runtime import device_plan, function_hosts, garbage_collector, pool_requests, tiny_model_setup
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, VllmEngine
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
@@ -73,7 +73,19 @@ WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
-_START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
+
+T = TypeVar("T")
+
+
+async def within(seconds: float, starting: Awaitable[T], what: str, key: str) -> T:
+    """What it answers when it has come up. Raises RunError after ``seconds``, which are the config's ``key``."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await starting
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise RunError(f"{what} did not come up within {seconds:g} s: raise {key}, or look into the logs") from error
 
 
 def start_ray(config: Config) -> None:
@@ -320,14 +332,13 @@ class _Assembly:
             self.display.stage("startup", "environments")
             await pool.open()
         self.display.stage("startup", "vLLM and Megatron-Core")
-        limit = _START_LIMIT + config.warmup.steps
-        try:
-            async with asyncio.timeout(limit):
-                up = asyncio.gather(*(worker.start() for worker in workers))
-                starting = (self._start_trainer(trainer, model, endpoint), up, servers.start(served, self.events))
-                version, _, _ = await asyncio.gather(*starting)
-        except TimeoutError as error:
-            raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
+        up = asyncio.gather(*(worker.start() for worker in workers), servers.start(served, self.events))
+        first = self._start_trainer(trainer, model, endpoint)
+        limit = config.run.trainer_start_timeout + config.warmup.steps
+        version, _ = await asyncio.gather(
+            within(limit, first, "Megatron-Core", "run.trainer_start_timeout"),
+            within(config.rollout.start_timeout, up, "vLLM", "rollout.start_timeout"),
+        )
         ranks_alive = await trainer.pids()
         self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
         parts = Components(
@@ -403,14 +414,21 @@ class _Assembly:
                 self.display.message(f"what this run had of the pools stays bound until it is started again: {error}")
 
         self.stack.callback(give_back)
-        pool_requests.reserve_all(self.config, places)
-        return places
+        return self._reserved(places)
 
     def _places_without_pools(self) -> dict[str, Placement]:
         places = pool_requests.without_pools(self.config, self.display.message)
         for placement in places.values():
             self.stack.callback(placement.release)
+        return self._reserved(places)
+
+    def _reserved(self, places: dict[str, Placement]) -> dict[str, Placement]:
         pool_requests.reserve_all(self.config, places)
+        rows = device_plan.plan_rows(self.config, places)
+        self.events.emit("places", processes=[asdict(row) for row in rows])
+        if places:
+            for line in device_plan.describe(rows):
+                self.display.message(f"devices: {line}")
         return places
 
     def _note_binding(self, binding: DeviceBinding) -> None:

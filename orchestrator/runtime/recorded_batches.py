@@ -33,12 +33,11 @@ from orchestrator.policies.training.sample_weights import OverlongPenalty, effec
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.engine_actors import RayTrainer
 from orchestrator.runtime.pool_requests import trainer_ranks
-from orchestrator.runtime.real_run import TRAINER_CLASS, trainer_arguments, trainer_environment, warm_up
+from orchestrator.runtime.real_run import TRAINER_CLASS, trainer_arguments, trainer_environment, warm_up, within
 from orchestrator.store import read_parts, to_trajectory, trained_parts
 from orchestrator.train_samples import NO_LIMIT, histogram, to_samples
 
 FIELD = "--replay"
-_START_LIMIT = 300.0  # seconds for Megatron-Core to come up on a slow machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +180,14 @@ async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task
             await trainer.start()
             stack.push_async_callback(trainer.close)
             with events.stage("startup", 0):
-                async with asyncio.timeout(_START_LIMIT):
-                    await trainer.create(trainer_arguments(config, model) | {"total_steps": steps})
+                starting = trainer.create(trainer_arguments(config, model) | {"total_steps": steps})
+                await within(config.run.trainer_start_timeout, starting, "Megatron-Core", "run.trainer_start_timeout")
             await warm_up(config, task, trainer, events)
             overlong = config.reward.overlong.rule
             done = await replay(recording, trainer, events, ledger, make_filters(config.filters), steps, overlong)
             await trainer.call("export", str(folder.path / "model-final"))
             print(f"trained {done} of {len(recording)} recorded steps")
             status = reason = "completed"
-        except TimeoutError as error:
-            reason = f"Megatron-Core did not come up within {_START_LIMIT:.0f} s"
-            raise RunError(reason) from error
         except (RunError, RetryableError) as error:
             reason = str(error)
             raise

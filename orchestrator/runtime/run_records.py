@@ -76,7 +76,9 @@ class RunRecords:
             epoch = started - timedelta(seconds=events.time())  # a resume goes on counting
             store = make_store(folder.trajectories, epoch=epoch, journals=journals)
             stack.callback(store.close)
-            checkpoints = make_checkpoints(folder.checkpoints, config.checkpoint.keep, journals)
+            checkpoints = make_checkpoints(
+                folder.checkpoints, config.checkpoint.keep, journals, config.checkpoint.keep_every
+            )
             resumed: Resumed | None = None
             repairs = [
                 f"{file.path.name}: {file.cut} bytes of half a line were cut off" for file in journals if file.cut

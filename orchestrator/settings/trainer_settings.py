@@ -213,6 +213,9 @@ class TrainerSection(TrainerSettings):
     megatron: dict[str, Any] = Field(default_factory=dict)
     # a rank that waits for another longer than this in one collective gives up: with a stream, the tail of a rollout
     collective_timeout: PositiveSeconds = 7200.0
+    interface: str = (
+        ""  # network interface of the ranks' collectives, on every node; empty: the one that reaches rank 0
+    )
     reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version

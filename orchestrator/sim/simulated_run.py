@@ -402,7 +402,7 @@ class _Simulation:
     async def _watch(self, main: asyncio.Task[Any], pipeline: Pipeline) -> None:
         """Cancel the run when nothing happens any more though timers still fire."""
         rollout = self.config.rollout
-        patience = STANDSTILL + 10 * max(rollout.trajectory_timeout, rollout.stall_timeout)
+        patience = STANDSTILL + 10 * max(rollout.trajectory_timeout, rollout.stall_timeout, rollout.restart_timeout)
         before = -1
         while True:
             await asyncio.sleep(patience)

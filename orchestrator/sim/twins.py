@@ -237,6 +237,7 @@ class SimReward:
         self._tasks = config.sim.tasks if traces is None else {}
         self._seed = config.run.seed
         self._slots = asyncio.Semaphore(config.sim.reward_slots) if config.sim.reward_slots else None
+        self.limited = self._slots is not None
         rules = config.reward.adaptive
         self._timeouts = (
             AdaptiveTimeouts(rules.factor, rules.least, rules.most) if config.reward.timeout == "adaptive" else None

@@ -23,6 +23,7 @@ from orchestrator.config.agent_keys import AgentSection
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime.preflight import make_task
 from orchestrator.tasks.agent_task import AgentTask
 from orchestrator.transfer import Publisher, RelayEndpoint
@@ -325,7 +326,7 @@ def test_with_a_real_engine_the_trajectory_is_what_the_worker_generated(
         )
         worker, fatal = Recorded(inner), list[Any]()
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        proxy = LLMProxy([worker], events, stall_timeout=60.0, restarts=0, on_fatal=fatal.append)
+        proxy = LLMProxy([worker], events, limits=WorkerLimits(60.0), restarts=0, on_fatal=fatal.append)
         proxy.start()
 
         async def move_to(version: int) -> None:

@@ -21,6 +21,7 @@ from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.router_setup import planned_router
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
 from tests.support.served_twins import twins, until, used
@@ -142,7 +143,13 @@ def test_a_server_has_no_more_turns_than_its_budget_has_room_for_and_none_withou
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
         fatal: list[RunError] = []
         proxy = LLMProxy(
-            workers, events, stall_timeout=30, restarts=2, heartbeat=0.05, router=router, on_fatal=fatal.append
+            workers,
+            events,
+            limits=WorkerLimits(30, 30, 30, 30, 4 * 30),
+            restarts=2,
+            heartbeat=0.05,
+            router=router,
+            on_fatal=fatal.append,
         )
         await served_workers.start(workers)
         proxy.start()

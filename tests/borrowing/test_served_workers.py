@@ -22,6 +22,7 @@ from orchestrator.config import Config, load_config, parse_config, to_json
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy import gateway as proxies
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime import preflight
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.tasks.frozenlake import FrozenLakeTask
@@ -210,7 +211,13 @@ class Fleet:
         self.sink = MemorySink()
         self.fatal: list[RunError] = []
         events = EventLog(self.sink, asyncio.get_running_loop().time)
-        self.proxy = LLMProxy(self.workers, events, stall_timeout=stall, restarts=2, on_fatal=self.fatal.append)
+        self.proxy = LLMProxy(
+            self.workers,
+            events,
+            limits=WorkerLimits(stall, stall, stall, stall, 4 * stall),
+            restarts=2,
+            on_fatal=self.fatal.append,
+        )
         self._turn = 0
 
     async def move_to(self, version: int) -> None:

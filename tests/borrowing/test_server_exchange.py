@@ -24,6 +24,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.router_setup import planned_router
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
 from tests.support.served_twins import twins, until, used
@@ -52,7 +53,7 @@ class Run:
         self.proxy = LLMProxy(
             workers,
             self.events,
-            stall_timeout=20,
+            limits=WorkerLimits(20, 20, 20, 20, 4 * 20),
             restarts=2,
             heartbeat=0.2,
             misses=50,

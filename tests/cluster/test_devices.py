@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -13,7 +15,7 @@ from orchestrator.api import ConfigError
 from orchestrator.cluster import ActorGen
 from orchestrator.config import Config, load_config
 from orchestrator.resources import Placement, reserve
-from orchestrator.runtime import pool_requests
+from orchestrator.runtime import device_plan, pool_requests
 from orchestrator.runtime.engine_actors import MegatronRank, RayWorker, TrainerRanks, VllmEngine
 from tests.support.engines import rollout_worker
 
@@ -46,6 +48,10 @@ def nodes() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def start_free() -> None:
+    all_free()
+
+
 def all_free() -> None:
     """Ray takes a while to have everything back."""
     deadline = time.monotonic() + 30
@@ -114,6 +120,45 @@ def test_a_run_over_nodes_gives_every_device_one_owner_of_its_class_and_an_engin
         **{f"vllm-{number}": "H20" for number in range(4)},
     }
     assert manager.view().bindings == {}
+
+
+def test_the_plan_of_a_run_names_a_node_for_every_process_and_gives_all_of_it_back() -> None:
+    begun = time.monotonic()
+    rows = device_plan.rehearse(load_config(None, WHOLE), print)
+    assert time.monotonic() - begun < 5
+    assert [row.process for row in rows] == [name for name, _, _ in pool_requests.wishes(load_config(None, WHOLE))]
+    assert sum(row.devices for row in rows) == NODES * GPUS
+    assert {row.hardware for row in rows if row.process.startswith("trainer")} == {"H800"}
+    by_node = Counter(row.node for row in rows)  # 4 devices of a process, 8 of a node
+    assert len(by_node) == NODES
+    assert set(by_node.values()) == {2}
+    lines = device_plan.describe(rows)
+    assert len(lines) == NODES
+    assert sum(bool(re.fullmatch(r".*: vllm-\d, vllm-\d: 4 H20 each", line)) for line in lines) == 2, lines
+    all_free()
+    assert ray.available_resources()["GPU"] == NODES * GPUS
+
+
+def test_a_plan_that_does_not_fit_says_what_had_a_place() -> None:
+    config = load_config(None, ["rollout.engine.tensor_parallel_size=12", "ray.address=auto"])
+    with pytest.raises(ConfigError, match=r"no node alone has the 12 GPU.*trainer's 1 ranks had their places"):
+        device_plan.rehearse(config, print)
+    all_free()
+    assert ray.available_resources()["GPU"] == NODES * GPUS
+
+
+def test_the_plan_says_who_shares_devices() -> None:
+    def said(*overrides: str) -> list[str]:
+        return device_plan.describe(device_plan.plan_rows(load_config(None, list(overrides)), {}))
+
+    turns = "trainer and engines take turns on the devices that they see"
+    assert said("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0") == [
+        f"any node: trainer, vllm-0 ({turns})"
+    ]
+    assert (
+        said('rollout.served=["http://127.0.0.1:1"]')[1]
+        == "any node: http://127.0.0.1:1 (borrowed: its owner's devices)"
+    )
 
 
 def test_engines_are_spread_over_nodes_and_ranks_are_beside_each_other() -> None:

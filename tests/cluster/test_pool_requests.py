@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,13 @@ def test_each_process_asks_for_its_class_and_gets_devices_of_its_own() -> None:
         pool_requests.place(config, metadata, "job-2")
     manager.close()
     pool_requests.place(config, metadata, "job-2")
+
+
+def test_the_slurm_job_of_one_node_asks_for_the_gpus_that_a_default_run_reserves() -> None:
+    script = Path(__file__).parents[2] / "deploy" / "slurm" / "one_node.sbatch"
+    asked = re.search(r"^#SBATCH --gres=gpu:(\d+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    assert asked is not None
+    assert int(asked[1]) == sum(devices for _, _, devices in pool_requests.wishes(load_config(None, [])))
 
 
 def test_without_pools_nothing_is_bound_and_nothing_is_checked() -> None:

@@ -29,6 +29,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resume_turn import joined_completion, remaining_request
+from orchestrator.proxy.worker_state import WorkerLimits
 from scripts.bench.virtual_run import run
 from tests.support import colocation_twins as twins
 
@@ -53,7 +54,11 @@ class Colocated:
         self.ledger = Ledger(MemorySink(), now)
         self.fatal: list[RunError] = []
         self.proxy = LLMProxy(
-            self.workers, self.events, stall_timeout=STALL, restarts=3, on_fatal=lambda error: self.fatal.append(error)
+            self.workers,
+            self.events,
+            limits=WorkerLimits(STALL, STALL, STALL, STALL, 4 * STALL),
+            restarts=3,
+            on_fatal=lambda error: self.fatal.append(error),
         )
         self.colocation = Colocation(
             self.proxy, self.trainer, self.events, workers=WORKERS, timeout=TRAINER, level=level

@@ -30,6 +30,7 @@ from orchestrator.api import (
 from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake_master import MooncakeMaster
 from orchestrator.transfer import RelayEndpoint
@@ -89,7 +90,7 @@ class Rig:
 
     async def start(self) -> None:
         events = EventLog(self.sink, asyncio.get_running_loop().time)
-        self.proxy = LLMProxy([self.worker], events, stall_timeout=60.0, restarts=2, on_fatal=self.fatal.append)
+        self.proxy = LLMProxy([self.worker], events, limits=WorkerLimits(60.0), restarts=2, on_fatal=self.fatal.append)
         self.colocation = Colocation(self.proxy, self.trainer, events, workers=1, timeout=60.0)
         self.proxy.start()
         await self.trainer.publish()

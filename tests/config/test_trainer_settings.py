@@ -20,6 +20,7 @@ RUN_ONLY = {
     "threads",
     "megatron",
     "collective_timeout",
+    "interface",
     "reference_samples",
     "logprob_gap_samples",
     "logprob_gap_alarm",

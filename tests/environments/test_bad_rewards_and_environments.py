@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import Observation, RetryableError, StepResult, Trajectory, TrajectoryError
+from orchestrator.api import Observation, Prompt, RetryableError, StepResult, Trajectory, TrajectoryError
 from orchestrator.config import Config, load_config
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.twins import SimEnvironment, SimReward
@@ -149,6 +149,26 @@ def test_environments_that_do_all_that_is_wrong_are_masked_and_counted_and_the_r
     monkeypatch.setattr(SimEnvironment, "step", step)
     causes = failed(simulate(config(f"environment.backend={backend}", "rollout.environment_step_timeout=20.0")))
     assert set(causes) == {cause for _, cause in BAD}
+
+
+@pytest.mark.parametrize("backend", ["in-process", "in-process-pool"])
+@pytest.mark.parametrize(("limit", "causes"), [("", {"environment_timeout"}), ("400", set())])
+def test_a_reset_has_a_limit_of_its_own_and_a_step_keeps_the_shorter_one(
+    limit: str, causes: set[str], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = SimEnvironment.reset
+    seen = 0
+
+    async def reset(self: SimEnvironment, prompt: Prompt) -> Observation:
+        nonlocal seen
+        seen += 1
+        await asyncio.sleep(300.0 if seen % 16 == 0 else 0.0)
+        return await right(self, prompt)
+
+    monkeypatch.setattr(SimEnvironment, "reset", reset)
+    given = [f"environment.backend={backend}", "rollout.trajectory_timeout=500"]
+    given += [f"rollout.environment_reset_timeout={limit}"] if limit else []
+    assert set(failed(simulate(config(*given)))) == causes
 
 
 def test_environments_that_never_work_end_the_run_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:

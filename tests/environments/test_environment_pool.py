@@ -293,7 +293,7 @@ def test_one_that_fails_its_check_or_its_renewal_is_replaced(what: str, failure:
             return failure if asked == what and session is backend.made[0] else 0.0
 
         backend = Backend(plan)
-        async with Setting(backend, ping_timeout=3.0, call_timeout=3.0) as setting:
+        async with Setting(backend, ping_timeout=3.0, recycle_timeout=3.0) as setting:
             await asyncio.sleep(10)
             await setting.episode()
             assert setting.pool.stats()["replaced"] == {what: 1}
@@ -346,7 +346,7 @@ def test_one_that_misbehaved_is_killed_and_replaced() -> None:
 def test_one_that_cannot_be_killed_is_abandoned_counted_and_holds_up_nobody() -> None:
     async def scenario() -> None:
         backend = Backend(lambda what, _: 1e5 if what == "kill" else 0.0)
-        async with Setting(backend, size=1, call_timeout=7.0) as setting:
+        async with Setting(backend, size=1, kill_timeout=7.0) as setting:
             begun = asyncio.get_running_loop().time()
             await setting.pool.release(await setting.take(), False)
             await setting.pool.release(await setting.take(), True)

@@ -105,7 +105,9 @@ def with_pool(
     sink = MemorySink()
 
     async def whole() -> None:
-        settings = PoolSettings(size, parallel_starts=3, call_timeout=3.0, start_tries=2, backoff_first=0.1)
+        settings = PoolSettings(
+            size, parallel_starts=3, kill_timeout=3.0, recycle_timeout=3.0, start_tries=2, backoff_first=0.1
+        )
         pool = EnvPool(backend, settings, EventLog(sink, asyncio.get_running_loop().time))
         manager = EnvManager(
             MisbehavingTask(),

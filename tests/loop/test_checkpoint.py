@@ -1,13 +1,14 @@
 """Checkpoints are whole or absent; a damaged one is noticed and the one before it is used."""
 
 import asyncio
+import json
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from orchestrator.api import Prompt, RunError, Trajectory, Turn
+from orchestrator.api import CHECKPOINT_DIGESTS, Prompt, RunError, Trajectory, Turn
 from orchestrator.checkpoint import Checkpoints, CheckpointState, verify
 from orchestrator.runtime.run_records import BesideTheLoop
 
@@ -37,6 +38,27 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     for step in range(5):
         write(checkpoints, step)
     assert [folder.name for folder in checkpoints.all()] == ["step-000003", "step-000004"]
+
+
+def test_those_after_every_so_many_steps_stay_too(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=2)
+    for step in range(6):
+        write(checkpoints, step)
+    assert [folder.name for folder in checkpoints.all()] == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_what_a_rank_digested_is_not_read_again_unless_it_has_another_size(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+
+    def said(size: int) -> str:
+        partial = checkpoints.begin(1)
+        (partial / "trainer" / "weights.bin").write_bytes(bytes(1000))
+        listed = {"weights.bin": [size, "0123456789abcdef"]}
+        (partial / "trainer" / CHECKPOINT_DIGESTS.format("00000")).write_text(json.dumps(listed))
+        return verify(checkpoints.commit(partial, state(1)))
+
+    assert said(1000) == "trainer/weights.bin is damaged"  # this digest was believed
+    assert said(999) == ""
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])

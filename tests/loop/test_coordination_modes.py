@@ -14,6 +14,7 @@ from orchestrator.observe.report.run_log import load_run
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.rollout import Rollout
 from orchestrator.sim.simulated_run import SimResult, simulate
+from orchestrator.sim.twins import SimTrainer
 from orchestrator.sim.virtual_loop import VirtualTimeLoop
 from scripts.bench.micro import ledger_faults
 
@@ -51,6 +52,51 @@ def long_tailed(mode: tuple[str, int], seed: int, *overrides: str) -> Config:
 def events_of(result: SimResult, kind: str) -> list[dict[str, Any]]:
     every = [json.loads(line) for line in result.events.decode().splitlines()]
     return [event for event in every if event["kind"] == kind]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", FITTING)
+def test_workers_take_the_new_weights_while_the_checkpoint_is_written(
+    mode: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = SimTrainer.save
+
+    async def slow(trainer: SimTrainer, folder: str) -> None:
+        await asyncio.sleep(1000.0)
+        await plain(trainer, folder)
+
+    monkeypatch.setattr(SimTrainer, "save", slow)
+    faults = ["sim.fault_rate=0.0001", 'sim.faults=["delay"]']  # with faults there are checkpoints
+    result = simulate(long_tailed(mode, 1, "checkpoint.every=1", *faults))
+    stages = events_of(result, "stage")
+    written = {event["step"]: event for event in stages if event["stage"] == "checkpoint"}
+    assert len(written) == 7
+    loaded = [event for event in stages if event["stage"] == "update" and event["step"] > 0]
+    assert len(loaded) >= 4
+    trained = {event["step"]: event["end"] for event in stages if event["stage"] == "train_step"}
+    for event in loaded:
+        step = max(step for step, end in trained.items() if end <= event["start"]) + 1  # whose weights these are
+        if step < 6:  # nobody waits for the last ones
+            assert event["end"] < written[step]["end"], (mode, event, written[step])
+
+
+@pytest.mark.parametrize(("every", "minutes", "expected"), [(0, 0.001, 7), (0, 1e6, 2), (4, 0, 3)])
+def test_checkpoints_are_due_by_steps_or_by_minutes(every: int, minutes: float, expected: int) -> None:
+    due = [
+        f"checkpoint.every={every}",
+        f"checkpoint.minutes={minutes}",
+        "sim.fault_rate=0.0001",
+        'sim.faults=["delay"]',
+    ]
+    result = simulate(long_tailed(("async", 1), 1, *due))
+    assert sum(event["stage"] == "checkpoint" for event in events_of(result, "stage")) == expected
+
+
+def test_no_checkpoint_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.every = 0: with checkpoint\.minutes = 0 there would be none"):
+        load_config(None, ["checkpoint.every=0", "checkpoint.minutes=0"])
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from orchestrator.api import (
 from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.sim.cost_model import SEND_SHARE
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_run import SimResult, simulate
@@ -60,7 +61,12 @@ class Rig:
         self.workers = [SimWorker(f"w{index}", settings, self.weights) for index in range(workers + relay_only)]
         ports: list[Any] = [*self.workers[:workers], *map(RelayOnly, self.workers[workers:])]
         self.proxy = LLMProxy(
-            ports, self.events, stall_timeout=60.0, restarts=2, current_only=current_only, on_fatal=self._fail
+            ports,
+            self.events,
+            limits=WorkerLimits(60.0, 60.0, 60.0, 60.0, 4 * 60.0),
+            restarts=2,
+            current_only=current_only,
+            on_fatal=self._fail,
         )
         self.proxy.start()
         self.delivery = WeightSync(self.trainer, self.proxy, self.events, self._call, settings.collective_limit)
@@ -149,7 +155,7 @@ def test_those_that_cannot_receive_get_the_version_from_the_relay_after_the_othe
         await rig.delivery.lead(1, 1)
         assert clock() - begun == pytest.approx(SEND_SHARE * UPDATE + 0.25 * UPDATE, abs=0.1)
         assert await rig.held() == [1, 1, 0]
-        assert rig.delivery.under_way
+        assert rig.proxy.unpublished == 1
         assert rig.proxy.behind
         await rig.delivery.follow(1, 1)
         assert clock() - begun == pytest.approx(PUBLISH + UPDATE, abs=0.1)
@@ -197,7 +203,7 @@ def test_a_worker_that_dies_while_it_receives_is_brought_up_from_the_relay_and_t
         assert [lane.version for lane in rig.proxy.states if lane.usable] == [1, 1]
         await asyncio.sleep(RESTART_SECONDS + 1)
         assert not rig.proxy.states[1].alive, "it waits: the relay has not got the version yet"
-        assert rig.proxy.states[1].restarts == 0
+        assert rig.proxy.states[1].restarts == []
         await rig.delivery.follow(1, 1)
         await asyncio.sleep(UPDATE + 1)
         assert await rig.held() == [1, 1, 1]

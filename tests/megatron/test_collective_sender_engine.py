@@ -36,6 +36,7 @@ from orchestrator.api import (  # noqa: E402
 )
 from orchestrator.events import EventLog  # noqa: E402
 from orchestrator.proxy.gateway import LLMProxy  # noqa: E402
+from orchestrator.proxy.worker_state import WorkerLimits  # noqa: E402
 from orchestrator.transfer import RelayEndpoint  # noqa: E402
 from orchestrator.transfer.filesystem_relay import FsspecRelay  # noqa: E402
 from orchestrator.weight_sync import WeightSync  # noqa: E402
@@ -230,7 +231,7 @@ class Rig:
         self.proxy = LLMProxy(
             engines,  # type: ignore[arg-type]
             self.events,
-            stall_timeout=120.0,
+            limits=WorkerLimits(120.0),
             restarts=1,
             on_fatal=self.fatal.append,
         )

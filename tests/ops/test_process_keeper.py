@@ -245,3 +245,12 @@ def test_a_life_that_does_not_come_up_is_tried_again(monkeypatch: pytest.MonkeyP
     lost, away = PartLost("the mooncake_master died"), RetryableError("Redis is away")
     reason, _ = lived(monkeypatch, 2, (3, lost), (-1, away), (9, "completed"))
     assert reason == "completed"
+
+
+def test_what_does_not_come_up_in_its_time_ends_the_run_with_the_key_that_says_how_long() -> None:
+    async def main() -> None:
+        assert await training.within(1800.0, asyncio.sleep(1799.0, "up"), "vLLM", "rollout.start_timeout") == "up"
+        with pytest.raises(RunError, match=r"vLLM did not come up within 1800 s: raise rollout\.start_timeout"):
+            await training.within(1800.0, asyncio.sleep(1801.0), "vLLM", "rollout.start_timeout")
+
+    run(main())

@@ -15,6 +15,7 @@ from orchestrator.api import Completion, GenerationRequest, RunError, Sampling
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing, Reshaped
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime.engine_actors import RayWorker
 from orchestrator.transfer import Publisher, RelayEndpoint
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish, write_tiny_qwen3
@@ -45,7 +46,7 @@ def test_engines_are_cut_anew_under_load_and_every_request_says_what_it_would_ha
 
     async def main(workers: list[RayWorker]) -> list[list[Completion]]:
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        proxy = LLMProxy(workers, events, stall_timeout=120.0, restarts=1, on_fatal=fatal.append)
+        proxy = LLMProxy(workers, events, limits=WorkerLimits(120.0), restarts=1, on_fatal=fatal.append)
         resizing = EngineResizing(proxy)
         await asyncio.gather(*(worker.start() for worker in workers))
         proxy.start()

@@ -29,6 +29,7 @@ from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayou
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing, Reshaped, require_resizable
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim import resizable_worker as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
@@ -81,7 +82,13 @@ class Rig:
         self.sink = MemorySink()
         self.fatal: list[RunError] = []
         events = EventLog(self.sink, asyncio.get_running_loop().time)
-        self.proxy = LLMProxy(self.workers, events, stall_timeout=STALL, restarts=3, on_fatal=self.fatal.append)
+        self.proxy = LLMProxy(
+            self.workers,
+            events,
+            limits=WorkerLimits(STALL, STALL, STALL, STALL, 4 * STALL),
+            restarts=3,
+            on_fatal=self.fatal.append,
+        )
         self.resizing = EngineResizing(self.proxy)
         self.asked: dict[str, tuple[GenerationRequest, asyncio.Task[Any]]] = {}
 

@@ -23,6 +23,13 @@ from orchestrator.sim import simulated_forecasts
 from orchestrator.sim.simulated_run import SimResult, simulate
 from scripts.bench.virtual_run import run
 
+SHORT = (
+    "rollout.first_token_timeout=30",
+    "rollout.prepare_timeout=30",
+    "rollout.update_timeout=30",
+    "rollout.restart_timeout=120",
+)
+
 PROMPT = Prompt("p", "game", 0, "")
 
 
@@ -79,7 +86,12 @@ def test_the_order_of_turns_is_a_value_of_the_config(order: str) -> None:
 
 
 def test_faults_of_every_part_lose_no_trajectory_while_kv_moves() -> None:
-    limits = ("rollout.trajectory_timeout=300", "rollout.environment_step_timeout=30", "rollout.stall_timeout=30")
+    limits = (
+        "rollout.trajectory_timeout=300",
+        "rollout.environment_step_timeout=30",
+        "rollout.stall_timeout=30",
+        *SHORT,
+    )
     found = Counter[str]()
     for seed in range(2):
         faulty = ("sim.fault_rate=0.01", f"run.seed={seed}", "run.steps=2", "rollout.workers=3")
@@ -106,7 +118,12 @@ def test_a_trajectory_that_is_placed_anew_brings_its_kv_along_in_the_gap_between
     assert sum(brought) > len(moves) / 2, "most of them in gaps"
     assert moves
     assert not events_of(computed, "kv_moved")
-    limits = ("rollout.trajectory_timeout=300", "rollout.environment_step_timeout=30", "rollout.stall_timeout=30")
+    limits = (
+        "rollout.trajectory_timeout=300",
+        "rollout.environment_step_timeout=30",
+        "rollout.stall_timeout=30",
+        *SHORT,
+    )
     faulty = (
         "sim.fault_rate=0.02",
         "run.seed=3",

@@ -18,6 +18,7 @@ from orchestrator.api import (
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 
 
 class ScriptedWorker:
@@ -132,14 +133,14 @@ def play(
     stall: float = 5.0,
     restarts: int = 2,
     router: TurnRouter | None = None,
+    limits: WorkerLimits | None = None,
 ) -> MemorySink:
-    sink = MemorySink()
+    sink, given = MemorySink(), limits or WorkerLimits(stall, stall, stall, stall, 4 * stall)
 
     async def run() -> None:
         fatal: list[BaseException] = []
         events = EventLog(sink, asyncio.get_running_loop().time)
-        limits = {"stall_timeout": stall, "restarts": restarts}
-        proxy = LLMProxy(list(workers), events, **limits, router=router, on_fatal=fatal.append)  # type: ignore[arg-type]
+        proxy = LLMProxy(list(workers), events, limits=given, restarts=restarts, router=router, on_fatal=fatal.append)
         proxy.start()
         try:
             async with asyncio.timeout(10):

@@ -13,9 +13,12 @@ from orchestrator.api import Completion, GenerationRequest, RetryableError, Samp
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 from scripts.bench.virtual_run import run
 
 INTERVAL, MISSES, STALL = 5.0, 4, 60.0
+LIMITS = WorkerLimits(STALL)
+HOUR = 3600.0
 
 
 class Worker:
@@ -26,6 +29,8 @@ class Worker:
         self.name, self.hardware, self.moves_to = name, hardware, hardware
         self.seconds = seconds
         self.hung = False
+        self.tokens_per_s, self.running = 0.0, 0  # that its statistics count
+        self.loading = self.starting = 0.0  # seconds of preparing or updating, of a restart
         self.deaf = 0
         self.asked: list[float] = []
         self.restarted: list[float] = []
@@ -60,9 +65,11 @@ class Worker:
 
     async def prepare(self, version: int) -> None:
         await self._answer()
+        await asyncio.sleep(self.loading)
 
     async def update(self, version: int) -> UpdateResult:
         await self._answer()
+        await asyncio.sleep(self.loading)
         return UpdateResult(version, 0, 0.0)
 
     async def resume(self) -> None:
@@ -76,12 +83,14 @@ class Worker:
             if self.deaf % 2:
                 raise RetryableError("connection reset")
             await asyncio.get_running_loop().create_future()
-        return WorkerStats(0, 0, 0, 1, 0, 0.0, 0)
+        generated = int(self.tokens_per_s * asyncio.get_running_loop().time())
+        return WorkerStats(self.running, 0, 0, 1, 0, 0.0, 0, generated=generated)
 
     async def restart(self) -> None:
         self.restarted.append(asyncio.get_running_loop().time())
         self.hung, self.hardware = False, self.moves_to
         self.done = asyncio.Queue()
+        await asyncio.sleep(self.starting)
 
     async def close(self) -> None:
         pass
@@ -100,7 +109,7 @@ def played(
         proxy = LLMProxy(
             list(workers),
             EventLog(sink, asyncio.get_running_loop().time),
-            stall_timeout=STALL,
+            limits=LIMITS,
             restarts=2,
             heartbeat=INTERVAL,
             misses=MISSES,
@@ -143,8 +152,9 @@ def test_a_worker_whose_event_loop_hangs_is_noticed_well_before_the_stall_timeou
     assert other.asked == other.restarted == []
 
 
-def test_a_worker_that_answers_is_left_to_its_long_work_until_the_stall_timeout() -> None:
+def test_a_worker_that_had_no_work_before_has_its_time_to_the_first_token() -> None:
     slow, slower = Worker("a", STALL - 5), Worker("b", 10 * STALL)
+    slow.running = slower.running = 1
 
     async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
         first, second = (asyncio.create_task(proxy.generate(turn(name))) for name in "rs")
@@ -154,9 +164,94 @@ def test_a_worker_that_answers_is_left_to_its_long_work_until_the_stall_timeout(
         slower.seconds = 1.0
         await second
         assert len(slower.restarted) == 1
-        assert slower.restarted[0] > STALL
+        assert LIMITS.first_token < slower.restarted[0] < LIMITS.first_token + 2 * INTERVAL
 
     played([slow, slower], scenario)
+
+
+def test_a_worker_that_has_answered_and_computes_nothing_more_is_restarted_after_the_stall_timeout() -> None:
+    worker = Worker("a", 1.0)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        first = asyncio.create_task(proxy.generate(turn("r")))
+        await asyncio.sleep(0.5)
+        worker.seconds = HOUR
+        second = asyncio.create_task(proxy.generate(turn("s")))
+        await first
+        worker.seconds = 1.0
+        await second
+
+    played([worker], scenario)
+    assert len(worker.restarted) == 1
+    assert STALL < worker.restarted[0] < STALL + 3 * INTERVAL
+
+
+def test_a_worker_whose_statistics_count_new_tokens_is_healthy_however_long_its_first_answer_takes() -> None:
+    worker = Worker("a", HOUR)
+    worker.tokens_per_s, worker.running = 0.5, 1
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        await proxy.generate(turn("r"))
+
+    assert not [event for event in played([worker], scenario) if event["kind"] == "fault"]
+    assert worker.restarted == []
+
+
+def test_tokens_of_others_are_no_progress_where_a_worker_no_longer_has_what_it_was_sent() -> None:
+    worker = Worker("a", HOUR)
+    worker.tokens_per_s = 20.0  # and it runs nothing of ours: the completion was lost
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        waiting = asyncio.create_task(proxy.generate(turn("r")))
+        await asyncio.sleep(STALL)
+        worker.seconds = 1.0
+        await waiting
+
+    played([worker], scenario)
+    assert len(worker.restarted) == 1
+    assert STALL < worker.restarted[0] < STALL + 3 * INTERVAL
+
+
+def test_starting_preparing_and_updating_have_limits_of_their_own() -> None:
+    worker = Worker("a", 1.0)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        worker.loading = LIMITS.update - 1
+        assert await proxy.prepare(1) == []
+        await proxy.suspend()
+        assert [result.version for result in await proxy.update(1)] == [1]
+        await proxy.resume()
+        assert worker.restarted == []
+        worker.starting = LIMITS.restart - 1
+        proxy.distrust(0, "it died")
+        await proxy.generate(turn("r"))
+        assert len(worker.restarted) == 1
+        worker.loading, worker.starting = LIMITS.update + 1, 1.0
+        assert await proxy.prepare(2) == [f"no answer for {LIMITS.prepare} s"]
+        await proxy.suspend()
+        assert await proxy.update(2) == []
+        await proxy.resume()
+        worker.loading = 1.0
+        await proxy.generate(turn("s"))
+        assert len(worker.restarted) == 2
+
+    played([worker], scenario)
+
+
+@pytest.mark.parametrize(("pause", "restarts"), [(56 * HOUR, 9), (LIMITS.window / 4, 2)])
+def test_restarts_count_against_the_limit_for_a_window_only(pause: float, restarts: int) -> None:
+    worker = Worker("a", 1.0)
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        for _ in range(9):
+            proxy.distrust(0, "it died")
+            await asyncio.sleep(pause)
+        assert bool(fatal) == (restarts == 2)
+        if fatal:
+            assert "no rollout worker left: a: it failed 3 times" in str(fatal[0])
+
+    played([worker], scenario)
+    assert len(worker.restarted) == restarts
 
 
 def test_answers_that_are_lost_cost_nothing_while_one_arrives() -> None:

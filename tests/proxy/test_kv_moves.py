@@ -34,6 +34,7 @@ from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves, kv_moves
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from scripts.bench import virtual_run as virtual
@@ -120,7 +121,7 @@ class Fleet:
         self.proxy = LLMProxy(
             self.workers,
             self.events,
-            stall_timeout=50.0,
+            limits=WorkerLimits(50.0, 50.0, 50.0, 50.0, 4 * 50.0),
             restarts=2,
             router=TurnRouter([Seat(cap=1), Seat(cap=1)], imbalance=0),
             kv=self.moves,

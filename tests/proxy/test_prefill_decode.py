@@ -20,6 +20,7 @@ from orchestrator.proxy import router_setup
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import kv_moves
 from orchestrator.proxy.prefill_decode import PrefillDecode
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime import engine_cuts, pool_requests
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from scripts.bench import virtual_run as virtual
@@ -53,7 +54,7 @@ class Classes:
         self.proxy = LLMProxy(
             list(self.workers.values()),
             events,
-            stall_timeout=1000.0,
+            limits=WorkerLimits(1000.0, 1000.0, 1000.0, 1000.0, 4 * 1000.0),
             restarts=restarts,
             router=TurnRouter(seats, phases=router_setup.phase_classes(section, [seat.hardware for seat in seats])),
             kv=kv_moves(parse_config({"rollout": {"kv_transfer": {"enabled": True}}}).rollout.kv_transfer, events),

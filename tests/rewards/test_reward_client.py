@@ -5,14 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from orchestrator.api import ConfigError, Prompt, RetryableError, RunError, Trajectory, TrajectoryError, Turn
+from orchestrator.config import load_config
+from orchestrator.envs import score_of
+from orchestrator.events import EventLog, MemorySink
 from orchestrator.rewards import function_client as client_module
 from orchestrator.rewards.reward_client import HttpReward
+from orchestrator.rewards.voting import MajorityVote
+from orchestrator.runtime import function_hosts
+from orchestrator.runtime.function_hosts import WAIT_SECONDS
+from orchestrator.runtime.preflight import make_task
+from orchestrator.runtime.process_keeper import Keeper
+from orchestrator.sim.twins import SimReward
+from scripts.bench.virtual_run import run as virtual_run
 
 TRAJECTORY = Trajectory(
     "t1", "g1", "task", Prompt("k", "task", 1, "map"), (Turn((1,), (2,), (0.0,), ((0, 1),)),), None, "1", 1, False
@@ -242,3 +255,69 @@ def test_a_wrong_url_is_a_configuration_error(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HttpReward(url)
     assert caught.value.field == "reward.url"
+
+
+class Slow(HttpReward):
+    """An endpoint whose tests of a trajectory take a minute each."""
+
+    async def _post(self, body: bytes) -> tuple[bool, bytes]:
+        await asyncio.sleep(60)
+        return False, b'{"reward": 1}'
+
+
+@pytest.mark.parametrize("votes", [1, 3])
+def test_the_time_of_a_call_begins_when_it_has_a_slot_and_what_it_waited_is_reported(votes: int) -> None:
+    async def scenario() -> None:
+        reward = Slow("http://127.0.0.1:1", concurrency=32, timeout=61.0)
+        asked = reward if votes == 1 else MajorityVote(reward, votes)
+        scores = await asyncio.gather(*(score_of(asked, TRAJECTORY, 120.0) for _ in range(65)))
+        assert scores == [1.0] * 65
+        assert reward.counts.retries == 0
+        assert reward.stats()["longest_queued"] >= 120
+        await reward.close()
+
+    virtual_run(scenario())
+
+
+def test_a_simulated_reward_that_waits_for_a_slot_is_not_late() -> None:
+    config = load_config(None, ["sim.reward_slots=1", "sim.reward_seconds=60"])
+
+    async def scenario() -> None:
+        reward = SimReward(config)
+        assert len(await asyncio.gather(*(score_of(reward, TRAJECTORY, 120.0) for _ in range(5)))) == 5
+
+    virtual_run(scenario())
+
+
+@pytest.mark.parametrize(("url", "slots"), [("", 2), ("http://127.0.0.1:1/", 32)])
+def test_no_more_calls_are_sent_to_the_host_of_a_run_than_it_runs_at_once(
+    url: str, slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[Any] = []
+
+    class Host:
+        url, token = "http://127.0.0.1:2/", "t"
+
+        def __init__(self, *_: Any, **options: Any) -> None:
+            started.append(options)
+
+        async def start(self) -> None: ...
+
+        async def stop(self) -> None: ...
+
+    async def scenario() -> None:
+        monkeypatch.setattr(function_hosts, "RewardHost", Host)
+        monkeypatch.setattr(function_hosts.os, "cpu_count", lambda: 1)
+        config = load_config(None, [f"reward.url={url}"])
+        folder: Any = SimpleNamespace(path=tmp_path, logs=tmp_path)
+        async with AsyncExitStack() as stack:
+            events = EventLog(MemorySink(), asyncio.get_running_loop().time)
+            rewards = await function_hosts.start_reward(
+                config, make_task(config), Keeper(events), stack, folder, events
+            )
+            reward: Any = rewards.function
+            assert reward._slots._value == slots
+            assert [options["concurrency"] for options in started] == ([] if url else [slots])
+            assert reward._timeout == config.reward.call_seconds(False) + (0.0 if url else WAIT_SECONDS)
+
+    asyncio.run(scenario())

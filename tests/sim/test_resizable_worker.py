@@ -14,6 +14,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.sim.paper_setups import rollpacker
 from orchestrator.sim.resizable_worker import ResizableSimWorker, planner_of, roofline_profile
 from orchestrator.sim.simulated_cluster import engine_costs
@@ -49,7 +50,7 @@ def test_requests_say_in_new_engines_what_they_would_have_said_in_the_old_ones(a
             for i in range(4)
         ]
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        proxy = LLMProxy(workers, events, stall_timeout=60.0, restarts=0, on_fatal=print)
+        proxy = LLMProxy(workers, events, limits=WorkerLimits(60.0), restarts=0, on_fatal=print)
         resizing = EngineResizing(proxy)
         proxy.start()
         await proxy.suspend()
@@ -146,6 +147,12 @@ def test_an_unpressed_run_with_a_profile_stays_in_the_layout_that_the_profile_be
 @pytest.mark.parametrize("seed", [0, 2, 5])  # in 2 every worker was given up before engines were cut anew
 def test_with_faults_engines_are_cut_anew_and_nothing_is_lost(seed: int) -> None:
     given = [f"run.seed={seed}", f"sim.fault_rate={(0.01, 0.03, 0.08)[seed % 3]}", "rollout.stall_timeout=30"]
+    given += [
+        "rollout.first_token_timeout=30",
+        "rollout.prepare_timeout=30",
+        "rollout.update_timeout=30",
+        "rollout.restart_timeout=120",
+    ]
     given += ["rollout.workers=4", "rollout.environments=24", "rollout.groups_per_step=4", "rollout.worker_restarts=4"]
     given += ["rollout.planner.calm_steps=1", "sim.kv_tokens=300", "sim.start_seconds=3", "sim.response_tokens_mean=30"]
     given += ["evaluation.prompts=2", "run.mode=async", "rollout.alpha=1"]

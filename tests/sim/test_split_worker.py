@@ -78,6 +78,12 @@ def test_with_faults_every_turn_of_two_parts_is_one_that_the_policy_said(seed: i
     """The audit compares tokens and versions of all that is trained."""
     given = [f"run.seed={seed}", "run.steps=3", "rollout.workers=3", "sim.fault_rate=0.03", "rollout.stall_timeout=30"]
     given += [
+        "rollout.first_token_timeout=30",
+        "rollout.prepare_timeout=30",
+        "rollout.update_timeout=30",
+        "rollout.restart_timeout=120",
+    ]
+    given += [
         "rollout.environments=12",
         "rollout.groups_per_step=2",
         "rollout.group_size=3",

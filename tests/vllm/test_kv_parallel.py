@@ -17,6 +17,7 @@ from orchestrator.policies.routing.turn_routing import DECODE, PREFILL, Seat, Tu
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.prefill_decode import PrefillDecode
+from orchestrator.proxy.worker_state import WorkerLimits
 from scripts.bench.probes.vllm.kv_engines import Child
 from scripts.bench.probes.vllm.kv_probe import VOCABULARY, say, write_model
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
@@ -46,7 +47,7 @@ async def prefill_and_decode(prefill: Child, decode: Child) -> None:
     proxy = LLMProxy(
         [prefill, decode],
         events,
-        stall_timeout=120.0,
+        limits=WorkerLimits(120.0),
         restarts=0,
         router=TurnRouter([Seat("P"), Seat("D")], phases={PREFILL: "P", DECODE: "D"}),
         kv=KvMoves(BreakEven(), events, 60.0),

@@ -20,6 +20,7 @@ from orchestrator.policies.routing.turn_routing import DECODE, PREFILL, Seat, Tu
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.prefill_decode import PrefillDecode
+from orchestrator.proxy.worker_state import WorkerLimits
 from scripts.bench.probes.vllm.kv_engines import Child
 from scripts.bench.probes.vllm.kv_probe import say
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, write_tiny_qwen3
@@ -114,7 +115,7 @@ def parted(pair: Pair) -> LLMProxy:
     proxy = LLMProxy(
         pair.engines,
         events,
-        stall_timeout=120.0,
+        limits=WorkerLimits(120.0),
         restarts=0,
         router=TurnRouter([Seat("P"), Seat("D")], phases={PREFILL: "P", DECODE: "D"}),
         kv=KvMoves(BreakEven(), events, 30.0),

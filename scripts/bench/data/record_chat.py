@@ -22,6 +22,7 @@ from orchestrator.api import Prompt, RunError, Sampling, TrajectoryError
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.store import TrajectoryStore
 from scripts.bench.data.chat_tasks import TASKS, HuggingFaceChat
 from vllm_rlplugin.worker.inprocess_worker import EngineWorker
@@ -77,7 +78,7 @@ async def record(options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     failed: list[RunError] = []
     proxy = LLMProxy(
-        [worker], EventLog(MemorySink(), loop.time), stall_timeout=120.0, restarts=0, on_fatal=failed.append
+        [worker], EventLog(MemorySink(), loop.time), limits=WorkerLimits(120.0), restarts=0, on_fatal=failed.append
     )
     proxy.start()
     proxy.version = 0

@@ -32,6 +32,7 @@ from orchestrator.environments.lockstep import Lockstep
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
 from orchestrator.runtime.real_run import WORKER_CLASS, start_ray
 from scripts.bench.result import frame, now
@@ -161,7 +162,7 @@ async def _rollout(load: Load, worker: RayWorker, deviation: float, number: int,
     loop = asyncio.get_running_loop()
     failed: list[BaseException] = []
     proxy = LLMProxy(
-        [worker], EventLog(MemorySink(), loop.time), stall_timeout=120.0, restarts=0, on_fatal=failed.append
+        [worker], EventLog(MemorySink(), loop.time), limits=WorkerLimits(120.0), restarts=0, on_fatal=failed.append
     )
     steps = Lockstep()
     environments = EnvManager(
