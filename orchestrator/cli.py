@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import orchestrator
-from orchestrator.api import ConfigError, CoserveError
+from orchestrator.api import ConfigError, CoserveError, bearer
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.observe.view import view_commands as looking
 from orchestrator.ops import help_text
@@ -46,6 +46,7 @@ _ORCHESTRATOR = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     arguments = _parser().parse_args(argv)
+    bearer.take_variables()
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()

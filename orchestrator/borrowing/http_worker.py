@@ -42,6 +42,7 @@ from orchestrator.api import (
     RetryableError,
     UpdateResult,
     WorkerStats,
+    bearer,
     urls,
 )
 from orchestrator.api import http as wire
@@ -108,7 +109,8 @@ class HttpWorker:
         self._place = ("", "", "")  # server process, job and metadata of its relay, when we connected
         self._life = ""  # before our request ids on the wire
         self._tls = tls.client() if url.startswith("https:") else None
-        self._headers = {"Authorization": f"Bearer {token}", wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
+        self._token = bearer.Token(token, "worker.token")
+        self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
         self._lease = None if relay is None else ServerLease(self._post_lease, relay.job, relay.metadata, lease)
         if self._lease is not None:
             self._headers[wire.LEASE_HEADER] = key or secrets.token_hex(16)
@@ -354,7 +356,7 @@ class HttpWorker:
         """One call; see the module for what is raised. ``any_instance``: it is no matter of requests and weights."""
         session = self._connected()
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = self._token.header() | ({} if body is None else {"Content-Type": "application/json"})
         if self._instance and not any_instance:
             headers[wire.INSTANCE_HEADER] = self._instance
         try:

@@ -47,15 +47,16 @@ def check(config: Config, task: Task, candidates: Sequence[str]) -> None:
 
 
 def read_token(config: Config, environment: Mapping[str, str]) -> str:
-    """The bearer token of the served workers. Raises ConfigError."""
+    """The bearer token of the served workers, ``file:PATH`` where it is in a file. Raises ConfigError."""
     file = config.rollout.served_token_file
     if not file:
-        if token := environment.get(VARIABLE, "").strip():
+        if token := bearer.variable(VARIABLE, environment):
             return token
         fix = f"give the path of a file with the token of the servers, or set the environment variable {VARIABLE}"
         raise ConfigError("rollout.served_token_file", file, fix)
     fix = "give a readable file that holds the token with which the servers were started (--rl-token-file)"
-    return bearer.read_file(file, "rollout.served_token_file", fix)
+    bearer.read_file(file, "rollout.served_token_file", fix)
+    return bearer.FILE + os.path.abspath(file)
 
 
 def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]:

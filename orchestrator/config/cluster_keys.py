@@ -26,7 +26,9 @@ class RelaySection(Section):
     keep_versions: Annotated[int, Field(ge=2)] = 2
     # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
     metadata_url: str = ""
-    metadata_password_file: str = ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD, or none
+    metadata_password_file: str = (
+        ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD_FILE, or none
+    )
     # Ed25519 private key, a PEM file on the trainer's machine: versions are signed; empty: they are not
     signing_key: str = ""
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted

@@ -180,7 +180,7 @@ class RolloutSection(Section):
 
     workers: Annotated[int, Field(ge=0)] = 1  # vLLM engines that the run starts; 0 with `served`
     served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
-    served_token_file: str = ""  # holds their bearer token; empty: the environment variable RL_COSERVE_TOKEN
+    served_token_file: str = ""  # holds their bearer token, which it may change; empty: the variable RL_COSERVE_TOKEN
     served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
     # Added to the priority of the run's requests there: the lower number goes first, and users have 0.
     served_priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 1_000_000

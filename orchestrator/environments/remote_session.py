@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import orchestrator
-from orchestrator.api import ConfigError, Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.api import ConfigError, Observation, Prompt, StepResult, TrajectoryError, bearer
 from orchestrator.environments import environment_wire
 from orchestrator.environments.tool_functions import ToolTally
 
@@ -47,6 +47,8 @@ class RemoteSession:
         tools: Mapping[str, Any] | None = None,
     ) -> None:
         """Build the environment. Raises ConfigError when the other side is another distribution, TrajectoryError otherwise."""
+        if tools is not None:  # there it may have no such file
+            tools = {**tools, "token": bearer.Token(tools["token"]).current()}
         result = await self._ask("start", target=target, arguments=arguments, limits=limits, tools=tools)
         theirs = (result.get("protocol"), result.get("distribution"))
         if theirs != (environment_wire.PROTOCOL, orchestrator.__version__):

@@ -8,7 +8,7 @@ Its figures are those of every view (:mod:`orchestrator.observe.run_figures`), f
 
 Guarantees: no thread, no clock of its own (``now`` is the loop's time), no sleeping; drawing is limited to a few times a
 second however often it is called. A stream that can no longer be written to (a closed terminal or pipe) silences the
-display, never the run. Text from the run is never taken for markup.
+display, never the run. Text from the run is never taken for markup, nor a message for what steers a terminal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.observe.event_records import Evaluation, Step
-from orchestrator.observe.report.page_text import clock, sparkline
+from orchestrator.observe.report.page_text import clock, printable, sparkline
 from orchestrator.observe.run_figures import Curve, EventFigures, lag_words
 
 _REDRAW_SECONDS = 0.2  # between two drawings, unless something happened
@@ -127,6 +127,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Something that must be read; it stays on the screen."""
+        text = printable(text)
         if self._terminal is None:
             self._line(text)
         else:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 
-from orchestrator.api import ConfigError, RunError
+from orchestrator.api import ConfigError, RunError, bearer
 from orchestrator.api.tls import check_listener
 from orchestrator.config import Config
 from orchestrator.events import EventLog
@@ -36,11 +36,11 @@ class ViewProcess(ServingChild):
 
     name = "view"
     variable = TOKEN_VARIABLE
-    shows_token = True  # in a cookie; nothing is started there
 
     def __init__(self, config: Config, folder: RunFolder, say: Say, since: float = 0.0) -> None:
         super().__init__(folder.logs / "view.log")
         self.token, self._token_file = read_token(config.view.token_file), config.view.token_file
+        self.told = self.token if self._token_file else bearer.sealed(self.token)
         self._folder, self._port_wanted, self._say, self._since = folder, config.view.port, say, since
         self._shown, self._host, self._tls = config.view.enabled, config.view.host, bool(config.tls.certificate)
         self._reader: asyncio.Task[None] | None = None

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from orchestrator.api import ConfigError, jsontext
+from orchestrator.api import ConfigError, bearer, jsontext
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.rewards.function_protocol import (
     COLD_START_HEADER,
@@ -93,7 +93,7 @@ class FunctionClient:
         self._tls = tls.client() if urlsplit(url).scheme == "https" else None
         self.counts = FunctionCalls()
         self._url = url
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = bearer.Token(token, f"{self.field} token")
         self._slots = asyncio.Semaphore(concurrency)
         self._room = None if burst is None else concurrency + burst
         self._inside = 0  # calls in flight, and those that wait for a slot
@@ -138,7 +138,7 @@ class FunctionClient:
             async with asyncio.timeout(self._timeout):
                 asked = {"ProvisionedConcurrentExecutions": count}
                 async with self._connected().put(
-                    url, json=asked, headers=self._headers, allow_redirects=False
+                    url, json=asked, headers=self._token.header(), allow_redirects=False
                 ) as answer:
                     return answer.status == 202
         except (TimeoutError, aiohttp.ClientError, OSError):
@@ -182,7 +182,7 @@ class FunctionClient:
 
     async def _post(self, body: bytes) -> tuple[bool, bytes]:
         """(whether the function failed, the body)."""
-        headers = {**self._headers, "Content-Type": "application/json"}
+        headers = {**self._token.header(), "Content-Type": "application/json"}
         async with self._connected().post(self._url, data=body, headers=headers, allow_redirects=False) as response:
             status = response.status
             if status in _RETRIED or status >= 500:

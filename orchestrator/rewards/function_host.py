@@ -7,18 +7,17 @@
     GET  /stats                                      processes and counters of every function
 
 Guarantees: it answers nobody without the bearer token (read from the environment variable NAME, never an argument, and
-not passed on to functions; ``sha256:HEX`` there is its digest, so that no process here has the token); it listens on
-loopback, elsewhere only with TLS (or told to do without); bodies are limited; a function that raises, hangs, exits,
-prints or returns garbage costs its caller an error and nobody else anything
-(:mod:`orchestrator.rewards.process_pool`). When it is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it
-ends when its standard input does, so it never outlives the process that holds the other end.
+taken out of the environment; ``sha256:HEX`` there, or in a file that it names as ``file:PATH``, is the token's digest, so that no
+function can read the token); it listens on loopback, elsewhere only with TLS (or told to do without); bodies are limited; a
+function that raises, hangs, exits, prints or returns garbage costs its caller an error and nobody else anything
+(:mod:`orchestrator.rewards.process_pool`). When it is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it ends when its
+standard input does, so it never outlives the process that holds the other end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -40,9 +39,9 @@ from orchestrator.rewards.process_pool import FunctionPool
 LIMITS = LISTENERS["function host"]
 
 
-def make_application(functions: Mapping[str, FunctionPool], digest: str, listener: HttpListener) -> web.Application:
-    """The HTTP side, for who has the token of this digest."""
-    service = FunctionService(functions, digest)
+def make_application(functions: Mapping[str, FunctionPool], token: str, listener: HttpListener) -> web.Application:
+    """The HTTP side, for who has the token. Raises ConfigError for a file that holds none."""
+    service = FunctionService(functions, token)
 
     async def handle(request: web.Request) -> web.StreamResponse:
         reply = service.refuse_caller(request.headers.get("Authorization", ""))
@@ -59,7 +58,7 @@ def make_application(functions: Mapping[str, FunctionPool], digest: str, listene
     return application
 
 
-async def serve_functions(options: argparse.Namespace, digest: str) -> None:
+async def serve_functions(options: argparse.Namespace, token: str) -> None:
     """Until SIGTERM, SIGINT or the end of standard input. Raises ConfigError for an address that needs TLS, or files of it."""
     context = tls.check_listener(options.host, tls.of_arguments(options), "--host", options.allow_plain_http)
     functions = {
@@ -68,12 +67,11 @@ async def serve_functions(options: argparse.Namespace, digest: str) -> None:
             concurrency=options.concurrency,
             timeout=options.timeout,
             idle_seconds=options.idle_seconds,
-            hidden=options.token_env,
         )
         for name, target in options.function
     }
     listener = HttpListener(LIMITS)
-    application = make_application(functions, digest, listener)
+    application = make_application(functions, token, listener)
     # Cancelled handlers kill the workers they hold.
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5, **SERVER_OPTIONS)
     address = {"host": options.host, "port": options.port, "context": context}
@@ -99,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
     tls.add_arguments(parser)
     parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
-    parser.add_argument("--token-env", required=True, help="environment variable that holds the bearer token")
+    parser.add_argument(
+        "--token-env", required=True, help="environment variable with the bearer token, or with file:PATH"
+    )
     parser.add_argument("--concurrency", type=int, default=4, help="worker processes a function")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds a call may run")
     parser.add_argument("--idle-seconds", type=float, default=30.0, help="an idle worker ends after this")
@@ -110,12 +110,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """0: told to stop. 2: wrong arguments, no token, or the port is taken."""
     options: Any = _parser().parse_args(arguments)
-    digest = bearer.digest_in(os.environ.get(options.token_env, ""))
-    if not digest:
-        print(f"{options.token_env} is empty: it must hold the bearer token", file=sys.stderr)
+    bearer.take_variables([options.token_env])
+    if not (token := bearer.variable(options.token_env)):
+        print(f"{options.token_env} is empty: it must hold the bearer token, or file:PATH", file=sys.stderr)
         return 2
     try:
-        asyncio.run(serve_functions(options, digest))
+        asyncio.run(serve_functions(options, token))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

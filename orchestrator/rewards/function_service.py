@@ -35,15 +35,15 @@ class FunctionReply:
 
 
 class FunctionService:
-    """Answers requests to ``functions``, by name. ``token_digest``: of :func:`orchestrator.api.bearer.digest_of`."""
+    """Answers requests to ``functions``, by name. ``token``: see :class:`orchestrator.api.bearer.Token`."""
 
-    def __init__(self, functions: Mapping[str, FunctionPool], token_digest: str) -> None:
+    def __init__(self, functions: Mapping[str, FunctionPool], token: str) -> None:
         self._functions = functions
-        self._digest = token_digest
+        self._token = bearer.Token(token)
 
     def refuse_caller(self, authorization: str) -> FunctionReply | None:
         """What a caller with this Authorization header is told; None: it may go on."""
-        if bearer.admits(authorization, self._digest):
+        if self._token.admits(authorization):
             return None
         return refusal_reply(401, "UnrecognizedClientException", "send the bearer token")
 

@@ -35,11 +35,11 @@ class ServingChild(ChildProcess):
     name = "server"
     variable = TOKEN_VARIABLE
     start_limit = START_LIMIT
-    shows_token = False  # to people, so that it must have it
 
     def __init__(self, log: Path | None) -> None:
         super().__init__(log)
         self.token = secrets.token_urlsafe(32)
+        self.told = bearer.sealed(self.token)
         self._port = 0
 
     def command(self) -> list[str]:
@@ -76,8 +76,7 @@ class ServingChild(ChildProcess):
 
     async def _launch(self, port: int) -> None:
         """At this port, 0: at a free one."""
-        given = self.token if self.shows_token else bearer.sealed(self.token)
-        variables = {**public_environment(), **self.environment(), self.variable: given}
+        variables = {**public_environment(), **self.environment(), self.variable: self.told}
         await self._start_process([*self.command(), "--port", str(port)], variables, self.start_limit)
 
     def _heard(self, line: bytes) -> None:

@@ -121,7 +121,6 @@ class FunctionPool:
         concurrency: int,
         timeout: float,
         idle_seconds: float,
-        hidden: str = "",
         most_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self.target = target
@@ -129,7 +128,6 @@ class FunctionPool:
         self.counters = PoolCounters()
         self._timeout = timeout
         self._idle_seconds = idle_seconds
-        self._hidden = hidden  # an environment variable that the function must not see
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._waiting = 0
@@ -233,8 +231,6 @@ class FunctionPool:
         return None
 
     async def _start(self) -> _Worker:
-        environment = public_environment()
-        environment.pop(self._hidden, None)
         self._live += 1
         try:
             process = await asyncio.create_subprocess_exec(
@@ -242,7 +238,7 @@ class FunctionPool:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=self._most_bytes,
-                env=environment,
+                env=public_environment(),
                 start_new_session=True,  # a group of its own, so that what the function started dies with it
             )
         except BaseException:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError, RunError, bearer
-from orchestrator.rewards.function_protocol import INVOKE_PATH
+from orchestrator.rewards.function_protocol import INVOKE_PATH, MAX_BODY_BYTES
 from orchestrator.rewards.function_service import FunctionService
 from orchestrator.rewards.process_pool import FunctionPool
 
@@ -42,9 +42,9 @@ class Elasticity:
 class Replica:
     """What Ray Serve runs: one function behind HTTP. Not for use without Serve."""
 
-    def __init__(self, name: str, target: str, digest: str, prefix: str, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, target: str, sealed: str, prefix: str, options: dict[str, Any]) -> None:
         self._prefix = prefix
-        self._service = FunctionService({name: FunctionPool(target, **options)}, digest)
+        self._service = FunctionService({name: FunctionPool(target, **options)}, sealed)
 
     async def __call__(self, request: Any) -> Any:
         """``request`` is Starlette's, and so is what is returned."""
@@ -52,8 +52,11 @@ class Replica:
 
         reply = self._service.refuse_caller(request.headers.get("Authorization", ""))
         if reply is None:
-            path = request.scope["path"].removeprefix(self._prefix)
-            reply = await self._service.answer(request.method, path, await request.body())
+            path, body = request.scope["path"].removeprefix(self._prefix), b""
+            async for chunk in request.stream():
+                if len(body := body + chunk) > MAX_BODY_BYTES:
+                    break  # which is refused
+            reply = await self._service.answer(request.method, path, body)
         return JSONResponse(reply.value, status_code=reply.status, headers=dict(reply.headers))
 
 
@@ -157,7 +160,7 @@ class RayServeHost:
             },
             logging_config=quiet,
         )
-        bound = deployment.bind(self._name, self._function, bearer.digest_of(self.token), prefix, options)
+        bound = deployment.bind(self._name, self._function, bearer.sealed(self.token), prefix, options)
         serve.run(bound, name=self._application, route_prefix=prefix)
 
     def _replicas(self) -> int:

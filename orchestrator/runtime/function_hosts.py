@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agents.manager_choice import outcome_scores
-from orchestrator.api import RewardFunction, Task
+from orchestrator.api import RewardFunction, Task, bearer
 from orchestrator.config import Config
 from orchestrator.environments.tool_functions import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog
@@ -82,7 +82,7 @@ async def _function(
     folder: RunFolder,
 ) -> HttpReward:
     settings, seconds = config.reward, call_seconds(config, task)
-    url, token, patience = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", ""), 0.0
+    url, token, patience = settings.url, bearer.variable("RL_COSERVE_REWARD_TOKEN"), 0.0
     slots, beside = settings.concurrency, WAIT_SECONDS  # a host of ours limits a call itself, once it runs
     if url:
         beside = WAIT_SECONDS if timeouts is not None else 0.0
@@ -123,7 +123,7 @@ async def _function(
 def judge_of(config: Config, task: Task, own: JudgeHost | None = None) -> LLMJudge:
     """The model that the config names; ``own``: the run's, which is started, and restarted when it dies."""
     settings, judge = config.reward, config.reward.judge
-    token = os.environ.get("RL_COSERVE_JUDGE_TOKEN", "") if own is None else own.token
+    token = bearer.variable("RL_COSERVE_JUDGE_TOKEN") if own is None else own.token
     return LLMJudge(
         task,
         judge.url if own is None else own.url,
@@ -200,7 +200,7 @@ async def start_tools(config: Config, task: Task, keeper: Keeper, stack: AsyncEx
     settings = config.tools
     if not settings.any:
         return None
-    urls, token, patience = dict(settings.urls), os.environ.get("RL_COSERVE_TOOLS_TOKEN", ""), 0.0
+    urls, token, patience = dict(settings.urls), bearer.variable("RL_COSERVE_TOOLS_TOKEN"), 0.0
     if settings.functions:
         host = FunctionHost(
             settings.functions,

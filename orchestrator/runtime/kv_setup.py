@@ -8,6 +8,7 @@ import secrets
 from dataclasses import asdict
 from typing import Any
 
+from orchestrator.api import bearer
 from orchestrator.api.urls import is_loopback
 from orchestrator.borrowing import served_workers
 from orchestrator.config import Config
@@ -20,6 +21,8 @@ def kv_arguments(config: Config) -> dict[str, Any]:
     if not settings.enabled:
         return {}
     token = served_workers.read_token(config, os.environ) if config.rollout.served else secrets.token_hex(32)
+    if config.ray.address:  # its machines may not have the file
+        token = bearer.Token(token).current()
     return {
         "plugin": {"kv_transfer": True, "kv_staging_mb": settings.staging_mb},
         "kv": {

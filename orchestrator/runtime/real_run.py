@@ -167,7 +167,8 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
             trained = max(trained, life.trained)
             curable = isinstance(error, PartLost) or (lost_at is not None and not life.up)
             if not curable or restarts >= config.run.restarts:
-                raise RunError(f"{error}\n  resume with: rl-coserve train --resume {folder.path}") from error
+                hint = f"\n  resume with: rl-coserve train --resume {folder.path}" if life.opened else ""
+                raise RunError(f"{error}{hint}") from error
             print(f"{error}\n  going on from the newest checkpoint", flush=True)
             lost_at, resume = loop.time(), True
             await asyncio.sleep(restarts * _RESTART_PAUSE)
@@ -183,6 +184,7 @@ class _Life:
     resume: bool
     started: str
     lost_at: float | None
+    opened: bool = False  # its records were read, so that a resume can read them
     up: bool = False  # all parts have been there
     trained: int = -1  # steps
 
@@ -198,6 +200,7 @@ class _Life:
         stack.callback(display.close)
         records = RunRecords.open(folder, config, loop.time, datetime.fromisoformat(started), resume=self.resume)
         stack.enter_context(records)
+        self.opened = True
         events, ledger, store, resumed = records.events, records.ledger, records.store, records.resumed
         events.listen(display.take)
         for repair in records.repairs:

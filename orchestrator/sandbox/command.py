@@ -108,7 +108,7 @@ def command_line(
     *,
     user: int | None,
     files: Sequence[SandboxFile] = (),
-    environment: Mapping[str, str] | None = None,
+    variables: int | None = None,
     cgroups: Sequence[str] = (),
     seccomp: int | None = None,
     status: int | None = None,
@@ -117,7 +117,8 @@ def command_line(
     """The command that runs ``program`` in a sandbox.
 
     ``user``: the user id to run as, when this process is root. ``cgroups``: ``cgroup.procs`` files to join first.
-    ``seccomp``: descriptor of the filter. ``status``: descriptor for bubblewrap's status records. ``shared``: see there.
+    ``seccomp``: descriptor of the filter. ``variables``: of :func:`packed_variables`. ``status``: of bubblewrap's status
+    records. ``shared``: see there.
     """
     command = [tools.shell, "-c", _JOIN, "sh", *cgroups, "--"]
     if user is not None:
@@ -141,14 +142,20 @@ def command_line(
     # Both are tmpfs without a size.
     command += ["--remount-ro", "/dev", "--remount-ro", "/"]
     command += ["--clearenv", "--setenv", "PATH", PATH, "--setenv", "HOME", WORK, "--setenv", "LANG", "C.UTF-8"]
-    for name, value in (environment or {}).items():
-        command += ["--setenv", name, value]
+    if variables is not None:
+        command += ["--args", str(variables)]
     command += ["--chdir", WORK]
     if seccomp is not None:
         command += ["--seccomp", str(seccomp)]
     if status is not None:
         command += ["--json-status-fd", str(status)]
     return [*command, "--", "/bin/sh", "-c", _FIRST, "sh", tools.prlimit, *_rlimits(limits), "--", *program]
+
+
+def packed_variables(environment: Mapping[str, str]) -> bytes:
+    """What the program finds in its environment besides, for bubblewrap to read: every user can read a command line."""
+    words = (word for name, value in environment.items() for word in ("--setenv", name, value))
+    return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
 def _rlimits(limits: SandboxLimits) -> list[str]:

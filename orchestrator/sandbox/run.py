@@ -31,6 +31,7 @@ from orchestrator.sandbox.command import (
     SharedPaths,
     command_line,
     find_tools,
+    packed_variables,
 )
 from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.seccomp import program as system_call_filter
@@ -145,6 +146,7 @@ class Sandbox:
                 placed = [SandboxFile(path, held.enter_context(_memory(data)), free) for path, data, free in contents]
                 rules = system_call_filter()
                 filter_fd = held.enter_context(_memory(rules)) if rules is not None else None
+                variables = held.enter_context(_memory(packed_variables(environment)))
                 status = held.enter_context(_Status())
                 user = FIRST_ID + (os.getpid() + slot) % ID_RANGE if os.geteuid() == 0 else None
                 if user is not None:
@@ -157,13 +159,13 @@ class Sandbox:
                     program,
                     user=user,
                     files=placed,
-                    environment=environment,
+                    variables=variables,
                     cgroups=group.procs if group is not None else (),
                     seccomp=filter_fd,
                     status=status.write_end,
                     shared=shared,
                 )
-                passed = [status.write_end, *(file.fd for file in placed)]
+                passed = [status.write_end, variables, *(file.fd for file in placed)]
                 if filter_fd is not None:
                     passed.append(filter_fd)
                 given = held.enter_context(_memory(stdin, sealed=True))

@@ -9,7 +9,8 @@ Guarantees:
   and host name before it says anything. In a network nobody listens or asks in the clear unless that is allowed.
 * Every call of :func:`fetch_blocks` ends within its time limit, with blocks or with :class:`KvRefused`, whatever the
   other side does.
-* A client that is slow, silent or hostile costs the server one thread for ``limit`` seconds, and at most ``CLIENTS`` of them.
+* At most ``CLIENTS`` clients have a thread of the server, each for ``limit`` seconds; who has proved nothing for
+  ``PROOF_SECONDS``, or is the oldest such one when another comes and there is no room, is hung up on.
 
 Frames: four bytes of length (big endian), then a msgpack map. Server: {nonce}. Client: {header, nonce, proof}. Server: {header,
 proof}, then ``blocks`` times ``block_bytes`` raw bytes; or, where both sides have the same :class:`Carrier`, the header says
@@ -27,7 +28,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, bearer
 from orchestrator.api.tls import SYSTEM, Tls, check_listener, refusal
 from orchestrator.api.urls import is_loopback
 
@@ -44,7 +45,8 @@ TLS = "tls://"  # before a place
 PROTOCOL = 1
 HEADER_BYTES = 4 << 20  # of a frame at most: a million token ids, or digests of 200,000 blocks
 GREETING_BYTES = 256
-CLIENTS = 16  # at a time; further ones wait in the kernel's queue
+CLIENTS = 16  # at a time; when all have the token, further ones wait
+PROOF_SECONDS = 10.0
 DIGEST_BYTES = 16
 _LENGTH = struct.Struct(">I")
 
@@ -114,8 +116,12 @@ def block_digests(payload: Bytes) -> bytes:
 def parse_place(place: str) -> tuple[str, int]:
     """host:port, with ``tls://`` before it or not. Raises KvRefused."""
     host, _, port = place.removeprefix(TLS).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise KvRefused("unreachable", f"{place!r} is not host:port")
+    if not (host.isprintable() and port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 1 << 16):
+        raise KvRefused("unreachable", f"{place!r:.200} is not host:port")
+    try:
+        host.encode("idna")  # as the socket does
+    except UnicodeError as error:
+        raise KvRefused("unreachable", f"{place!r:.200}: {error}") from error
     return host.strip("[]"), int(port)
 
 
@@ -191,7 +197,8 @@ def _fetch_blocks(stream: _Stream, token: str, ask: KvAsk, block_bytes: int, car
 
 class KvServer:
     """Hands out blocks on ``host``:``port`` (0: a free one), from threads of its own. ``answer`` is called in them. With a
-    certificate in ``tls`` over TLS; without, on loopback only, or where ``allow_plain`` says so. Raises ConfigError."""
+    certificate in ``tls`` over TLS; without, on loopback only, or where ``allow_plain`` says so. ``token``: see
+    :class:`orchestrator.api.bearer.Token`. Raises ConfigError."""
 
     def __init__(
         self,
@@ -206,7 +213,8 @@ class KvServer:
     ) -> None:
         if not token:
             raise ConfigError("kv_transfer.token", "", "KV is handed out to who has the token: give one")
-        self._answer, self._token, self._limit, self._carrier = answer, token, limit, carrier
+        self._token = bearer.Token(token, "kv_transfer.token")
+        self._answer, self._limit, self._carrier = answer, limit, carrier
         self._context = check_listener(host, tls, "kv_transfer.host", allow_plain)
         try:
             self._socket = socket.create_server((host, port), backlog=64)
@@ -215,6 +223,7 @@ class KvServer:
         self._host = host
         self._closed = threading.Event()
         self._slots = threading.Semaphore(CLIENTS)
+        self._unproved: dict[int, socket.socket] = {}  # by thread, the oldest first
         self._thread = threading.Thread(target=self._accept, name="kv server", daemon=True)
         self._thread.start()
 
@@ -236,30 +245,44 @@ class KvServer:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
-            self._slots.acquire()
             try:
                 client, _ = self._socket.accept()
             except OSError:
-                self._slots.release()
                 if self._closed.is_set():
                     return
                 time.sleep(0.05)  # out of file descriptors, or the client was gone already
                 continue
+            if not self._slots.acquire(blocking=False):
+                self._make_room()
+                self._slots.acquire()
             threading.Thread(target=self._serve, args=(client,), name="kv client", daemon=True).start()
 
+    def _make_room(self) -> None:
+        """Hang up on the client that has been longest without a proof, if there is one."""
+        for thread in list(self._unproved):
+            if (oldest := self._unproved.pop(thread, None)) is not None:
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+                return
+
     def _serve(self, client: socket.socket) -> None:
-        deadline = time.monotonic() + self._limit
+        limit, thread = min(self._limit, PROOF_SECONDS), threading.get_ident()
+        deadline = time.monotonic() + limit
         try:
             with client:
+                self._unproved[thread] = client
                 if self._context is None:
                     self._talk(_Stream(client, deadline))
                     return
-                client.settimeout(self._limit)  # of the whole handshake
-                with self._context.wrap_socket(client, server_side=True) as safe:
+                client.settimeout(limit)  # of the whole handshake
+                with self._context.wrap_socket(client, server_side=True, do_handshake_on_connect=False) as safe:
+                    self._unproved[thread] = safe
+                    safe.do_handshake()
                     self._talk(_Stream(safe, deadline))
         except (OSError, KvRefused):
             return  # a client that goes away or talks nonsense is told nothing
         finally:
+            self._unproved.pop(thread, None)
             self._slots.release()
 
     def _talk(self, stream: _Stream) -> None:
@@ -267,8 +290,12 @@ class KvServer:
         stream.write({"nonce": ours})
         message = stream.read_map(HEADER_BYTES)
         packed, theirs = _bytes(message, "header"), _bytes(message, "nonce")
-        if not hmac.compare_digest(_bytes(message, "proof"), _proof(self._token, b"ask", ours, packed)):
+        shown, tokens = _bytes(message, "proof"), self._token.accepted()
+        token = next((one for one in tokens if hmac.compare_digest(shown, _proof(one, b"ask", ours, packed))), "")
+        if not token:
             raise KvRefused("unauthorized")
+        self._unproved.pop(threading.get_ident(), None)
+        stream.deadline = time.monotonic() + self._limit
         with ExitStack() as stack:  # what a carrier has to offer lies there until this ends
             payload = np.empty((0, 0), np.uint8)
             answer: dict[str, Any]
@@ -287,7 +314,7 @@ class KvServer:
             except KvRefused as refusal:
                 answer = {"refused": refusal.reason, "detail": refusal.detail[:500]}
             header = msgpack.packb(answer)
-            stream.write({"header": header, "proof": _proof(self._token, b"answer", theirs, header)})
+            stream.write({"header": header, "proof": _proof(token, b"answer", theirs, header)})
             if "carrier" in answer:
                 stream.until_closed()
             elif "blocks" in answer and len(payload):
@@ -332,13 +359,13 @@ class _Stream:
     """A socket with one deadline for all that is read and written. Raises TimeoutError, OSError, KvRefused."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._socket, self._deadline = sock, deadline
+        self._socket, self.deadline = sock, deadline
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def left(self) -> float:
         """Seconds."""
-        return self._deadline - time.monotonic()
+        return self.deadline - time.monotonic()
 
     def _arm(self) -> None:
         left = self.left

@@ -6,7 +6,7 @@ revision is never used twice for a key. While the server is away every call rais
 and changes nothing that it does not report; the first call after the server is back works. A server that comes back with
 less than it had (no persistence, an eviction, a replica that was behind) is a RunError that says so: a store that forgets
 epochs would let two histories share keys. The password is never part of the URL, an error, an event or an endpoint: it comes
-from a file that :data:`PASSWORD_FILE` names, or from :data:`PASSWORD`, in each process's own environment.
+from a file that :data:`PASSWORD_FILE` names.
 
 The server should keep what it is told (``appendonly yes``, and ``appendfsync always``: with ``everysec`` a server that is
 killed forgets up to two seconds, seen in a run), and evict nothing of it (``maxmemory-policy noeviction``).
@@ -50,7 +50,10 @@ def redis_password(environment: Mapping[str, str]) -> str | None:
     """What the environment says; None: no password. Raises ConfigError, which never shows one."""
     file = environment.get(PASSWORD_FILE, "")
     if not file:
-        return environment.get(PASSWORD) or None
+        if environment.get(PASSWORD):
+            fix = f"what this process starts could read it: write it into a file (chmod 600) and name that in {PASSWORD_FILE}"
+            raise ConfigError(PASSWORD, "(not shown)", fix)
+        return None
     try:
         found = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -156,7 +159,7 @@ class RedisMetadata:
             raise ConfigError(_FIELD, self._url, fix)
 
     def _refused(self, why: str) -> ConfigError:
-        fix = f"the server refuses us ({why}); set {PASSWORD_FILE} or {PASSWORD} where this process runs"
+        fix = f"the server refuses us ({why}); set {PASSWORD_FILE} where this process runs"
         return ConfigError(_FIELD, self._url, fix)
 
     def _note(self, key: str, revision: int) -> None:

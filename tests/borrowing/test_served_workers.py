@@ -85,7 +85,7 @@ def test_the_token_is_of_the_file_else_of_the_environment_and_never_of_the_confi
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
     environment = {"RL_COSERVE_TOKEN": "of-the-environment"}
-    assert served_workers.read_token(config_of(URL, served_token_file=str(file)), environment) == TOKEN
+    assert served_workers.read_token(config_of(URL, served_token_file=str(file)), environment) == f"file:{file}"
     assert served_workers.read_token(config_of(URL), environment) == "of-the-environment"
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")

@@ -122,7 +122,7 @@ def test_what_an_image_installs_is_a_tested_version_and_a_known_extra(path: Path
     for requirement in pinned:
         tested = [tried.version for tried in components[requirement.name].tried]
         assert any(version in requirement.specifier for version in tested), requirement
-    for image in re.findall(r"vllm-openai:v(\S+)", text):
+    for image in re.findall(r"vllm-openai:v([\d.]+)", text):
         assert image in VLLM.tested
     names = {components[requirement.name] for requirement in pinned}
     wanted = {

@@ -314,7 +314,7 @@ def test_a_function_host_answers_every_body(examples: int) -> None:
             return event
 
     echo = Echo("x:y", concurrency=1, timeout=1.0, idle_seconds=1.0)
-    served = function_service.FunctionService({"f": echo}, bearer.digest_of("t"))
+    served = function_service.FunctionService({"f": echo}, bearer.sealed("t"))
     loop = asyncio.new_event_loop()
     paths = st.one_of(
         st.sampled_from(("/2015-03-31/functions/f/invocations", "/2015-03-31/functions//invocations", "/stats", "/")),

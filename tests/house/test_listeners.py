@@ -102,8 +102,7 @@ async def functions(patch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
         host="127.0.0.1", port=0, function=[], die_with_stdin=False, allow_plain_http=False, tls_certificate="",
         tls_key="", tls_authority="", tls_verify_clients=False,
     )  # fmt: skip
-    sealed = bearer.digest_in(bearer.sealed(TOKEN))
-    async with hosted(patch, lambda: function_host.serve_functions(options, sealed)) as port:
+    async with hosted(patch, lambda: function_host.serve_functions(options, bearer.sealed(TOKEN))) as port:
         yield Place(to(port), request("POST", "/2015-03-31/functions/none/invocations"), limits)
 
 

@@ -24,9 +24,16 @@ answer = ray.get(ray.remote(lambda: 7).remote())
 folder = Path(ray._private.worker._global_node.get_session_dir_path()).parent.parent
 token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
 modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, token)]
-mode = os.environ.get("RAY_AUTH_MODE")
+mode, shown, seen = os.environ.get("RAY_AUTH_MODE"), [], 0
+for file in [*Path("/proc").glob("[0-9]*/environ"), *Path("/proc").glob("[0-9]*/cmdline")]:
+    try:
+        text = file.read_bytes()
+    except OSError:
+        continue
+    seen += str(folder).encode() in text
+    shown += [str(file)] if token.read_bytes() in text else []
 ray.shutdown()
-print(json.dumps([answer, str(folder), str(token.parent), modes, mode]))
+print(json.dumps([answer, str(folder), str(token.parent), modes, mode, seen, shown]))
 """
 
 
@@ -52,7 +59,9 @@ def test_a_local_ray_has_a_private_folder_and_a_token_of_its_own(tmp_path: Path)
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    answer, folder, of_token, modes, mode = json.loads(done.stdout.splitlines()[-1])
+    answer, folder, of_token, modes, mode, seen, shown = json.loads(done.stdout.splitlines()[-1])
+    assert seen > 2, "Ray's processes name the folder"
+    assert shown == [], "and none shows the token"
     assert (answer, folder, mode) == (7, of_token, "token")
     assert modes == [0o700, 0o600]
     assert not (tmp_path / ".ray" / "auth_token").exists()

@@ -47,8 +47,9 @@ ENGINES = ("torch", "vllm", "megatron.core", "mooncake", "ray")
 
 
 def run(*command: str | Path, cwd: Path, limit: float = 280) -> subprocess.CompletedProcess[str]:
-    """As a user would who has nothing of this repository on the path."""
+    """As a user would who has nothing of this repository on the path. What is built is of one date."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
+    environment["SOURCE_DATE_EPOCH"] = "1700000000"
     return subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit
     )
@@ -75,16 +76,21 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(checkout: Path) -> Path:
-    """Built by pip in this environment (no download), out of the copy."""
-    if shutil.which("cc") is None and shutil.which("gcc") is None:
-        pytest.skip("there is no C compiler: a wheel without its libraries is not what is published")
+def built(checkout: Path) -> Path:
+    """The wheel of a checkout."""
     options = ("--no-deps", "--no-build-isolation", "--wheel-dir", "wheels")
     done = run(sys.executable, "-m", "pip", "wheel", *options, ".", cwd=checkout)
     assert done.returncode == 0, done.stderr[-2000:]
     (found,) = (checkout / "wheels").glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    """Built by pip in this environment (no download), out of the copy."""
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        pytest.skip("there is no C compiler: a wheel without its libraries is not what is published")
+    return built(checkout)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +146,20 @@ def test_the_wheel_holds_every_file_of_every_package(wheel: Path) -> None:
         inside = set(archive.namelist())
     assert sorted(ours - inside) == []
     assert set(LIBRARIES) <= inside
+
+
+def test_a_wheel_that_is_built_again_elsewhere_is_the_same_to_the_bit(wheel: Path, tmp_path: Path) -> None:
+    """With one SOURCE_DATE_EPOCH, from files of other dates in a folder of another name."""
+    for name in repository_files():
+        if not name.endswith((".so", ".pyc")):
+            (tmp_path / "again" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tmp_path / "again" / name)
+    again = built(tmp_path / "again")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert [item.filename for item in one.infolist()] == [item.filename for item in other.infolist()]
+        assert [name for name in one.namelist() if one.read(name) != other.read(name)] == []
+    assert again.name == wheel.name
+    assert again.read_bytes() == wheel.read_bytes()
 
 
 def test_what_users_copy_from_is_in_the_wheel(wheel: Path) -> None:

@@ -185,6 +185,20 @@ def test_top_fits_the_terminal_and_takes_nothing_for_markup(
     assert any("and 22" in line for line in lines)
 
 
+def test_what_a_run_says_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    assert main(["top", str(folder), "--json"]) == 0
+    now = json.loads(capsys.readouterr().out)
+    steers = "\x1b]0;owned\x07\x9b31m\x1b[2J"
+    now["reasons"][steers] = 3
+    now["run"]["name"] = now["waiting_for"] = steers
+    now["workers"] = [dict(now["workers"][0], name=steers)]
+    now["incidents"] = [{"kind": steers, "t": 1.0, "what": steers, "detail": steers}]
+    text = "\n".join(drawn(now, 200))
+    assert "]0;owned" in text
+    assert [sign for sign in text if not sign.isprintable() and sign != "\n"] == []
+
+
 @pytest.mark.long
 def test_top_follows_a_run_on_a_terminal_and_ends_with_it(tmp_path: Path) -> None:
     folder = runs.write_unfinished(tmp_path / "run-001")

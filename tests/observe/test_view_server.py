@@ -182,7 +182,7 @@ def test_a_token_file_that_holds_no_token_is_an_error_with_a_fix(tmp_path: Path)
         with pytest.raises(ConfigError, match=r"view\.token_file.*at least 16"):
             read_token(str(tmp_path / "token"))
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    assert read_token(str(tmp_path / "token")) == TOKEN
+    assert read_token(str(tmp_path / "token")) == f"file:{tmp_path}/token"
     assert read_token("") != read_token("")
 
 

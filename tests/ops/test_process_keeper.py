@@ -188,7 +188,7 @@ class Lives:
         steps, end = self.ends.pop(0)
 
         class Life:
-            trained, up = steps, steps >= 0
+            trained, up, opened = steps, steps >= 0, steps >= -1
 
             async def run(self) -> str:
                 await asyncio.sleep(100)
@@ -234,6 +234,12 @@ def test_lives_that_train_nothing_new_are_counted_and_then_the_run_ends(monkeypa
 def test_what_a_new_life_would_not_cure_ends_the_run(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(RunError, match="resume with"):
         lived(monkeypatch, 2, (3, error), (9, "completed"))
+
+
+def test_after_a_refused_resume_nobody_is_told_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records could not be read: another try would be refused too."""
+    with pytest.raises(RunError, match=r"^ledger: the journal holds a line that is no record$"):
+        lived(monkeypatch, 2, (-2, RunError("ledger: the journal holds a line that is no record")))
 
 
 def test_a_wrong_config_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,8 @@ def test_without_the_token_or_with_a_wrong_request_nothing_is_computed() -> None
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             async with session.post(url, json=asked(), headers=headers) as response:
                 assert response.status == 401
+            async with session.get(url.replace("/v1/chat/completions", "/health"), headers=headers) as response:
+                assert response.status == 401
         wrong = [
             asked(response_format={"type": "json_schema"}),
             asked(max_tokens=0),

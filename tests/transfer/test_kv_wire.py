@@ -253,15 +253,41 @@ def test_a_client_that_talks_nonsense_leaves_the_server_serving(nonsense: bytes)
         assert len(fetch_blocks(place, TOKEN, ask(), WIDTH).payload) == 8
 
 
-def test_as_many_silent_clients_as_are_served_at_a_time_do_not_stop_the_next_one_for_ever() -> None:
-    server = KvServer(answer, TOKEN, limit=0.3)
-    silent = [socket.create_connection(kv_wire.parse_place(server.place)) for _ in range(kv_wire.CLIENTS)]
+def test_many_silent_clients_hold_up_nobody_who_has_the_token() -> None:
+    """The one that has been longest without a proof makes room."""
+    server = KvServer(answer, TOKEN, limit=300.0)
+    silent = [socket.create_connection(kv_wire.parse_place(server.place)) for _ in range(40)]
     try:
-        assert len(fetch_blocks(server.place, TOKEN, ask(limit=20.0), WIDTH).payload) == 8
+        for _ in range(3):
+            assert len(fetch_blocks(server.place, TOKEN, ask(limit=20.0), WIDTH).payload) == 8
+        silent[0].settimeout(20.0)
+        while silent[0].recv(1 << 10):
+            pass  # its greeting; then it was hung up on
+        silent[-1].setblocking(False)
+        assert silent[-1].recv(1 << 10), "greeted, and there still"
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
     finally:
         for client in silent:
             client.close()
         server.close()
+
+
+def test_who_proves_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_wire, "PROOF_SECONDS", 0.2)
+    server = KvServer(answer, TOKEN, limit=300.0)
+    try:
+        with socket.create_connection(kv_wire.parse_place(server.place), timeout=20.0) as client:
+            while client.recv(1 << 10):
+                pass
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".example", "..", "x\x00y", "\udcff", "h" * 5000])
+def test_a_host_that_is_no_name_is_a_refusal(host: str) -> None:
+    assert reason_of(f"{host}:80") == "unreachable"
+    assert reason_of(f"127.0.0.1:{'1' * 5000}") == "unreachable"
 
 
 def test_a_server_without_a_token_or_with_a_taken_port_does_not_start() -> None:

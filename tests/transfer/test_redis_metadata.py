@@ -56,11 +56,13 @@ def test_a_url_that_cannot_be_used_is_one_error_that_shows_no_password(url: str,
         load_config(None, [f"relay.metadata_url={url}", "relay.metadata_allow_plain=true"])
 
 
-def test_the_password_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+def test_the_password_comes_from_a_file_and_never_from_a_variable(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
     assert module.redis_password({}) is None
-    assert module.redis_password({PASSWORD: SECRET}) == SECRET
+    with pytest.raises(ConfigError, match=f"write it into a file .*{PASSWORD_FILE}") as caught:
+        module.redis_password({PASSWORD: SECRET})
+    assert SECRET not in str(caught.value)
     assert module.redis_password({PASSWORD: "other", PASSWORD_FILE: str(file)}) == SECRET
     file.write_text("\n")
     for named in (str(file), str(tmp_path / "none")):
@@ -87,16 +89,15 @@ def test_a_wrong_or_missing_password_is_a_configuration_error_and_the_right_one_
     redis_servers: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = redis_servers(password=SECRET)
-    monkeypatch.delenv(PASSWORD_FILE, raising=False)
-    for wrong in ("", "guess"):
-        monkeypatch.setenv(PASSWORD, wrong)
+    file = tmp_path / "secret"
+    file.write_text("guess")
+    for wrong in ("", str(file)):
+        monkeypatch.setenv(PASSWORD_FILE, wrong)
         with pytest.raises(ConfigError) as caught:
             RedisMetadata(server.url)
         assert caught.value.field == "relay.metadata_url"
         assert "guess" not in str(caught.value)
-    file = tmp_path / "secret"
     file.write_text(SECRET)
-    monkeypatch.setenv(PASSWORD_FILE, str(file))
     endpoint = RelayEndpoint("job", "memory", metadata=server.url)
     store = open_metadata(endpoint)
     assert store.compare_and_set("k", b"\x00v\xff", 0)
@@ -111,7 +112,6 @@ def test_a_wrong_or_missing_password_is_a_configuration_error_and_the_right_one_
 @pytest.fixture
 def outage(redis_servers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv(PASSWORD_FILE, raising=False)
-    monkeypatch.delenv(PASSWORD, raising=False)
     return redis_servers()
 
 

@@ -140,6 +140,7 @@ def _cases(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
         "help": (["serve", "--help=rl-coserve"], {}),
         "groups": (["serve", "--help"], {}),
         "short_token": ([*_SERVE, *_ASK], {"RL_COSERVE_TOKEN": "abc"}),
+        "token": ([*_SERVE, *_ASK], {"RL_COSERVE_TOKEN": "of-the-environment-0123"}),
         "without": ([*_SERVE, "--rl-quantum", "7"], {}),
         "without_frontend": ([*_SERVE, "--rl-max-body-mb", "7"], {}),
         "other_plugin": ([*_SERVE, "--plugin", "other"], {}),
@@ -313,6 +314,12 @@ def test_a_token_that_is_too_short_is_refused_at_once_and_not_shown(parsed: dict
     line = parsed["short_token"].refusal()
     assert "RL_COSERVE_TOKEN = '(not shown)'" in line
     assert "abc" not in line
+
+
+@pytest.mark.engine
+def test_a_token_of_the_environment_is_taken_out_of_it_before_an_engine_starts(parsed: dict[str, Parsed]) -> None:
+    assert parsed["token"]["args"] == parsed["flag"]["args"]
+    assert "RL_COSERVE_TOKEN" not in parsed["token"]["environment"]
 
 
 @pytest.mark.engine

@@ -77,6 +77,20 @@ def our_routes() -> Iterator[tuple[str, str]]:
             yield method, route.path  # type: ignore[attr-defined]
 
 
+def test_a_replaced_token_file_opens_the_routes_without_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("of-before-0123456789")
+    given = bearer_auth.find_token(FrontendOptions(token_file=str(file)), {})
+    guard = bearer_auth.BearerGuard(given, ())
+    guard.check_caller("Bearer of-before-0123456789", None)
+    (tmp_path / "new").write_text("of-now-0123456789")
+    (tmp_path / "new").replace(file)
+    guard.check_caller("Bearer of-now-0123456789", None)
+    guard.check_caller("Bearer of-before-0123456789", None)  # for bearer.OVERLAP
+    with pytest.raises(bearer_auth.AccessDenied):
+        guard.check_caller("Bearer of-nobody-0123456789", None)
+
+
 def test_every_route_refuses_a_call_without_the_token_and_does_nothing() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         routes = list(our_routes())
@@ -325,22 +339,23 @@ def test_a_generated_token_lies_in_a_file_that_only_its_owner_reads(
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level("INFO", logger=logger.name):
-            token = bearer_auth.find_token(FrontendOptions(), {})
+            given = bearer_auth.find_token(FrontendOptions(), {})
     finally:
         logger.removeHandler(caplog.handler)
     path = next(word for word in caplog.text.split() if word.endswith("/token"))
 
-    assert Path(path).read_text().strip() == token
+    assert given == f"file:{path}"
+    token = Path(path).read_text().strip()
     assert Path(path).stat().st_mode & 0o777 == 0o600
     assert Path(path).parent.stat().st_mode & 0o777 == 0o700
     assert token in capsys.readouterr().err
     assert token not in caplog.text
-    assert bearer_auth.find_token(FrontendOptions(), {}) != token
+    assert Path(bearer_auth.find_token(FrontendOptions(), {}).removeprefix("file:")).read_text().strip() != token
     assert bearer_auth.find_token(FrontendOptions(), {"RL_COSERVE_TOKEN": TOKEN}) == TOKEN
     file = tmp_path / "token"
     file.write_text("from-a-file-0123456789\n")
     options = FrontendOptions(token_file=str(file))
-    assert bearer_auth.find_token(options, {"RL_COSERVE_TOKEN": TOKEN}) == "from-a-file-0123456789"
+    assert bearer_auth.find_token(options, {"RL_COSERVE_TOKEN": TOKEN}) == f"file:{file}"
     for bad in ("", "short", "with spaces in the middle of it", "täglich-frisch-und-neu"):
         with pytest.raises(ConfigError) as caught:
             bearer_auth.find_token(FrontendOptions(), {"RL_COSERVE_TOKEN": bad})

@@ -277,6 +277,20 @@ def test_control_endpoints_need_our_token_and_the_api_key_guards_the_serving_one
     served.run(scenario)
 
 
+def test_the_token_is_another_one_when_its_file_is_replaced_and_nothing_is_restarted(served: Served) -> None:
+    file, new = served.log.parent / "token", "another-token-0123456789"
+
+    def status(token: str) -> int:
+        headers = {"Authorization": f"Bearer {token}"}
+        return requests.get(served.url + wire.STATUS, headers=headers, timeout=60).status_code
+
+    assert [status(token) for token in (TOKEN, new)] == [200, 401]
+    for token in (new, TOKEN):
+        file.with_name("next").write_text(token)
+        file.with_name("next").replace(file)
+        assert [status(shown) for shown in (TOKEN, new, "of-nobody-0123456789")] == [200, 200, 401]
+
+
 def test_a_body_over_the_limit_is_a_413(served: Served) -> None:
     status, answer = served.call("POST", wire.ADD, data=b" " * ((1 << 20) + 1))
     assert (status, answer["error"]["type"]) == (413, "body_too_large")

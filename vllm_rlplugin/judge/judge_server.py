@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -50,11 +49,11 @@ class JudgeServer:
     """``memory``: bytes that the judge may have, now; see :func:`memory_left`."""
 
     def __init__(self, model: StreamedModel, tokenizer: Any, name: str, token: str, memory: Callable[[], int]) -> None:
-        """``token``: or what :func:`orchestrator.api.bearer.sealed` makes of it."""
+        """``token``: see :class:`orchestrator.api.bearer.Token`."""
         if not token:
             raise ConfigError(TOKEN, "", "set it: every request must carry it as its bearer token")
         self._model, self._tokenizer, self._name = model, tokenizer, name
-        self._digest = bearer.digest_in(token)
+        self._token = bearer.Token(token, TOKEN)
         self.listener = HttpListener(LIMITS)
         self._memory = memory
         self._busy, self._reading = asyncio.Lock(), asyncio.Lock()  # a tokenizer is one thread's at a time
@@ -70,7 +69,7 @@ class JudgeServer:
     @web.middleware
     async def _admitted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Nobody learns anything without the token, before a body is read."""
-        if not bearer.admits(request.headers.get("Authorization"), self._digest):
+        if not self._token.admits(request.headers.get("Authorization")):
             return _refuse(401, "give the bearer token")
         return await handler(request)
 
@@ -199,6 +198,7 @@ def main() -> int:
     parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
     tls.add_arguments(parser)
     arguments = parser.parse_args()
+    bearer.take_variables([TOKEN])
     try:
         context = tls.check_listener(arguments.host, tls.of_arguments(arguments), "--host", arguments.allow_plain_http)
         asyncio.run(
@@ -220,7 +220,7 @@ def _server(arguments: argparse.Namespace) -> JudgeServer:
         raise ConfigError("model", arguments.model, "its tokenizer has no chat template, so that it cannot be asked")
     given = arguments.memory_mb << 20
     judge = StreamedModel(model, device, file=arguments.layers_file, resident=0 if given else None)
-    return JudgeServer(judge, tokenizer, arguments.model, os.environ.get(TOKEN, ""), memory_left(judge, given))
+    return JudgeServer(judge, tokenizer, arguments.model, bearer.variable(TOKEN), memory_left(judge, given))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.api import ConfigError, KvMove, KvMoved, RetryableError
+from orchestrator.api import ConfigError, KvMove, KvMoved, RetryableError, bearer
 from orchestrator.api.tls import SYSTEM, Tls, check_listener
 from orchestrator.api.urls import is_loopback
 from orchestrator.transfer.kv_mooncake import MooncakeCarrier, check_device
@@ -40,9 +40,9 @@ Command = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions:
-    """Where a worker hands out KV, and the token that both sides need. ``limit``: seconds that it gives one client. ``carrier``:
-    what the bytes travel over, with ``room_mb`` of memory; ``protocol`` and ``device`` are Mooncake's. ``tls``: of this machine,
-    for an address that is not loopback; ``allow_plain``: it may do without."""
+    """Where a worker hands out KV, and the token that both sides need (see :class:`orchestrator.api.bearer.Token`). ``limit``:
+    seconds that it gives one client. ``carrier``: what the bytes travel over, with ``room_mb`` of memory; ``protocol`` and
+    ``device`` are Mooncake's. ``tls``: of this machine, for another address than loopback; ``allow_plain``: it may do without."""
 
     token: str
     host: str = "127.0.0.1"
@@ -87,6 +87,7 @@ class KvMover:
 
     def __init__(self, options: KvOptions, command: Command) -> None:
         self._options, self._command = options, command
+        self._token = bearer.Token(options.token, "kv.token")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: KvServer | None = None
         self._carrier: Carrier | None = None
@@ -144,7 +145,7 @@ class KvMover:
                 found = await asyncio.to_thread(
                     fetch_blocks,
                     move.source,
-                    self._options.token,
+                    self._token.current(),
                     ask,
                     block_bytes,
                     self._carrier,

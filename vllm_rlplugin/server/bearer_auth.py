@@ -1,7 +1,8 @@
 """Who may use the control endpoints: a bearer token, from an allowed network. Both are checked before a body is read.
 
-The token is what the file of ``--rl-token-file`` holds, else the environment variable RL_COSERVE_TOKEN, else a generated
-one, which is written to a file only its owner can read. It never stands in a log, but for a generated one, which is shown
+The token is what the file of ``--rl-token-file`` holds, else the environment variable RL_COSERVE_TOKEN (which is taken out of the
+environment before an engine starts), else a generated one, which is written to a file only its owner can read. Whoever replaces
+the file changes the token (:mod:`orchestrator.api.bearer`). It never stands in a log, but for a generated one, which is shown
 once on stderr (as Jupyter does).
 """
 
@@ -40,10 +41,10 @@ class AccessDenied(Exception):
 
 
 class BearerGuard:
-    """Checks token and address of one call. Keeps only a hash of the token."""
+    """Checks token (see :class:`orchestrator.api.bearer.Token`) and address of one call."""
 
     def __init__(self, token: str, networks: tuple[Network, ...]) -> None:
-        self._digest = bearer.digest_of(token)
+        self._token = bearer.Token(token, "--rl-token-file", _FIX)
         self._networks = networks
 
     def check_caller(self, authorization: str | None, client: str | None) -> None:
@@ -52,7 +53,7 @@ class BearerGuard:
             raise AccessDenied(
                 403, FORBIDDEN, f"clients at {client} may not use the control endpoints (--rl-allow-clients)"
             )
-        if not bearer.admits(authorization, self._digest):
+        if not self._token.admits(authorization):
             raise AccessDenied(401, UNAUTHORIZED, "give the token of this server: Authorization: Bearer TOKEN")
 
     def _allows(self, client: str) -> bool:
@@ -65,16 +66,16 @@ class BearerGuard:
 
 
 def find_token(options: FrontendOptions, environment: Mapping[str, str]) -> str:
-    """The token to use; see the module. Raises ConfigError for one that is too short or cannot be sent."""
+    """The token to use, ``file:PATH`` for one in a file; see the module. Raises ConfigError for one that is too short or cannot
+    be sent."""
     if options.token_file:
         file, field = options.token_file, "--rl-token-file"
-        token = _checked(bearer.read_file(file, field, _FIX), field, file)
+        _checked(bearer.read_file(file, field, _FIX), field, file)
         if Path(file).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             _logger.warning("others can read %s, which holds the token of the control endpoints: chmod 600", file)
-        return token
-    if VARIABLE in environment:
-        return _checked(environment[VARIABLE].strip(), VARIABLE, "(not shown)")
-    return _generated()
+        return bearer.FILE + os.path.abspath(file)
+    given = bearer.variable(VARIABLE, environment)
+    return _checked(given, VARIABLE, "(not shown)") if given or VARIABLE in environment else _generated()
 
 
 def _checked(token: str, field: str, shown: str) -> str:
@@ -94,4 +95,4 @@ def _generated() -> str:
     _logger.info("no token was given for the control endpoints; the generated one is in %s", path)
     sys.stderr.write(f"rl-coserve: token of the control endpoints, until this server ends: {token}\n")
     sys.stderr.flush()
-    return token
+    return f"{bearer.FILE}{path}"

@@ -10,6 +10,11 @@ ALPHA = "\u03b1"  # the staleness bound
 _BARS = "▁▂▃▄▅▆▇█"
 
 
+def printable(text: str) -> str:
+    """For a terminal: with a sign in place of each control character but the end of a line. ESC begins a terminal's commands."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+
+
 def count(value: float) -> str:
     """An integer with separators."""
     return f"{round(value):,}"

@@ -1,6 +1,7 @@
 """The live view in a terminal: ``rl-coserve top``. The same record as the page, in the same order.
 
-Guarantees: pure; text from the run is never taken for markup; as wide as it is told, and no taller than a screen can be.
+Guarantees: pure; text from the run is never taken for markup, nor for what steers a terminal; as wide as it is told, and no
+taller than a screen can be.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.observe.event_records import LedgerCounts
-from orchestrator.observe.report.page_text import clock, sparkline
+from orchestrator.observe.report.page_text import clock, printable, sparkline
 from orchestrator.observe.report.timeline import STATES
 from orchestrator.observe.run_figures import lag_words
 
@@ -27,6 +28,7 @@ _COLOURS = {  # of a page (page.css) -> of a terminal
 
 def screen(now: Mapping[str, Any]) -> RenderableType:
     """One picture. ``now``: :meth:`orchestrator.observe.view.run_state.RunState.shown`, with ``silent`` where it is known."""
+    now = _printable(now)
     parts: list[RenderableType] = [_head(now), _said(now), Text("")]
     parts += [_timeline(now["timeline"]), Text("")]
     parts.append(_numbers(now))
@@ -36,6 +38,15 @@ def screen(now: Mapping[str, Any]) -> RenderableType:
     if now["incidents"]:
         parts += [Text(""), _incidents(now["incidents"])]
     return Group(*parts)
+
+
+def _printable(value: Any) -> Any:
+    """The same, with its texts and names as :func:`printable`."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {_printable(name): _printable(item) for name, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _head(now: Mapping[str, Any]) -> Text:

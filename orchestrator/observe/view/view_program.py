@@ -34,14 +34,14 @@ _LEAST = 16  # characters of a token
 
 
 def read_token(file: str, field: str = "view.token_file") -> str:
-    """The token in a file; a new one where none is named. Raises ConfigError."""
+    """``file:PATH`` for the token in a file; a new one where none is named. Raises ConfigError."""
     if not file:
         return secrets.token_urlsafe(24)
     fix = f"give a readable file that holds a token of at least {_LEAST} letters, digits, - or _"
     token = bearer.read_file(file, field, fix)
     if len(token) < _LEAST or not token.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(field, file, f"holds no such token; {fix}")
-    return token
+    return bearer.FILE + os.path.abspath(file)
 
 
 async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
@@ -127,7 +127,7 @@ async def _drain(hub: Hub) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """As a child: ``FOLDER --port P --since T``, the token in the environment. Returns 2 for bad input."""
+    """As a child: ``FOLDER --port P --since T``, the token's digest or file in the environment. Returns 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.observe.view.view_program")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=0)

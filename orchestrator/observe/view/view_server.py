@@ -131,7 +131,8 @@ class Hub(PictureFeed):
 
 class Server:
     """``port`` 0: a free one; then :attr:`url` says where. On loopback; on another ``host`` only with TLS, else ConfigError.
-    ``hubs``: of runs by name, each of which has a page of its own under ``run/NAME/``."""
+    ``token``: see :class:`orchestrator.api.bearer.Token`. ``hubs``: of runs by name, each of which has a page of its own under
+    ``run/NAME/``."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Server:
         hubs: Callable[[], Mapping[str, Hub]] = dict,
     ) -> None:
         self._top, self._hubs = shown, hubs
-        self._token, self.port, self._host = token, port, host
+        self._token, self.port, self._host = bearer.Token(token, "view.token_file"), port, host
         self._context = check_listener(host, tls, "view.host")
         self._listener = HttpListener(LISTENERS["live page"])
         self._watchers = 0
@@ -175,7 +176,7 @@ class Server:
     @property
     def url(self) -> str:
         """With the token: for the eyes of whoever started this."""
-        return f"{page_url(self._host, self.port, self._context is not None)}?token={self._token}"
+        return f"{page_url(self._host, self.port, self._context is not None)}?token={self._token.current()}"
 
     @property
     def _cookie(self) -> str:
@@ -184,10 +185,10 @@ class Server:
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         given = request.query.get("token", "")
-        if given and self._right(given) and request.path == "/":
-            return _headed(web.Response(status=303, headers={"Location": "/", "Set-Cookie": self._set_cookie()}))
-        sent = bearer.token_of(request.headers.get("Authorization"))
-        if not (self._right(request.cookies.get(self._cookie, "")) or self._right(sent)):
+        if given and self._token.matches(given) and request.path == "/":
+            return _headed(web.Response(status=303, headers={"Location": "/", "Set-Cookie": self._set_cookie(given)}))
+        shown = self._token.matches(request.cookies.get(self._cookie, ""))
+        if not (shown or self._token.admits(request.headers.get("Authorization"))):
             return _headed(web.Response(status=401, text=_REFUSED))
         try:
             answer = await handler(request)
@@ -196,12 +197,9 @@ class Server:
             raise
         return answer if answer.prepared else _headed(answer)
 
-    def _right(self, given: str) -> bool:
-        return bearer.matches(given, bearer.digest_of(self._token))
-
-    def _set_cookie(self) -> str:
+    def _set_cookie(self, token: str) -> str:
         jar: SimpleCookie = SimpleCookie()
-        jar[self._cookie] = self._token
+        jar[self._cookie] = token
         cookie: Morsel[str] = jar[self._cookie]
         cookie["path"], cookie["httponly"], cookie["samesite"] = "/", True, "Strict"
         cookie["secure"] = self._context is not None
