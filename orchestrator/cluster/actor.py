@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
+import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ from orchestrator.cluster.role_workers import Identity, Worker
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
 
+LOGS = "RL_COSERVE_LOGS"  # a folder: there WORKER.log gets what a worker's process and its children print; unset: Ray's own
 OK, CONFIG, COMMAND, ERROR = "ok", "config", "command", "error"
 
 
@@ -31,6 +35,7 @@ class WorkerHost:
     def __init__(self, worker_class: type[Worker], identity: Identity, gpus: int = 0) -> None:
         self._failure: Exception | None = None
         try:
+            _print_into(os.environ.get(LOGS, ""), identity.worker_id)
             self._devices = _devices_of_bundle(identity.worker_id) if gpus else ()
             self._worker = worker_class.__new__(worker_class)
             self._worker.identity = identity
@@ -141,6 +146,19 @@ class Actor:
         handle, self._handle = self._handle, None
         if handle is not None and ray.is_initialized():
             ray.kill(handle)
+
+
+def _print_into(logs: str, worker: str) -> None:
+    """Raises OSError where this node cannot write there."""
+    if not logs:
+        return
+    file = os.open(f"{logs}/{worker}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, os.fdopen(stream, "w", buffering=1, errors="replace", closefd=False))
+    print(f"-- {worker}: process {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}")
 
 
 def _devices_of_bundle(worker: str) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ from orchestrator.borrowing.discovery import Market
 from orchestrator.build import build_environment_pool, build_pipeline
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.cluster import ActorGen
+from orchestrator.cluster.actor import LOGS
 from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.components import Components, Position
 from orchestrator.config import Config
@@ -55,7 +56,14 @@ from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
-from orchestrator.runtime import device_plan, function_hosts, garbage_collector, pool_requests, tiny_model_setup
+from orchestrator.runtime import (
+    device_plan,
+    function_hosts,
+    garbage_collector,
+    pool_requests,
+    role_logs,
+    tiny_model_setup,
+)
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, VllmEngine
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
@@ -168,7 +176,8 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
             curable = isinstance(error, PartLost) or (lost_at is not None and not life.up)
             if not curable or restarts >= config.run.restarts:
                 hint = f"\n  resume with: rl-coserve train --resume {folder.path}" if life.opened else ""
-                raise RunError(f"{error}{hint}") from error
+                tail = role_logs.tail_of(folder.logs, str(error))
+                raise RunError("\n".join(filter(None, (f"{error}{hint}", tail)))) from error
             print(f"{error}\n  going on from the newest checkpoint", flush=True)
             lost_at, resume = loop.time(), True
             await asyncio.sleep(restarts * _RESTART_PAUSE)
@@ -200,6 +209,9 @@ class _Life:
         stack.callback(display.close)
         records = RunRecords.open(folder, config, loop.time, datetime.fromisoformat(started), resume=self.resume)
         stack.enter_context(records)
+        stack.enter_context(role_logs.orchestrator_log(folder.logs))
+        rotating = asyncio.create_task(role_logs.rotate_forever(folder.logs), name="rotate logs")
+        stack.callback(rotating.cancel)
         self.opened = True
         events, ledger, store, resumed = records.events, records.ledger, records.store, records.resumed
         events.listen(display.take)
@@ -289,7 +301,8 @@ class _Assembly:
             config, self.task, self.keeper, self.stack, self.folder, self.events
         )
         endpoint = await self._start_relay()
-        spread, variables = bool(config.ray.address), trainer_environment(config)
+        printed = {LOGS: str(self.folder.logs.resolve())}
+        spread, variables = bool(config.ray.address), trainer_environment(config) | printed
         ranks = pool_requests.trainer_ranks(config)
         places = await asyncio.to_thread(self._places, endpoint)
         shared = config.rollout.colocation.enabled
@@ -303,7 +316,7 @@ class _Assembly:
         cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
         kv = kv_arguments(config)
         names = [f"vllm-{index}" for index in range(config.rollout.workers)]
-        environment = {**engine_environment(config), **rewards.beside}
+        environment = {**engine_environment(config), **rewards.beside, **printed}
         homes = {name: places.get(name) for name in names}
         engines = ActorGen(VllmEngine, homes, environment, heard=self._note_devices)
         workers = [

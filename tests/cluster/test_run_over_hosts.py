@@ -91,6 +91,8 @@ def test_a_run_goes_over_three_hosts(cluster: list[Host], tmp_path: Path) -> Non
     ended = real_runs.of(run, "run_end")[0]
     assert ended["status"] == "completed"
     assert ended["ledger"]["in_flight"] == 0
+    for name in nodes:  # what each printed, from its node
+        assert f"-- {name}: process " in (run / "logs" / f"{name}.log").read_text(encoding="utf-8")
     versions = {event["version"] for event in real_runs.of(run, "update")}
     assert 3 in versions
     weights = (run / "model-final" / "model.safetensors").stat().st_size
