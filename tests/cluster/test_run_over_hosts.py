@@ -1,27 +1,26 @@
-"""A whole run over three hosts: two with a trainer rank and an engine each, one with orchestrator, environments and rewards.
-Weights and gradients cross links of 1 Gbit/s."""
+"""Whole runs over three hosts: two with trainer ranks and engines, one with orchestrator, environments and rewards. Weights and
+gradients cross links of 1 Gbit/s; hosts die, and links are cut."""
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support import real_runs
-from tests.support.hosts import Host, Hosts, end, why_not
+from tests.support.hosts import Hosts, end, why_not
 
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(900),
 ]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 PORT = 6379
@@ -38,63 +37,138 @@ RUN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Ray over three hosts, each with two logical GPUs but the first, which has none."""
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ.update(token)  # of what a test starts, too
-    try:
-        with Hosts(3) as made:
-            first, *others = made.all
-            common = ["--num-cpus=3", "--object-store-memory=100000000", "--disable-usage-stats"]
-            head = ["--head", f"--port={PORT}", "--num-gpus=0", "--include-dashboard=false"]
-            first.run([*RAY, "start", f"--node-ip-address={first.address}", *head, *common], timeout=90)
-            for host in others:
-                classes = json.dumps({"H800": 1, "H20": 1})
-                joins = [f"--address={first.address}:{PORT}", "--num-gpus=2", f"--resources={classes}"]
-                host.run([*RAY, "start", f"--node-ip-address={host.address}", *joins, *common], timeout=90)
-            yield made.all
-    finally:
-        for name in token:
-            os.environ.pop(name, None)
+class RayHosts:
+    """Ray over hosts. ``classes``: of every host but the first, which has no devices: class -> logical GPUs."""
+
+    def __init__(self, hosts: Hosts, *classes: dict[str, int]) -> None:
+        self.first, *self.others = hosts.all
+        self._classes = classes
+        self._common = ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
+        head = ["--head", f"--port={PORT}", "--num-gpus=0", "--include-dashboard=false"]
+        self.first.run([*RAY, "start", f"--node-ip-address={self.first.address}", *head, *self._common], timeout=90)
+        for number in range(len(classes)):
+            self.join(number)
+
+    def join(self, number: int) -> None:
+        """This one of the others becomes a node, for the first time or again."""
+        host, classes = self.others[number], self._classes[number]
+        devices = [f"--num-gpus={sum(classes.values())}", f"--resources={json.dumps(classes)}"]
+        where = [f"--address={self.first.address}:{PORT}", f"--node-ip-address={host.address}"]
+        host.run([*RAY, "start", *where, *devices, *self._common], timeout=90)
+
+    def train(self, *arguments: str) -> subprocess.Popen[str]:
+        """A run, begun on the first host."""
+        command = [sys.executable, "-m", "orchestrator.cli", "train", *arguments]
+        return self.first.start(command, {"NO_COLOR": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def config(self, folder: Path) -> list[str]:
+        """What a run needs to know of these hosts."""
+        at = self.first.address
+        return [f"run.folder={folder}", f"ray.address={at}:{PORT}", f"relay.host={at}"]
 
 
-def train(host: Host, folder: Path, *more: str) -> tuple[Path, str]:
-    """The run's folder and what it said."""
-    where = [f"run.folder={folder}", f"ray.address={host.address}:{PORT}", f"relay.host={host.address}", *more]
-    process = host.start(
-        [sys.executable, "-m", "orchestrator.cli", "train", *RUN, *where],
-        {"NO_COLOR": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Ray's nodes and of the run."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    """Its exit code and what it said."""
     try:
-        said, _ = process.communicate(timeout=360)
+        said, _ = process.communicate(timeout=seconds)
     finally:
         end(process)
-    assert process.returncode == 0, said[-3000:]
-    return next(folder.glob("*-001")), said
+    return process.returncode, said
 
 
-def test_a_run_goes_over_three_hosts(cluster: list[Host], tmp_path: Path) -> None:
-    first, *others = cluster
-    before = [host.received() for host in others]
-    run, said = train(first, tmp_path)
-    plan = real_runs.of(run, "places")[0]["processes"]
-    nodes = {row["process"]: row["node"] for row in plan}
-    assert {nodes["trainer"], nodes["trainer-1"]} == {host.address for host in others}
-    assert {nodes["vllm-0"], nodes["vllm-1"]} == {host.address for host in others}
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, seconds: float = 240) -> Path:
+    """Until this one is trained: the run's folder."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        for run in folder.glob("*-001"):
+            if any(event["stage"] == "train_step" and event["step"] >= step for event in real_runs.of(run, "stage")):
+                return run
+        time.sleep(0.5)
+    raise AssertionError(ended(process, 5)[1][-3000:])
+
+
+def closed(run: Path) -> dict[str, int]:
+    """The ledger of the run, in which nothing is missing."""
+    last = real_runs.of(run, "run_end")[-1]
+    assert last["status"] == "completed"
+    assert last["ledger"]["in_flight"] == 0
+    counts: dict[str, int] = last["ledger"]
+    return counts
+
+
+def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, {"H800": 1, "H20": 1}, {"H800": 1, "H20": 1})
+        before = [host.received() for host in nodes.others]
+        code, said = ended(nodes.train(*RUN, *nodes.config(tmp_path)), 360)
+        received = [host.received() - start for host, start in zip(nodes.others, before, strict=True)]
+    assert code == 0, said[-3000:]
+    run = next(tmp_path.glob("*-001"))
+    rows = real_runs.of(run, "places")[0]["processes"]
+    places = {row["process"]: row["node"] for row in rows}
+    addresses = {host.address for host in nodes.others}
+    assert {places["trainer"], places["trainer-1"]} == {places["vllm-0"], places["vllm-1"]} == addresses
     seen = {event["worker"]: (event["node"], event["devices"]) for event in real_runs.of(run, "devices")}
-    assert {name: node for name, (node, _) in seen.items()} == nodes
+    assert {name: node for name, (node, _) in seen.items()} == places
     assert len({(node, *devices) for node, devices in seen.values()}) == len(seen) == 4
-    assert f"devices: {others[0].address}: " in said
-    ended = real_runs.of(run, "run_end")[0]
-    assert ended["status"] == "completed"
-    assert ended["ledger"]["in_flight"] == 0
-    for name in nodes:  # what each printed, from its node
+    assert f"devices: {nodes.others[0].address}: " in said
+    closed(run)
+    for name in places:  # what each printed, from its node
         assert f"-- {name}: process " in (run / "logs" / f"{name}.log").read_text(encoding="utf-8")
-    versions = {event["version"] for event in real_runs.of(run, "update")}
-    assert 3 in versions
+    assert 3 in {event["version"] for event in real_runs.of(run, "update")}
     weights = (run / "model-final" / "model.safetensors").stat().st_size
-    for host, bytes_before in zip(others, before, strict=True):
-        assert host.received() - bytes_before > 3 * weights  # a version per step, and gradients
+    assert min(received) > 3 * weights  # a version per step, and gradients
+
+
+TRAINER, ENGINES = {"H800": 2, "H20": 1}, {"H20": 1}
+LONGER = [*RUN, "run.steps=12", "rollout.worker_restarts=1", "rollout.heartbeat_seconds=2"]
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_an_engine_whose_host_died(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, TRAINER, ENGINES)
+        process = nodes.train(*LONGER, *nodes.config(tmp_path))
+        run = wait_for_step(process, tmp_path, 2)
+        nodes.others[1].kill()
+        code, said = ended(process, 400)
+    assert code == 0, said[-3000:]
+    assert closed(run)["trained"] > 0
+    assert any("vllm-" in event["what"] for event in real_runs.of(run, "fault"))
+
+
+@pytest.mark.long
+def test_a_run_goes_on_when_a_link_was_cut_for_twenty_seconds(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, TRAINER, ENGINES)
+        process = nodes.train(*LONGER, *nodes.config(tmp_path))
+        run = wait_for_step(process, tmp_path, 2)
+        nodes.others[1].set_link(up=False)
+        time.sleep(20)
+        nodes.others[1].set_link(up=True)
+        code, said = ended(process, 400)
+    assert code == 0, said[-3000:]
+    assert closed(run)["trained"] > 0
+
+
+@pytest.mark.long
+def test_a_run_whose_trainers_host_died_is_resumed_when_it_is_back(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, TRAINER, ENGINES)
+        process = nodes.train(*LONGER, "run.restarts=0", *nodes.config(tmp_path))
+        run = wait_for_step(process, tmp_path, 4)
+        nodes.others[0].kill()
+        code, said = ended(process, 400)
+        assert code == 1
+        assert f"resume with: rl-coserve train --resume {run}" in said
+        nodes.join(0)
+        code, said = ended(nodes.train("--resume", str(run)), 400)
+    assert code == 0, said[-3000:]
+    assert closed(run)["trained"] > 0
