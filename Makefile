@@ -7,10 +7,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 CONFIG ?= examples/frozenlake.toml
 PYTEST_ARGS ?=
-# Where it is set, every process that a test starts would compile this repository anew, and pytest each of its files.
-unexport PYTHONDONTWRITEBYTECODE
-# Tests run in two processes, file by file; JOBS=0 runs them in one, where a debugger or `-s` is wanted.
-JOBS ?= 2
+# Tests run in two processes, file by file; without engines in three, as a third of that time is waiting. JOBS=0 runs them in
+# one, where a debugger or `-s` is wanted.
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,10 +33,10 @@ docs: venv ## The documentation as a site in build/site, every link checked
 	@echo build/site/index.html
 
 check: lint types ## Lint, types and the tests that need no engine and no seconds: after each change
-	@$(BIN)/pytest -m "not long and not slow and not engine" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(BIN)/pytest -m "not long and not slow and not engine" -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test: lint types ## Lint, types and the test suite (what CI runs; PYTEST_ARGS='-k ledger' for a part)
-	@$(BIN)/pytest -m "not long" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(BIN)/pytest -m "not long" -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 bench: venv ## Time the micro-benchmarks of tests/benchmarks (`rl-coserve bench` measures the figures of docs/results)
 	@$(BIN)/pytest tests/benchmarks --benchmark-enable --benchmark-columns=min,median,max,rounds --benchmark-sort=name $(PYTEST_ARGS)

@@ -117,13 +117,18 @@ ATTRIBUTES: tuple[str, ...] = (
 )
 
 
+_in_source: dict[str, bool] = {}  # attributes that were looked for in the sources; of this process
+
+
 def hook_mismatches() -> tuple[str, ...]:
-    """Every hook point that differs from what was tested, in words; empty when all is well."""
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None, "callers look for Megatron-Core first"
-    assert spec.origin is not None, "it is a package with an __init__.py"
-    sources = SourceTree.installed(Path(spec.origin).parents[2])
-    moved = (f"{target}: nothing there" for target in missing_names(ATTRIBUTES, sources))
+    """Every hook point that differs from what was tested, in words; empty when all is well. Sources are read once a process."""
+    if new := [target for target in ATTRIBUTES if target not in _in_source]:
+        spec = importlib.util.find_spec("megatron.core")
+        assert spec is not None, "callers look for Megatron-Core first"
+        assert spec.origin is not None, "it is a package with an __init__.py"
+        gone = missing_names(new, SourceTree.installed(Path(spec.origin).parents[2]))
+        _in_source.update((target, target not in gone) for target in new)
+    moved = (f"{target}: nothing there" for target in ATTRIBUTES if not _in_source[target])
     return (*(str(mismatch) for mismatch in signature_mismatches(HOOK_POINTS)), *moved)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -33,6 +35,9 @@ ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
 # Test processes share the cores, and models of tests are tiny: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where it is set, every process that a test starts would compile this repository anew, and pytest each of its files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 settings.load_profile("fixed")  # --hypothesis-profile, which is read later, wins
 
 START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one
@@ -43,6 +48,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     is left of the time."""
     engine, slow = ({item.path for item in items if item.get_closest_marker(marker)} for marker in ("engine", "slow"))
     items.sort(key=lambda item: (item.path not in engine, item.path not in slow))  # stable: a file's order stays
+
+
+_freeze = gc.freeze
+atexit.register(gc.unfreeze)  # else libraries say at the end that what they had was leaked
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_imported_is_no_garbage() -> None:
+    """A collection would look at a million containers of torch and vLLM, and vLLM collects five times when an engine starts and
+    again when it ends, where it unfreezes what it froze: what stays frozen here are modules, and no engine."""
+    gc.freeze = gc.unfreeze = lambda: None
+    gc.collect()
+    _freeze()
 
 
 def named_as_users_have_it(folder: Path) -> str:

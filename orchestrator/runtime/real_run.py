@@ -102,6 +102,7 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the engines are the work; Ray would run them at 15
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # our actors, with variables of their own, use none
     common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if config.ray.address:

@@ -76,6 +76,7 @@ def test_a_torn_end_leaves_what_was_synced(tmp_path: Path) -> None:
     assert any(b"\0" * 512 in content and content.endswith(b"y") for content in found)
 
 
+@pytest.mark.slow
 def test_nothing_that_a_checkpoint_saw_is_lost_and_without_one_sync_some_is() -> None:
     result = run("power-cuts", quick=True, nonce="test")
     detail = result["detail"]

@@ -325,7 +325,7 @@ def test_when_no_server_comes_back_the_run_ends_and_names_the_last_one(monkeypat
         assert "cannot be restarted from outside" in str(fleet.fatal[0])
         turn.cancel()
 
-    play(2, scenario, stall=1.5)
+    play(2, scenario, stall=0.5)
 
 
 def test_a_server_that_comes_back_with_another_token_stays_out_and_the_others_go_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ from tests.support import fuzzing, view_runs
 
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def files_need_not_outlive_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands are written here, and each sync of one waits milliseconds for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 # -- the journal -----------------------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
         child.wait()
 
 
+@pytest.mark.slow
 def test_the_reward_host_and_the_view_of_a_run_keep_their_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,13 @@ def test_the_installed_megatron_has_the_hook_points_that_were_tested() -> None:
     assert hookpoints.engine_status()["hook_mismatches"] == []
 
 
+def test_the_sources_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trainer looks when it is made, and whenever it is asked for its status: 0.3 s, when it parsed them anew."""
+    hookpoints.hook_mismatches()
+    monkeypatch.setattr(hookpoints.SourceTree, "installed", lambda folder: pytest.fail("the sources are read again"))
+    assert hookpoints.engine_status()["hook_mismatches"] == []
+
+
 def test_a_moved_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hookpoints.HOOK_POINTS, "megatron.core.optimizer:get_megatron_optimizer", ("config", "gone"))
     with pytest.raises(ConfigError, match="get_megatron_optimizer"):

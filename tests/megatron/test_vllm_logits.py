@@ -41,21 +41,24 @@ TEMPERATURE = 0.8
 ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
-folder, prompts, temperature = json.loads(sys.argv[1])
-llm = LLM(
-    model=folder, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=8,
-    block_size=32, kv_cache_memory_bytes=16 << 20, seed=0, logprobs_mode="processed_logprobs",
-    generation_config="vllm", enable_prefix_caching=True,
-)
+folders, prompts, temperature = json.loads(sys.argv[1])
 sampling = SamplingParams(
     max_tokens=24, temperature=temperature, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False, seed=1
 )
-answers = []
-for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False):
-    ids = list(output.outputs[0].token_ids)
-    made = [step[token].logprob for token, step in zip(ids, output.outputs[0].logprobs, strict=True)]
-    given = [step[token].logprob for token, step in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
-    answers.append({"token_ids": ids, "logprobs": made, "prompt_logprobs": given})
+answers = {}
+for folder in folders:
+    llm = LLM(
+        model=folder, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=8,
+        block_size=32, kv_cache_memory_bytes=16 << 20, seed=0, logprobs_mode="processed_logprobs",
+        generation_config="vllm", enable_prefix_caching=True,
+    )
+    answers[folder] = []
+    for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False):
+        ids = list(output.outputs[0].token_ids)
+        made = [step[token].logprob for token, step in zip(ids, output.outputs[0].logprobs, strict=True)]
+        given = [step[token].logprob for token, step in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
+        answers[folder].append({"token_ids": ids, "logprobs": made, "prompt_logprobs": given})
+    llm.llm_engine.engine_core.shutdown()
 print("ANSWER " + json.dumps(answers))
 """
 
@@ -67,8 +70,12 @@ def process_groups() -> Iterator[None]:
     parallel_layout.shutdown_parallel()
 
 
-def ask_vllm(folder: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Log-probs by a stock vLLM engine in a process of its own."""
+FAMILIES = ("qwen3", "llama")
+Answers = list[dict[str, Any]]
+
+
+def ask_vllm(folders: list[str], prompts: list[list[int]]) -> dict[str, Answers]:
+    """Log-probs by stock vLLM engines, one after the other in a process of their own."""
     settings = {
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -76,36 +83,50 @@ def ask_vllm(folder: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    command = [sys.executable, "-W", "ignore", "-c", ENGINE, json.dumps([folder, prompts, TEMPERATURE])]
+    command = [sys.executable, "-W", "ignore", "-c", ENGINE, json.dumps([folders, prompts, TEMPERATURE])]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    answers: list[dict[str, Any]] = json.loads(line.removeprefix("ANSWER "))
+    answers: dict[str, Answers] = json.loads(line.removeprefix("ANSWER "))
     return answers
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_transformers_megatron_and_vllm_give_the_same_log_probs(tmp_path: Path, family: str) -> None:
-    words = [f"w{index}" for index in range(VOCABULARY)]
-    folder = getattr(tiny_model, f"create_{family}")(
-        str(tmp_path / "model"),
+def model_of(folder: Path, family: str) -> str:
+    made: str = getattr(tiny_model, f"create_{family}")(
+        str(folder / family),
         hidden_size=128,
         intermediate_size=256,
         layers=2,
         heads=4,
         kv_heads=2,
         head_dim=32,
-        vocabulary=words,
+        vocabulary=[f"w{index}" for index in range(VOCABULARY)],
         max_positions=128,
         dtype="float32",
         seed=11,
         tied=family == "llama",
     )
+    return made
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], dict[str, tuple[str, Answers]]]:
+    """Prompts, and by family the model's folder and what vLLM answers."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {family: model_of(folder, family) for family in FAMILIES}
     generator = torch.Generator().manual_seed(3)
     shared = torch.randint(VOCABULARY, (40,), generator=generator).tolist()  # longer than a block: the cache is used
     prompts = [shared[:n] + torch.randint(VOCABULARY, (9,), generator=generator).tolist() for n in (40, 40, 3, 21, 0)]
-    answers = ask_vllm(folder, prompts)
+    answers = ask_vllm([*models.values()], prompts)
+    return prompts, {family: (model, answers[model]) for family, model in models.items()}
 
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_megatron_and_vllm_give_the_same_log_probs(
+    family: str, asked: tuple[list[list[int]], dict[str, tuple[str, Answers]]]
+) -> None:
+    prompts, by_family = asked
+    folder, answers = by_family[family]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = model.build_model(model.read_shape(folder), "float32")[0].eval()
     hf_bridge.load_hf(ours, folder)

@@ -166,7 +166,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
         return result
 
 
-@pytest.mark.parametrize("length", [8192, 32768])
+@pytest.mark.parametrize("length", [8192, pytest.param(32768, marks=pytest.mark.slow)])
 def test_memory_of_a_long_row_is_that_of_a_chunk(length: int) -> None:
     """Shapes and bytes of Qwen2.5-7B's output layer on one device, by fake tensors: nothing is computed."""
     width, vocabulary = 3584, 152064

@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.observe.report import page_text
+from orchestrator.observe.report import compare, feature_sections, page_text, run_sections
+from orchestrator.observe.report.plots import Chart
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
@@ -30,6 +31,13 @@ def finished(tmp_path: Path) -> Path:
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a finished run: tests that only read it share it."""
     return write_report(runs.write_run(tmp_path_factory.mktemp("drawn") / "frozenlake-001", steps=40))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without their drawings, which take most of a report's time: for tests of words."""
+    for module in (compare, feature_sections, run_sections):
+        monkeypatch.setattr(module, "chart", lambda draw, sizes=(), legend=(): Chart(("",), legend))
 
 
 def read_document(file: Path) -> ElementTree.Element:
@@ -89,9 +97,9 @@ class Strict(HTMLParser):
 
 
 @pytest.mark.parametrize("compared", [False, True])
-def test_the_page_requests_nothing_and_runs_nothing(finished: Path, tmp_path: Path, compared: bool) -> None:
+def test_the_page_requests_nothing_and_runs_nothing(drawn: Path, tmp_path: Path, compared: bool) -> None:
     other = runs.write_run(tmp_path / "frozenlake-002", steps=12, seed=3)
-    shown = write_report([finished, other] if compared else finished).read_text(encoding="utf-8")
+    shown = (write_report([other, drawn.parent]) if compared else drawn).read_text(encoding="utf-8")
     parser = Strict()
     parser.feed(shown)
     assert not {"script", "link", "iframe", "img", "object", "embed", "base", "form"} & set(parser.tags)
@@ -135,8 +143,9 @@ def test_every_drawing_has_a_title_and_a_label_for_screen_readers(drawn: Path) -
         assert drawing[0].tag == "title"
 
 
-def test_the_same_folder_gives_the_same_bytes(finished: Path) -> None:
-    assert write_report(finished).read_bytes() == write_report(finished).read_bytes()
+def test_the_same_folder_gives_the_same_bytes(drawn: Path) -> None:
+    before = drawn.read_bytes()
+    assert write_report(drawn.parent).read_bytes() == before
 
 
 def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
@@ -177,6 +186,7 @@ def test_a_ledger_that_closes_is_said_to_close(drawn: Path) -> None:
     assert "does not close" not in shown
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_lost_trajectory_is_shown_as_broken(finished: Path) -> None:
     def lose_one(event: dict[str, Any]) -> None:
         if event["kind"] == "run_end":
@@ -190,6 +200,7 @@ def test_a_lost_trajectory_is_shown_as_broken(finished: Path) -> None:
     assert "the sum closes" not in shown
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_journal_that_counts_otherwise_is_shown(finished: Path) -> None:
     lines = (finished / "ledger.jsonl").read_text().splitlines()
     (finished / "ledger.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # the last one's end is missing
@@ -197,6 +208,7 @@ def test_a_journal_that_counts_otherwise_is_shown(finished: Path) -> None:
     assert len([item for item in table.iter("span") if item.get("class") == "broken"]) == 2  # its end, and in flight
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_rows_in_parquet_stand_beside_the_ledger(finished: Path) -> None:
     runs.write_trajectories(finished, {"trained": 7, "failed: environment_timeout": 2, "failed: reward_unavailable": 1})
     shown = words(read_document(write_report(finished)))
@@ -245,6 +257,7 @@ def test_the_summary_is_what_the_events_say(finished: Path) -> None:
     assert sum(summary["ledger"]["failed_by_cause"].values()) == summary["ledger"]["failed"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_success_at_the_end_counts_only_when_no_step_follows(finished: Path) -> None:
     edit_events(finished, lambda event: not (event["kind"] == "evaluation" and event["phase"] == "end"))
     summary = summarize(finished)
@@ -256,6 +269,7 @@ def test_success_at_the_end_counts_only_when_no_step_follows(finished: Path) -> 
 # -- damaged and unfinished folders ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_half_written_last_line_is_left_out_and_said(finished: Path) -> None:
     file = finished / "events.jsonl"
     lines = file.read_text().splitlines()
@@ -296,6 +310,7 @@ def test_a_damaged_config_is_a_config_error(finished: Path) -> None:
         summarize(finished)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_failed_before_its_first_event_still_has_a_report(tmp_path: Path) -> None:
     folder = tmp_path / "run-001"
     folder.mkdir()
@@ -305,6 +320,7 @@ def test_a_run_that_failed_before_its_first_event_still_has_a_report(tmp_path: P
     assert (summary["status"], summary["steps"], summary["tokens_per_s"]) == ("unfinished", 0, None)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_failed_in_startup_says_why(tmp_path: Path) -> None:
     run = runs.SyntheticRun(tmp_path / "run-001")
     run.start()
@@ -326,6 +342,7 @@ def test_values_that_are_not_finite_interrupt_a_line_and_nothing_else(finished: 
     assert not re.search(r'(?:d|x|y|points|height|width)="[^"]*(?:nan|inf)', shown)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_gap_measured_on_no_token_is_no_gap_of_zero(finished: Path) -> None:
     def unmeasured(event: dict[str, Any]) -> None:
         if event["kind"] == "step":
@@ -355,6 +372,7 @@ def resumed_run(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_steps_after_the_checkpoint_of_a_resume_count_once(tmp_path: Path) -> None:
     folder = resumed_run(tmp_path / "run-001")
     run = load_run(folder)
@@ -416,6 +434,7 @@ def test_each_steps_time_is_accounted_for(tmp_path: Path) -> None:
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_lies_beside_the_runs_and_shows_each(tmp_path: Path) -> None:
     folders = [
         runs.write_run(tmp_path / "sync-001", steps=12, mode="sync", alpha=0),
@@ -445,6 +464,7 @@ def test_a_comparison_warns_of_what_does_not_compare(tmp_path: Path) -> None:
     assert badges == {"real and simulated"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_of_one_is_its_report(finished: Path) -> None:
     assert write_report([finished]) == finished.resolve() / "report.html"
 

@@ -249,7 +249,7 @@ def _part(number: int) -> Found:
     return {"number": number}, [row(f"row {number}", 1.0, float(number), "s")]
 
 
-@pytest.mark.parametrize("apart", [1, 2])
+@pytest.mark.parametrize("apart", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_figure_plays_its_parts_in_their_order_and_says_sources_and_seeds(apart: int) -> None:
     def read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
         return found["a"]["number"], True, {"found": found}

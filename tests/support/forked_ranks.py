@@ -6,6 +6,7 @@ read, and of another Megatron-Core need that one; ranks that compute do not.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -74,6 +75,7 @@ def first_of_ranks(world: int, program: Sequence[str], arguments: Sequence[str],
 
 
 def _run_program(arguments: tuple[str, ...], environment: dict[str, str], folder: str, out: str, err: str) -> None:
+    gc.freeze()  # what was imported is no garbage, and not to be copied for the marks of a collection
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -97,7 +97,11 @@ def said(task: ChatTask, text: str) -> tuple[int, ...]:
 TASKS = [
     pytest.param(["task.name=nim"], id="nim"),
     pytest.param(["task.name=household"], id="household"),
-    pytest.param(["task.name=reasoning_gym", "task.dataset=chain_sum"], id="reasoning_gym", marks=needs_library),
+    pytest.param(
+        ["task.name=reasoning_gym", "task.dataset=chain_sum"],
+        id="reasoning_gym",
+        marks=[needs_library, pytest.mark.slow],
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ It reads no clock but the one that its caller gives it.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -141,6 +142,7 @@ class InprocessEngine:
         except (VLLMValidationError, ValueError, TypeError, NotImplementedError) as error:
             given = options.passed_on or options.model
             raise ConfigError("rollout.engine", given, f"vLLM refuses these options: {error}") from error
+        gc.freeze()  # vLLM collects five times while it starts, and would look at all that was imported: 1.5 s
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         if not hasattr(self._llm.engine_core, "engine_core"):
             raise ConfigError(
