@@ -89,7 +89,7 @@ class SampleBuffer:
         self._dynamic = dynamic
         self._filters = filters or FilterChain()
         self._balance = balance
-        self._filtered = 0  # groups, for the batch that is being collected
+        self.filtered_groups = 0  # groups, for the batch that is being collected
         self._wanted = 0  # groups that a waiting get_batch wants
         self._groups: dict[str, SampleGroup] = {}
         self._ready: dict[str, SampleGroup] = {}  # complete groups in order of completion
@@ -223,9 +223,11 @@ class SampleBuffer:
                 return ready[index]
             if self.owner.may_have_more():
                 return None
-            if self._filtered >= self._max_filtered:  # nothing else is coming and nothing more may go: take it as it is
+            if (
+                self.filtered_groups >= self._max_filtered
+            ):  # nothing else is coming and nothing more may go: take it as it is
                 return ready[0]
-            self._filtered += 1
+            self.filtered_groups += 1
             del self._ready[ready[0].id]
             self._filter(ready[0], "balance")
         return None
@@ -238,7 +240,7 @@ class SampleBuffer:
         """The batch goes into training; ``get_batch`` may collect the next one. The caller keeps it until trained."""
         batch = [taken for members in self._taken.values() for taken in members]
         self._taken.clear()
-        self._filtered, self._scored = 0, None
+        self.filtered_groups, self._scored = 0, None
         return batch
 
     def drop_untaken(self, state: str, cause: str) -> None:
@@ -294,11 +296,6 @@ class SampleBuffer:
         return len(self._ready) + len(self._taken)
 
     @property
-    def filtered_groups(self) -> int:
-        """Groups filtered for what they are, for the batch that is being collected."""
-        return self._filtered
-
-    @property
     def uniform_taken(self) -> int:
         """Groups of equal rewards among those taken."""
         return sum(_uniform([taken.trajectory for taken in members]) for members in self._taken.values())
@@ -328,8 +325,8 @@ class SampleBuffer:
             self.owner.on_surplus(surplus)
         if len(group.scored) < 2:  # alone, it has nothing to be compared with
             self._filter(group, "group_too_small")
-        elif self._dynamic and self._filtered < self._max_filtered and _uniform(group.scored):
-            self._filtered += 1
+        elif self._dynamic and self.filtered_groups < self._max_filtered and _uniform(group.scored):
+            self.filtered_groups += 1
             self._filter(group, "zero_variance")
         else:
             self._ready[group.id] = group

@@ -360,7 +360,7 @@ def _environment_backend(
 
             target, arguments = environment_target(config, task)
             limits = {"memory_mb": chosen.memory_mb, "cpu_seconds": chosen.cpu_seconds}
-            return SubprocessBackend(target, arguments, owner=owner, log=log, tools=tools, tally=tally, **limits)
+            return SubprocessBackend(target, arguments, owner=owner, limits=limits, log=log, tools=tools, tally=tally)
         case "kubernetes":
             return _pod_backend(config, task, owner, tools, tally)
 

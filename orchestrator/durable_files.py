@@ -38,6 +38,13 @@ def describe_byte(byte: int) -> str:
     return f"byte 0x{byte:02x} that is no UTF-8: the file is damaged"
 
 
+def replace_text(file: Path, text: str) -> None:
+    """The whole of ``text`` under this name, or what was there before; a power cut may leave neither. Raises OSError."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)
+
+
 def write_durably(file: Path, text: str) -> None:
     """The whole of ``text`` under this name, or what was there before. Raises OSError."""
     partial = file.with_name(f".{file.name}.partial")

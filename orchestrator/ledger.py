@@ -88,7 +88,7 @@ class Ledger:
         self._ended: list[str] = []  # since the last check
         self._before: list[str] = []  # before it, since the one before
         self._forgotten = 0
-        self._groups_restored = 0
+        self.groups_started = 0  # of the journal that was restored: numbers go on after them
         self.counts = Counts()
         self.sequence = 0
 
@@ -134,11 +134,6 @@ class Ledger:
         entry = self._entries.get(trajectory_id)
         return entry.state if entry else ""
 
-    def live(self, *states: str) -> list[str]:
-        """Ids in flight, in order of starting, optionally only those in ``states``."""
-        wanted = states or LIVE_STATES
-        return [name for name, entry in self._entries.items() if entry.state in wanted]
-
     def check(self) -> None:
         """Raise RunError unless every trajectory is accounted for. Forgets what had ended at the check before."""
         counts = self.counts
@@ -180,7 +175,7 @@ class Ledger:
                 returned.append(trajectory_id)
             else:
                 self.end(trajectory_id, "failed", "rolled_back" if entry.state == "taken" else "interrupted")
-        self._groups_restored = len({entry.group_id for entry in self._entries.values()})
+        self.groups_started = len({entry.group_id for entry in self._entries.values()})
         self._ended = [name for name, entry in self._entries.items() if entry.state not in LIVE_STATES]
         self.check()
         return returned
@@ -192,11 +187,6 @@ class Ledger:
             if entry.state == "trained":
                 found[entry.step] = found.get(entry.step, 0) + 1
         return found
-
-    @property
-    def groups_started(self) -> int:
-        """How many groups the journal that was restored has: numbers go on after them."""
-        return self._groups_restored
 
     def _open(self, trajectory_id: str, state: str) -> Entry:
         entry = self._entries.get(trajectory_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 from orchestrator.api import (
     Prompt,
@@ -49,61 +49,44 @@ class BatchSize:
     redundancy: float
 
 
+@dataclass(eq=False)
 class Rollout:
     """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run; ``rounds``: short and long
     ones, None: there are none. Put together by :func:`orchestrator.build.build_rollout`."""
 
-    def __init__(
-        self,
-        settings: RolloutSection,
-        size: BatchSize,
-        task: Task,
-        reward: RewardFunction,
-        events: EventLog,
-        ledger: Ledger,
-        *,
-        mode: CoordinationMode,
-        buffer: SampleBuffer,
-        filters: FilterChain,
-        proxy: LLMProxy,
-        environments: EnvManager,
-        lockstep: Lockstep,
-        forecasts: LengthTracker | None,
-        rounds: Rounds | None,
-        prompts: PromptRepeats,
-        keep: Callable[[Trajectory, str, str], None],
-        fail: Callable[[BaseException], None],
-        life: int,
-        groups: int,
-        trajectories: int,
-    ) -> None:
-        self._settings = settings
-        self._size = size
-        self._task = task
-        self._reward = reward
-        self._events = events
-        self._ledger = ledger
-        self._keep = keep
-        self._fail = fail
+    settings: RolloutSection
+    size: BatchSize
+    task: Task
+    reward: RewardFunction
+    events: EventLog
+    ledger: Ledger
+    _: KW_ONLY
+    mode: CoordinationMode
+    buffer: SampleBuffer
+    filters: FilterChain
+    proxy: LLMProxy
+    environments: EnvManager
+    lockstep: Lockstep
+    forecasts: LengthTracker | None
+    rounds: Rounds | None
+    prompts: PromptRepeats
+    keep: Callable[[Trajectory, str, str], None]
+    fail: Callable[[BaseException], None]
+    life: InitVar[int]
+    groups: int  # ever started: numbers go on after a resume
+    trajectories: int
+
+    def __post_init__(self, life: int) -> None:
         self._life = f"-{life}" if life else ""  # ends each id: what a power cut took from the journal may be elsewhere
-        self._groups = groups  # ever started: numbers go on after a resume
-        self._trajectories = trajectories
-        self.mode = mode
-        self.gate = mode.start_gate(size.trajectories, size.redundancy, settings.environments, settings.buffer_limit)
-        self._lockstep = lockstep
-        self.filters = filters
-        self.buffer = buffer
-        buffer.owner = self
-        self.proxy = proxy
-        self.environments = environments
+        self.gate = self.mode.start_gate(
+            self.size.trajectories, self.size.redundancy, self.settings.environments, self.settings.buffer_limit
+        )
+        self.buffer.owner = self
         self._sampling = {
-            part.name: Sampling(part.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
-            for part in (task, *parts_of(task).values())
+            part.name: Sampling(part.max_response_tokens, self.settings.temperature, stop_token_ids=(self.task.end_id,))
+            for part in (self.task, *parts_of(self.task).values())
         }
-        self.forecasts = forecasts
-        self.rounds = rounds
-        self.prompts = prompts
-        for _ in range(groups if self.rounds is None else 0):
+        for _ in range(self.groups if self.rounds is None else 0):
             self._next_prompt()
         self.prompts.repeated_share()  # of those only what comes now is told
         self._members: dict[str, asyncio.Task[None]] = {}
@@ -113,7 +96,7 @@ class Rollout:
         self._replaced: dict[str, None] = {}  # those of them that another member replaces
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of groups
         self._failed_in_row = 0
-        self._open = False
+        self.open = False  # for new groups
         self._room = asyncio.Event()
         self.on_played: Callable[[Trajectory], None] | None = None  # an episode has come to its end, not scored yet
         self.next_version = 0  # the trainer's when the next batch goes into training; the pipeline sets it
@@ -124,12 +107,12 @@ class Rollout:
         """New groups may start."""
         if self.rounds is not None:
             self.rounds.begin_round()
-        self._open = True
+        self.open = True
         self._room.set()
 
     def close_starts(self) -> None:
         """No new trajectory starts, replacements included."""
-        self._open = False
+        self.open = False  # for new groups
 
     def poke(self) -> None:
         """Something changed that the gate depends on."""
@@ -137,17 +120,17 @@ class Rollout:
 
     async def start_groups(self) -> None:
         """Start whole groups while the gate allows. Runs until cancelled."""
-        settings = self._settings
+        settings = self.settings
         while True:
             await self._room.wait()
             self._room.clear()
             while self._may_start():
-                group_id = f"g{self._groups:07d}{self._life}"
-                self._groups += 1
+                group_id = f"g{self.groups:07d}{self._life}"
+                self.groups += 1
                 if self.rounds is not None:
                     prompt, size = self.rounds.start_group(group_id)
                 else:
-                    prompt, size = self._next_prompt(), self._size.members
+                    prompt, size = self._next_prompt(), self.size.members
                 members = [self._new_id() for _ in range(size)]
                 self.buffer.open(group_id, prompt, members, settings.member_refills, settings.group_size)
                 for trajectory_id in members:
@@ -157,8 +140,8 @@ class Rollout:
     def _may_start(self) -> bool:
         """Whether a group may start now."""
         under_way = len(self._members)
-        size = self._size.members if self.rounds is None else self.rounds.wanted(under_way)
-        return self._open and size > 0 and self.gate.may_start(size, under_way, self.buffer.scored, self._lead)
+        size = self.size.members if self.rounds is None else self.rounds.wanted(under_way)
+        return self.open and size > 0 and self.gate.may_start(size, under_way, self.buffer.scored, self._lead)
 
     def may_have_more(self) -> bool:
         """Whether another group is under way or may start: whoever waits for one waits for something."""
@@ -230,13 +213,8 @@ class Rollout:
     def on_take(self, group: list[Trajectory]) -> None:
         """``get_batch`` took a group."""
         for trajectory in group:
-            self._ledger.move(trajectory.id, "taken")
+            self.ledger.move(trajectory.id, "taken")
         self._room.set()
-
-    @property
-    def open(self) -> bool:
-        """Whether new groups may start."""
-        return self._open
 
     @property
     def in_flight(self) -> int:
@@ -255,42 +233,42 @@ class Rollout:
             counts[episode.waiting_for] = counts.get(episode.waiting_for, 0) + 1
         if counts:
             return ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
-        if not self._open:
+        if not self.open:
             return "starts are closed"
         if self.rounds is not None and not self.rounds.wanted(self.in_flight):
             return self.rounds.waits()
-        return self.gate.refusal_reason(self._size.members, self.in_flight, self.buffer.scored, self._lead)
+        return self.gate.refusal_reason(self.size.members, self.in_flight, self.buffer.scored, self._lead)
 
     def note_uniform(self, step: int) -> None:
         """What dynamic sampling did for this batch, and an alarm when its limit let groups of equal rewards through."""
-        settings, buffer = self._settings, self.buffer
+        settings, buffer = self.settings, self.buffer
         if not settings.dynamic_sampling:
             return
-        self._events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
+        self.events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
         if buffer.uniform_taken:
             limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
             detail = f"{buffer.uniform_taken} of {settings.groups_per_step} groups of step {step + 1} have equal rewards: {limit}"
-            self._events.emit("alarm", what="dynamic_sampling", detail=detail)
+            self.events.emit("alarm", what="dynamic_sampling", detail=detail)
 
     # -- one trajectory ----------------------------------------------------------------------------------------------
 
     def _next_prompt(self) -> Prompt:
         prompt = next(self.prompts, None)
         if prompt is None:
-            raise RunError(f"task {self._task.name}: the training split has no prompts left")
+            raise RunError(f"task {self.task.name}: the training split has no prompts left")
         return prompt
 
     def _new_id(self) -> str:
-        self._trajectories += 1
-        return f"t{self._trajectories - 1:08d}{self._life}"
+        self.trajectories += 1
+        return f"t{self.trajectories - 1:08d}{self._life}"
 
     def _start_member(self, trajectory_id: str, group_id: str, prompt: Prompt) -> None:
-        self._ledger.start(trajectory_id, group_id, -1 if self.rounds is None else self.rounds.number(group_id))
-        episode = Episode(trajectory_id, group_id, prompt, self._events.time())
+        self.ledger.start(trajectory_id, group_id, -1 if self.rounds is None else self.rounds.number(group_id))
+        episode = Episode(trajectory_id, group_id, prompt, self.events.time())
         self.episodes[trajectory_id] = episode
         member = asyncio.create_task(self._member(episode), name=f"trajectory {trajectory_id}")
         self._members[trajectory_id] = member
-        self._lockstep.enter(trajectory_id)
+        self.lockstep.enter(trajectory_id)
 
         def done(task: asyncio.Task[None]) -> None:
             self._member_done(trajectory_id, task)
@@ -299,21 +277,21 @@ class Rollout:
 
     async def _member(self, episode: Episode) -> None:
         """Play, score, buffer."""
-        sampling = self._sampling.get(episode.prompt.task, self._sampling[self._task.name])
+        sampling = self._sampling.get(episode.prompt.task, self._sampling[self.task.name])
         await self.environments.play(episode, sampling)
         if self.on_played is not None:
-            self.on_played(episode.trajectory(self._events.time()))
+            self.on_played(episode.trajectory(self.events.time()))
         if self.mode.batch_rewards:
             self._note_played(episode)
             episode.waiting_for = "the end of the others"
-            await self._lockstep.arrive(episode.id, "reward")
-        self._ledger.move(episode.id, "scoring")
+            await self.lockstep.arrive(episode.id, "reward")
+        self.ledger.move(episode.id, "scoring")
         self._note_version(episode)
-        finished = self._events.time()
+        finished = self.events.time()
         episode.waiting_for = "reward"
-        reward = await score_of(self._reward, episode.trajectory(finished), self._settings.trajectory_timeout)
-        trajectory = episode.trajectory(finished, reward=reward, scored_at=self._events.time())
-        self._ledger.move(episode.id, "buffered")
+        reward = await score_of(self.reward, episode.trajectory(finished), self.settings.trajectory_timeout)
+        trajectory = episode.trajectory(finished, reward=reward, scored_at=self.events.time())
+        self.ledger.move(episode.id, "buffered")
         self._failed_in_row = 0
         if self.buffer.put(trajectory):
             self.buffer.lose(episode.group_id, episode.id, self._replacement(episode.group_id))
@@ -323,13 +301,13 @@ class Rollout:
         known = self._environment_versions.setdefault(episode.prompt.task, [episode.env_version])
         if episode.env_version not in known:
             detail = f"task {episode.prompt.task}: {episode.env_version!r} beside {', '.join(map(repr, known))}"
-            self._events.emit("alarm", what="environment_version", detail=detail[:300])
+            self.events.emit("alarm", what="environment_version", detail=detail[:300])
             known.append(episode.env_version)
 
     def _member_done(self, trajectory_id: str, task: asyncio.Task[None]) -> None:
         """The member's task ended, one way or another: close its entry if it got no score."""
         del self._members[trajectory_id]
-        self._lockstep.leave(trajectory_id)
+        self.lockstep.leave(trajectory_id)
         episode = self.episodes.pop(trajectory_id)
         self.proxy.forget(trajectory_id)
         state, cause = self._end_reason.pop(trajectory_id, ("", ""))
@@ -341,14 +319,14 @@ class Rollout:
             state, cause, replace = "failed", error.cause, True
             self._note_failure(error)
         elif error is not None:
-            self._fail(error if isinstance(error, RunError) else RunError(f"trajectory {trajectory_id}: {error!r}"))
+            self.fail(error if isinstance(error, RunError) else RunError(f"trajectory {trajectory_id}: {error!r}"))
             state, cause = "failed", "internal_error"
         elif task.cancelled() and not state:  # cancelled by nobody we know
             state, cause, replace = "failed", "cancelled", True
-        if self._ledger.state(trajectory_id) in ("running", "scoring"):
-            self._ledger.end(trajectory_id, state, cause)
+        if self.ledger.state(trajectory_id) in ("running", "scoring"):
+            self.ledger.end(trajectory_id, state, cause)
             detail = (f"{cause}: {getattr(error, 'detail', '')}".strip(": "),) if state == "failed" else ()
-            self._untrained(episode.trajectory(self._events.time(), detail), state, cause)
+            self._untrained(episode.trajectory(self.events.time(), detail), state, cause)
             replacement = self._replacement(episode.group_id) if replace else None
             self.buffer.lose(episode.group_id, trajectory_id, replacement)
         if not self._members:
@@ -359,9 +337,9 @@ class Rollout:
         """When nothing ends well any more (the reward's URL is down for good, every environment raises), say why and end,
         rather than begin trajectories for ever."""
         self._failed_in_row += 1
-        if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self._size.trajectories):
+        if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self.size.trajectories):
             last = f"{error.cause}: {error.detail}"[:500]
-            self._fail(
+            self.fail(
                 RunError(f"{self._failed_in_row} trajectories in a row failed, none was scored; the last: {last}")
             )
 
@@ -405,7 +383,7 @@ class Rollout:
 
     def _set_deadline(self, group_id: str) -> None:
         """Let no member hold its group for longer than ``rollout.group_timeout``."""
-        limit = self._settings.group_timeout
+        limit = self.settings.group_timeout
         if limit is not None:
             self._deadlines[group_id] = asyncio.get_running_loop().call_later(limit, self._group_is_late, group_id)
 
@@ -420,7 +398,7 @@ class Rollout:
 
     def _replacement(self, group_id: str) -> Callable[[Prompt], str] | None:
         """How to start another member of a group; None while starts are closed."""
-        if not self._open:
+        if not self.open:
             return None
 
         def start(prompt: Prompt) -> str:
@@ -431,11 +409,11 @@ class Rollout:
         return start
 
     def on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
-        self._ledger.end(trajectory.id, state, cause)
+        self.ledger.end(trajectory.id, state, cause)
         self._untrained(trajectory, state, cause)
         self._room.set()
 
     def _untrained(self, trajectory: Trajectory, state: str, cause: str) -> None:
         if self.rounds is not None:
             self.rounds.wasted(trajectory.generated_tokens)
-        self._keep(trajectory, state, cause)
+        self.keep(trajectory, state, cause)

@@ -25,11 +25,11 @@ import tempfile
 import urllib.request
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
+from orchestrator.hooks.signatures import FUNCTION, Parameter, SourceTree, missing_names, signature_mismatches
 from vllm_rlplugin.hookpoints import HOOKS, attribute_targets
 
 OTHER_VERSION = "0.33.0"  # supported, and not the one that runs in CI
@@ -202,9 +202,45 @@ def imported_names(files: Iterable[Path], package: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def differences(sources: SourceTree) -> list[str]:
+class SignatureTree(SourceTree):
+    """Sources whose signatures can be read, too."""
+
+    def parameters(self, target: str) -> tuple[Parameter, ...]:
+        """Of ``"module:qualname"``, as ``inspect.signature`` gives them. Raises LookupError when it is not there.
+
+        A class stands for its ``__init__``, without self; one without ``__init__`` (a dataclass) has none to show.
+        """
+        found = self.find(target)
+        if isinstance(found.node, ast.ClassDef):
+            found, bound = self.member(found, "__init__"), True
+        else:
+            bound = found.owner is not None and "classmethod" in _decorators(found.node)
+        if not isinstance(found.node, FUNCTION):
+            raise LookupError(f"a {type(found.node).__name__}, which is not callable")
+        parameters = tuple(_parameters(found.node.args))
+        return parameters[1:] if bound else parameters
+
+
+def _decorators(node: ast.AST) -> list[str]:
+    return [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])]
+
+
+def _parameters(arguments: ast.arguments) -> Iterator[Parameter]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    without_default = len(positional) - len(arguments.defaults)
+    for index, argument in enumerate(positional):
+        yield Parameter(argument.arg, index < without_default)
+    if arguments.vararg is not None:
+        yield Parameter(arguments.vararg.arg, required=False)
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield Parameter(argument.arg, default is None)
+    if arguments.kwarg is not None:
+        yield Parameter(arguments.kwarg.arg, required=False)
+
+
+def differences(sources: SignatureTree) -> list[str]:
     """Every hook and every imported name that these sources do not have as we need it, one line each."""
-    found = [str(mismatch) for mismatch in signature_mismatches(HOOKS, sources)]
+    found = [str(mismatch) for mismatch in signature_mismatches(HOOKS, sources.parameters)]
     files = sorted(path for folder in OUR_FOLDERS for path in (ROOT / folder).glob("*.py"))
     wanted = (*attribute_targets(), *imported_names(files, "vllm"))
     return found + [f"{target}: nothing there" for target in missing_names(wanted, sources)]
@@ -225,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for path in options.files:
             print(path, "not in the wheel" if sources.read(path) is None else "fetched")
-        found = differences(SourceTree(sources.read)) if options.check else []
+        found = differences(SignatureTree(sources.read)) if options.check else []
     except UnavailableError as error:
         print(f"vLLM {options.version}: {error}", file=sys.stderr)
         return 3

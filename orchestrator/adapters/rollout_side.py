@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, cast
+
+from pydantic import Field, ValidationError
 
 from orchestrator.api import Completion, ConfigError, GenerationRequest, ManagedWorker, RunError, Sampling
 from orchestrator.borrowing import served_workers
@@ -26,6 +27,7 @@ from orchestrator.proxy import router_setup
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import kv_moves
 from orchestrator.proxy.worker_state import WorkerLimits
+from orchestrator.settings.section import Conflict, Section, config_error
 from orchestrator.transfer import RelayEndpoint
 
 TASK = "adapter"
@@ -46,38 +48,25 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SideSettings:
+class SideSettings(Section):
     """``rollout``: as the section of that name in a run's config; ``served`` names the workers. ``relay``: the fields of a
     RelayEndpoint. ``stop_token_ids`` end an answer. ``alpha``: versions that a trajectory may span; None: any. ``workers``:
     ``module:function`` that makes the workers instead, from the config and the endpoint."""
 
-    relay: Mapping[str, Any]
-    stop_token_ids: tuple[int, ...]
-    rollout: Mapping[str, Any]
-    alpha: int | None = None
+    relay: dict[str, Any]
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    alpha: Annotated[int, Field(ge=0, strict=True)] | None = None
     workers: str = ""
 
-    @classmethod
-    def parse(cls, data: Mapping[str, Any], where: str) -> SideSettings:
-        """Strict. Raises ConfigError; ``where`` is how the section is called there."""
-        known = [field.name for field in fields(cls)]
-        for name in data:
-            if name not in known:
-                raise ConfigError(f"{where}.{name}", data[name], f"no such key; known keys: {', '.join(known)}")
-        if not data.get("relay"):
-            raise ConfigError(f"{where}.relay", None, "say where weights travel: job, kind, master and metadata")
-        stops = data.get("stop_token_ids") or ()
-        if not stops or not all(type(token) is int and token >= 0 for token in stops):
-            raise ConfigError(f"{where}.stop_token_ids", stops, "name the tokens that end an answer, as a list of ids")
-        alpha = data.get("alpha")
-        if alpha is not None and (type(alpha) is not int or alpha < 0):
-            raise ConfigError(f"{where}.alpha", alpha, "must be a whole number of versions, 0 or more; or left out")
-        rollout, workers = dict(data.get("rollout") or {}), str(data.get("workers") or "")
-        if not rollout.get("served") and not workers:
+    def conflicts(self) -> Iterator[Conflict]:
+        if not self.relay:
+            yield "relay", None, "say where weights travel: job, kind, master and metadata"
+        if not self.stop_token_ids:
+            yield "stop_token_ids", self.stop_token_ids, "name the tokens that end an answer, as a list of ids"
+        if not self.rollout.get("served") and not self.workers:
             fix = "name the servers: the URLs of running `vllm serve MODEL --plugin rl-coserve`"
-            raise ConfigError(f"{where}.rollout.served", None, fix)
-        return cls(dict(data["relay"]), tuple(stops), rollout, alpha, workers)
+            yield "rollout.served", None, fix
 
     def config(self) -> Config:
         """The rest of it is what a run has by default. Raises ConfigError."""
@@ -88,7 +77,10 @@ class RolloutSide:
     """Starts with its first call; :meth:`close` at the end. ``settings``: the fields of :class:`SideSettings`."""
 
     def __init__(self, settings: Mapping[str, Any], where: str = "rollout") -> None:
-        self._settings = SideSettings.parse(settings, where)
+        try:
+            self._settings = SideSettings.model_validate(settings)
+        except ValidationError as error:
+            raise config_error(error, SideSettings, (where,)) from None
         self._config = self._settings.config()
         self._endpoint = RelayEndpoint.from_dict(self._settings.relay)
         self._starting = asyncio.Lock()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
 from orchestrator.api import urls
 from orchestrator.api.tls import Tls
-from orchestrator.settings.section import Positive, PositiveSeconds, Section, violation
+from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, Section
 
 
 class RelaySection(Section):
@@ -37,13 +38,10 @@ class RelaySection(Section):
     # a version that cannot be published is tried again for this long; generation goes on
     patience: PositiveSeconds = 300.0
 
-    @model_validator(mode="after")
-    def _metadata(self) -> RelaySection:
+    def conflicts(self) -> Iterator[Conflict]:
         url = self.metadata_url
         if url and (fix := urls.redis_mistake(url, self.metadata_allow_plain)):
-            found = [violation("metadata_url", urls.without_password(url), fix)]
-            raise ValidationError.from_exception_data("relay", found)
-        return self
+            yield "metadata_url", urls.without_password(url), fix
 
 
 class ResourcesSection(Section):
@@ -81,17 +79,12 @@ class TlsSection(Section):
     verify_clients: bool = False  # listeners take only clients with a certificate of the authority
     allow_plain_http: bool = False  # rewards, judges and tools elsewhere may be called unencrypted
 
-    @model_validator(mode="after")
-    def _pairs(self) -> TlsSection:
-        wrong = ""
+    def conflicts(self) -> Iterator[Conflict]:
         if bool(self.certificate) != bool(self.key):
-            name = "key" if self.certificate else "certificate"
-            wrong = "certificate and key belong together: give both, or neither"
+            lacking = "key" if self.certificate else "certificate"
+            yield lacking, "", "certificate and key belong together: give both, or neither"
         elif self.verify_clients and not (self.certificate and self.authority):
-            name, wrong = "verify_clients", "needs tls.certificate, tls.key and tls.authority"
-        if wrong:
-            raise ValidationError.from_exception_data("tls", [violation(name, getattr(self, name), wrong)])
-        return self
+            yield "verify_clients", True, "needs tls.certificate, tls.key and tls.authority"
 
     def files(self) -> Tls:
         """For listeners and clients."""

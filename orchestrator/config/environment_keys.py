@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
-from orchestrator.settings.section import Positive, PositiveSeconds, Section, ToolName, violation
+from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, Section, ToolName
 
 
 class KubernetesSection(Section):
@@ -46,24 +47,17 @@ class EnvironmentSection(Section):
     cpu_seconds: Annotated[int, Field(ge=0)] = 0  # processor time of one call (subprocess, kubernetes); 0: no limit
     kubernetes: KubernetesSection = KubernetesSection()
 
-    @model_validator(mode="after")
-    def _fits(self) -> EnvironmentSection:
-        found: list[tuple[str, object, str]] = []
+    def conflicts(self) -> Iterator[Conflict]:
         if self.size and self.warm > self.size:
             fix = f"more than environment.size = {self.size}: keep at most that many ready, or raise the size"
-            found.append(("warm", self.warm, fix))
+            yield "warm", self.warm, fix
         if self.backoff_limit < self.backoff_first:
             fix = f"below environment.backoff_first = {self.backoff_first:g}: the pauses grow from there to the limit"
-            found.append(("backoff_limit", self.backoff_limit, fix))
+            yield "backoff_limit", self.backoff_limit, fix
         if self.backend == "kubernetes" and not self.kubernetes.image:
-            found.append(("kubernetes", "(no image)", "set environment.kubernetes.image to the image that pods run"))
+            yield "kubernetes", "(no image)", "set environment.kubernetes.image to the image that pods run"
         if 0 < self.memory_mb < 64:
-            found.append(
-                ("memory_mb", self.memory_mb, "no Python process fits into that; give 64 or more, or 0 for no limit")
-            )
-        if found:
-            raise ValidationError.from_exception_data("environment", [violation(*item) for item in found])
-        return self
+            yield "memory_mb", self.memory_mb, "no Python process fits into that; give 64 or more, or 0 for no limit"
 
 
 class ToolsSection(Section):
@@ -79,12 +73,10 @@ class ToolsSection(Section):
     idle_seconds: PositiveSeconds = 30.0  # the embedded host ends the others after this
     host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
 
-    @model_validator(mode="after")
-    def _one_place(self) -> ToolsSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.functions and self.urls:
             fix = "the embedded host and functions elsewhere have different tokens: use one of functions and urls"
-            raise ValidationError.from_exception_data("tools", [violation("urls", sorted(self.urls), fix)])
-        return self
+            yield "urls", sorted(self.urls), fix
 
     @property
     def any(self) -> bool:

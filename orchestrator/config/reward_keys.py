@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from orchestrator.policies.episodes import adaptive_timeouts
 from orchestrator.policies.training.sample_weights import OverlongPenalty
-from orchestrator.settings.section import Positive, PositiveSeconds, Section
+from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, Section
 
 BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine
 
@@ -48,18 +49,16 @@ class JudgeSection(Section):
         """Whether a model scores."""
         return bool(self.url or self.path)
 
-    @model_validator(mode="after")
-    def _whole(self) -> JudgeSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.url and self.path:
-            raise ValueError("path: is for a judge that the run starts; leave it out, or url")
+            yield "path", self.path, "is for a judge that the run starts; leave it out, or url"
         if self.path and self.structured:
-            raise ValueError("structured: the run's own judge enforces no form; leave it out")
+            yield "structured", True, "the run's own judge enforces no form; leave it out"
         for name in ("model", "criterion"):
             if (self.url or (self.path and name == "criterion")) and not getattr(self, name):
-                raise ValueError(f"{name}: a judge needs one")
+                yield name, "", "a judge needs one"
         if self.low >= self.high:
-            raise ValueError(f"high ({self.high}) must be above low ({self.low})")
-        return self
+            yield "high", self.high, f"must be above low ({self.low})"
 
 
 class ServeSection(Section):
@@ -71,11 +70,9 @@ class ServeSection(Section):
     cpus: Annotated[float, Field(gt=0)] = 1.0  # that Ray counts for a replica
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one; of a cluster's Serve, the port it listens on
 
-    @model_validator(mode="after")
-    def _room(self) -> ServeSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
-        return self
+            yield "max_replicas", self.max_replicas, f"must be at least min_replicas ({self.min_replicas})"
 
 
 class AdaptiveTimeoutSection(Section):
@@ -88,13 +85,9 @@ class AdaptiveTimeoutSection(Section):
     rule: PositiveSeconds = adaptive_timeouts.RULE_LIMIT  # of a call where the task's reward has no test cases
     whole: PositiveSeconds = 120.0  # of all test cases of a trajectory together
 
-    @model_validator(mode="after")
-    def _order(self) -> AdaptiveTimeoutSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if not self.least <= self.most <= self.whole:
-            raise ValueError(
-                f"least ({self.least:g}), most ({self.most:g}) and whole ({self.whole:g}) must be in this order"
-            )
-        return self
+            yield "most", self.most, f"must lie between least ({self.least:g}) and whole ({self.whole:g})"
 
 
 class OverlongSection(Section):
@@ -104,15 +97,11 @@ class OverlongSection(Section):
     buffer: Annotated[int, Field(ge=0)] = 0  # tokens before it over which the penalty grows
     penalty: Annotated[float, Field(gt=0)] = 1.0  # taken off the reward there
 
-    @model_validator(mode="after")
-    def _order(self) -> OverlongSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.buffer and not self.limit:
-            raise ValueError(f"buffer ({self.buffer}) lies before a limit: set limit too, or leave it out")
-        if self.buffer > self.limit:
-            raise ValueError(
-                f"buffer ({self.buffer}) must not be above limit ({self.limit}): every answer would be too long"
-            )
-        return self
+            yield "buffer", self.buffer, "lies before a limit: set limit too, or leave it out"
+        elif self.buffer > self.limit:
+            yield "buffer", self.buffer, f"must not be above limit ({self.limit}): every answer would be too long"
 
     @property
     def rule(self) -> OverlongPenalty:
@@ -138,13 +127,11 @@ class RewardSection(Section):
     judge: JudgeSection = JudgeSection()
     overlong: OverlongSection = OverlongSection()
 
-    @model_validator(mode="after")
-    def _odd(self) -> RewardSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.votes % 2 == 0:
-            raise ValueError(f"votes ({self.votes}) must be odd, so that there is a majority")
+            yield "votes", self.votes, "must be odd, so that there is a majority"
         if self.judge.any and self.timeout == "adaptive":
-            raise ValueError("timeout: a judge has no test cases: give the seconds of a call")
-        return self
+            yield "timeout", self.timeout, "a judge has no test cases: give the seconds of a call"
 
     def call_seconds(self, by_case: bool) -> float:
         """How long a call may run. ``by_case``: the function limits its test cases itself, and starts and checks besides."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
 from orchestrator.api import urls
 from orchestrator.config.prediction_keys import PlacementSection, PredictionSection
 from orchestrator.policies.batching.round_planner import speculated
 from orchestrator.settings.engine_settings import EngineSettings
-from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section, violation
+from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
 
 
 class RoutingSection(Section):
@@ -32,25 +33,22 @@ class RoutingSection(Section):
     affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
     fallback: bool = True  # a task may use the other classes while its own has no room
 
-    @model_validator(mode="after")
-    def _spread(self) -> RoutingSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.spread == "dedicated-first":
-            return self
-        what, found = "rollout.routing.spread = 'least-utilized'", list[tuple[str, object, str]]()
+            return
+        what = "rollout.routing.spread = 'least-utilized'"
         if self.policy == "round-robin":
             fix = f"goes by nobody's load, and {what} does: take 'cache-affine' or 'least-loaded', or leave out spread"
-            found.append(("policy", self.policy, fix))
+            yield "policy", self.policy, fix
         if self.skew:
-            found.append(
-                ("skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance")
-            )
+            yield "skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance"
         for name in ("cap", "served_cap"):
             if not getattr(self, name):
-                fix = f"{what} compares the shares of caps that are taken: set it to at least 1 (ROSE takes 16)"
-                found.append((name, 0, fix))
-        if found:
-            raise ValidationError.from_exception_data("routing", [violation(*item) for item in found])
-        return self
+                yield (
+                    name,
+                    0,
+                    f"{what} compares the shares of caps that are taken: set it to at least 1 (ROSE takes 16)",
+                )
 
 
 class BorrowedSection(Section):
@@ -73,12 +71,9 @@ class BorrowedSection(Section):
         """Whether servers are given back and taken while a run goes on."""
         return bool(self.most or self.file)
 
-    @model_validator(mode="after")
-    def _calm(self) -> BorrowedSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.crowded < 1 and self.margin >= self.crowded:
-            fix = f"must be less than crowded ({self.crowded:g}): no server would ever be taken"
-            raise ValidationError.from_exception_data("borrowed", [violation("margin", self.margin, fix)])
-        return self
+            yield "margin", self.margin, f"must be less than crowded ({self.crowded:g}): no server would ever be taken"
 
 
 class KvTransferSection(Section):
@@ -94,12 +89,10 @@ class KvTransferSection(Section):
     protocol: Literal["tcp", "rdma"] = "tcp"  # of Mooncake's transfer engine
     device: str = ""  # RDMA devices with commas between, as in /sys/class/infiniband; empty: Mooncake chooses
 
-    @model_validator(mode="after")
-    def _carried(self) -> KvTransferSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.carrier == "tcp" and (self.protocol, self.device) != ("tcp", ""):
             fix = "protocol and device are of Mooncake's transfer engine: set carrier to 'mooncake', or leave them out"
-            raise ValidationError.from_exception_data("kv_transfer", [violation("protocol", self.protocol, fix)])
-        return self
+            yield "protocol", self.protocol, fix
 
 
 class DisaggregationSection(Section):
@@ -155,19 +148,13 @@ class RoundsSection(Section):
     # round unplayed. Empty: nobody
     predict: Annotated[str, Field(pattern=r"^(history|progressive|[\w.]+:\w+)?$")] = ""
 
-    @model_validator(mode="after")
-    def _etas(self) -> RoundsSection:
+    def conflicts(self) -> Iterator[Conflict]:
         fix = "at least 1, fewer than a round keeps must not start (and at most 4, the rest is thrown away)"
-        found = [
-            violation(name, value, fix)
-            for name, value in (("eta_prompts", self.eta_prompts), ("eta_responses", self.eta_responses))
-            if not 1 <= value <= 4
-        ]
+        for name, value in (("eta_prompts", self.eta_prompts), ("eta_responses", self.eta_responses)):
+            if not 1 <= value <= 4:
+                yield name, value, fix
         if not all(1 <= value <= 4 for value in self.search):
-            found.append(violation("search", list(self.search), fix))
-        if found:
-            raise ValidationError.from_exception_data("rounds", found)
-        return self
+            yield "search", list(self.search), fix
 
     @property
     def largest(self) -> tuple[float, float]:
@@ -232,68 +219,70 @@ class RolloutSection(Section):
     prediction: PredictionSection = PredictionSection()
     placement: PlacementSection = PlacementSection()
 
-    @model_validator(mode="after")
-    def _fleet(self) -> RolloutSection:
-        allow = self.served_allow_plain_http
-        found: list[tuple[str, object, str]] = []
-        found += [("served", url, fix) for url in self.served if (fix := urls.mistake(url, allow))]
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from self._workers_conflicts()
+        yield from self._engines_conflicts()
+        if self.rounds.enabled:
+            yield from self._rounds_conflicts()
+        if self.placement.enabled and not self.prediction.enabled:
+            yield "placement", "enabled", "places by predicted lengths: set rollout.prediction.enabled to true too"
+        if self.placement.degrees.enabled:
+            yield from self._degrees_conflicts()
+        if self.disaggregation.enabled:
+            yield from self._disaggregation_conflicts()
+        elif degrees := self.disaggregation.degrees:
+            fix = "are of engines that prefill or decode only: set rollout.disaggregation.enabled to true, or leave them out"
+            yield "disaggregation.degrees", dict(degrees), fix
+
+    def _workers_conflicts(self) -> Iterator[Conflict]:
+        """Who generates: the run's own workers, and servers."""
         given = [url.rstrip("/") for url in self.served]
-        found += [
-            ("served", url, "is there twice: name each server once")
-            for index, url in enumerate(given)
-            if given.index(url) != index
-        ]
+        for index, url in enumerate(self.served):
+            if fix := urls.mistake(url, self.served_allow_plain_http):
+                yield "served", url, fix
+            if given.index(given[index]) != index:
+                yield "served", given[index], "is there twice: name each server once"
         if self.borrowed.most > len(self.served) and not self.borrowed.file:
             fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
-            found.append(("borrowed.most", self.borrowed.most, fix))
+            yield "borrowed.most", self.borrowed.most, fix
         if self.routing.spread == "least-utilized" and self.placement.enabled:
             fix = "says itself where a trajectory goes: leave out rollout.routing.spread, or set it to false"
-            found.append(("placement.enabled", True, fix))
+            yield "placement.enabled", True, fix
         if not (self.workers or self.served):
-            fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
-            found.append(("workers", 0, fix))
+            yield (
+                "workers",
+                0,
+                "nothing would generate: give at least 1, or the URL of a running server in rollout.served",
+            )
         if self.weights == "collective" and self.served and not self.workers:
-            fix = "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
-            found.append(("weights", self.weights, fix))
+            yield "weights", self.weights, "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
         if (self.environment_reset_timeout or 0.0) > self.trajectory_timeout:
             fix = f"rollout.trajectory_timeout = {self.trajectory_timeout:g} ends the episode before that: raise it too"
-            found.append(("environment_reset_timeout", self.environment_reset_timeout, fix))
+            yield "environment_reset_timeout", self.environment_reset_timeout, fix
+
+    def _engines_conflicts(self) -> Iterator[Conflict]:
+        """Who has, cuts and shares the devices of the run's own engines."""
         if self.colocation.low > self.colocation.high:
-            found.append(("colocation", self.colocation.low, "low must not be above high: no milestone would be left"))
+            yield "colocation", self.colocation.low, "low must not be above high: no milestone would be left"
         if self.colocation.enabled and (self.served or self.planner.enabled or self.weights == "collective"):
             fix = "shares the devices of the run's own, fixed workers over the relay: leave out rollout.served, "
             fix += "rollout.planner and weights = 'collective', or set rollout.colocation.enabled to false"
-            found.append(("colocation", "enabled", fix))
+            yield "colocation", "enabled", fix
         if self.planner.enabled and not self.workers:
             fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
-            found.append(("planner", "enabled", fix))
+            yield "planner", "enabled", fix
         if self.planner.experts and not self.planner.enabled:
             fix = "says what the planner may choose, which is off: set rollout.planner.enabled to true too, or this to false"
-            found.append(("planner.experts", True, fix))
+            yield "planner.experts", True, fix
         if self.engine.ranks > 1:
             cuts = [name for name in ("planner", "colocation") if getattr(self, name).enabled]
             cuts += ["placement.degrees"] * self.placement.degrees.enabled
             cuts += ["disaggregation.degrees"] * bool(self.disaggregation.degrees)
-            fix = "says how many devices each engine has, and so does rollout.{}: leave one of the two out"
-            found += [("engine.tensor_parallel_size", self.engine.ranks, fix.format(name)) for name in cuts]
+            for name in cuts:
+                fix = f"says how many devices each engine has, and so does rollout.{name}: leave one of the two out"
+                yield "engine.tensor_parallel_size", self.engine.ranks, fix
         if self.colocation.enabled and not self.engine.kv_cache_mb:
-            fix = "rollout.colocation plans with the size of the KV cache: give it in MiB"
-            found.append(("engine.kv_cache_mb", 0, fix))
-        if self.rounds.enabled:
-            found += self._with_rounds()
-        if self.placement.enabled and not self.prediction.enabled:
-            fix = "places by predicted lengths: set rollout.prediction.enabled to true too"
-            found.append(("placement", "enabled", fix))
-        if self.placement.degrees.enabled:
-            found += self._with_degrees()
-        if self.disaggregation.enabled:
-            found += self._disaggregated()
-        elif self.disaggregation.degrees:
-            fix = "are of engines that prefill or decode only: set rollout.disaggregation.enabled to true, or leave them out"
-            found.append(("disaggregation.degrees", dict(self.disaggregation.degrees), fix))
-        if found:
-            raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
-        return self
+            yield "engine.kv_cache_mb", 0, "rollout.colocation plans with the size of the KV cache: give it in MiB"
 
     @property
     def reshapes(self) -> bool:
@@ -305,10 +294,9 @@ class RolloutSection(Section):
         """Whether other workers than the run's own are named: then these may all be of one class of two."""
         return bool(self.served) or self.borrowed.exchanged
 
-    def _with_degrees(self) -> list[tuple[str, object, str]]:
+    def _degrees_conflicts(self) -> Iterator[Conflict]:
         """Who else would cut or lend the engines, and what the degrees are chosen by."""
         field, degrees = "placement.degrees", self.placement.degrees
-        found: list[tuple[str, object, str]] = []
         others = [name for name in ("planner", "colocation", "disaggregation") if getattr(self, name).enabled]
         if self.borrows:
             others = [name for name in others if name != "disaggregation"]
@@ -316,61 +304,53 @@ class RolloutSection(Section):
             fix = f"cuts the engines anew, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
             if others == ["disaggregation"]:
                 fix = "cuts all engines anew, where each pool has its own: name them in rollout.disaggregation.degrees"
-            found.append((f"{field}.enabled", True, fix))
+            yield f"{field}.enabled", True, fix
         if not self.workers:
-            fix = "cuts the run's own engines, and rollout.workers is 0: set it to false"
-            found.append((f"{field}.enabled", True, fix))
+            yield f"{field}.enabled", True, "cuts the run's own engines, and rollout.workers is 0: set it to false"
         if not self.placement.enabled:
             fix = "gives long trajectories the large engines: set rollout.placement.enabled to true too"
-            found.append((f"{field}.enabled", True, fix))
+            yield f"{field}.enabled", True, fix
         if degrees.start and sum(degrees.start) != self.workers:
-            fix = f"must add up to rollout.workers = {self.workers}, the devices"
-            found.append((f"{field}.start", list(degrees.start), fix))
+            yield f"{field}.start", list(degrees.start), f"must add up to rollout.workers = {self.workers}, the devices"
         if degrees.start and degrees.expected_tokens:
             fix = f"says what to begin with, and so does {field}.start: leave one of them out"
-            found.append((f"{field}.expected_tokens", degrees.expected_tokens, fix))
-        return found
+            yield f"{field}.expected_tokens", degrees.expected_tokens, fix
 
-    def _disaggregated(self) -> list[tuple[str, object, str]]:
+    def _disaggregation_conflicts(self) -> Iterator[Conflict]:
         """What prefill on other workers than decode needs."""
-        settings, found = self.disaggregation, list[tuple[str, object, str]]()
+        settings = self.disaggregation
         if not self.kv_transfer.enabled:
             fix = "decode needs the KV of the prefill: set rollout.kv_transfer.enabled = true"
-            found.append(("disaggregation.enabled", True, fix))
+            yield "disaggregation.enabled", True, fix
         if not settings.prefill or not settings.decode or settings.prefill == settings.decode:
             fix = "name two classes of workers, prefill and decode (rollout.routing.hardware says which worker is of which)"
-            found.append(("disaggregation.prefill", settings.prefill, fix))
+            yield "disaggregation.prefill", settings.prefill, fix
         if self.colocation.enabled or (self.planner.enabled and not self.borrows):
-            fix = "keeps its workers: leave out rollout.planner and rollout.colocation"
-            found.append(("disaggregation.enabled", True, fix))
+            yield "disaggregation.enabled", True, "keeps its workers: leave out rollout.planner and rollout.colocation"
         strange = [name for name in settings.degrees if int(name.removeprefix("vllm-")) >= self.workers]
         if strange:
             fix = f"there is no {strange[0]}: rollout.workers is {self.workers}"
-            found.append(("disaggregation.degrees", dict(settings.degrees), fix))
-        return found
+            yield "disaggregation.degrees", dict(settings.degrees), fix
 
-    def _with_rounds(self) -> list[tuple[str, object, str]]:
+    def _rounds_conflicts(self) -> Iterator[Conflict]:
         """What rounds do themselves, and what they cannot do."""
-        found: list[tuple[str, object, str]] = [
-            (name, getattr(self, name), f"rollout.rounds speculates itself: leave it at 1 and set rollout.rounds.{eta}")
-            for name, eta in (("redundant_groups", "eta_prompts"), ("redundant_members", "eta_responses"))
-            if getattr(self, name) > 1
-        ]
+        for name, eta in (("redundant_groups", "eta_prompts"), ("redundant_members", "eta_responses")):
+            if (value := getattr(self, name)) > 1:
+                yield name, value, f"rollout.rounds speculates itself: leave it at 1 and set rollout.rounds.{eta}"
         if self.rounds.predict == "progressive" and not self.prediction.enabled:
             fix = "goes by the run's own forecasts: set rollout.prediction.enabled to true, or take 'history'"
-            found.append(("rounds.predict", "progressive", fix))
+            yield "rounds.predict", "progressive", fix
         members, rounds = speculated(self.rounds.largest[1], self.group_size), self.rounds
         room = (rounds.max_active or members) * (self.workers + len(self.served))
         if room < members:
             fix = f"a group of {members} starts as a whole: {members} over all workers at least"
-            found.append(("rounds.max_active", rounds.max_active, fix))
+            yield "rounds.max_active", rounds.max_active, fix
         if rounds.epoch_prompts and rounds.epoch_prompts < self.groups_per_step:
             fix = (
                 f"a batch of {self.groups_per_step} prompts (rollout.groups_per_step) would hold one of them twice: "
                 "take smaller batches, or a larger data set"
             )
-            found.append(("rounds.epoch_prompts", rounds.epoch_prompts, fix))
-        return found
+            yield "rounds.epoch_prompts", rounds.epoch_prompts, fix
 
 
 class TaskContextSection(Section):
@@ -383,13 +363,9 @@ class TaskContextSection(Section):
     summary_tokens: Annotated[int, Field(ge=0)] = 0  # at most; 0: as a response
     ask: tuple[int, ...] = ()  # token ids that ask the policy for a summary
 
-    @model_validator(mode="after")
-    def _asks(self) -> TaskContextSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.strategy == "summarise" and self.summary == "model" and not self.ask:
-            fix = "the policy must be asked for its summary: give the token ids of the question"
-            found = violation("ask", list(self.ask), fix)
-            raise ValidationError.from_exception_data("context", [found])
-        return self
+            yield "ask", [], "the policy must be asked for its summary: give the token ids of the question"
 
 
 class ContextSection(TaskContextSection):
@@ -417,12 +393,9 @@ class FiltersSection(Section):
     balance: Literal["none", "task", "difficulty"] = "none"
     balance_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch's groups, for one task or difficulty
 
-    @model_validator(mode="after")
-    def _range(self) -> FiltersSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.reward_min is not None and self.reward_max is not None and self.reward_min > self.reward_max:
             fix = f"must not be above filters.reward_max = {self.reward_max:g}: no reward would pass"
-            raise ValidationError.from_exception_data("filters", [violation("reward_min", self.reward_min, fix)])
+            yield "reward_min", self.reward_min, fix
         if self.truncated == "drop" and not self.completeness:
-            fix = "needs filters.completeness = true"
-            raise ValidationError.from_exception_data("filters", [violation("truncated", self.truncated, fix)])
-        return self
+            yield "truncated", self.truncated, "needs filters.completeness = true"

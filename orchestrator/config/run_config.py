@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import Field
 
 from orchestrator.api import ConfigError, urls
 from orchestrator.config.cluster_keys import RaySection, RelaySection, ResourcesSection, TlsSection
@@ -35,7 +34,7 @@ from orchestrator.config.view_keys import LoggingSection, ViewSection
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.batching.round_planner import speculated
 from orchestrator.policies.training.objective_table import OBJECTIVES
-from orchestrator.settings.section import Positive, Section, ShortValue, config_error
+from orchestrator.settings.section import Conflict, Positive, Section, ShortValue
 from orchestrator.settings.trainer_settings import TrainerSection
 
 
@@ -78,106 +77,105 @@ class Config(Section):
     sim: SimSection = SimSection()
     cost: CostSection = CostSection()
 
-    @model_validator(mode="after")
-    def _across(self) -> Config:
-        if fix := coordination_modes.alpha_conflict(self.run.mode, self.rollout.alpha):
-            found = InitErrorDetails(
-                type=PydanticCustomError("conflict", "{fix}", {"fix": fix}),
-                loc=("rollout", "alpha"),
-                input=self.rollout.alpha,
-            )
-            raise ValidationError.from_exception_data("config", [found])
+    def conflicts(self) -> Iterator[Conflict]:
+        rollout = self.rollout
+        if fix := coordination_modes.alpha_conflict(self.run.mode, rollout.alpha):
+            yield "rollout.alpha", rollout.alpha, fix
         if self.task.name == "agent":
-            self._check_agent()
+            yield from self._agent_conflicts()
+        yield from self._network_conflicts()
+        yield from self._size_conflicts()
+        if rollout.colocation.enabled:
+            yield from self._colocation_conflicts()
+        if rollout.rounds.enabled and self.filters.balance != "none":
+            fix = "chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
+            yield "filters.balance", self.filters.balance, fix
+        compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
+        if rollout.dynamic_sampling and not compared:
+            fix = (
+                f"drops what trainer.objective = {self.trainer.objective!r} learns from: it does not compare the members of a "
+                "group (set it to false, or use grpo, dapo, rloo or gspo)"
+            )
+            yield "rollout.dynamic_sampling", True, fix
+        known = self.sim.tasks and not self.sim.trace
+        if rollout.prediction.enabled and rollout.prediction.predictor == "oracle" and not known:
+            fix = "knows lengths that are drawn from sim.tasks only: take another one"
+            yield "rollout.prediction.predictor", "oracle", fix
+
+    def _network_conflicts(self) -> Iterator[Conflict]:
+        """What would travel unsigned, or unencrypted."""
         if self.relay.signing_key and self.rollout.weights == "collective":
-            raise ValueError("relay.signing_key: rollout.weights = 'collective' brings weights unsigned: take 'relay'")
+            fix = "rollout.weights = 'collective' brings weights unsigned: take 'relay'"
+            yield "relay.signing_key", self.relay.signing_key, fix
         called = {"reward.url": self.reward.url, "reward.judge.url": self.reward.judge.url}
         called |= {f"tools.urls.{name}": url for name, url in self.tools.urls.items()}
         for name, url in called.items():
             if url and (fix := urls.plain_mistake(url, self.tls.allow_plain_http)):
-                raise ValueError(f"{name} = {url!r}: {fix}")
+                yield name, url, fix
         kv = self.rollout.kv_transfer
         if kv.enabled and not (self.tls.certificate or kv.allow_plain or urls.is_loopback(kv.host)):
-            raise ValueError(
-                f"rollout.kv_transfer.host = {kv.host!r}: others reach it, and KV would travel unencrypted: give "
-                "tls.certificate and tls.key, or rollout.kv_transfer.allow_plain on a network that you trust"
+            fix = (
+                "others reach it, and KV would travel unencrypted: give tls.certificate and tls.key, or "
+                "rollout.kv_transfer.allow_plain on a network that you trust"
             )
-        if self.rollout.environments < self.rollout.group_size:
-            raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
-        if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:
-            raise ValueError(
-                "resources.rollout must name the class of each worker: its numbers must add up to rollout.workers"
-            )
+            yield "rollout.kv_transfer.host", kv.host, fix
+
+    def _size_conflicts(self) -> Iterator[Conflict]:
+        """Numbers that must add up, or leave room."""
+        rollout, workers = self.rollout, self.rollout.workers
+        for name, classes in (("resources.rollout", self.resources.rollout), ("sim.fleet", self.sim.fleet)):
+            if classes and sum(classes.values()) != workers:
+                yield name, dict(classes), f"must name the class of each worker: add up to rollout.workers = {workers}"
         if self.resources.rollout and not self.resources.pools:
-            raise ValueError("resources.rollout names classes of resources.pools: name the pools too")
-        if self.sim.fleet and sum(self.sim.fleet.values()) != self.rollout.workers:
-            raise ValueError("sim.fleet must name the class of each worker: its numbers must add up to rollout.workers")
-        known = self.sim.tasks and not self.sim.trace
-        if self.rollout.prediction.enabled and self.rollout.prediction.predictor == "oracle" and not known:
-            raise ValueError(
-                "rollout.prediction.predictor = 'oracle' knows lengths that are drawn from sim.tasks only: take another one"
+            yield (
+                "resources.rollout",
+                dict(self.resources.rollout),
+                "names classes of resources.pools: name the pools too",
             )
-        if self.sim.degrees and len(self.sim.degrees) != self.rollout.workers:
-            raise ValueError("sim.degrees must name the devices of each worker: as many numbers as rollout.workers")
-        if self.rollout.environments < self.group_members:
-            raise ValueError(
-                f"rollout.environments must be at least {self.group_members}, the members that "
-                "rollout.redundant_members (or rollout.rounds.eta_responses) starts for a group: a group starts as a whole"
+        if self.sim.degrees and len(self.sim.degrees) != workers:
+            fix = f"must name the devices of each worker: as many numbers as rollout.workers = {workers}"
+            yield "sim.degrees", list(self.sim.degrees), fix
+        if rollout.environments < self.group_members:
+            fix = (
+                f"must be at least {self.group_members}, the members that rollout.group_size, rollout.redundant_members or "
+                "rollout.rounds.eta_responses start for a group: a group starts as a whole"
             )
+            yield "rollout.environments", rollout.environments, fix
         pooled = self.environment.size if self.environment.backend != "in-process" else 0
-        if self.run.mode == "sync" and 0 < pooled < self.rollout.environments:
-            raise ValueError(
-                f"environment.size = {pooled} is less than rollout.environments = {self.rollout.environments}: in run.mode = "
-                "'sync' those with an environment would wait for those without one, for ever (make them equal)"
+        if self.run.mode == "sync" and 0 < pooled < rollout.environments:
+            fix = (
+                f"is less than rollout.environments = {rollout.environments}: in run.mode = 'sync' those with an environment "
+                "would wait for those without one, for ever (make them equal)"
             )
+            yield "environment.size", pooled, fix
         launched = math.ceil(self.batch_trajectories * self.redundancy)
-        if self.rollout.buffer_limit is not None and self.rollout.buffer_limit < launched:
-            raise ValueError(f"rollout.buffer_limit must be at least {launched}: so many are launched for one batch")
-        if self.rollout.colocation.enabled:
-            self._check_colocation()
-        if self.rollout.rounds.enabled and self.filters.balance != "none":
-            raise ValueError(
-                "filters.balance chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
-            )
-        compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
-        if self.rollout.dynamic_sampling and not compared:
-            raise ValueError(
-                f"rollout.dynamic_sampling drops what trainer.objective = {self.trainer.objective!r} learns from: it does "
-                "not compare the members of a group (set it to false, or use grpo, dapo, rloo or gspo)"
-            )
-        return self
+        if rollout.buffer_limit is not None and rollout.buffer_limit < launched:
+            fix = f"must be at least {launched}: so many are launched for one batch"
+            yield "rollout.buffer_limit", rollout.buffer_limit, fix
 
-    def _check_agent(self) -> None:
+    def _agent_conflicts(self) -> Iterator[Conflict]:
         if self.model.path and not self.task.agent.tokenizer:
-            raise ValueError("task.agent.tokenizer: name the folder with the tokenizer of model.path (often the same)")
+            yield "task.agent.tokenizer", "", "name the folder with the tokenizer of model.path (often the same)"
         if self.environment.backend != "in-process":
-            raise ValueError(
-                "environment.backend: an agent program has a sandbox of its own: leave it at 'in-process' for task 'agent'"
-            )
+            fix = "an agent program has a sandbox of its own: leave it at 'in-process' for task 'agent'"
+            yield "environment.backend", self.environment.backend, fix
         if self.context.strategy != "keep" or self.context.tasks:
-            raise ValueError(
-                "context: what an agent shows the policy is its own affair: leave context.strategy at 'keep' for task 'agent'"
-            )
+            fix = "what an agent shows the policy is its own affair: leave it at 'keep' for task 'agent'"
+            yield "context.strategy", self.context.strategy, fix
 
-    def _check_colocation(self) -> None:
-        trainer, workers = self.trainer, self.rollout.workers
+    def _colocation_conflicts(self) -> Iterator[Conflict]:
+        trainer, workers, field = self.trainer, self.rollout.workers, "rollout.colocation.enabled"
         ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
         if self.run.mode not in ("sync", "sync_plus"):
-            raise ValueError(
-                f"rollout.colocation is for run.mode 'sync' and 'sync_plus', not {self.run.mode!r}: in the others rollout "
-                "never leaves the devices (set it to false, or change the mode)"
-            )
+            fix = f"is for run.mode 'sync' and 'sync_plus', not {self.run.mode!r}: in the others rollout never leaves the devices"
+            yield field, True, f"{fix} (set it to false, or change the mode)"
         if not trainer.stream:
-            raise ValueError("rollout.colocation streams into the trainer: set trainer.stream to true")
+            yield field, True, "streams into the trainer: set trainer.stream to true"
         if self.resources.pools:
-            raise ValueError(
-                "rollout.colocation shares devices, resources.pools divides them: leave one of the two out"
-            )
+            yield field, True, "shares devices, resources.pools divides them: leave one of the two out"
         if ranks > workers:
-            raise ValueError(
-                f"rollout.colocation: {ranks} trainer ranks need as many devices, rollout.workers has {workers}: each rank "
-                "shares the device of a worker"
-            )
+            fix = f"{ranks} trainer ranks need as many devices, rollout.workers has {workers}: each rank shares the device of a"
+            yield field, True, f"{fix} worker"
 
     @property
     def collective_limit(self) -> float | None:
@@ -224,10 +222,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 def parse_config(data: dict[str, Any]) -> Config:
     """Validate a plain dictionary. Raises one ConfigError that lists every violation."""
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        raise config_error(error, Config) from None
+    return Config.from_dict(data)
 
 
 _DEEPEST = 8  # sections within each other

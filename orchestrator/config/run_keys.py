@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
 from orchestrator.config.agent_keys import AgentSection
-from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section, violation
+from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
 from orchestrator.tasks import registry
 
 
@@ -41,11 +42,9 @@ class ModelSection(Section):
     head_dim: Positive = 32
     dtype: Literal["float32", "bfloat16"] = "float32"
 
-    @model_validator(mode="after")
-    def _shapes(self) -> ModelSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        return self
+            yield "heads", self.heads, f"must be a multiple of kv_heads ({self.kv_heads})"
 
 
 class MemorySection(Section):
@@ -82,38 +81,43 @@ class TaskSection(Section):
     chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()  # of name = "agent"
 
-    @model_validator(mode="after")
-    def _known(self) -> TaskSection:
-        if ":" not in self.name and self.name not in (*registry.BUILT_IN, *registry.PROGRAMS):
-            known = (*registry.BUILT_IN, *registry.PROGRAMS)
+    def conflicts(self) -> Iterator[Conflict]:
+        known = (*registry.BUILT_IN, *registry.PROGRAMS)
+        if ":" not in self.name and self.name not in known:
             near = difflib.get_close_matches(self.name, known, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             fix = f"no such task; {meant}there are: {', '.join(known)}; your own is written module:Class"
-            raise ValidationError.from_exception_data("task", [violation("name", self.name, fix)])
+            yield "name", self.name, fix
+            return
         names = sorted(self.mixture) if self.name == "mixture" else [self.name]
         if self.mixture and self.name != "mixture":
-            raise ValueError("mixture: only for name = 'mixture'")
+            yield "mixture", dict(self.mixture), "only for name = 'mixture'"
         if self.name == "mixture" and len(names) < 2:
-            raise ValueError("mixture: name = 'mixture' needs two tasks or more, each with its share")
-        if wrong := [name for name in self.mixture if name == "mixture" or name not in registry.BUILT_IN]:
-            raise ValueError(f"mixture.{wrong[0]}: only built-in tasks are mixed: {', '.join(registry.BUILT_IN)}")
-        others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
-        if "reasoning_gym" not in names and others:
-            raise ValueError(f"{', '.join(others)}: only for name = 'reasoning_gym'")
-        if "reasoning_gym" in names and not self.dataset:
-            raise ValueError("dataset: name = 'reasoning_gym' needs one, chain_sum for example")
+            yield "mixture", dict(self.mixture), "name = 'mixture' needs two tasks or more, each with its share"
+        for name in self.mixture:
+            if name == "mixture" or name not in registry.BUILT_IN:
+                yield (
+                    f"mixture.{name}",
+                    self.mixture[name],
+                    f"only built-in tasks are mixed: {', '.join(registry.BUILT_IN)}",
+                )
+        if "reasoning_gym" not in names:
+            others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
+            yield from ((name, self._gym[name], "only for name = 'reasoning_gym'") for name in others)
+        elif not self.dataset:
+            yield "dataset", "", "name = 'reasoning_gym' needs one, chain_sum for example"
         if self.name != "agent" and self.agent != AgentSection():
-            raise ValueError("agent: only for name = 'agent'")
+            yield "agent", self.agent, "only for name = 'agent'"
         if self.name == "agent" and self.memory.turns:
-            raise ValueError("memory: not for name = 'agent': the agent keeps what it wants to keep")
+            yield "memory", self.memory, "not for name = 'agent': the agent keeps what it wants to keep"
         if self.chat.tokenizer and self.name in ("mixture", "agent"):
             more = "; task.agent.tokenizer is its own" if self.name == "agent" else ""
-            raise ValueError(f"chat.tokenizer: for a single task in text, not for name = {self.name!r}{more}")
+            fix = f"for a single task in text, not for name = {self.name!r}{more}"
+            yield "chat.tokenizer", self.chat.tokenizer, fix
         if self.chat.tokenizer and self.memory.turns:
-            raise ValueError("chat.tokenizer: not together with memory, whose words no tokenizer has")
+            yield "chat.tokenizer", self.chat.tokenizer, "not together with memory, whose words no tokenizer has"
         if not self.chat.tokenizer and self.chat != ChatSection():
-            raise ValueError("chat.tokenizer: name the folder of a tokenizer, or leave the rest of chat out")
-        return self
+            yield "chat.tokenizer", "", "name the folder of a tokenizer, or leave the rest of chat out"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -150,12 +154,9 @@ class CheckpointSection(Section):
     keep: Positive = 2
     keep_every: Annotated[int, Field(ge=0)] = 0  # those after every so many steps stay, too; 0: none
 
-    @model_validator(mode="after")
-    def _at_all(self) -> CheckpointSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if not self.every and not self.minutes:
-            found = [violation("every", 0, "with checkpoint.minutes = 0 there would be none: give one of the two")]
-            raise ValidationError.from_exception_data("checkpoint", found)
-        return self
+            yield "every", 0, "with checkpoint.minutes = 0 there would be none: give one of the two"
 
 
 class WarmupSection(Section):

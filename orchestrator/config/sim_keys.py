@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field
 
-from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section, violation
+from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
 
 Seconds = Annotated[float, Field(ge=0)]
 Sigma = Annotated[float, Field(ge=0, le=4)]
@@ -45,12 +46,9 @@ class SimTaskSection(Section):
     reward_sigma: Sigma = 0.0
     reward_max: Seconds = 0.0  # the scorer's time limit, at which it answers; 0: none
 
-    @model_validator(mode="after")
-    def _turns(self) -> SimTaskSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.turns_min > self.turns_max:
-            fix = f"must not be above turns_max = {self.turns_max}"
-            raise ValidationError.from_exception_data("sim.tasks", [violation("turns_min", self.turns_min, fix)])
-        return self
+            yield "turns_min", self.turns_min, f"must not be above turns_max = {self.turns_max}"
 
 
 class SimBorrowedSection(Section):

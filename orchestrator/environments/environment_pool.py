@@ -222,7 +222,9 @@ class EnvPool:
             "wait_seconds": round(self._totals.wait_seconds, 6),
             "replaced": dict(sorted(self._totals.replaced.items())),
             "abandoned": self._totals.abandoned,
-            "versions": self._versions(),
+            "versions": sorted(
+                {member.session.version for member in self._members.values() if member.session is not None}
+            ),
         }
 
     # -- the heart ---------------------------------------------------------------------------------------------------
@@ -296,9 +298,6 @@ class EnvPool:
     def _forget(self, member: _Member) -> None:
         if self._members.pop(member.name, None) is not None:
             self._count[member.state] -= 1
-
-    def _versions(self) -> list[str]:
-        return sorted({member.session.version for member in self._members.values() if member.session is not None})
 
     # -- what happens to one session, each in a task -----------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import functools
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError, TrajectoryError, bearer
@@ -35,33 +36,26 @@ CONNECT_PAUSE = 0.1  # seconds; doubles with each try: 3 s in all
 CONNECT_LIMIT = 5.0  # seconds for one try
 
 
+@dataclass(eq=False)
 class PodBackend:
     """Implements :class:`~orchestrator.environments.environment_session.EnvironmentBackend`. ``limits`` are those of the worker;
     ``context`` names one of the kubeconfig."""
 
     name = "kubernetes"
 
-    def __init__(
-        self,
-        target: str,
-        arguments: Mapping[str, Any],
-        settings: PodSettings,
-        *,
-        limits: Mapping[str, Any],
-        context: str = "",
-        pre_pull: bool = False,
-        tools: Mapping[str, Any] | None = None,
-        tally: ToolTally | None = None,
-    ) -> None:
-        self._target = target
-        self._arguments = arguments
-        self._settings = settings
-        self._limits = limits
-        self._context = context
-        self._wanted_pre_pull = pre_pull
-        self._tools, self._tally = tools, tally
+    target: str
+    arguments: Mapping[str, Any]
+    settings: PodSettings
+    _: KW_ONLY
+    limits: Mapping[str, Any]
+    context: str = ""
+    pre_pull: bool = False
+    tools: Mapping[str, Any] | None = None
+    tally: ToolTally | None = None
+
+    def __post_init__(self) -> None:
         self._life = secrets.token_hex(2)  # pods of an earlier life may still be on their way out
-        self._mirror = settings.registry_mirror
+        self._mirror = self.settings.registry_mirror
         self._api: Any = None
         self._pods: Any = None
         self._daemons: Any = None
@@ -69,13 +63,13 @@ class PodBackend:
 
     async def open(self) -> None:
         aio = load_library()
-        configuration = await connect_cluster(aio, self._context)
+        configuration = await connect_cluster(aio, self.context)
         self._api = aio.client.ApiClient(configuration)
         self._pods, self._daemons = aio.client.CoreV1Api(self._api), aio.client.AppsV1Api(self._api)
-        where = f"namespace {self._settings.namespace} at {configuration.host}"
+        where = f"namespace {self.settings.namespace} at {configuration.host}"
         try:
             await self._remove_all()
-            if self._wanted_pre_pull:
+            if self.pre_pull:
                 await self._pull_everywhere(aio)
         except aio.client.ApiException as error:
             needed = "create, get, list, delete and deletecollection of pods (and daemonsets)"
@@ -86,16 +80,16 @@ class PodBackend:
 
     async def _pull_everywhere(self, aio: Any) -> None:
         manifest = pod_manifests.pre_pull_manifest(
-            self._settings, pod_manifests.mirrored(self._settings.image, self._mirror)
+            self.settings, pod_manifests.mirrored(self.settings.image, self._mirror)
         )
         body = aio.client.V1DaemonSet.from_dict(manifest)
-        await self._ask(self._daemons.create_namespaced_daemon_set, self._settings.namespace, body)
+        await self._ask(self._daemons.create_namespaced_daemon_set, self.settings.namespace, body)
         hold = self._hold_until_pulled(aio, manifest["metadata"]["name"])
         self._pulling = asyncio.create_task(hold, name="pull images")
 
     async def start(self, name: str) -> RemoteSession:
         aio = load_library()
-        settings, images = self._settings, [self._settings.image]
+        settings, images = self.settings, [self.settings.image]
         if self._mirror:
             images.insert(0, pod_manifests.mirrored(settings.image, self._mirror))
         for number, image in enumerate(images):
@@ -107,8 +101,8 @@ class PodBackend:
                 await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
                 address = await self._ready(pod)
                 channel = TcpChannel(address, settings.port, token, functools.partial(self._delete, pod), pod)
-                session = RemoteSession(channel, pod, self._tally)
-                await session.build_environment(self._target, self._arguments, self._limits, self._tools)
+                session = RemoteSession(channel, pod, self.tally)
+                await session.build_environment(self.target, self.arguments, self.limits, self.tools)
                 return session
             except _NoImage:
                 await self._delete(pod)
@@ -139,7 +133,7 @@ class PodBackend:
     async def _ready(self, pod: str) -> str:
         """Its address, when it listens. Raises what is wrong with it."""
         while True:
-            found = await self._ask(self._pods.read_namespaced_pod, pod, self._settings.namespace)
+            found = await self._ask(self._pods.read_namespaced_pod, pod, self.settings.namespace)
             status = found.status
             states = [item for item in (status.container_statuses or ()) if item is not None] if status else []
             waiting = next((item.state.waiting for item in states if item.state and item.state.waiting), None)
@@ -158,7 +152,7 @@ class PodBackend:
 
     async def _delete(self, pod: str) -> None:
         try:
-            await self._ask(self._pods.delete_namespaced_pod, pod, self._settings.namespace, grace_period_seconds=0)
+            await self._ask(self._pods.delete_namespaced_pod, pod, self.settings.namespace, grace_period_seconds=0)
         except load_library().client.ApiException as error:
             if error.status != 404:
                 raise
@@ -173,14 +167,14 @@ class PodBackend:
 
     async def _remove_all(self) -> None:
         """Everything that carries our label."""
-        options = {"label_selector": pod_manifests.label_selector(self._settings), "grace_period_seconds": 0}
-        await self._ask(self._pods.delete_collection_namespaced_pod, self._settings.namespace, **options)
-        if self._wanted_pre_pull:
-            await self._ask(self._daemons.delete_collection_namespaced_daemon_set, self._settings.namespace, **options)
+        options = {"label_selector": pod_manifests.label_selector(self.settings), "grace_period_seconds": 0}
+        await self._ask(self._pods.delete_collection_namespaced_pod, self.settings.namespace, **options)
+        if self.pre_pull:
+            await self._ask(self._daemons.delete_collection_namespaced_daemon_set, self.settings.namespace, **options)
 
     async def _hold_until_pulled(self, aio: Any, name: str) -> None:
         """Until every node has the image, or the limit; then the pods that held it go."""
-        namespace = self._settings.namespace
+        namespace = self.settings.namespace
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PRE_PULL_LIMIT):
                 while True:

@@ -13,6 +13,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +26,36 @@ from orchestrator.environments.tool_functions import ToolTally
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # thread pools are address space, and many
 
 
+@dataclass(eq=False)
 class SubprocessBackend:
     """Implements :class:`~orchestrator.environments.environment_session.EnvironmentBackend`. ``target`` and
     ``arguments``: what makes the environment there, see :func:`orchestrator.environments.environment_process.maker_of`.
-    ``log`` gets what environments print; ``tools`` are the fields of the ToolSettings."""
+    ``limits`` are those of its process; ``log`` gets what environments print; ``tools`` are the fields of the ToolSettings."""
 
     name = "subprocess"
 
-    def __init__(
-        self,
-        target: str,
-        arguments: Mapping[str, Any],
-        *,
-        owner: str = "run",
-        memory_mb: int = 0,
-        cpu_seconds: int = 0,
-        log: Path | None = None,
-        tools: Mapping[str, Any] | None = None,
-        tally: ToolTally | None = None,
-    ) -> None:
-        self._tools, self._tally = tools, tally
-        self._target = target
-        self._arguments = arguments
-        self._owner = owner
-        self._limits = {"memory_mb": memory_mb, "cpu_seconds": cpu_seconds}
-        self._log = log
+    target: str
+    arguments: Mapping[str, Any]
+    _: KW_ONLY
+    owner: str = "run"
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    log: Path | None = None
+    tools: Mapping[str, Any] | None = None
+    tally: ToolTally | None = None
 
     async def open(self) -> None:
         """Nothing of an earlier life can be left."""
 
     async def start(self, name: str) -> RemoteSession:
         with contextlib.ExitStack() as stack:
-            log = None if self._log is None else stack.enter_context(self._log.open("ab"))
+            log = None if self.log is None else stack.enter_context(self.log.open("ab"))
             process = await asyncio.create_subprocess_exec(
                 *(
                     sys.executable,
                     "-m",
                     "orchestrator.environments.environment_process",
                     "--owner",
-                    f"{self._owner}/{name}",
+                    f"{self.owner}/{name}",
                 ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -72,9 +64,9 @@ class SubprocessBackend:
                 env={**dict.fromkeys(ONE_THREAD, "1"), **public_environment()},
                 start_new_session=True,
             )
-        session = RemoteSession(PipeChannel(process), name, self._tally)
+        session = RemoteSession(PipeChannel(process), name, self.tally)
         try:
-            await session.build_environment(self._target, self._arguments, self._limits, self._tools)
+            await session.build_environment(self.target, self.arguments, self.limits, self.tools)
         except BaseException:
             await _finish(session.kill())
             raise

@@ -49,11 +49,6 @@ class ToolClient:
         common["tls"] = Tls(**(settings.tls or {}))
         self._functions = {name: FunctionClient(url, **common) for name, url in sorted(settings.urls.items())}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What may be called."""
-        return tuple(self._functions)
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Run a tool on named arguments. Raises TrajectoryError when it was not reached."""
         function = self._functions.get(name)

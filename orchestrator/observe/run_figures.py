@@ -7,7 +7,7 @@ seconds since the run's start.
 
 * ``tokens_per_s``: generated and trained tokens over the wall time of the last ``RATE_STEPS`` training steps: weight updates,
   evaluations and waiting included, startups not. ``seconds_per_step``: the mean of that time.
-* ``lag``, ``reward``, ``success``: of the last batch that was trained, and of the last evaluation.
+* ``lag``, and ``reward`` and ``success`` of ``curves``: of the last batch that was trained, and of the last evaluation.
 * ``ledger``: as the run's end, its last step or what is under way said last.
 * Totals (``*_total``) only grow while a run is followed: after a resume they count again what was rolled back.
 """
@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.events import time_of
+from orchestrator.observe.curves import DRAWN, QUANTITIES
 from orchestrator.observe.event_records import (
     Borrowing,
     End,
@@ -96,7 +97,7 @@ class EventFigures:
         self.step = 0  # steps done
         self.steps: deque[Step] = deque(maxlen=RATE_STEPS)
         self.stages: deque[Stage] = deque(maxlen=STAGES)
-        self.reward, self.success, self.entropy = Curve(), Curve(), Curve()
+        self.curves = {name: Curve() for name in DRAWN}
         self.last_evaluation: Evaluation | None = None
         self.ledger = LedgerCounts()
         self.pool: PoolSnapshot | None = None
@@ -130,7 +131,7 @@ class EventFigures:
                 record = self._take_step(record)
             case Evaluation():
                 self.last_evaluation = record
-                self.success.add(record.step, record.value, record.low, record.high)
+                self._draw(record, record.step)
             case WorkerSnapshot():
                 if record.name in self.workers or len(self.workers) < WORKERS:
                     self.workers[record.name] = record
@@ -173,7 +174,7 @@ class EventFigures:
             self.steps = deque((step for step in self.steps if step.number <= resumed), RATE_STEPS)
             self.step = min(self.step, resumed)
             self._version = self.steps[-1].version if self.steps else min(self._version, resumed)
-            for curve in (self.reward, self.success, self.entropy):
+            for curve in self.curves.values():
                 curve.forget_from(resumed + 1)
             if self.last_evaluation is not None and self.last_evaluation.step > resumed:
                 self.last_evaluation = None
@@ -183,14 +184,17 @@ class EventFigures:
         self._begun, self._asked = step.t, True
         self.steps.append(step)
         self.step, self._version, self.ledger = step.number, step.version, step.ledger
-        self.reward.add(step.number, step.reward_mean, step.success)
-        if "entropy" in step.metrics:
-            self.entropy.add(step.number, step.metrics["entropy"])
+        self._draw(step, step.number)
         self.steps_total += 1
         self.tokens_total += step.tokens
         self.trajectories_total += step.trained
         self.lag_total.update(step.lag)
         return step
+
+    def _draw(self, record: Step | Evaluation, step: int) -> None:
+        for name, curve in self.curves.items():
+            if values := QUANTITIES[name].values(name, record):
+                curve.add(step, *values)
 
     def _take_borrowing(self, event: Borrowing) -> None:
         if event.kind == "handed_back":

@@ -16,7 +16,7 @@ from orchestrator.api import ConfigError, RunError, bearer
 from orchestrator.api.tls import check_listener
 from orchestrator.config import Config
 from orchestrator.events import EventLog
-from orchestrator.observe.view import exporters
+from orchestrator.hooks.tested_versions import is_installed
 from orchestrator.observe.view.exporter_queue import FINISH_SECONDS
 from orchestrator.observe.view.live_sample import Sampler
 from orchestrator.observe.view.tensorboard import TensorBoard
@@ -105,7 +105,6 @@ class ViewProcess(ServingChild):
 
 def check_view(config: Config) -> None:
     """Raises ConfigError for a token that cannot be read, or a port that is taken."""
-    exporters.check_exporters(config.logging)
     if not config.view.enabled:
         return
     read_token(config.view.token_file)
@@ -123,7 +122,7 @@ def check_view(config: Config) -> None:
 async def show_run(config: Config, folder: RunFolder, events: EventLog, say: Say, stack: AsyncExitStack) -> Sampler:
     """Begin to show the run, until ``stack`` is unwound. Before its first event of this life."""
     since = events.time()  # what is emitted from now on is of this life of the run
-    if config.logging.tensorboard and not exporters.is_installed("tensorboard"):
+    if config.logging.tensorboard and not is_installed("tensorboard"):
         say("no curves for TensorBoard: pip install rl-coserve[tensorboard], or logging.tensorboard=false")
     elif config.logging.tensorboard:
         board = TensorBoard(folder.path, say)

@@ -42,7 +42,9 @@ def checks_for_config(checks: Sequence[Check], config: Config) -> list[Check]:
     kept = [check for check in checks if check.name not in useless]
     made: dict[str, Callable[[], Finding]] = {
         "disk": partial(machine.check_disk, Path(config.run.folder)),
-        "open files": partial(machine.check_open_files, files_wanted(config)),
+        "open files": partial(
+            machine.check_open_files, machine.OPEN_FILES + _FILES_AN_ENVIRONMENT * config.rollout.environments
+        ),
         "shared memory": partial(machine.check_shared_memory, shared_memory_wanted(config)),
     }
     found = []
@@ -97,11 +99,6 @@ def _cluster(config: Config) -> Finding:
     from orchestrator.ops.kubernetes_access import check_cluster_access
 
     return check_cluster_access(config.environment.kubernetes)
-
-
-def files_wanted(config: Config) -> int:
-    """Open files of the orchestrator's process."""
-    return machine.OPEN_FILES + _FILES_AN_ENVIRONMENT * config.rollout.environments
 
 
 def shared_memory_wanted(config: Config) -> int:

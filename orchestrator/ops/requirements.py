@@ -6,12 +6,11 @@ Guarantee: nothing is imported or started; what a package is called is looked up
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.hooks.tested_versions import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent
+from orchestrator.hooks.tested_versions import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, EngineComponent, is_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Package:
 def required_components(config: Config) -> tuple[EngineComponent, ...]:
     """What must be there in a tested version: vLLM where engines run on the run's own account (not on the head of a cluster that
     has none: each engine checks its own), Mooncake where something travels over it."""
-    elsewhere = bool(config.ray.address) and not _there("vllm")
+    elsewhere = bool(config.ray.address) and not is_installed("vllm")
     generates = (config.rollout.workers > 0 and not elsewhere) or bool(config.reward.judge.path)
     carries = config.relay.kind == "mooncake" or config.rollout.kv_transfer.carrier == "mooncake"
     return (PYTHON, *((VLLM,) if generates else ()), MEGATRON_CORE, *((MOONCAKE,) if carries else ()), RAY)
@@ -57,7 +56,7 @@ def required_packages(config: Config) -> tuple[Package, ...]:
 
 def missing_packages(config: Config) -> tuple[Package, ...]:
     """Those that are not installed here."""
-    return tuple(package for package in required_packages(config) if not _there(package.module))
+    return tuple(package for package in required_packages(config) if not is_installed(package.module))
 
 
 def require_packages(config: Config) -> None:
@@ -65,10 +64,3 @@ def require_packages(config: Config) -> None:
     for package in missing_packages(config):
         fix = f"needs a package that is not installed: pip install 'rl-coserve[{package.extra}]'"
         raise ConfigError(package.field, package.value, fix)
-
-
-def _there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # one of its parents
-        return False

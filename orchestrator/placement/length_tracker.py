@@ -204,7 +204,9 @@ class LengthTracker:
             forecast = self._stand_in(progress)
         else:
             self.answered += 1
-            self._note_back()
+            if self._away:
+                self._away = ""
+                self._events.emit("recovered", what="predictor", detail="it answers")
             self._note_same(forecast)
         known.forecast, known.made = forecast, progress.generated
         self._take(known, progress.trajectory)
@@ -257,11 +259,6 @@ class LengthTracker:
             detail = f"{why}; the mean of what has ended stands in"[:300]
             self._events.emit("fault", what="predictor", cause="predictor", detail=detail)
         self._away = why
-
-    def _note_back(self) -> None:
-        if self._away:
-            self._away = ""
-            self._events.emit("recovered", what="predictor", detail="it answers")
 
     def _note_same(self, forecast: LengthForecast) -> None:
         if forecast.source != "model":

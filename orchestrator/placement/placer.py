@@ -208,29 +208,23 @@ class Relief:
         return [*held, *(item for name, item in coming.items() if name not in there)]
 
 
+@dataclass(eq=False)
 class TrajectoryPlacer:
     """One run's. ``rates_of``: what each worker does; ``longest``: tokens of context at which a trajectory ends."""
 
-    def __init__(
-        self,
-        settings: PlacementSection,
-        router: TurnRouter,
-        events: EventLog,
-        rates_of: RatesOf,
-        mover: GapMover | None = None,
-        longest: float = math.inf,
-    ) -> None:
-        self._settings = settings
-        self._router = router
-        self._events = events
-        self._rates_of = rates_of
+    settings: PlacementSection
+    router: TurnRouter
+    events: EventLog
+    rates_of: RatesOf
+    mover: GapMover | None = None
+    longest: float = math.inf
+
+    def __post_init__(self) -> None:
         self._pace = TurnStatistics()
-        self._longest = longest
-        self._mover = mover
         self._placed: dict[str, PlacedTrajectory] = {}
         self._groups: dict[frozenset[str], WorkerGroup] = {}  # by the classes of their workers
         self._group_of: dict[str, WorkerGroup] = {}  # by task
-        self._classes = router.fleet  # what the groups were made by
+        self._classes = self.router.fleet  # what the groups were made by
         self._fleet = 0  # how often workers came or left
         self._accounts: dict[int, dict[str, PlacedTrajectory]] = {}  # worker -> trajectories that began there
         # worker -> heap of those that have not begun, longest first
@@ -271,7 +265,7 @@ class TrajectoryPlacer:
         del group.ranks[bisect_left(group.ranks, (-was, trajectory))]
         placed.tokens, placed.turns, placed.spread = forecast.tokens, forecast.turns, spread_of(forecast)
         insort(group.ranks, (-forecast.tokens, trajectory))
-        if placed.worker >= 0 and self._settings.migrate and placed.context:
+        if placed.worker >= 0 and self.settings.migrate and placed.context:
             self._reconsider(trajectory, placed, group, forecast)
 
     async def before(self, trajectory: str) -> None:
@@ -284,7 +278,7 @@ class TrajectoryPlacer:
             placed.since = -1.0
         if placed.worker >= 0 and placed.fleet != self._fleet and placed.forecast is not None:
             placed.fleet = self._fleet  # since then no forecast has come
-            if self._settings.migrate and placed.context:
+            if self.settings.migrate and placed.context:
                 self._reconsider(trajectory, placed, self._group(placed.task), placed.forecast)
         if placed.worker < 0:
             group = self._group(placed.task)
@@ -368,15 +362,15 @@ class TrajectoryPlacer:
     # -- where -------------------------------------------------------------------------------------------------------
 
     def _group(self, task: str) -> WorkerGroup:
-        if self._classes != self._router.fleet:
-            self._classes = self._router.fleet
+        if self._classes != self.router.fleet:
+            self._classes = self.router.fleet
             if any(
-                self._groups.get(self._router.worker_classes(name)) is not one for name, one in self._group_of.items()
+                self._groups.get(self.router.worker_classes(name)) is not one for name, one in self._group_of.items()
             ):
                 self._regroup()
         group = self._group_of.get(task)
         if group is None:
-            group = self._group_of[task] = self._groups.setdefault(self._router.worker_classes(task), WorkerGroup(task))
+            group = self._group_of[task] = self._groups.setdefault(self.router.worker_classes(task), WorkerGroup(task))
         return group
 
     def _regroup(self) -> None:
@@ -391,16 +385,16 @@ class TrajectoryPlacer:
         """Place anew, where enough has changed since the last time."""
         now = asyncio.get_running_loop().time()
         active = len(group.ranks)
-        workers = self._router.eligible_workers(task)
+        workers = self.router.eligible_workers(task)
         same = set(workers) == group.members
         if same and (
-            group.changed < self._settings.renew_share * active or now - group.solved < self._settings.renew_seconds
+            group.changed < self.settings.renew_share * active or now - group.solved < self.settings.renew_seconds
         ):
             return
         if not workers:
             group.partition, group.members = None, frozenset()
             return
-        rates = {worker: self._rates_of(worker) for worker in workers}
+        rates = {worker: self.rates_of(worker) for worker in workers}
         workers.sort(key=lambda worker: (rates[worker].steps[0], worker))
         placed = [self._placed[name] for _, name in group.ranks]
         loads, order = self._loads(placed)
@@ -430,7 +424,7 @@ class TrajectoryPlacer:
             [one.turns * self._pace.gap_seconds(one.task) for one in placed],
             [one.spread for one in placed],
             self._pace.context_growth({one.task for one in placed}),
-            self._longest,
+            self.longest,
         )
 
     def _number(self, worker: int) -> tuple[int, int]:
@@ -443,7 +437,7 @@ class TrajectoryPlacer:
         self._solve(group, placed.task)
         if not group.members or self._transmissions.is_moving(trajectory):
             return
-        certainty, active = self._settings.certainty, len(group.ranks)
+        certainty, active = self.settings.certainty, len(group.ranks)
         ranks = [
             bisect_left(group.ranks, (-tokens, trajectory))
             for tokens in (
@@ -467,8 +461,8 @@ class TrajectoryPlacer:
             gain = forecast.tokens * (self._step(placed.worker) - self._step(target, placed))
         if placed.worker not in group.members:
             gain = float("inf")  # its worker is gone
-        transfer = self._mover.seconds(placed.worker, target, placed.context) if self._mover is not None else None
-        how = choose_transfer(gain, transfer, placed.context * self._settings.prefill_seconds)
+        transfer = self.mover.seconds(placed.worker, target, placed.context) if self.mover is not None else None
+        how = choose_transfer(gain, transfer, placed.context * self.settings.prefill_seconds)
         if how == "stay":
             self._drop(trajectory)
         elif how == "recompute":
@@ -487,11 +481,11 @@ class TrajectoryPlacer:
     def _drain(self, worker: int, there: Sequence[PlacedTrajectory]) -> float:
         """Seconds until a worker has ended these."""
         loads, _ = self._loads(there)
-        return loads.group_seconds(self._rates_of(worker), 0, len(there))
+        return loads.group_seconds(self.rates_of(worker), 0, len(there))
 
     def _step(self, worker: int, more: PlacedTrajectory | None = None) -> float:
         """Seconds a token there with the trajectories that began there, and one more; infinite where its KV does not fit."""
-        rates, began = self._rates_of(worker), self._accounts.get(worker, {})
+        rates, began = self.rates_of(worker), self._accounts.get(worker, {})
         number, context = len(began), sum(self._known(one) for one in began.values())
         if more is not None:
             number, context = number + 1, context + more.context
@@ -502,7 +496,7 @@ class TrajectoryPlacer:
     def _put(self, trajectory: str, placed: PlacedTrajectory, worker: int) -> None:
         placed.worker, placed.fleet = worker, self._fleet
         self._account(trajectory, placed)
-        self._router.pin_trajectory(trajectory, worker)
+        self.router.pin_trajectory(trajectory, worker)
 
     # -- room for KV -------------------------------------------------------------------------------------------------
 
@@ -522,7 +516,7 @@ class TrajectoryPlacer:
     def _fits(self, worker: int, placed: PlacedTrajectory) -> bool:
         """Whether the KV of all that are there has room to the end with one more."""
         began = self._accounts.get(worker)
-        room = self._rates_of(worker).room
+        room = self.rates_of(worker).room
         if not began or math.isinf(room):
             return True
         all_of = [*began.values(), placed]
@@ -531,7 +525,7 @@ class TrajectoryPlacer:
             [one.tokens for one in all_of],
             [one.spread for one in all_of],
             self._pace.context_growth({one.task for one in all_of}),
-            self._longest,
+            self.longest,
         )
         return peak <= room
 
@@ -544,7 +538,7 @@ class TrajectoryPlacer:
         self._admit(placed.worker)
         while placed.waits is not None:
             await asyncio.wait([placed.waits], timeout=_LOOK_AGAIN)
-            if placed.waits is not None and placed.worker not in self._router.eligible_workers(placed.task):
+            if placed.waits is not None and placed.worker not in self.router.eligible_workers(placed.task):
                 placed.waits = None  # its worker is gone: the router's own rule serves it
         self._account(trajectory, placed)
 
@@ -582,12 +576,12 @@ class TrajectoryPlacer:
             placed.sending = asyncio.create_task(self._send(move, placed), name=f"send KV of {move.trajectory}")
 
     async def _send(self, move: TrajectoryMove, placed: PlacedTrajectory) -> None:
-        assert self._mover is not None
+        assert self.mover is not None
         try:
-            arrived = await self._mover.send(move.trajectory, move.source, move.target, placed.context)
+            arrived = await self.mover.send(move.trajectory, move.source, move.target, placed.context)
         except RetryableError as error:
             arrived = False
-            self._events.emit("fault", what="kv transfer", cause="kv transfer", detail=str(error)[:300])
+            self.events.emit("fault", what="kv transfer", cause="kv transfer", detail=str(error)[:300])
         finally:
             if self._moves.get(move.trajectory) is move:  # else it was given up, and perhaps another one began
                 self._transmissions.end_move(move.trajectory)

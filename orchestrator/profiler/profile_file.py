@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse
+from orchestrator.durable_files import replace_text
 from orchestrator.policies.parallelism.engine_profile import (
     EngineLayout,
     EngineProfile,
@@ -97,11 +97,9 @@ class ProfileFile:
             "points": [point_to_dict(point) for point in (*self.points.values(), *self.uneven.values())],
             "skipped": skipped,
         }
-        partial = self.path.with_name(self.path.name + ".partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, self.path)
+            replace_text(self.path, json.dumps(data, indent=1) + "\n")
         except OSError as error:
             raise ConfigError("--out", str(self.path), f"cannot be written ({error.strerror or error})") from error
 

@@ -344,7 +344,7 @@ class LLMProxy:
             if state.alive:
                 self.lose_worker(state, why)
             elif state.reviver is None or state.reviver.done():
-                state.reviver = spawn_task(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
+                self.start_reviver(state)
         state.wake.set()
         return DeviceLoan(state.worker.name, why, loop.time() - begun, update=result)
 
@@ -454,14 +454,43 @@ class LLMProxy:
             return
         self.router.close_worker(state.index)
         self.tell_left(state)
-        state.alive, state.failed = False, why
-        self.router.close_worker(state.index, cache_lost=True)
+        state.failed = why
         self.note_fault(f"worker {state.worker.name}", why)
+        self._abandon(state)
+        if not state.lent:  # its device is the trainer's
+            self.start_reviver(state)
+        self.dispatch()
+
+    def _abandon(self, state: WorkerState) -> None:
+        """Its process is gone, or is ours no more: what it had goes on elsewhere."""
+        state.alive = False
+        self.router.close_worker(state.index, cache_lost=True)
         for pending in state.give_up():
             self.requeue(pending)
-        if not state.lent:  # its device is the trainer's
-            state.reviver = spawn_task(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
-        self.dispatch()
+
+    async def empty_worker(self, state: WorkerState, why: str, *, suspend: bool) -> int:
+        """Take away all that a worker has, which serves no more and is not brought up again; how many. What it does not give back
+        is begun anew elsewhere, and said with ``why``."""
+        moved = len(state.sent)
+        if state.reviver is not None and not state.reviver.done():
+            state.reviver.cancel()
+            await asyncio.gather(state.reviver, return_exceptions=True)
+        try:
+            if state.alive:
+                async with asyncio.timeout(self.limits.stall), state.sending:
+                    if suspend:
+                        await state.worker.suspend()
+                    moved = await self.move_requests(state)
+        except (*LOST, TimeoutError) as error:
+            self.note_fault(f"worker {state.worker.name}", f"{why}: {str(error) or repr(error)}")
+        finally:
+            state.moving = False
+            self._abandon(state)
+        return moved
+
+    def start_reviver(self, state: WorkerState) -> None:
+        """Bring a worker up again, in the background."""
+        state.reviver = spawn_task(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
 
     def tell_left(self, state: WorkerState) -> None:
         """It takes no turns any more."""

@@ -7,12 +7,10 @@ tokens that it has.
 
 from __future__ import annotations
 
-import asyncio
-
 from orchestrator.api import BorrowedWorker
 from orchestrator.policies.routing.turn_routing import Seat
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import LOST, WorkerState
+from orchestrator.proxy.worker_state import WorkerState
 
 
 class Membership:
@@ -64,25 +62,12 @@ class Membership:
 
     async def give_back(self, state: WorkerState) -> int:
         """Take its requests away from a server; how many. It is ours no more, and its worker may be closed."""
-        proxy = self.proxy
-        if state.reviver is not None and not state.reviver.done():
-            state.reviver.cancel()
-            await asyncio.gather(state.reviver, return_exceptions=True)
-        moved, state.lent = len(state.sent), True  # nothing is sent there, and nobody brings it up anew
+        proxy, state.lent = self.proxy, True  # nothing is sent there, and nobody brings it up anew
         proxy.seat(state)
         proxy.tell_left(state)
         try:
-            if state.alive:
-                async with asyncio.timeout(proxy.limits.stall), state.sending:
-                    moved = await proxy.move_requests(state)
-        except (*LOST, TimeoutError) as error:
-            proxy.note_fault(f"worker {state.worker.name}", f"its requests were not given back: {error}")
+            return await proxy.empty_worker(state, "its requests were not given back", suspend=False)
         finally:
-            state.moving = state.lent = state.alive = False
-            state.parked, state.version = True, -1
+            state.lent, state.parked, state.version = False, True, -1
             state.lives += 1
-            proxy.router.close_worker(state.index, cache_lost=True)
-            for pending in state.give_up():
-                proxy.requeue(pending)
             proxy.dispatch()
-        return moved

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import LOST, WorkerState, spawn_task
+from orchestrator.proxy.worker_state import LOST, WorkerState
 
 NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
 
@@ -50,11 +50,6 @@ class EngineResizing:
                 self._park(state)
 
     @property
-    def tp(self) -> int:
-        """Devices an engine, now; of the largest."""
-        return max((ranks_of(state) for state in self._own), default=1)
-
-    @property
     def layout(self) -> EngineLayout:
         """How the largest engine is cut, now."""
         cuts = [_cut_of(state) for state in self._own if ranks_of(state)]
@@ -69,11 +64,6 @@ class EngineResizing:
     def engines(self) -> int:
         """The run's own that are not parked."""
         return sum(ranks_of(state) > 0 for state in self._own)
-
-    @property
-    def devices(self) -> int:
-        """Of the run's own workers."""
-        return len(self._own)
 
     async def reshape(self, cut: int | Sequence[int] | EngineLayout) -> Reshaped:
         """Let the run's own engines have ``cut`` devices each, or one after the other so many, or each this layout. Raises
@@ -109,7 +99,8 @@ class EngineResizing:
         for state in states:
             state.lent = True  # until it is open again: nothing is sent there
             self.proxy.seat(state)
-        await asyncio.gather(*(self._empty(state) for state in states))
+        why = "it is restarted with what it had"
+        await asyncio.gather(*(self.proxy.empty_worker(state, why, suspend=True) for state in states))
         for state, (ranks, expert_ranks) in zip(states, cuts, strict=True):
             worker = state.worker
             if isinstance(worker, ExpertWorker):
@@ -117,24 +108,6 @@ class EngineResizing:
             else:
                 assert isinstance(worker, ResizableWorker)
                 await worker.resize(ranks)
-
-    async def _empty(self, state: WorkerState) -> None:
-        if state.reviver is not None and not state.reviver.done():
-            state.reviver.cancel()
-            await asyncio.gather(state.reviver, return_exceptions=True)
-        if state.alive:
-            try:
-                async with asyncio.timeout(self.proxy.limits.stall), state.sending:
-                    await state.worker.suspend()
-                    await self.proxy.move_requests(state)
-            except (*LOST, TimeoutError) as error:
-                self.proxy.note_fault(f"worker {state.worker.name}", f"it is restarted with what it had: {error!r}")
-            finally:
-                state.moving = False
-        for pending in state.give_up():
-            self.proxy.requeue(pending)
-        state.alive = False
-        self.proxy.router.close_worker(state.index, cache_lost=True)
 
     async def _start_all(self, states: Sequence[WorkerState], *, give_up: bool) -> str:
         """Start those that are to run; returns why one did not come up. ``give_up``: then the caller goes another way, else
@@ -161,7 +134,7 @@ class EngineResizing:
             if failure and not give_up:
                 state.lent = False
                 self.proxy.note_fault(f"worker {state.worker.name}", failure)
-                state.reviver = spawn_task(self.proxy.revive(state), f"revive {state.worker.name}", self.proxy.on_fatal)
+                self.proxy.start_reviver(state)
         for state in states:
             if not ranks_of(state):
                 state.lent = False

@@ -91,7 +91,7 @@ class EnginePort:
     stats = register()(_passed_on(RolloutWorker.stats))
 
 
-class EngineWorker(Worker):
+class PluginWorker(Worker):
     """A worker around one object of a plugin's class, in its own process."""
 
     concurrency = 64
@@ -124,7 +124,7 @@ class EngineWorker(Worker):
         return await value if inspect.iscoroutine(value) else value
 
 
-class MegatronRank(TrainerPort, EngineWorker, ActorTrainCls):
+class MegatronRank(TrainerPort, PluginWorker, ActorTrainCls):
     """One rank of a trainer."""
 
     residency = register()(_passed_on(ResidentTrainer.residency))
@@ -143,7 +143,7 @@ class MegatronRank(TrainerPort, EngineWorker, ActorTrainCls):
         return meetings
 
 
-class VllmEngine(EnginePort, EngineWorker, ActorGenCls):
+class VllmEngine(EnginePort, PluginWorker, ActorGenCls):
     """One inference engine."""
 
 

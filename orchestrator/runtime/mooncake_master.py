@@ -56,7 +56,7 @@ class MooncakeMaster(ChildProcess):
         self._host = host
         self._wanted_port = port
         self._port = 0
-        self._metrics_port = 0
+        self.metrics_port = 0  # of /health and /metrics, on loopback
 
     @property
     def address(self) -> str:
@@ -64,13 +64,6 @@ class MooncakeMaster(ChildProcess):
         if not self._port:
             raise RunError("the mooncake_master was not started")
         return f"{self._host}:{self._port}"
-
-    @property
-    def metrics_url(self) -> str:
-        """Where /health and /metrics are."""
-        if not self._metrics_port:
-            raise RunError("the mooncake_master was not started")
-        return f"http://127.0.0.1:{self._metrics_port}"
 
     async def start(self) -> None:
         """Start and wait until it is healthy."""
@@ -80,10 +73,10 @@ class MooncakeMaster(ChildProcess):
         for tries_left in reversed(range(PORT_TRIES)):
             port = self._wanted_port or _free_port(address)
             metrics_port = _free_port()
-            with _open_log(self._log) as log:
+            with tempfile.TemporaryFile() if self._log is None else self._log.open("a+b") as log:
                 try:
                     if await self._launch(binary, address, port, metrics_port, log):
-                        self._port, self._metrics_port = port, metrics_port
+                        self._port, self.metrics_port = port, metrics_port
                         return
                 except BaseException:
                     await self.stop()
@@ -98,7 +91,7 @@ class MooncakeMaster(ChildProcess):
 
     async def stop(self) -> None:
         """Stop, kill if need be, reap. Idempotent."""
-        self._port = self._metrics_port = 0
+        self._port = self.metrics_port = 0
         await super().stop()
 
     async def _launch(self, binary: str, address: str, port: int, metrics_port: int, log: IO[bytes]) -> bool:
@@ -189,10 +182,6 @@ def _free_port(address: str = LOOPBACK) -> int:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _open_log(path: Path | None) -> IO[bytes]:
-    return tempfile.TemporaryFile() if path is None else path.open("a+b")
 
 
 def _tail(log: IO[bytes]) -> str:

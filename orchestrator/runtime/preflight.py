@@ -6,7 +6,6 @@ Each check raises one ConfigError that names the field, the value and the fix; t
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 from pathlib import Path
 
@@ -141,7 +140,7 @@ def _trainer(config: Config) -> None:
 def _environments(config: Config, task: Task) -> None:
     tools = config.tools
     for name, target in tools.functions.items():
-        _importable(f"tools.functions.{name}", target)
+        named_function(f"tools.functions.{name}", target)
     if tools.any and not hasattr(task, "use_tools"):
         names = sorted({*tools.functions, *tools.urls})
         raise ConfigError("tools", names, f"task {task.name} uses no tools: leave the section out")
@@ -163,7 +162,7 @@ def _function(config: Config, task: Task) -> None:
     if config.reward.judge.path:
         judge_setup.check(config)
     elif not config.reward.url and not config.reward.judge.url and not outcome_scores(config.reward, task):
-        _importable("reward.function", config.reward.function or registry.reward_of(task))
+        named_function("reward.function", config.reward.function or registry.reward_of(task))
         if config.reward.host == "ray_serve":
             _ray_serve(config)
 
@@ -175,19 +174,6 @@ def _ray_serve(config: Config) -> None:
     if not address and serve.min_replicas * serve.cpus > config.ray.cpus:
         fix = f"{serve.min_replicas} replicas of {serve.cpus:g} CPUs do not fit into ray.cpus = {config.ray.cpus}"
         raise ConfigError("reward.serve.min_replicas", serve.min_replicas, fix)
-
-
-def _importable(field: str, target: str) -> None:
-    module, _, name = target.partition(":")
-    try:
-        found = importlib.util.find_spec(module)
-    except ImportError:
-        found = None
-    if found is None:
-        fix = f"there is no module {module!r} on the path; write module:function"
-        raise ConfigError(field, target, fix)
-    if not hasattr(importlib.import_module(module), name):
-        raise ConfigError(field, target, f"{module} has no function {name!r}")
 
 
 def _lengths(config: Config, task: Task) -> None:

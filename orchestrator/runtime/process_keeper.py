@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from orchestrator.api import ConfigError, PartLost, RunError
+from orchestrator.durable_files import replace_text
 from orchestrator.events import EventLog
 
 STEADY_SECONDS = 300.0
@@ -97,9 +98,7 @@ class Keeper:
 
     def _write(self, pids: dict[str, int]) -> None:
         if self._file is not None:
-            partial = self._file.with_name(self._file.name + ".part")
-            partial.write_text("".join(f"{name} {pid}\n" for name, pid in pids.items()), encoding="utf-8")
-            partial.replace(self._file)
+            replace_text(self._file, "".join(f"{name} {pid}\n" for name, pid in pids.items()))
 
     async def _watch(self, name: str, child: Child, limit: int, fail: Callable[[BaseException], None]) -> None:
         loop, restarts = asyncio.get_running_loop(), 0

@@ -15,11 +15,11 @@ import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from orchestrator.settings.section import Positive, Section, config_error, violation
+from orchestrator.settings.section import Conflict, Positive, Section
 
 _ONE_NODE = "an engine lies within one node, in one actor: leave it out"
 _REPLICAS = "an engine is one replica, and the proxy balances between engines: raise rollout.workers instead"
@@ -60,6 +60,7 @@ class EngineSettings(Section):
     decides itself is refused by name. Simulated runs do without them."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+    table = ("rollout", "engine")
 
     max_num_seqs: Positive = 64
     max_model_len: Positive = 256
@@ -78,24 +79,12 @@ class EngineSettings(Section):
             return {"kv_cache_mb": 0, **given}
         return given
 
-    @model_validator(mode="after")
-    def _passed_on(self) -> Self:
+    def conflicts(self) -> Iterator[Conflict]:
         options, known = self.passed_on, vllm_options() if self.passed_on else None
-        found = [(name, value, fix) for name, value in options.items() if (fix := _refusal(name, value, known))]
+        yield from ((name, value, fix) for name, value in options.items() if (fix := _refusal(name, value, known)))
         if self.kv_cache_mb and "gpu_memory_utilization" in options:
             fix = f"has no effect beside kv_cache_mb = {self.kv_cache_mb}: leave one of the two out"
-            found.append(("gpu_memory_utilization", options["gpu_memory_utilization"], fix))
-        if found:
-            raise ValidationError.from_exception_data("engine", [violation(*item) for item in found])
-        return self
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Raises ConfigError, in the words of a run's config."""
-        try:
-            return cls.model_validate(dict(data))
-        except ValidationError as error:
-            raise config_error(error, cls, ("rollout", "engine")) from None
+            yield "gpu_memory_utilization", options["gpu_memory_utilization"], fix
 
     @property
     def passed_on(self) -> dict[str, Any]:

@@ -7,11 +7,11 @@ on a command line, and is the meaning too where there is no comment. Which setti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
 from orchestrator.api import ConfigError
 from orchestrator.policies.training.objective_table import (
@@ -26,7 +26,7 @@ from orchestrator.policies.training.objective_table import (
     TisMode,
     whitens_advantages,
 )
-from orchestrator.settings.section import Positive, PositiveSeconds, Section, config_error, violation
+from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, Section
 
 Rate = Annotated[float, Field(gt=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -58,6 +58,7 @@ class Flag:
 class TrainerSettings(Section):
     """What is learned and how: the settings that a run and a training script of one's own share."""
 
+    table = ("trainer",)
     learning_rate: Annotated[Rate, Flag(megatron="lr")] = 1e-3
     final_learning_rate: Annotated[Rate | None, Flag(megatron="min_lr")] = None  # decays to this over run.steps
     lr_decay: Annotated[LrDecay, Flag(megatron="lr_decay_style")] = "linear"  # the way to final_learning_rate
@@ -136,24 +137,11 @@ class TrainerSettings(Section):
     # optimizer state split over the data-parallel replicas
     distributed_optimizer: Annotated[bool, Flag(megatron="use_distributed_optimizer")] = False
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        found = [violation(name, getattr(self, name), fix) for name, fix in setting_conflicts(self)]
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from ((name, getattr(self, name), fix) for name, fix in setting_conflicts(self))
         final = self.final_learning_rate
         if final is not None and final > self.learning_rate:
-            fix = f"must lie between 0 and trainer.learning_rate = {self.learning_rate!r}"
-            found.append(violation("final_learning_rate", final, fix))
-        if found:
-            raise ValidationError.from_exception_data("trainer", found)
-        return self
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Strict: an unknown key is a ConfigError, and so is what a run's config would be refused for, in its words."""
-        try:
-            return cls.model_validate(dict(data))
-        except ValidationError as error:
-            raise config_error(error, cls, ("trainer",)) from None
+            yield "final_learning_rate", final, f"must lie between 0 and trainer.learning_rate = {self.learning_rate!r}"
 
     @classmethod
     def flags(cls) -> dict[str, Flag]:
@@ -228,71 +216,63 @@ class TrainerSection(TrainerSettings):
         return self.needs_reference or self.reference_samples > 0
 
 
-def setting_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
+def setting_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     """(setting, how to mend it) for each setting that contradicts another; the single values are known to be valid."""
-    found = [*_kl_conflicts(trainer), *_loss_conflicts(trainer), *_stream_conflicts(trainer)]
-    return found + _ratio_conflicts(trainer)
+    for group in (_kl_conflicts, _loss_conflicts, _stream_conflicts, _ratio_conflicts):
+        yield from group(trainer)
 
 
-def _kl_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
-    found = []
+def _kl_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if trainer.kl_in_reward:
         if OBJECTIVES[trainer.objective].advantage not in ("returns", "gae"):
             fix = f"needs rewards per token (ppo, reinforce++); with {trainer.objective} the KL belongs in the loss: false"
-            found.append(("kl_in_reward", fix))
+            yield "kl_in_reward", fix
         if trainer.kl_coefficient == 0:
-            found.append(("kl_in_reward", "needs trainer.kl_coefficient above 0"))
+            yield "kl_in_reward", "needs trainer.kl_coefficient above 0"
         if trainer.kl_estimator != "k1":
-            found.append(("kl_estimator", "must be 'k1' with trainer.kl_in_reward"))
+            yield "kl_estimator", "must be 'k1' with trainer.kl_in_reward"
     elif trainer.kl_coefficient > 0 and trainer.kl_estimator == "k1":
         fix = "the gradient of k1 as a loss has the mean 0, so it pulls nowhere; use 'k2' or 'k3', or trainer.kl_in_reward"
-        found.append(("kl_estimator", fix))
-    return found
+        yield "kl_estimator", fix
 
 
-def _loss_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
-    found = []
+def _loss_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if OBJECTIVES[trainer.objective].sequence_ratio and trainer.loss not in (None, "sequence-mean"):
         fix = f"{trainer.objective} is defined over whole sequences: leave it out, or 'sequence-mean'"
-        found.append(("loss", fix))
+        yield "loss", fix
     for name, (default, readers) in USED_BY.items():
         if trainer.objective not in readers and getattr(trainer, name) != default:
-            found.append((name, f"is read by {' and '.join(readers)} only; leave it out with {trainer.objective}"))
-    return found
+            yield name, f"is read by {' and '.join(readers)} only; leave it out with {trainer.objective}"
 
 
-def _ratio_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
-    found = []
+def _ratio_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if trainer.dual_clip is not None and trainer.minibatches == 1 and trainer.ratio_to == "trainer":
         fix = "bounds a ratio that is exactly 1 with one mini-batch: set trainer.ratio_to = 'rollout', or more mini-batches"
-        found.append(("dual_clip", fix))
+        yield "dual_clip", fix
     if trainer.tis_mode != "mask":
         if trainer.tis_floor > 0:
-            found.append(("tis_floor", "is read with trainer.tis_mode = 'mask' only; leave it out"))
+            yield "tis_floor", "is read with trainer.tis_mode = 'mask' only; leave it out"
         if trainer.ratio_to == "rollout" and trainer.tis_cap != TIS_CAP:
             fix = "weighs nothing where the ratio is to the rollout itself: leave it out, or set trainer.tis_mode = 'mask'"
-            found.append(("tis_cap", fix))
+            yield "tis_cap", fix
     elif trainer.tis_floor >= trainer.tis_cap:
-        found.append(("tis_floor", f"must be below trainer.tis_cap = {trainer.tis_cap:g}: no token would be left"))
+        yield "tis_floor", f"must be below trainer.tis_cap = {trainer.tis_cap:g}: no token would be left"
     if trainer.lr_decay != "linear" and trainer.final_learning_rate is None:
-        found.append(("lr_decay", "is the way to trainer.final_learning_rate: set that too, or leave this out"))
-    return found
+        yield "lr_decay", "is the way to trainer.final_learning_rate: set that too, or leave this out"
 
 
-def _stream_conflicts(trainer: TrainerSettings) -> list[tuple[str, str]]:
-    found = []
+def _stream_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if trainer.stream:
         if OBJECTIVES[trainer.objective].advantage == "returns":
             fix = (
                 f"{trainer.objective} normalises over the whole batch, so nothing can be trained on before it is: false"
             )
-            found.append(("stream", fix))
+            yield "stream", fix
         elif whitens_advantages(trainer.objective, normalize=trainer.normalize_advantage):
             fix = "must be false with trainer.stream: ppo would whiten advantages over a batch that is not there yet"
-            found.append(("normalize_advantage", fix))
+            yield "normalize_advantage", fix
         if trainer.minibatches > 1:
             fix = "must be 1 with trainer.stream: mini-batches are drawn from the whole batch"
-            found.append(("minibatches", fix))
+            yield "minibatches", fix
     elif trainer.grad_offload:
-        found.append(("grad_offload", "is for the pauses of a stream: set trainer.stream, or leave it out"))
-    return found
+        yield "grad_offload", "is for the pauses of a stream: set trainer.stream, or leave it out"

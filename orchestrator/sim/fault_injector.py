@@ -22,31 +22,28 @@ calls: the loop makes that order a function of the seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.api import (
+    CollectiveTrainer,
+    CollectiveWorker,
     Completion,
     Environment,
-    GenerationRequest,
-    KvMove,
-    KvMoved,
+    KvWorker,
     ManagedWorker,
-    Meeting,
     Observation,
     Prompt,
-    PublishResult,
     RetryableError,
     RewardFunction,
+    RolloutWorker,
     StepResult,
     Task,
-    TrainBatch,
-    TrainMetrics,
+    Trainer,
     TrainSample,
     Trajectory,
     TrajectoryError,
     UpdateResult,
-    WorkerStats,
 )
 from orchestrator.config import Config
 from orchestrator.events import EventLog
@@ -57,6 +54,7 @@ from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.twins import SimTrainer, ToolHost
 
 T = TypeVar("T")
+Given = ParamSpec("Given")
 
 CALL = ("crash", "delay", "drop", "duplicate")
 EPISODE = ("crash", "delay", "drop", "duplicate", "cancel")
@@ -183,6 +181,19 @@ def _same(before: int, now: int, where: str) -> None:
         raise RetryableError(f"{where}: the process died while the call was on its way")
 
 
+def _struck(
+    declared: Callable[Concatenate[Any, Given], Awaitable[T]], possible: Sequence[str] = CALL
+) -> Callable[Concatenate[Any, Given], Coroutine[Any, Any, T]]:
+    """A method of a port, asked of what is inside, by ``_call``: a fault may strike it."""
+    name = declared.__name__
+
+    async def method(self: Any, /, *args: Given.args, **kwargs: Given.kwargs) -> T:
+        answer: T = await self._call(name, lambda: getattr(self._inner, name)(*args, **kwargs), possible)
+        return answer
+
+    return method
+
+
 class FaultyWorker:
     """A ManagedWorker around a :class:`SimWorker`."""
 
@@ -214,17 +225,16 @@ class FaultyWorker:
             f"worker.{name}", possible, act, crash or inner.die, lambda: inner.incarnation
         )
 
-    async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        await self._call("add", lambda: self._inner.add(requests))
-
-    async def abort(
-        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
-    ) -> None:
-        inner = self._inner
-        await self._call("abort", lambda: inner.abort(request_ids, trajectories=trajectories, groups=groups))
-
-    async def prioritize(self, priorities: Mapping[str, int]) -> None:
-        await self._call("prioritize", lambda: self._inner.prioritize(priorities))
+    add = _struck(RolloutWorker.add)
+    abort = _struck(RolloutWorker.abort)
+    prioritize = _struck(RolloutWorker.prioritize)
+    suspend = _struck(RolloutWorker.suspend)
+    prepare = _struck(RolloutWorker.prepare)
+    receive = _struck(CollectiveWorker.receive)
+    kv_place = _struck(KvWorker.kv_place)
+    fetch_kv = _struck(KvWorker.fetch_kv)
+    resume = _struck(RolloutWorker.resume)
+    stats = _struck(RolloutWorker.stats, NO_TWICE)
 
     async def completions(self) -> list[Completion]:
         """See the protocol. A duplicate delivers an earlier completion again, beside the new ones."""
@@ -244,24 +254,6 @@ class FaultyWorker:
         self._delivered = answer
         return answer
 
-    async def suspend(self) -> None:
-        await self._call("suspend", self._inner.suspend)
-
-    async def prepare(self, version: int) -> None:
-        await self._call("prepare", lambda: self._inner.prepare(version))
-
-    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
-        """See :class:`orchestrator.api.CollectiveWorker`."""
-        return await self._call("receive", lambda: self._inner.receive(version, meetings, place, limit))
-
-    async def kv_place(self) -> str:
-        """See :class:`orchestrator.api.KvWorker`."""
-        return await self._call("kv_place", self._inner.kv_place)
-
-    async def fetch_kv(self, move: KvMove) -> KvMoved:
-        """See :class:`orchestrator.api.KvWorker`."""
-        return await self._call("fetch_kv", lambda: self._inner.fetch_kv(move))
-
     async def update(self, version: int) -> UpdateResult:
         """See the protocol. A crash kills the worker, or leaves it with half-loaded weights."""
 
@@ -272,12 +264,6 @@ class FaultyWorker:
                 self._inner.spoil_weights()
 
         return await self._call("update", lambda: self._inner.update(version), crash=crash)
-
-    async def resume(self) -> None:
-        await self._call("resume", self._inner.resume)
-
-    async def stats(self) -> WorkerStats:
-        return await self._call("stats", self._inner.stats, NO_TWICE)
 
     async def restart(self) -> None:
         self._delivered = []
@@ -339,11 +325,13 @@ class FaultyTrainer:
         self._inner = inner
         self._faults = faults
 
-    async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = TRAINER) -> T:
+    async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str]) -> T:
         return await self._faults.call_port(f"trainer.{name}", possible, act, self._inner.die, lambda: 0)
 
-    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        return await self._call("train_step", lambda: self._inner.train_step(batch))
+    train_step = _struck(Trainer.train_step, TRAINER)
+    publish = _struck(Trainer.publish, PUBLISH)
+    send = _struck(CollectiveTrainer.send, TRAINER)
+    save = _struck(Trainer.save, TRAINER)
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
         """See the protocol. A dropped feed is answered and lost: it was a hint."""
@@ -355,16 +343,6 @@ class FaultyTrainer:
             await self._inner.feed(samples, version)
 
         await self._faults.inject_fault(kind, "trainer.feed", act, self._inner.die, lambda: 0)
-
-    async def publish(self) -> PublishResult:
-        return await self._call("publish", self._inner.publish, PUBLISH)
-
-    async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
-        """See :class:`orchestrator.api.CollectiveTrainer`."""
-        return await self._call("send", lambda: self._inner.send(receivers, limit, anew))
-
-    async def save(self, folder: str) -> None:
-        await self._call("save", lambda: self._inner.save(folder))
 
     async def load(self, folder: str) -> int:
         return await self._inner.load(folder)

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import orchestrator.transfer.version_leases as leases
-from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
+from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey
 from orchestrator.transfer.bucket import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
 from orchestrator.transfer.job_head import FULL, JobHead, PublishAttempt, PublishedVersion, decode_head, head_key
 from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
@@ -133,18 +133,14 @@ class Subscriber:
         """
         self.hold(-1)
 
-    def fetch(self, manifest: WeightManifest) -> Iterator[tuple[ShardKey, Bytes]]:
-        """Yield every shard of a full snapshot, bucket by bucket, each bucket verified as a whole before its first shard.
-
-        A later bucket may still fail: use :meth:`fetch_all` where nothing may be applied unless all is right.
-        """
-        stored = self._stored(manifest)
-        _require_full(stored)
-        by_bucket = _by_bucket(stored, range(len(stored.shards)))
-        for bucket, numbers in sorted(by_bucket.items()):
-            data = self._read(self._bucket_key(stored, bucket), stored.buckets[bucket])
-            for number, view in self._open_bucket(stored, bucket, numbers, data):
-                yield stored.shards[number], self._decoded(stored, number, view)
+    def fetch(self, manifest: StoredManifest) -> Iterator[tuple[ShardKey, Bytes]]:
+        """Yield every shard of a full snapshot, bucket by bucket, each bucket verified as a whole before its first shard: a later
+        one may still fail."""
+        _require_full(manifest)
+        for bucket, numbers in sorted(_by_bucket(manifest, range(len(manifest.shards))).items()):
+            data = self._read(self._bucket_key(manifest, bucket), manifest.buckets[bucket])
+            for number, view in self._open_bucket(manifest, bucket, numbers, data):
+                yield manifest.shards[number], self._decoded(manifest, number, view)
 
     def fetch_shards(self, manifest: StoredManifest, needed: Collection[int]) -> Iterator[tuple[int, Bytes]]:
         """Yield (place in ``manifest.shards``, its bytes as stored, encoded) of these shards and no others.
@@ -179,10 +175,6 @@ class Subscriber:
         for number, view in self.fetch_shards(manifest, assembler.needed):
             yield from assembler.add(number, self._decoded(manifest, number, view))
 
-    def fetch_all(self, manifest: WeightManifest) -> list[tuple[ShardKey, Bytes]]:
-        """Every tensor, or an error and nothing. Holds the whole version in memory."""
-        return list(self.fetch(manifest))
-
     def close(self) -> None:
         """Idempotent. Arrays that were handed out stay valid. The lease, if there is one, stays until it runs out."""
         self._pool.close()
@@ -194,15 +186,6 @@ class Subscriber:
     def _head(self) -> JobHead:
         present = self._metadata.get(head_key(self._endpoint.job))
         return JobHead() if present is None else decode_head(present[0])
-
-    def _stored(self, manifest: WeightManifest) -> StoredManifest:
-        """A manifest that crossed a process border as the plain contract type is looked up again."""
-        if isinstance(manifest, StoredManifest):
-            return manifest
-        stored = self.manifest(manifest.version)
-        if stored.checksum != manifest.checksum:
-            raise RelayError("missing", f"version {manifest.version} was published again since the manifest was read")
-        return stored
 
     def _read_manifest(self, found: PublishedVersion) -> StoredManifest:
         attempt, job = found.attempt, self._endpoint.job

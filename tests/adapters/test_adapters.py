@@ -386,6 +386,6 @@ def test_verl_finds_every_name_of_the_page_and_starts_no_server_of_its_own(verls
 
 
 def test_the_settings_of_the_page_are_read() -> None:
-    assert SideSettings.parse(settings(), "x").config().rollout.workers == 1
+    assert SideSettings.model_validate(settings()).config().rollout.workers == 1
     served = settings(workers="", rollout={"served": ["http://127.0.0.1:8000"]})
-    assert SideSettings.parse(served, "x").config().rollout.served == ("http://127.0.0.1:8000",)
+    assert SideSettings.model_validate(served).config().rollout.served == ("http://127.0.0.1:8000",)

@@ -226,7 +226,7 @@ def test_a_trajectory_that_is_stale_is_evicted_and_its_program_killed(tmp_path: 
         (["task.agent.response_tokens=96"], r"task\.agent\.response_tokens"),
         (["task.agent.tokenizer=nowhere"], r"task\.agent\.tokenizer"),
         (["task.agent.comand=['x']"], "no such key"),
-        (["task.name=nim"], "agent: only for name"),
+        (["task.name=nim"], "only for name"),
         (["model.path=somewhere"], "tokenizer of model.path"),
         (["environment.backend=subprocess"], "sandbox of its own"),
         (["context.strategy=restart"], "its own affair"),

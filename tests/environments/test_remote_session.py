@@ -89,7 +89,7 @@ class EchoProxy:
 
 
 def subprocesses(**options: Any) -> SubprocessBackend:
-    return SubprocessBackend("misbehaving:MisbehavingTask", {}, **{"memory_mb": 2048, **options})
+    return SubprocessBackend("misbehaving:MisbehavingTask", {}, limits={"memory_mb": 2048, **options})
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,7 @@ def test_weights_on_a_relay_of_an_earlier_version_are_fetched(made: Path) -> Non
     subscriber = Subscriber(endpoint, relay, metadata, codec=DeltaCodec())
     full, change = subscriber.chain(1)
     assert [f"{full.content():016x}", f"{change.content():016x}"] == said["contents"]
-    ((_, held),) = subscriber.fetch_all(full)
+    ((_, held),) = subscriber.fetch(full)
     base = held.copy()
     assert base.tobytes() == (folder / "old.bin").read_bytes()
     for number, data in subscriber.fetch_shards(change, range(len(change.shards))):

@@ -105,7 +105,7 @@ def test_weights_are_published_bit_for_bit(built: learner.Learner, tmp_path: Pat
         assert result.version == version
     subscriber = Subscriber(RelayEndpoint.from_dict(RELAY))
     assert subscriber.latest_version() == 5
-    fetched = {key.tensor: bytes(data) for key, data in subscriber.fetch_all(subscriber.manifest(5))}
+    fetched = {key.tensor: bytes(data) for key, data in subscriber.fetch(subscriber.manifest(5))}
     assert fetched == {name: value.numpy().tobytes() for name, value in hf_bridge.export_hf(built.chunks)}
     assert all(len(data) > 0 for data in fetched.values())
     subscriber.close()
@@ -135,7 +135,7 @@ def test_padding_of_the_vocabulary_is_not_published(built: learner.Learner, tmp_
         whole = dict(hf_bridge.export_hf(built.chunks))
         subscriber = Subscriber(RelayEndpoint.from_dict(relay))
         fetched = {
-            key.tensor: (key.global_shape, bytes(data)) for key, data in subscriber.fetch_all(subscriber.manifest(1))
+            key.tensor: (key.global_shape, bytes(data)) for key, data in subscriber.fetch(subscriber.manifest(1))
         }
         subscriber.close()
     finally:

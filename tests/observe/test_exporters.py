@@ -80,7 +80,7 @@ def test_what_a_resume_took_back_is_forgotten(tmp_path: Path, events: list[dict[
 
 
 def test_without_the_package_a_run_says_so_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporters, "is_installed", lambda module: False)
+    monkeypatch.setattr(run_view, "is_installed", lambda module: False)
     said: list[str] = []
 
     async def scenario() -> None:
@@ -189,17 +189,6 @@ def test_an_exporter_that_fails_is_said_once_and_asked_no_more(where: str) -> No
         time.sleep(0.001)
     beside.close(5)
     assert said == ["test failed (ValueError: no such project); the run goes on without it"]
-
-
-def test_what_is_switched_on_and_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporters, "is_installed", lambda module: False)
-    exporters.check_exporters(LoggingSection())
-    for field, settings in (
-        ("wandb", {"wandb": {"enabled": True}}),
-        ("otlp", {"otlp": {"endpoint": "http://127.0.0.1:4318"}}),
-    ):
-        with pytest.raises(ConfigError, match=rf"logging\.{field}.*pip install rl-coserve\[{field}\]"):
-            exporters.check_exporters(LoggingSection.model_validate(settings))
 
 
 def test_nothing_of_this_machine_is_given_to_others() -> None:

@@ -68,8 +68,8 @@ def test_the_picture_of_a_long_run_with_many_trajectories_is_small(tmp_path: Pat
     picture = json.dumps(state.shown(), allow_nan=False)
     assert len(picture) < 120_000
     shown = state.shown()
-    assert len(shown["reward"]) <= POINTS + 1
-    assert shown["reward"][-1][0] == 19_997
+    assert len(shown["curves"][0]["points"]) <= POINTS + 1
+    assert shown["curves"][0]["points"][-1][0] == 19_997
     assert len(shown["incidents"]) == INCIDENTS
     assert sum(map(len, shown["timeline"]["lanes"].values())) <= 3 * STAGES
     assert len(state.figures.incidents_total) <= 51
@@ -85,7 +85,7 @@ STEP: dict[str, Any] = {
 def test_not_a_number_is_shown_as_nothing(tmp_path: Path) -> None:
     state = RunState(tmp_path)
     state.take({**STEP, "t": 1.0, "step": 0})
-    assert json.loads(json.dumps(state.shown(), allow_nan=False))["reward"] == [[1, None, 0.5]]
+    assert json.loads(json.dumps(state.shown(), allow_nan=False))["curves"][0]["points"] == [[1, None]]
 
 
 def test_a_curve_keeps_its_ends_and_forgets_what_was_rolled_back() -> None:

@@ -131,7 +131,7 @@ def test_requests_in_flight_go_on_in_the_new_engines_with_the_tokens_they_have(a
         await asyncio.sleep(after)
         done = [await rig.resizing.reshape(2)]
         assert [worker.ranks for worker in rig.workers] == [2, 0, 2, 0]
-        assert (rig.resizing.tp, rig.resizing.engines, rig.resizing.devices) == (2, 2, 4)
+        assert (rig.resizing.layout.tp, rig.resizing.engines) == (2, 2)
         assert len(rig.proxy.loads()) == 2
         assert rig.proxy.waiting_for == "", "nobody waits for a parked worker"
         rig.ask(5, "u")
@@ -165,7 +165,7 @@ def test_when_an_engine_does_not_come_up_in_the_new_layout_all_go_back_to_the_ol
         assert "worker-2 has no memory for TP 2" in done.error
         assert done.seconds >= 2.0
         assert [worker.ranks for worker in rig.workers] == [1, 1, 1, 1]
-        assert rig.resizing.tp == 1
+        assert rig.resizing.layout.tp == 1
         await rig.check()
 
     run(main())
@@ -225,7 +225,7 @@ def test_a_plan_that_changes_only_the_experts_starts_the_engines_anew_and_loses_
         await asyncio.sleep(0.02)
         done.append(await rig.resizing.reshape(EngineLayout(2, 2)))
         assert [(worker.ranks, worker.expert_ranks) for worker in rig.workers] == [(2, 2), (0, 1), (2, 2), (0, 1)]
-        assert (rig.resizing.layout, rig.resizing.tp) == (EngineLayout(2, 2), 2)
+        assert rig.resizing.layout == EngineLayout(2, 2)
         rig.ask(5, "u")
         done.append(await rig.resizing.reshape(EngineLayout(2, 2)))
         assert [worker.starts for worker in rig.workers] == [2, 0, 2, 0], "the same layout again: nobody is started"

@@ -326,8 +326,8 @@ ON = "rollout.rounds.enabled=true"
         ([ON, "rollout.redundant_groups=1.5"], "rollout.redundant_groups", "eta_prompts"),
         ([ON, "rollout.redundant_members=1.5"], "rollout.redundant_members", "eta_responses"),
         ([ON, "rollout.rounds.max_active=9"], "rollout.rounds.max_active", "10 over all workers"),
-        ([ON, "filters.balance=task"], "config", "filters.balance"),
-        ([ON, "rollout.environments=8"], "config", "rollout.rounds.eta_responses"),
+        ([ON, "filters.balance=task"], "filters.balance", "takes the first ones"),
+        ([ON, "rollout.environments=8"], "rollout.environments", "rollout.rounds.eta_responses"),
     ],
 )
 def test_what_no_round_could_do_is_one_clear_error(overrides: list[str], field: str, says: str) -> None:

@@ -38,9 +38,9 @@ elif sys.stdin.readline().split()[0] == "quit":
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["reward.judge.path=model"], "criterion: a judge needs one"),
-        ([*OWN, "reward.judge.url='http://x/v1'", "reward.judge.model=m"], "path: is for a judge that the run starts"),
-        ([*OWN, "reward.judge.structured=true"], "structured: the run's own judge enforces no form"),
+        (["reward.judge.path=model"], "criterion = .*: a judge needs one"),
+        ([*OWN, "reward.judge.url='http://x/v1'", "reward.judge.model=m"], "is for a judge that the run starts"),
+        ([*OWN, "reward.judge.structured=true"], "the run's own judge enforces no form"),
         ([*OWN, "reward.timeout=adaptive"], "a judge has no test cases"),
         ([*OWN, "reward.judge.streamed.device=gpu"], "reward.judge.streamed.device"),
         ([*OWN, "reward.judge.streamed.mps_share=0"], "reward.judge.streamed.mps_share"),

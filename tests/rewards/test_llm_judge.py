@@ -201,8 +201,8 @@ def test_a_task_without_text_of_its_own_is_shown_in_its_words() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["reward.judge.url='http://x/v1'", "reward.judge.criterion=c"], "model: a judge needs one"),
-        (["reward.judge.url='http://x/v1'", "reward.judge.model=m"], "criterion: a judge needs one"),
+        (["reward.judge.url='http://x/v1'", "reward.judge.criterion=c"], "model = .*: a judge needs one"),
+        (["reward.judge.url='http://x/v1'", "reward.judge.model=m"], "criterion = .*: a judge needs one"),
         (["reward.judge.low=10"], "must be above low"),
         (["reward.votes=4"], "must be odd"),
     ],

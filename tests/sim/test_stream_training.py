@@ -346,7 +346,7 @@ def test_a_filter_without_its_limit_would_never_end(monkeypatch: pytest.MonkeyPa
         settled += 1
         if settled > 2000:
             raise RunError("still collecting")
-        self._filtered = 0
+        self.filtered_groups = 0
         honest(self, group)
 
     monkeypatch.setattr(SimReward, "score", score)

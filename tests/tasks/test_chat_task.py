@@ -219,7 +219,7 @@ def test_a_task_that_no_tokenizer_can_speak_is_refused(folder: Path, overrides: 
 
 
 def test_a_tokenizer_is_named_and_has_a_template(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"chat\.tokenizer: name the folder"):
+    with pytest.raises(ConfigError, match=r"^task\.chat\.tokenizer = .*: name the folder"):
         load_config(None, ["task.name=nim", "task.chat.system=Hello"])
     with pytest.raises(ConfigError, match=r"^task\.chat\.tokenizer = .*no folder"):
         make(tmp_path / "none", "task.name=nim")
@@ -270,5 +270,5 @@ def test_a_data_set_of_reasoning_gym_takes_its_own_options() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"^task\.dataset_options = .*{words}"):
             registry.make("reasoning_gym", 5, dataset="chain_sum", dataset_options=wrong)
-    with pytest.raises(ConfigError, match=r"dataset_options: only for name = 'reasoning_gym'"):
+    with pytest.raises(ConfigError, match=r"dataset_options = .*: only for name = 'reasoning_gym'"):
         load_config(None, ["task.name=nim", "task.dataset_options={max_terms=2}"])

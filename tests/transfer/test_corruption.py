@@ -127,11 +127,11 @@ def test_a_flipped_bit_on_the_relay_stops_the_fetch_before_its_bucket(rig: Rig, 
     assert taken == [number for number in (0, 0, 1, 1, 2, 2) if number < bucket]
 
 
-def test_fetch_all_gives_nothing_when_the_last_bucket_is_wrong(rig: Rig) -> None:
+def test_a_fetch_of_all_gives_nothing_when_the_last_bucket_is_wrong(rig: Rig) -> None:
     rig.replace(2, flipped(rig.object(2), 900))
     got = None
     with pytest.raises(CorruptWeightsError):
-        got = rig.subscriber.fetch_all(rig.subscriber.manifest(2))
+        got = list(rig.subscriber.fetch(rig.subscriber.manifest(2)))
     assert got is None
 
 
@@ -160,7 +160,7 @@ def test_an_object_of_another_size_is_refused_before_memory_is_taken(
 def test_a_transfer_that_ends_early_is_refused(rig: Rig) -> None:
     """The buffer still holds the end of what was read into it before: exactly the right bytes, by chance."""
     manifest = rig.subscriber.manifest(2)
-    assert len(rig.subscriber.fetch_all(manifest)) == 6
+    assert len(list(rig.subscriber.fetch(manifest))) == 6
 
     class Short(RelayTwin):
         def get_into(self, key: str, buffer: memoryview) -> int:
@@ -169,7 +169,7 @@ def test_a_transfer_that_ends_early_is_refused(rig: Rig) -> None:
     relay = Short()
     relay._shared = rig.relay._shared
     with pytest.raises(CorruptWeightsError) as caught:
-        Subscriber(ENDPOINT, relay, rig.metadata).fetch_all(manifest)
+        list(Subscriber(ENDPOINT, relay, rig.metadata).fetch(manifest))
     assert caught.value.reason == "truncated"
 
 

@@ -95,7 +95,7 @@ def test_versions_travel_through_a_file_system(url: str, monkeypatch: pytest.Mon
     broken = next(path for path in fs.find(root) if "/3/full/0" in path)
     fs.pipe_file(broken, fs.cat_file(broken)[:-1] + b"\xff")
     with pytest.raises(CorruptWeightsError):
-        subscriber.fetch_all(subscriber.manifest(3))
+        list(subscriber.fetch(subscriber.manifest(3)))
 
 
 # --- on a real file system

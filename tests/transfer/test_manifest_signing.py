@@ -92,7 +92,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def fetched(subscriber: Subscriber, version: int) -> bytes:
-    ((_, data),) = subscriber.fetch_all(subscriber.manifest(version))
+    ((_, data),) = subscriber.fetch(subscriber.manifest(version))
     return data.tobytes()
 
 
@@ -138,7 +138,7 @@ def test_a_forged_bucket_whose_checksums_all_fit_is_refused_and_the_next_version
     job.set_head(honest_head)
     manifest = job.subscriber.manifest(1)
     with pytest.raises(CorruptWeightsError):
-        job.subscriber.fetch_all(manifest)
+        list(job.subscriber.fetch(manifest))
     job.publish(2)  # the run goes on
     assert fetched(job.subscriber, 2) == values(2).tobytes()
 
@@ -154,7 +154,7 @@ def test_a_bucket_that_was_changed_with_its_own_checksum_and_digests_fitting_is_
     job.relay.tamper(bucket, bytes(data))
     monkeypatch.setattr("orchestrator.transfer.subscriber.open_bucket", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(CorruptWeightsError, match="not what was signed"):
-        job.subscriber.fetch_all(job.subscriber.manifest(0))
+        list(job.subscriber.fetch(job.subscriber.manifest(0)))
 
 
 @pytest.mark.parametrize("place", [0, 8, 71, 72, 90, -1])

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.api import ConfigError
 from orchestrator.hooks import tested_versions
 from orchestrator.hooks.patch_register import Patch, PatchRegister
-from orchestrator.hooks.signatures import SourceTree, missing_names, signature_mismatches
+from orchestrator.hooks.signatures import missing_names, signature_mismatches
 from orchestrator.hooks.tested_versions import (
     COMPONENTS,
     PYTHON,
@@ -22,7 +22,7 @@ from orchestrator.hooks.tested_versions import (
     find_version,
     parse_release,
 )
-from scripts.vllm_sources import imported_names
+from scripts.vllm_sources import SignatureTree, imported_names
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ _TARGETS = (
 
 
 @pytest.fixture
-def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceTree:
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SignatureTree:
     """A small engine, to be imported and to be read."""
     for name, text in _SOURCES.items():
         file = tmp_path / name
@@ -217,11 +217,11 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceTree:
     for name in [name for name in sys.modules if name.split(".")[0] == "zoo_rl"]:
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
-    return SourceTree.installed(tmp_path)
+    return SignatureTree.installed(tmp_path)
 
 
 @pytest.mark.parametrize("target", _TARGETS)
-def test_reading_a_signature_gives_what_importing_it_gives(zoo: SourceTree, target: str) -> None:
+def test_reading_a_signature_gives_what_importing_it_gives(zoo: SignatureTree, target: str) -> None:
     read = zoo.parameters(target)
     required = tuple(parameter.name for parameter in read if parameter.required)
     everything = tuple(parameter.name for parameter in read)
@@ -229,17 +229,17 @@ def test_reading_a_signature_gives_what_importing_it_gives(zoo: SourceTree, targ
     assert not signature_mismatches({target: required})
     if required:  # exactly those: one fewer is a difference, in both ways of looking
         fewer = {target: required[:-1]}
-        assert len(signature_mismatches(fewer)) == len(signature_mismatches(fewer, zoo)) == 1
+        assert len(signature_mismatches(fewer)) == len(signature_mismatches(fewer, zoo.parameters)) == 1
     more = {target: (*everything, "another")}
-    assert len(signature_mismatches(more)) == len(signature_mismatches(more, zoo)) == 1
+    assert len(signature_mismatches(more)) == len(signature_mismatches(more, zoo.parameters)) == 1
 
 
-def test_what_is_not_in_the_sources_is_a_mismatch_and_no_error(zoo: SourceTree) -> None:
+def test_what_is_not_in_the_sources_is_a_mismatch_and_no_error(zoo: SignatureTree) -> None:
     targets = dict.fromkeys(("gone:x", "zoo_rl:Dog", "zoo_rl:Cat.bark", "zoo_rl:TYPE", "zoo_rl:Cat.walk.deeper"), ())
-    assert [mismatch.target for mismatch in signature_mismatches(targets, zoo)] == list(targets)
+    assert [mismatch.target for mismatch in signature_mismatches(targets, zoo.parameters)] == list(targets)
 
 
-def test_names_are_found_where_a_reader_would_find_them(zoo: SourceTree) -> None:
+def test_names_are_found_where_a_reader_would_find_them(zoo: SignatureTree) -> None:
     there = ("zoo_rl:TYPE", "zoo_rl:Kitten.name", "zoo_rl:Kitten._age", "zoo_rl:Cat.legs", "zoo_rl:Kitten.tired")
     there += ("zoo_rl.food:", "zoo_rl:food", "zoo_rl:Cat.age", "zoo_rl.animals:Animal")
     gone = ("zoo_rl:Cat.tired", "zoo_rl:Cat.tail", "zoo_rl.drinks:", "zoo_rl:drinks")

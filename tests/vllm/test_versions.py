@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.hooks.signatures import SourceTree, signature_mismatches
+from orchestrator.hooks.signatures import signature_mismatches
 from orchestrator.hooks.tested_versions import VLLM, find_version
 from vllm_rlplugin import hookpoints
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
@@ -41,20 +41,20 @@ vllm_sources = _load_script()
 
 
 @pytest.fixture(scope="module")
-def installed() -> SourceTree:
+def installed() -> vllm_sources.SignatureTree:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    return SourceTree.installed(Path(spec.origin).parent.parent)
+    return vllm_sources.SignatureTree.installed(Path(spec.origin).parent.parent)
 
 
 @pytest.fixture(scope="module")
-def other() -> SourceTree:
+def other() -> vllm_sources.SignatureTree:
     """The sources of the supported version that is not installed."""
     sources = vllm_sources.Sources(vllm_sources.OTHER_VERSION, vllm_sources.default_cache())
     try:
         sources.read("vllm/version.py")
-        tree = SourceTree(sources.read)
+        tree = vllm_sources.SignatureTree(sources.read)
         tree.has("vllm.v1.request:Request")
     except vllm_sources.UnavailableError as error:
         pytest.skip(f"sources of vLLM {vllm_sources.OTHER_VERSION}: {error}")
@@ -91,16 +91,16 @@ def test_a_server_that_says_again_what_is_live_reads_no_source_again(monkeypatch
     assert "Scheduler.add_request" in differs, "what can change in a process is looked at again"
 
 
-def test_every_hook_and_import_is_in_the_installed_sources(installed: SourceTree) -> None:
+def test_every_hook_and_import_is_in_the_installed_sources(installed: vllm_sources.SignatureTree) -> None:
     assert vllm_sources.differences(installed) == []
 
 
-def test_every_hook_and_import_is_in_the_sources_of_the_other_version(other: SourceTree) -> None:
+def test_every_hook_and_import_is_in_the_sources_of_the_other_version(other: vllm_sources.SignatureTree) -> None:
     assert vllm_sources.differences(other) == []
 
 
 @pytest.mark.engine
-def test_sources_and_import_give_the_same_parameters(installed: SourceTree) -> None:
+def test_sources_and_import_give_the_same_parameters(installed: vllm_sources.SignatureTree) -> None:
     """So that what is read of the other version is what importing it would find."""
     prepare_process(1)
     for target, expected in hookpoints.HOOKS.items():
@@ -109,7 +109,7 @@ def test_sources_and_import_give_the_same_parameters(installed: SourceTree) -> N
         assert [name for name in names if name in expected] == list(expected)
 
 
-def test_a_hook_that_was_renamed_or_changed_is_named(installed: SourceTree) -> None:
+def test_a_hook_that_was_renamed_or_changed_is_named(installed: vllm_sources.SignatureTree) -> None:
     """The comparison of the other version can fail: the same sources, with upstream changes made in them."""
     scheduler = "vllm/v1/core/sched/scheduler.py"
     changes = {
@@ -129,7 +129,7 @@ def test_a_hook_that_was_renamed_or_changed_is_named(installed: SourceTree) -> N
             text = text.replace(old, new)
         return text
 
-    found = vllm_sources.differences(SourceTree(read))
+    found = vllm_sources.differences(vllm_sources.SignatureTree(read))
     for part in (
         "Scheduler._preempt_request: expected parameters",
         "where tenant is new and has no default",
@@ -141,7 +141,7 @@ def test_a_hook_that_was_renamed_or_changed_is_named(installed: SourceTree) -> N
 
 
 def test_a_file_that_is_gone_is_a_difference_and_no_error() -> None:
-    found = vllm_sources.differences(SourceTree(lambda path: None))
+    found = vllm_sources.differences(vllm_sources.SignatureTree(lambda path: None))
     assert len(found) >= len(hookpoints.HOOKS) + len(hookpoints.attribute_targets())
 
 
@@ -197,12 +197,12 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Index]]:
 
 
 def test_only_the_files_that_are_needed_are_read_and_only_once(index: type[_Index], tmp_path: Path) -> None:
-    tree = SourceTree(vllm_sources.Sources("9.9", tmp_path).read)
+    tree = vllm_sources.SignatureTree(vllm_sources.Sources("9.9", tmp_path).read)
     assert [parameter.name for parameter in tree.parameters("vllm.two:one")] == ["a", "b"]
     assert not tree.has("vllm.three:x")
     assert 0 < index.sent < len(index.data) / 2
     index.sent = 0
-    again = SourceTree(vllm_sources.Sources("9.9", tmp_path).read)
+    again = vllm_sources.SignatureTree(vllm_sources.Sources("9.9", tmp_path).read)
     assert again.has("vllm.two:one")
     assert not again.has("vllm.three:x")
     assert index.sent == 0

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from orchestrator.observe.curves import HEALTH, QUANTITIES, quantity_of
 from orchestrator.observe.event_records import ENDS, Evaluation, LedgerCounts, Step
 from orchestrator.observe.report.page_text import count, duration, interval, percent, significant
 from orchestrator.observe.report.plots import Drawing, LegendItem, Margins, Point, Size, spread
@@ -61,9 +62,10 @@ def success(run: RunLog, size: Size) -> str:
     if not shown:
         return ""
     about = "; ".join(f"step {item.step}: {percent(item.value)} ({interval(item.low, item.high)})" for item in shown)
-    plot = Drawing(size.width, 320 if size.narrow else 300, "Success on held-out prompts over training steps", about)
+    quantity = QUANTITIES["success"]
+    plot = Drawing(size.width, 320 if size.narrow else 300, f"{quantity.title} over training steps", about)
     plot.x_scale(0, max(run.done_steps, shown[-1].step, 1), "training step", size.ticks)
-    plot.y_scale(0.0, 1.0, "success on held-out prompts (%)", form=as_percent)
+    plot.y_scale(0.0, 1.0, quantity.label, form=as_percent)
     start, untrained = run.before, run.evaluation("before_warmup")
     if untrained is not None:
         plot.level(untrained.value, f"untrained {percent(untrained.value)}", "c0", below=True)
@@ -105,7 +107,8 @@ def line_chart(series: Series, last_step: int, size: Size, height: float, window
 def reward(run: RunLog, size: Size) -> str:
     """Mean reward of each trained batch, raw and smoothed."""
     points = [(float(step.number), step.reward_mean) for step in run.steps]
-    series = Series("Mean reward of the trained batch", "mean reward", points)
+    quantity = QUANTITIES["reward"]
+    series = Series(quantity.title, quantity.label, points)
     return line_chart(series, run.done_steps, size, 260, smoothing(len(points)))
 
 
@@ -163,42 +166,13 @@ def lag_histogram(run: RunLog, size: Size) -> str:
     return plot.page_svg()
 
 
-# Scalars of the trainer that have a place of their own: name -> (title, what to look for, lowest axis value).
-HEALTH: dict[str, tuple[str, str, float | None]] = {
-    "loss": ("Policy loss", "hovers around zero", None),
-    "entropy": ("Entropy", "falls slowly; a sudden fall is collapse", 0.0),
-    "groups_silent_share": ("Groups without variance", "all members the same reward: nothing to learn from", 0.0),
-    "advantage_std": ("Advantage, deviation", "over the tokens that are trained on", 0.0),
-    "grad_norm": ("Gradient norm", "before clipping", 0.0),
-    "clip_fraction": ("Clip fraction", "share of tokens whose gradient the clip removed", 0.0),
-    "approx_kl": ("Approximate KL", "of the update, against the policy before it", 0.0),
-    "reference_kl": ("KL to the reference", "how far it has gone from where RL began", 0.0),
-    "tis_p01": ("Trainer over rollout, 1st percentile", "ratio of a token's probabilities, before any cap", None),
-    "tis_p99": ("Trainer over rollout, 99th percentile", "far from 1: staleness, or engine and trainer differ", None),
-    "tis_mean": ("TIS weight, mean", "1 when rollout and trainer agree", None),
-    "tis_max": ("TIS weight, maximum", "held at the cap", None),
-    "tis_capped": ("TIS weights at a bound", "share of tokens held at the cap, or left out", 0.0),
-    "ess": ("Effective sample size", "share of the batch that counts after weighting", 0.0),
-    "logprob_gap_mean": ("Log-prob gap, mean", "rollout against trainer, same version", 0.0),
-    "logprob_gap_max": ("Log-prob gap, maximum", "the worst token", 0.0),
-    "logprob_gap_all": ("Log-prob distance", "rollout against trainer, staleness included", 0.0),
-    "rollout_kl": ("KL of rollout to trainer", "what TIS corrects", 0.0),
-    "advantage_nonzero": ("Trajectories with a signal", "share whose advantage is not zero", 0.0),
-    "response_tokens_mean": ("Response length, mean", "generated tokens of an episode", 0.0),
-    "response_tokens_p95": ("Response length, 95th percentile", "near the limit: answers are cut", 0.0),
-    "truncated_share": ("Truncated", "share of episodes that ran into a limit", 0.0),
-    "prompts_repeated": ("Prompts asked before", "of those drawn; high: it may learn them by heart", 0.0),
-    "learning_rate": ("Learning rate", "", 0.0),
-}
-
-
 def health(run: RunLog, name: str, size: Size) -> str:
     """One scalar of the trainer over steps; the mean log-prob gap with its alarm."""
-    title, _, floor = HEALTH.get(name, (name, "", None))
+    quantity = quantity_of(name)
     limit = run.gap_alarm if name == "logprob_gap_mean" else None
     words = f"alarm {significant(limit)}" if limit is not None else ""
     colour = "c2" if name.startswith("logprob_gap") else "c1"
-    series = Series(title, "", metric(run.steps, name), significant, colour, floor, limit, words)
+    series = Series(quantity.title, "", metric(run.steps, name), significant, colour, quantity.floor, limit, words)
     return line_chart(series, run.done_steps, size, 140)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
+from orchestrator.observe.curves import QUANTITIES
 from orchestrator.observe.report.charts import as_percent, smoothing, time_scale
 from orchestrator.observe.report.page_templates import fill
 from orchestrator.observe.report.page_text import duration, interval, percent
@@ -21,7 +22,7 @@ _Style = tuple[str, str]
 
 def comparison(runs: Sequence[RunLog]) -> Markup:
     """The comparison as HTML."""
-    styles = [_style(index) for index in range(len(runs))]
+    styles = [(_COLOURS[n % len(_COLOURS)], _DASHES[n // len(_COLOURS) % len(_DASHES)]) for n in range(len(runs))]
     legend = [(name, style[0], False) for name, style in zip(_distinct_names(runs), styles, strict=True)]
     kinds = {run.kind for run in runs}
 
@@ -53,7 +54,7 @@ def _success(runs: Sequence[RunLog], styles: Sequence[_Style], size: Size, by_ti
     about = "; ".join(f"{run.name} ends at {percent(curve[-1][1].value)}" for run, curve in told if curve)
     plot = Drawing(size.width, 320, title, about)
     _x_scale(plot, max(x for curve in curves for x, _ in curve), size, by_time)
-    plot.y_scale(0.0, 1.0, "success on held-out prompts (%)", form=as_percent)
+    plot.y_scale(0.0, 1.0, QUANTITIES["success"].label, form=as_percent)
     for run, curve, (colour, dash) in zip(runs, curves, styles, strict=True):
         plot.interval([(x, item.value, item.low, item.high) for x, item in curve], colour, linestyle=dash, bars=False)
         for x, item in curve:
@@ -70,10 +71,12 @@ def _reward(runs: Sequence[RunLog], styles: Sequence[_Style], size: Size, by_tim
         return ""
     values = [y for curve in curves for _, y in curve if math.isfinite(y)]
     plot = Drawing(
-        size.width, 280, f"Training reward of {len(runs)} runs by {'wall time' if by_time else 'training step'}"
+        size.width,
+        280,
+        f"{QUANTITIES['reward'].title} of {len(runs)} runs by {'wall time' if by_time else 'training step'}",
     )
     _x_scale(plot, max(x for curve in curves for x, _ in curve), size, by_time)
-    plot.y_scale(min(0.0, min(values, default=0.0)), max(values, default=1.0), "mean reward", 4)
+    plot.y_scale(min(0.0, min(values, default=0.0)), max(values, default=1.0), QUANTITIES["reward"].label, 4)
     for curve, (colour, dash) in zip(curves, styles, strict=True):
         plot.smoothed(curve, colour, smoothing(len(curve)), linestyle=dash)
     return plot.page_svg()
@@ -84,10 +87,6 @@ def _x_scale(plot: Drawing, last: float, size: Size, by_time: bool) -> None:
         time_scale(plot, max(last, 1.0), size, "wall time ({})")
     else:
         plot.x_scale(0.0, max(last, 1.0), "training step", size.ticks)
-
-
-def _style(index: int) -> _Style:
-    return _COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)]
 
 
 def _distinct_names(runs: Sequence[RunLog]) -> list[str]:

@@ -6,10 +6,10 @@ folder gives the same bytes; every figure says whether it is real or simulated.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.durable_files import replace_text
 from orchestrator.observe.report import feature_sections, run_sections
 from orchestrator.observe.report.compare import comparison
 from orchestrator.observe.report.page_templates import fill
@@ -21,10 +21,13 @@ def write_report(run: str | Path | Sequence[str | Path]) -> Path:
     file. Raises ConfigError for a folder that is no run."""
     logs = [load_run(folder) for folder in ([run] if isinstance(run, str | Path) else run)]
     if len(logs) == 1:
-        return _write(logs[0].folder / "report.html", render_report(logs[0]))
-    names = [log.folder.name for log in logs]
-    label = "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-others"
-    return _write(logs[0].folder.parent / f"compare-{label}.html", comparison(logs))
+        page, text = logs[0].folder / "report.html", render_report(logs[0])
+    else:
+        names = [log.folder.name for log in logs]
+        label = "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-others"
+        page, text = logs[0].folder.parent / f"compare-{label}.html", str(comparison(logs))
+    replace_text(page, text)
+    return page
 
 
 def render_report(run: RunLog) -> str:
@@ -57,10 +60,3 @@ def _stored(run: RunLog) -> dict[str, int] | None:
     from orchestrator.store import count_by_outcome  # pyarrow: not needed for a run without a store
 
     return count_by_outcome(folder)
-
-
-def _write(file: Path, text: str) -> Path:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
-    return file

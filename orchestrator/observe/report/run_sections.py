@@ -16,6 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from orchestrator.config import Config
+from orchestrator.observe.curves import QUANTITIES, quantity_of
 from orchestrator.observe.event_records import ENDS, LedgerCounts
 from orchestrator.observe.report import charts
 from orchestrator.observe.report.page_templates import NOTHING, fill
@@ -47,7 +48,7 @@ def learning(run: RunLog) -> Markup:
     if not (success or reward):
         return NOTHING
     window = charts.smoothing(len(run.steps))
-    return fill("learning.html", run=run, success=success, reward=reward, window=window)
+    return fill("learning.html", run=run, curves=QUANTITIES, success=success, reward=reward, window=window)
 
 
 def waiting(run: RunLog) -> Markup:
@@ -206,8 +207,8 @@ def _multiples(run: RunLog, names: Sequence[str]) -> list[tuple[str, str, str]]:
     found = []
     for name in names:
         if drawing := charts.health(run, name, SMALL):
-            title, about, _ = charts.HEALTH.get(name, (name, "", None))
-            found.append((title, about, drawing))
+            quantity = quantity_of(name)
+            found.append((quantity.title, quantity.about, drawing))
     return found
 
 

@@ -6,35 +6,14 @@ run's. Names of curves are those of :mod:`orchestrator.observe.view.scalars`.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.config.view_keys import LoggingSection
 from orchestrator.observe.view import otlp, wandb
 from orchestrator.observe.view.exporter_queue import Beside, Say
-
-
-def check_exporters(settings: LoggingSection) -> None:
-    """Raises ConfigError for what is switched on and not installed."""
-    for on, module, field, package in (
-        (settings.wandb.enabled, "wandb", "logging.wandb.enabled", "wandb"),
-        (bool(settings.otlp.endpoint), "opentelemetry.exporter.otlp.proto.http", "logging.otlp.endpoint", "otlp"),
-    ):
-        if on and not is_installed(module):
-            value = settings.otlp.endpoint if package == "otlp" else True
-            raise ConfigError(field, value, f"needs a package that is not installed: pip install rl-coserve[{package}]")
-
-
-def is_installed(module: str) -> bool:
-    """Whether a package of others can be imported; nothing is."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # one of its parents
-        return False
 
 
 def config_to_share(config: Config) -> dict[str, Any]:

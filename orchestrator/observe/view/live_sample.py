@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictStr, model_validator
 
 from orchestrator.api import CommandError, ConfigError, RetryableError, SharedDevice, WorkerStats
 from orchestrator.api.jsontext import parse_object
+from orchestrator.durable_files import replace_text
 from orchestrator.events import EventLog
 from orchestrator.observe.view.serving_neighbours import Neighbours
 
@@ -158,7 +158,7 @@ class Sampler:
             return
         text = json.dumps(self.record(), separators=(",", ":"))
         try:
-            await asyncio.to_thread(_replace, self._file, text)
+            await asyncio.to_thread(replace_text, self._file, text + "\n")
         except OSError as error:
             self._broken = True
             self._say(f"what is under way cannot be shown: {self._file.name} cannot be written ({error.strerror})")
@@ -255,9 +255,3 @@ def _largest(reasons: dict[str, int]) -> dict[str, int]:
     if rest := sum(count for _, count in ordered[REASONS:]):
         found["other"] = rest
     return found
-
-
-def _replace(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, file)

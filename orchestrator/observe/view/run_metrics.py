@@ -21,6 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from orchestrator.observe.curves import HEADLINES, QUANTITIES
 from orchestrator.observe.run_figures import UPDATE_BUCKETS, EventFigures
 from orchestrator.observe.view.run_state import RunState
 
@@ -34,8 +35,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "steps_planned": ("gauge", (), "Training steps asked for."),
     "version": ("gauge", (), "The newest weight version."),
     "seconds": ("gauge", (), "Seconds since the run's start."),
-    "reward": ("gauge", (), "Mean reward of the last batch."),
-    "success": ("gauge", (), "Greedy success on held-out prompts, at the last evaluation."),
+    **{name: ("gauge", (), QUANTITIES[name].about) for name in HEADLINES},
     "tokens_per_second": ("gauge", (), "Generated and trained tokens over the time of the last five steps."),
     "steps": ("counter", (), "Training steps that were made."),
     "trained_tokens": ("counter", (), "Generated tokens that were trained on."),
@@ -116,10 +116,9 @@ def _plain(figures: EventFigures) -> Iterator[tuple[str, float]]:
     yield "steps_planned", figures.planned_steps
     yield "version", figures.version
     yield "seconds", figures.seconds
-    if figures.last_step is not None:
-        yield "reward", figures.last_step.reward_mean
-    if figures.last_evaluation is not None:
-        yield "success", figures.last_evaluation.value
+    for name in HEADLINES:
+        if (value := figures.curves[name].last) is not None:
+            yield name, value
     if (rate := figures.tokens_per_s) is not None:
         yield "tokens_per_second", rate
     yield "steps", figures.steps_total

@@ -11,15 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestrator.observe.curves import QUANTITIES, TOLD
 from orchestrator.observe.event_records import ENDS, Stage
-from orchestrator.observe.report.charts import HEALTH
 from orchestrator.observe.report.timeline import LANES, STATES, clip, lanes_of
 from orchestrator.observe.run_figures import STAGES, EventFigures, number
-
-LEARNING = (  # of the trainer's figures, those that are shown live
-    "entropy", "groups_silent_share", "advantage_std", "grad_norm", "clip_fraction", "approx_kl", "reference_kl", "tis_p01",
-    "tis_p99", "tis_capped", "logprob_gap_mean", "response_tokens_mean", "truncated_share", "prompts_repeated",
-)  # fmt: skip
 
 
 class RunState:
@@ -70,9 +65,15 @@ class RunState:
             "workers": self.rows(),
             "pool": {name: getattr(pool, name) for name in ("size", "busy", "ready", "waiting")} if pool else {},
             "timeline": self._timeline(live),
-            "reward": figures.reward.shown(),
-            "success": figures.success.shown(),
-            "entropy": figures.entropy.shown(),
+            "curves": [
+                {
+                    "name": name,
+                    "title": QUANTITIES[name].title,
+                    "label": QUANTITIES[name].label,
+                    "points": curve.shown(),
+                }
+                for name, curve in figures.curves.items()
+            ],
             "learning": self._learning(),
             "lag": {str(lag): count for lag, count in figures.lag.items()},
             "ledger": {"started": figures.ledger.started, **figures.ledger.parts},
@@ -85,7 +86,7 @@ class RunState:
     def _learning(self) -> list[list[Any]]:
         """What people look at first, of the last step: [what it is, what to look for, value]."""
         last = step.metrics if (step := self.figures.last_step) else {}
-        return [[*HEALTH[name][:2], number(last[name])] for name in LEARNING if name in last]
+        return [[QUANTITIES[name].title, QUANTITIES[name].about, number(last[name])] for name in TOLD if name in last]
 
     def _timeline(self, live: Mapping[str, Any]) -> dict[str, Any]:
         """The lanes of the report over the last steps and what is under way: [state, start, end, note]."""

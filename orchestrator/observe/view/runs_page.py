@@ -11,6 +11,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from orchestrator.observe.curves import HEADLINES
 from orchestrator.observe.run_figures import lag_mean, number
 from orchestrator.observe.view.view_server import SECONDS, Hub, PictureFeed
 
@@ -22,14 +23,11 @@ _LOOK_SECONDS = 1.0  # between two looks at the folders
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in a folder, the one that said something last first; the link to the newest is none."""
     try:
-        found = [(_spoke(path), path) for path in folder.iterdir() if not path.is_symlink() and _is_run(path)]
+        paths = [path for path in folder.iterdir() if not path.is_symlink() and (path / "config.json").is_file()]
+        found = [(_spoke(path), path) for path in paths]
     except OSError:
         return []
     return [path for _, path in sorted(found, key=lambda item: (-item[0], item[1].name))]
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
 
 
 def _spoke(folder: Path) -> float:
@@ -95,8 +93,7 @@ def run_row(name: str, hub: Hub) -> dict[str, Any]:
         "t": round(figures.seconds, 1),
         "step": figures.step,
         "steps": figures.planned_steps,
-        "success": figures.success.last,
-        "reward": figures.reward.last,
+        **{name: figures.curves[name].last for name in HEADLINES},
         "in_flight": int(figures.live.get("in_flight", 0)),
         "lag": number(lag_mean(figures.lag)),
         "faults": figures.incident_count("alarm", "fault"),

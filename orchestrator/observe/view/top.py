@@ -90,10 +90,10 @@ def _numbers(now: Mapping[str, Any]) -> Table:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column(overflow="fold")
-    for name in ("reward", "success"):
-        values = [point[1] for point in now[name] if point[1] is not None]
+    for curve in now["curves"]:
+        values = [point[1] for point in curve["points"] if point[1] is not None]
         if values:
-            rows.add_row(name, Text(f"{values[-1]:.3f}  {sparkline(values[-_CURVE:])}"))
+            rows.add_row(curve["name"], Text(f"{values[-1]:.3f}  {sparkline(values[-_CURVE:])}"))
     if now["learning"]:
         told = (f"{what.lower()} {'-' if value is None else f'{value:.3g}'}" for what, _, value in now["learning"])
         rows.add_row("learning", Text(", ".join(told)))

@@ -37,7 +37,7 @@ function notice(now) {
 }
 
 function cards(now) {
-  const reward = now.reward[now.reward.length - 1], success = now.success[now.success.length - 1];
+  const [reward, success] = ["reward", "success"].map((name) => now.curves.find((curve) => curve.name === name).points.slice(-1)[0]);
   const started = now.ledger.started, summed = now.ends.reduce((sum, [, , number]) => sum + number, 0);
   put("cards",
     card("Step", html("span", {}, count(now.step), html("small", {}, ` of ${count(now.run.steps)}`)), `${clock(now.t)} since the start`),
@@ -94,9 +94,11 @@ function underWay(now) {
 const whole = (value) => (value === undefined || value === null ? "–" : count(value));
 
 function learning(now) {
-  put("reward", curve(now.reward.map((point) => point.slice(0, 2)), "Mean reward by training step", brief));
-  put("success", curve(now.success, "Success by training step", (value) => `${Math.round(100 * value)} %`, [0, 1]));
-  put("entropy", curve(now.entropy, "Entropy of the policy by training step", brief));
+  put("curves", ...now.curves.map(({ name, title, label, points }) => {
+    const share = label.endsWith("(%)"), words = share ? (value) => `${Math.round(100 * value)} %` : brief;
+    const drawing = curve(points, `${title} by training step`, words, share ? [0, 1] : undefined);
+    return html("figure", {}, html("figcaption", {}, html("h3", {}, title)), html("div", { id: name }, drawing));
+  }));
   put("learning", now.learning.length
     ? table(["What", "Value"], now.learning.map(([what, , value]) => [what, value === null ? "–" : brief(value)]), [1])
     : empty("No step was trained yet."));

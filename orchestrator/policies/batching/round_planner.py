@@ -156,7 +156,7 @@ class RoundPlanner:
         self.discarded = 0
         self.given_up: list[int] = []
         self._index = 0
-        self._next = 0  # the first number that was never drawn
+        self.drawn = 0  # the first number that was never drawn
         self._end = rules.epoch or None  # of the epoch that is drawn from; None: there is none
         self._again: dict[int, None] = {}
         self._queue: dict[int, str] = {}  # number -> lane, the oldest first
@@ -171,7 +171,7 @@ class RoundPlanner:
         """What the next round is, from what is queued and what is left of the epoch."""
         rules, held = self.rules, len(self._ready)
         lane = next((lane for lane in LANES if self.queue_length(lane) >= rules.prompts), "")
-        left = math.inf if self._end is None else held + len(self._again) + self._end - self._next
+        left = math.inf if self._end is None else held + len(self._again) + self._end - self.drawn
         closing = left < rules.prompts or self._behind()
         if lane or closing:
             self.round = Round(self._index, LONG, lane, rules.prompts, rules.responses, closing=closing)
@@ -208,8 +208,8 @@ class RoundPlanner:
             if found == "epoch":
                 assert self._end is not None
                 self._end += self.rules.epoch
-            number = self._next
-            self._next += 1
+            number = self.drawn
+            self.drawn += 1
         if found in ("queue", "epoch") and now.kind == SHORT:  # the epoch has nothing else left
             now.closing, now.target, now.members = True, self.rules.prompts, self.rules.responses
         self._running[number] = lane
@@ -222,14 +222,14 @@ class RoundPlanner:
         now = self.round
         if now is None or now.kind != SHORT or now.closing or now.target <= self.rules.prompts:
             return None
-        return self._next if self._source() == "fresh" else None
+        return self.drawn if self._source() == "fresh" else None
 
     def divert(self) -> None:
         """What :meth:`divertible` speaks of is predicted to be long: to the long-prompt queue. Raises ValueError."""
         number, now = self.divertible(), self.round
         if number is None or now is None:
             raise ValueError("nothing is to be diverted")
-        self._next += 1
+        self.drawn += 1
         self._queue[number] = LANES[0]
         now.diverted += 1
         now.target -= 1
@@ -247,7 +247,7 @@ class RoundPlanner:
         alive, least = len(self._running) + len(self._ready), min(now.target, self.rules.prompts)
         if alive >= now.target:
             return ""
-        fresh = "again" if self._again else "fresh" if self._end is None or self._next < self._end else ""
+        fresh = "again" if self._again else "fresh" if self._end is None or self.drawn < self._end else ""
         if now.kind == SHORT and not now.closing:
             return fresh or ("" if alive >= least else "queue" if self._queue else "epoch")
         if not self._queue:
@@ -351,11 +351,6 @@ class RoundPlanner:
         return sum(not lane or other == lane for other in self._queue.values())
 
     @property
-    def drawn(self) -> int:
-        """The first number that was never drawn."""
-        return self._next
-
-    @property
     def outstanding(self) -> list[int]:
         """Numbers that were drawn and are neither handed over, discarded nor given up."""
         return sorted([*self._again, *self._queue, *self._running, *self._ready, *self._taken])
@@ -366,7 +361,7 @@ class RoundPlanner:
         """For a checkpoint; JSON."""
         return {
             "index": self._index,
-            "next": self._next,
+            "next": self.drawn,
             "end": self._end,
             "again": list(self._again),
             "queue": [list(item) for item in self._queue.items()],
@@ -388,7 +383,7 @@ class RoundPlanner:
             raise ValueError(f"no queue of rounds: {error!r:.200}") from error
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self._index, self._next = int(state["index"]), int(state["next"])
+        self._index, self.drawn = int(state["index"]), int(state["next"])
         self._end = None if state["end"] is None else int(state["end"])
         self._again = dict.fromkeys(map(int, state["again"]))
         self._queue = {int(number): str(lane) for number, lane in state["queue"]}

@@ -163,7 +163,8 @@ class StreamTrigger:
 
     def _peak(self, gone: Sequence[int], held: Sequence[Sequence[int]]) -> float:
         """Projected KV of the fullest staying engine over its capacity, after migration."""
-        final = [sorted((self._final(length) for length in lengths), reverse=True) for lengths in held]
+        bytes_of, expected = self._limit.bytes_of, self._lengths.expected
+        final = [sorted((bytes_of(expected(length)) for length in lengths), reverse=True) for lengths in held]
         stays = [engine for engine in range(len(held)) if engine not in gone]
         room = {engine: len(self._rollout[engine]) * self._limit.bytes_per_gpu for engine in stays}
         load = {engine: sum(final[engine]) for engine in stays}
@@ -171,9 +172,6 @@ class StreamTrigger:
             emptiest = min(stays, key=lambda engine: ((load[engine] + size) / len(self._rollout[engine]), engine))
             load[emptiest] += size
         return max(_share(load[engine], room[engine]) for engine in stays)
-
-    def _final(self, now: int) -> float:
-        return self._limit.bytes_of(self._lengths.expected(now))
 
 
 def _share(load: float, room: float) -> float:

@@ -79,7 +79,7 @@ class DegreeReallocator:
             raise ValueError("horizon >= 1, start_seconds >= 0")
         self._rates_of = rates_of
         self._horizon, self._per_server, self._margin = horizon, per_server, margin
-        self._cost = start_seconds
+        self.cost = start_seconds  # that a change is charged with
         self._measured = False
         self._failed: dict[tuple[int, ...], str] = {}
 
@@ -92,7 +92,7 @@ class DegreeReallocator:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run goes on with, for JSON."""
-        return {"degrees": list(self.degrees), "cost": self._cost, "measured": self._measured}
+        return {"degrees": list(self.degrees), "cost": self.cost, "measured": self._measured}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Before anything was started: go on with what :meth:`state` said. False: these degrees are not on offer any more, and
@@ -100,7 +100,7 @@ class DegreeReallocator:
         degrees = tuple(sorted(map(int, state["degrees"]), reverse=True))
         if sum(degrees) != self.devices or not set(degrees) <= set(self.options):
             return False
-        self.degrees, self._cost, self._measured = degrees, float(state["cost"]), bool(state["measured"])
+        self.degrees, self.cost, self._measured = degrees, float(state["cost"]), bool(state["measured"])
         return True
 
     def plan_next_step(self, loads: TrajectoryLoads, seconds: float, steps_left: int) -> DegreePlan:
@@ -113,17 +113,17 @@ class DegreeReallocator:
         present = place_loads(loads, [rates[degree] for degree in self.degrees])[1]
         share = 1.0 - found.makespan / present if present > 0 else 0.0
         gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)
-        answer = DegreePlan(self.degrees, False, "", gain, self._cost, found.makespan, present)
+        answer = DegreePlan(self.degrees, False, "", gain, self.cost, found.makespan, present)
         if found.degrees == self.degrees or share <= 0:
             return answer
         named = format_degrees(found.degrees)
         if why := self._failed.get(found.degrees):
             return replace(answer, reason=f"{named} did not come up: {why}")
-        if gain * horizon <= self._cost:
-            text = f"{named} would gain {gain:.3g} s a step over {horizon} steps, and costs {self._cost:.3g} s"
+        if gain * horizon <= self.cost:
+            text = f"{named} would gain {gain:.3g} s a step over {horizon} steps, and costs {self.cost:.3g} s"
             return replace(answer, reason=text)
         text = f"{named} gains {share:.0%} of a step"
-        return DegreePlan(found.degrees, True, text, gain, self._cost, found.makespan, present)
+        return DegreePlan(found.degrees, True, text, gain, self.cost, found.makespan, present)
 
     def confirm_change(self, degrees: Sequence[int], seconds: float) -> None:
         """The change was made; ``seconds``: engines stood still for so long."""
@@ -135,13 +135,8 @@ class DegreeReallocator:
         self._failed[tuple(sorted(degrees, reverse=True))] = why
         self._charge(seconds)
 
-    @property
-    def cost(self) -> float:
-        """Seconds that a change is charged with."""
-        return self._cost
-
     def _charge(self, seconds: float) -> None:
-        self._cost = (1 - _MEMORY) * self._cost + _MEMORY * seconds if self._measured else seconds
+        self.cost = (1 - _MEMORY) * self.cost + _MEMORY * seconds if self._measured else seconds
         self._measured = True
 
 

@@ -336,7 +336,9 @@ class ProgressivePredictor:
         """Calibrates the intervals of prompts of which nothing is known on one that is known, as if it were not: where prompts
         come again all those that were new came early, when the model said something else."""
         strangers = [
-            replace(one, prompt="\0nobody's") for one in before if self._conformal.has_room(_stage(one.turns), _FRESH)
+            replace(one, prompt="\0nobody's")
+            for one in before
+            if len(self._conformal.residuals[_stage(one.turns)]) < _FRESH
         ]
         for one, row in zip(strangers, self._rows_of(strangers) if strangers else (), strict=True):
             value = math.log1p(sum(said[one.turns :]))

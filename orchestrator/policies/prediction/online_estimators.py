@@ -206,10 +206,6 @@ class ConformalIntervals:
         missed = np.array([residual < given[0], residual > given[1]], dtype=np.float64)
         self.tails[kind] = np.clip(self.tails[kind] + self._rate * (self._tail - missed), 0.0, _WIDEST)
 
-    def has_room(self, kind: int, most: int) -> bool:
-        """Whether a class has fewer residuals than ``most``."""
-        return len(self.residuals[kind]) < most
-
     def refresh(self) -> None:
         """Bounds are quantiles of all residuals so far from now on, and of these until this is called again."""
         self.sorted = [np.sort(np.array(values)) for values in self.residuals]

@@ -57,14 +57,6 @@ class Takeover(NamedTuple):
     victims: tuple[int, ...]
 
 
-def _no_need(waiting: int) -> int:
-    return 0
-
-
-def _no_gain(waiting: int, victim: int) -> int:
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class ProgressivePriority:
     """See the module. ``max_wait`` in seconds; ``quantum`` in generated tokens."""
@@ -87,8 +79,8 @@ class ProgressivePriority:
         slots: int,
         tokens: int,
         blocks: int = 0,
-        need: Callable[[int], int] = _no_need,
-        gain: Callable[[int, int], int] = _no_gain,
+        need: Callable[[int], int] = lambda waiting: 0,
+        gain: Callable[[int, int], int] = lambda waiting, victim: 0,
     ) -> list[Takeover]:
         """Who is preempted for whom in this step.
 

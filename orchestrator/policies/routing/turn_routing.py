@@ -164,7 +164,7 @@ class TurnRouter:
         self._heirs: list[list[tuple[int, str]]] = [[] for _ in seats]  # worker -> heap of turns whose prefix it holds
         self._numbers = 0
         self._grants = 0
-        self._queued = 0
+        self.queued = 0  # turns that wait
         self._classes = list(dict.fromkeys(seat.hardware for seat in seats))
         self._left = frozenset(self._classes)  # those with a worker that may still come back
         self._tiered = not self._relative and any(seat.cap and not seat.borrowed for seat in seats)
@@ -302,14 +302,14 @@ class TurnRouter:
             raise self.no_worker_error(task)
         if request in self._turns:
             raise ValueError(f"request {request} was asked for twice")
-        due = self._grants + 2 * self._queued + self._patience
+        due = self._grants + 2 * self.queued + self._patience
         turn = self._turns[request] = _Turn(self._numbers, self._key(trajectory, task), task, line, due)
         self._numbers += 1
         self._enqueue_turn(request, turn)
 
     def grant_turn(self) -> tuple[str, int] | None:
         """Give a waiting turn its worker: (request, worker); None: nobody can go."""
-        if not self._queued:
+        if not self.queued:
             return None
         chosen: _Line | None = None
         for line in self._lines.values():
@@ -327,7 +327,7 @@ class TurnRouter:
         turn = self._turns[request]
         turn.worker = worker  # its entries in the heaps are dropped when they come to the top
         self._grants += 1
-        self._queued -= 1
+        self.queued -= 1
         self._change_load(worker, 1)
         holder, life = self._holder.get(turn.trajectory, (-1, 0))
         turn.prefix = holder if holder not in (-1, worker) and life == self._lives[holder] else -1
@@ -355,7 +355,7 @@ class TurnRouter:
         if turn.worker >= 0:
             self._change_load(turn.worker, -1)
         else:
-            self._queued -= 1
+            self.queued -= 1
 
     def forget_trajectory(self, trajectory: str) -> None:
         """The trajectory ended: who holds its prefix is of no use any more."""
@@ -407,11 +407,6 @@ class TurnRouter:
         """In each phase a trajectory has a worker of its own."""
         return f"{trajectory}\0{task}" if task in self._phases else trajectory
 
-    @property
-    def queued(self) -> int:
-        """Turns that wait."""
-        return self._queued
-
     # -- the choice --------------------------------------------------------------------------------------------------
 
     def _choose(self, turn: _Turn) -> int:
@@ -450,7 +445,7 @@ class TurnRouter:
 
     def _heir(self, worker: int, oldest: _Turn) -> str | None:
         """The oldest waiting turn whose prefix this worker holds, if it may go before the oldest of all."""
-        scarce = self._seats[worker].cap and self._queued > 1 and self._grants < oldest.due
+        scarce = self._seats[worker].cap and self.queued > 1 and self._grants < oldest.due
         if self._rule != CACHE_AFFINE or not scarce or self._holds(worker, oldest):
             return None
         return self._first_heir(worker)
@@ -498,7 +493,7 @@ class TurnRouter:
     # -- accounts ----------------------------------------------------------------------------------------------------
 
     def _enqueue_turn(self, request: str, turn: _Turn) -> None:
-        self._queued += 1
+        self.queued += 1
         heappush(turn.line.waiting, (turn.number, request))
         if self._rule == CACHE_AFFINE and (holder := self._holder.get(turn.trajectory)) is not None:
             self._first_heir(holder[0])  # keeps the heap as short as the queue
