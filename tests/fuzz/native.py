@@ -19,7 +19,8 @@ from tests.fuzz.harness import COLLECTED, CORPORA, ROOT, FuzzResult, read_lines,
 BATCH = 20_000  # inputs of a call of a program without libFuzzer
 MEGABYTES = 16  # of one allocation: a small input may not take much memory
 PATIENCE = 600.0  # seconds more than were asked for
-SANITIZE = ("-g", "-O2", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+_OPTIONS = ("-g", "-O2", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+_SANITIZERS = "-fsanitize=address,undefined"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _compiler() -> tuple[str, tuple[str, ...]]:
     """(the compiler, its options). Raises NoSanitizer."""
     tried = []
     fuzzer = "-fsanitize=fuzzer,address,undefined"
-    for name, options in (("clang", (fuzzer, "-DFUZZ_LIBFUZZER")), ("gcc", ("-fsanitize=address,undefined",))):
+    for name, options in (("clang", (fuzzer, "-DFUZZ_LIBFUZZER")), ("gcc", (_SANITIZERS,))):
         path = shutil.which(name)
         if path is None:
             tried.append(f"{name} is not installed (Debian: apt-get install {name})")
@@ -89,13 +90,14 @@ def engine() -> str:
     return "libFuzzer" if Path(path).name == "clang" else "gcc, made inputs"
 
 
-def build(one: NativeHarness, folder: Path) -> Path:
-    """The program. Raises NoSanitizer."""
+def build(one: NativeHarness, folder: Path, *, guided: bool = True) -> Path:
+    """The program; not ``guided``: without libFuzzer, which tries less in a second. Raises NoSanitizer."""
     compiler, options = _compiler()
-    target = folder / one.name
+    target = folder / (one.name if guided else f"{one.name}-made")
     strict = ("-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror")
     sources = [str(ROOT / source) for source in one.sources]
-    command = [compiler, *strict, *SANITIZE, *options, *sources, "-o", str(target), "-pthread"]
+    chosen = options if guided else (_SANITIZERS,)
+    command = [compiler, *strict, *_OPTIONS, *chosen, *sources, "-o", str(target), "-pthread"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise AssertionError(done.stderr[-3000:])
@@ -106,7 +108,7 @@ def run(program: Path, arguments: list[str], seconds: float) -> subprocess.Compl
     # A library that vLLM preloads in this process would come before the sanitizer's.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     environment["TMPDIR"] = str(program.parent)
-    if engine() == "libFuzzer":  # which takes more than that for itself
+    if engine() == "libFuzzer" and not program.name.endswith("-made"):  # which takes more than that for itself
         arguments = [f"-malloc_limit_mb={MEGABYTES}", *arguments]
     else:
         environment["ASAN_OPTIONS"] = f"max_allocation_size_mb={MEGABYTES}"
@@ -148,27 +150,21 @@ def collect(one: NativeHarness, folder: Path, most: int) -> list[str]:
 
 
 def fuzz(one: NativeHarness, folder: Path, seconds: float, first_seed: int, least: int = 0) -> FuzzResult:
-    """For so long, and at least so many inputs. Raises NoSanitizer."""
-    replay(one, folder)
-    program, begun, count = folder / one.name, time.monotonic(), 0
-    while (left := begun + seconds - time.monotonic()) > 0 or count < least:
-        if engine() == "libFuzzer":
-            enough = [f"-max_total_time={max(1, int(left))}"] if left > 0 else [f"-runs={least - count}"]
-            wanted = [
-                "-max_len=16384",
-                f"-seed={first_seed % (1 << 31) + 1}",
-                *enough,
-                "-print_final_stats=1",
-                "corpus",
-            ]
-        else:
-            wanted = [str(BATCH), str(first_seed)]
-        done = run(program, wanted, max(0.0, left) + 10 * PATIENCE)
-        found = re.search(r"stat::number_of_executed_units: (\d+)|(\d+) inputs", done.stderr + done.stdout)
-        count += int(found[1] or found[2]) if found else 0
+    """For so long, guided where libFuzzer is there; then made inputs until there were ``least``. Raises NoSanitizer."""
+    count, begun, guided = replay(one, folder), time.monotonic(), engine() == "libFuzzer"
+    if guided:
+        wanted = ["-max_len=16384", f"-seed={first_seed % (1 << 31) + 1}", f"-max_total_time={max(1, int(seconds))}"]
+        done = run(folder / one.name, [*wanted, "-print_final_stats=1", "corpus"], seconds + PATIENCE)
+        tried = re.search(r"stat::number_of_executed_units: (\d+)", done.stderr)
+        count += int(tried[1]) if tried else 0
         if done.returncode:
             crash = next(iter(sorted(folder.glob("crash-*"))), None)
             line = write_line("found", crash.read_bytes()) if crash is not None else f"seed {first_seed}"
             return FuzzResult(count, time.monotonic() - begun, line, done.stderr[-3000:])
-        first_seed += 1
+    program = build(one, folder, guided=False) if count < least or not guided else folder / one.name
+    while count < least or (not guided and time.monotonic() < begun + seconds):
+        done = run(program, [str(BATCH), str(first_seed)], PATIENCE)
+        if done.returncode:
+            return FuzzResult(count, time.monotonic() - begun, f"seed {first_seed}", done.stderr[-3000:])
+        count, first_seed = count + BATCH, first_seed + 1
     return FuzzResult(count, time.monotonic() - begun)
