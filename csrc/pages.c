@@ -15,12 +15,22 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_PAGES (1ull << 26)
+#define MAX_PAGE_BYTES (1ull << 36) /* so that no size of a pool overflows */
 #define SOMEBODY 255 /* of `last`: a tenant that is no more */
 #define PATIENCE_NS 5000000 /* to wait for the lock, which is held for microseconds by whoever runs */
 
 static uint64_t table_bytes(uint64_t pages) {
     uint64_t bytes = (sizeof(rlc_header) + 3 * pages + 63) & ~63ull;
     return bytes + 8 * pages;
+}
+
+/* Where page 0 is, where pages are in the file. */
+static uint64_t data_begin(uint64_t pages, uint64_t page_bytes) {
+    return (table_bytes(pages) + page_bytes - 1) / page_bytes * page_bytes;
+}
+
+static int is_shape(uint64_t pages, uint64_t page_bytes) {
+    return pages && pages <= MAX_PAGES && page_bytes >= 4096 && page_bytes <= MAX_PAGE_BYTES && !(page_bytes & (page_bytes - 1));
 }
 
 static void lay_out(rlc_pool *pool) {
@@ -83,8 +93,9 @@ static void recount(rlc_pool *pool) {
     rlc_header *header = pool->header;
     uint64_t used[RLC_TENANTS] = {0}, free_pages = 0;
     for (uint64_t page = 0; page < header->pages; page++) {
-        if (pool->owner[page]) used[pool->owner[page] - 1]++;
-        else free_pages++;
+        uint8_t owner = pool->owner[page];
+        if (!owner) free_pages++;
+        else if (owner <= RLC_TENANTS) used[owner - 1]++;
     }
     for (int slot = 0; slot < RLC_TENANTS; slot++) header->tenants[slot].used = used[slot];
     header->free = free_pages;
@@ -163,7 +174,7 @@ EXPORT void rlc_pool_close(rlc_pool *pool) {
 
 /* Make the file's content; the caller holds an exclusive flock on fd. */
 static int fill(rlc_pool *pool, uint64_t pages, uint64_t page_bytes, int data, const char *device, uint64_t epoch) {
-    uint64_t table = table_bytes(pages), begin = (table + page_bytes - 1) / page_bytes * page_bytes;
+    uint64_t table = table_bytes(pages), begin = data_begin(pages, page_bytes);
     if (ftruncate(pool->fd, 0) || ftruncate(pool->fd, (off_t)(data ? begin + pages * page_bytes : table)))
         return RLC_POOL_SYSTEM;
     int code = map_file(pool, table);
@@ -203,15 +214,20 @@ static int check(rlc_pool *pool) {
     rlc_header *header = pool->header;
     if (header->magic != RLC_POOL_MAGIC) return RLC_POOL_FOREIGN;
     if (header->schema != RLC_POOL_SCHEMA) return RLC_POOL_VERSION;
-    uint64_t pages = header->pages, page_bytes = header->page_bytes, data = header->data, table;
-    if (!__atomic_load_n(&header->ready, __ATOMIC_ACQUIRE) || !pages || pages > MAX_PAGES || !page_bytes)
-        return RLC_POOL_FOREIGN;
-    table = table_bytes(pages);
-    if ((uint64_t)facts.st_size < (data ? data + pages * page_bytes : table)) return RLC_POOL_FOREIGN;
+    uint64_t pages = header->pages, page_bytes = header->page_bytes, data = header->data;
+    if (!__atomic_load_n(&header->ready, __ATOMIC_ACQUIRE) || !is_shape(pages, page_bytes)) return RLC_POOL_FOREIGN;
+    uint64_t table = table_bytes(pages), begin = data_begin(pages, page_bytes);
+    if ((data && data != begin) || (uint64_t)facts.st_size < (data ? begin + pages * page_bytes : table)) return RLC_POOL_FOREIGN;
+    for (int slot = 0; slot < RLC_TENANTS; slot++) {
+        const rlc_tenant *tenant = &header->tenants[slot];
+        if (tenant->role > RLC_ROLLOUT || tenant->name[sizeof tenant->name - 1]) return RLC_POOL_FOREIGN;
+    }
     munmap(pool->header, pool->bytes);
     pool->header = NULL;
     if ((code = map_file(pool, table))) return code;
     lay_out(pool);
+    for (uint64_t page = 0; page < pages; page++)
+        if (pool->owner[page] > RLC_TENANTS) return RLC_POOL_FOREIGN;
     return 0;
 }
 
@@ -219,7 +235,7 @@ static int check(rlc_pool *pool) {
  * differs or its maker died before it was done; one with tenants in it must have our shape. */
 EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, int data, const char *device,
                          uint64_t epoch, int *made, rlc_pool **out) {
-    if (pages && (pages > MAX_PAGES || page_bytes < 4096 || (page_bytes & (page_bytes - 1)))) return RLC_POOL_SHAPE;
+    if (pages && !is_shape(pages, page_bytes)) return RLC_POOL_SHAPE;
     rlc_pool *pool = calloc(1, sizeof *pool);
     if (!pool) return RLC_POOL_SYSTEM;
     pool->slot = -1;

@@ -12,7 +12,6 @@ parallel groups), so nothing is said twice.
 from __future__ import annotations
 
 import argparse
-import json
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.policies.training.objective_table import LrDecay
 from orchestrator.settings.trainer_settings import TrainerSettings
 from orchestrator.transfer import RelayEndpoint
@@ -134,14 +134,10 @@ def relay_from(args: argparse.Namespace) -> RelayEndpoint | None:
     try:
         if not text.lstrip().startswith("{"):
             text = Path(text).read_text(encoding="utf-8")
-        data = json.loads(text)
+        data = parse_object(text)
     except (OSError, ValueError) as error:
-        fix = f"must be a JSON object, or a file of one ({error})"
+        fix = f"must be a JSON object with a RelayEndpoint's fields, or a file of one ({error})"
         raise ConfigError("--rl-weight-relay", args.rl_weight_relay, fix) from error
-    if not isinstance(data, dict):
-        raise ConfigError(
-            "--rl-weight-relay", args.rl_weight_relay, "must be a JSON object with a RelayEndpoint's fields"
-        )
     try:
         return RelayEndpoint.from_dict(data)
     except ConfigError as error:

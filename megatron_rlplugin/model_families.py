@@ -14,13 +14,13 @@ Megatron.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +78,19 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The parsed ``config.json`` of a model folder."""
     file = Path(folder) / "config.json"
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        return parse_object(file.read_bytes(), finite=True)
     except FileNotFoundError:
         fix = "`hf download NAME --local-dir FOLDER` fetches one, `rl-coserve model FOLDER` writes a tiny one"
         raise ConfigError("model.path", str(folder), f"is not a model folder: it has no config.json; {fix}") from None
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", str(folder), f"its config.json cannot be read ({error})") from error
-    if not isinstance(data, dict):
-        raise ConfigError("model.path", str(folder), "its config.json is not an object")
-    return data
 
 
 def read_shape(folder: str | Path) -> ModelShape:
     """The shape of a model folder. Raises ConfigError for another architecture or an option we do not compute."""
-    data = read_config(folder)
-    architecture = (data.get("architectures") or ["none"])[0]
+    data = {name: value for name, value in read_config(folder).items() if value is not None}
+    _check_types(data, _TYPES, folder)
+    architecture = str((data.get("architectures") or ["none"])[0])
     family = FAMILIES.get(architecture)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -100,12 +98,14 @@ def read_shape(folder: str | Path) -> ModelShape:
         raise ConfigError("model.architectures", architecture, fix)
     # transformers 5 writes rope_parameters; before, rope_theta and rope_scaling were keys of their own.
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    rope = {name: value for name, value in rope.items() if value is not None}
+    _check_types(rope, _ROPE_TYPES, folder)
     _refuse(data, rope, family)
 
     def integer(*names: str, default: int | None = None) -> int:
         for name in names:
             if data.get(name) is not None:
-                if not isinstance(data[name], int) or data[name] < 1:
+                if type(data[name]) is not int or data[name] < 1:
                     raise ConfigError(
                         f"model.{name}", data[name], f"must be a positive integer in {folder}/config.json"
                     )
@@ -146,6 +146,32 @@ def read_shape(folder: str | Path) -> ModelShape:
     return shape
 
 
+_NUMBER = (int, float)
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "architectures": (list,),
+    "layer_types": (list,),
+    "rope_parameters": (dict,),
+    "rope_scaling": (dict,),
+    "rms_norm_eps": _NUMBER,
+    "rope_theta": _NUMBER,
+    "tie_word_embeddings": (bool,),
+}
+_ROPE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "rope_theta": _NUMBER,
+    "factor": _NUMBER,
+    **dict.fromkeys(LLAMA3, _NUMBER),
+}
+
+
+def _check_types(data: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], folder: str | Path) -> None:
+    """Numbers are of at least 0 too. Raises ConfigError."""
+    for name, kinds in types.items():
+        value = data.get(name)
+        if value is not None and (type(value) not in kinds or (kinds is _NUMBER and not 0 <= value <= 1e30)):
+            wanted = "a number of at least 0" if kinds is _NUMBER else kinds[0].__name__
+            raise ConfigError(f"model.{name}", value, f"must be {wanted} in {folder}/config.json")
+
+
 def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
@@ -159,7 +185,7 @@ def _refuse(data: Mapping[str, Any], rope: Mapping[str, Any], family: Family) ->
         "mlp_bias": bool(data.get("mlp_bias", False)),
         "hidden_act": data.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(data.get("use_sliding_window", False)),
-        "layer_types": set(data.get("layer_types") or ()) - {"full_attention"},
+        "layer_types": any(kind != "full_attention" for kind in data.get("layer_types") or ()),
         "quantization_config": data.get("quantization_config") is not None,
         # Mixtures in which some layers are dense.
         "decoder_sparse_step": data.get("decoder_sparse_step", 1) != 1,

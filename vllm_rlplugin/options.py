@@ -8,13 +8,13 @@ from their fields, so they cannot drift apart. Secrets are not options: vLLM log
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.api.urls import is_loopback
 
 if TYPE_CHECKING:
@@ -259,13 +259,11 @@ class FrontendOptions:
         try:
             if not text.lstrip().startswith("{"):
                 text = Path(text).read_text(encoding="utf-8")
-            values = json.loads(text)
+            values = parse_object(text)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 "--rl-relay", self.relay, f"no JSON object and no file that holds one: {error}"
             ) from error
-        if not isinstance(values, dict):
-            raise ConfigError("--rl-relay", self.relay, "give a JSON object, the fields of a RelayEndpoint")
         return RelayEndpoint.from_dict(values)
 
 

@@ -10,7 +10,6 @@ Export gathers one tensor at a time over the ranks that hold one model; all of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from megatron_rlplugin.weights.tensor_places import TensorPiece, chunks_of, model_group, tensor_pieces, tensor_shapes
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 
 
 def load_hf(model: Any, folder: str | Path) -> None:
@@ -102,7 +102,7 @@ class _Folder:
             try:
                 file = safe_open(self._path / name, framework="pt")
                 file.__enter__()  # type: ignore[no-untyped-call]
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:  # a name that is no text, or holds a zero
                 raise ConfigError("model.path", str(self._path), f"{name} cannot be read ({error})") from error
             self._files.append(file)
             self._where.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
@@ -115,7 +115,13 @@ class _Folder:
     def _names(self) -> list[str]:
         index = self._path / "model.safetensors.index.json"
         if index.is_file():
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            try:
+                names = set(parse_object(index.read_bytes())["weight_map"].values())
+                if not all(isinstance(name, str) and Path(name).name == name for name in names):
+                    raise ValueError("a file that is not in the folder")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError("model.path", str(self._path), f"{index.name} cannot be read ({error!r})") from error
+            return sorted(names)
         if (self._path / "model.safetensors").is_file():
             return ["model.safetensors"]
         raise ConfigError("model.path", str(self._path), "has no model.safetensors; save the model in that format")

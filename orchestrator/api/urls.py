@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
+
+
+def split(url: str) -> SplitResult:
+    """Raises ValueError also for a URL with a space or a control character: ``urlsplit`` takes such out, others may not, and then
+    two readers see two hosts."""
+    if any(character <= " " or character == "\x7f" for character in url):
+        raise ValueError("it has a space or a control character in it")
+    return urlsplit(url)
 
 
 def mistake(url: str, allow_plain_http: bool) -> str:
     """Why the token must not or cannot go there, and what to write instead; empty: it may."""
     try:
-        parts = urlsplit(url)
+        parts = split(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         return f"{error}; write it as http://host:port or https://host:port"
@@ -26,7 +34,7 @@ def mistake(url: str, allow_plain_http: bool) -> str:
 def plain_mistake(url: str, allow_plain_http: bool) -> str:
     """Why what a run sends there (trajectories, perhaps a token) must not go unencrypted; empty: it may, or goes over TLS."""
     try:
-        parts = urlsplit(url)
+        parts = split(url)
         host = parts.hostname
     except ValueError:
         return ""  # who calls it says what is wrong with it
@@ -39,7 +47,7 @@ def redis_mistake(url: str, allow_plain: bool) -> str:
     """The same for the URL of a Redis server, which holds no password: configs are kept with the run."""
     form = "write it as redis://[user@]host[:port][/database], or rediss:// for TLS"
     try:
-        parts = urlsplit(url)
+        parts = split(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         return f"{error}; {form}"

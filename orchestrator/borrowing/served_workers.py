@@ -10,7 +10,6 @@ is in no config, no event and no message.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, bearer, urls
+from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, bearer, jsontext, urls
 from orchestrator.api import http as wire
 from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.config import Config
@@ -214,7 +213,7 @@ def _wanted(config: Config, task: Task) -> dict[str, Any]:
         return {**sizes, "vocab_size": len(task.vocabulary)}
     file = Path(config.model.path) / "config.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = jsontext.parse_object(file.read_bytes())
         return {name: found.get(name) for name in ("architectures", *wire.SHAPE)}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError("model.path", config.model.path, f"its config.json cannot be read: {error}") from error

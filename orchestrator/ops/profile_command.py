@@ -6,7 +6,6 @@ into, a file of another model, engine or device); the actors end with the comman
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.cluster import ActorGen
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
@@ -87,8 +87,8 @@ def check_sizes(config: Config, wanted: Wanted) -> None:
 
 def _check_heads(model: str, sizes: Sequence[int]) -> None:
     try:
-        heads = int(json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["num_attention_heads"])
-    except (OSError, ValueError, LookupError) as error:
+        heads = int(parse_object((Path(model) / "config.json").read_bytes())["num_attention_heads"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise ConfigError(
             "model.path", model, f"its config.json cannot be read ({error}); give a Hugging Face folder"
         ) from error

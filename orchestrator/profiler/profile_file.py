@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.api.jsontext import parse
+from orchestrator.api.jsontext import parse, parse_object
 from orchestrator.durable_files import replace_text
 from orchestrator.policies.parallelism.engine_profile import (
     EngineLayout,
@@ -158,11 +158,11 @@ def check_profile(file: ProfileFile, key: ProfileKey, name: str = "profile") -> 
 def model_name(folder: Path, dtype: str) -> str:
     """What a model's cost depends on: its shape and its type, not its weights. Raises ConfigError when it is no folder."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = parse_object((folder / "config.json").read_bytes())
         shape = {name: value for name, value in config.items() if name not in _VOLATILE}
         digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:8]
         kind, layers, hidden = config["architectures"][0], config["num_hidden_layers"], config["hidden_size"]
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         fix = f"its config.json cannot be read ({error!r}); give a Hugging Face folder"
         raise ConfigError("model.path", str(folder), fix) from error
     return f"{kind} {layers}x{hidden} {dtype} {digest}"

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from orchestrator.api import ConfigError, bearer, jsontext
+from orchestrator.api import ConfigError, bearer, jsontext, urls
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.rewards.function_protocol import (
     COLD_START_HEADER,
@@ -220,7 +220,7 @@ class FunctionClient:
 
 def _is_address(url: str) -> bool:
     try:
-        parts = urlsplit(url)
+        parts = urls.split(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # brackets that do not close, a port beyond all ports
         return False

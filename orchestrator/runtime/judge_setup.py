@@ -9,7 +9,6 @@ exit stack. Nothing here was tried on a GPU.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from orchestrator.api import ConfigError, RetryableError, RunError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.ops.mps import MpsControl
@@ -38,8 +38,8 @@ def check(config: Config) -> None:
     folder = Path(judge.path)
     fix = "give a Hugging Face folder with weights, a tokenizer and a chat template"
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        parse_object((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(
             "reward.judge.path", judge.path, f"its config.json cannot be read ({error}); {fix}"
         ) from error

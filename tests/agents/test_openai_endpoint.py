@@ -22,6 +22,7 @@ from orchestrator.agents.conversation import Conversation
 from orchestrator.agents.openai_endpoint import AgentAccess, AgentGateway
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, Trajectory, Turn
 from orchestrator.envs import StaleTrajectory
+from tests.support.tiny_tokenizer import write_tokenizer
 
 T = TypeVar("T")
 CHAT = VocabularyChat()
@@ -488,37 +489,12 @@ def test_temperature_is_the_runs_unless_the_task_leaves_it_to_the_agent() -> Non
 
 # ------------------------------------------------------------------------------------------------------ chat templates
 
-CHATML = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}"
-    "{% set content = message.content %}"
-    # As Qwen3: reasoning is shown in the last answer only.
-    "{% if message.role == 'assistant' and not loop.last and '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}"
-    "<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer with merges, and a template that drops reasoning: both ways to break a prefix."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|im_start|>", "<|im_end|>", "<|pad|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    made.train_from_iterator(["the cat sat on the mat, and then the other cat sat there too"] * 20, trainer)
-    folder = tmp_path_factory.mktemp("tokenizer")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>")
-    fast.chat_template = CHATML
-    fast.save_pretrained(folder)
-    return folder
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def test_a_models_own_template_never_tokenizes_an_answer_again(tokenizer_folder: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from jinja2 import TemplateError
 
 from orchestrator.api import ConfigError, bearer, jsontext, tls
 from orchestrator.api.listener_limits import (
@@ -142,7 +143,10 @@ class JudgeServer:
         most, temperature = int(body.get("max_tokens", 64)), float(body.get("temperature", 0.0))
         if most < 1 or not 0 <= temperature <= 10:
             raise ValueError("max_tokens is at least 1, temperature 0 to 10")
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
         prompt = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         room = int(self._model.model.config.max_position_embeddings)
         if len(prompt) + most > room:

@@ -102,7 +102,7 @@ class PagePool:
         self.pages, self.page_bytes = view.pages, view.page_bytes
         device = ctypes.create_string_buffer(native_pages.NAME)
         self._library.rlc_pool_device(handle, device)
-        self.device = device.value.decode()  # what the maker said
+        self.device = device.value.decode(errors="replace")  # what the maker said
 
     @classmethod
     def create(
@@ -256,7 +256,7 @@ class PagePool:
         self._call_native("rlc_pool_snapshot", numbers, rows, at, None)
         tenants = tuple(
             TenantView(
-                *(slot, row.name.decode(), ROLES[row.role - 1], row.pid, row.used, row.budget),
+                *(slot, row.name.decode(errors="replace"), ROLES[row.role - 1], row.pid, row.used, row.budget),
                 *(row.revision, row.generation),
             )
             for slot, row in enumerate(rows)

@@ -290,7 +290,8 @@ class PageKeeper:
             pages = np.frombuffer(asked, "<u8", offset=_ASK.size)
             right = epoch == self._epoch and 0 < count == pages.size and int(pages.max()) < self._handles.size
             if right:
-                descriptors += [self._driver.export_handle(int(self._handles[int(page)])) for page in pages]
+                for page in pages:  # one by one: those before one that fails are closed, too
+                    descriptors.append(self._driver.export_handle(int(self._handles[int(page)])))
             socket.send_fds(client, [b"pages" if right else b"other"], descriptors)
         except (OSError, PoolError):  # it went away, does not read, or the driver has no descriptor for it
             return False

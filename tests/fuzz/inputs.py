@@ -1,8 +1,4 @@
-"""What the fuzz tests share: ways to damage a valid artefact, and the bounds within which a parser must answer.
-
-The property that every fuzz test holds: whatever a parser is given, it returns what it should or raises the error that its
-module documents, within ``SECONDS`` and ``MEMORY``; any other exception, a hang or an allocation out of proportion fails.
-"""
+"""What the harnesses draw from: ways to damage a valid artefact; and the bounds within which a parser must answer."""
 
 from __future__ import annotations
 
@@ -10,21 +6,16 @@ import contextlib
 import copy
 import json
 import signal
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-SECONDS = 10.0  # for one input; a parser takes milliseconds, a busy machine some more
+SECONDS = 2.0  # of processor time, for one input of some kilobytes; a parser takes milliseconds
+SECONDS_PER_BYTE = 10e-6  # more
 MEMORY = 64 << 20  # bytes that Python and NumPy allocate for one input of some kilobytes
 DEEP = 100_000  # levels of nesting: beyond every stack
-# Few examples in each run of the tests; many in the long tier.
-SHORT, LONG = 100, 600
-EXAMPLES = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.long)]
 
 # What a field may hold instead of what it should. JSON's and msgpack's own types; not every form can carry all of them.
 JUNK: tuple[Any, ...] = (
@@ -39,50 +30,55 @@ class TooSlow(BaseException):
 
 
 @contextlib.contextmanager
-def bounded(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """Fail when the body takes longer, or allocates more, than a parser may."""
+def in_time(size: int) -> Iterator[None]:
+    """Fail when the body takes more processor time than a parser may, for an input of ``size`` bytes."""
+    seconds = SECONDS + SECONDS_PER_BYTE * size
 
     def alarm(number: int, frame: object) -> None:
-        raise TooSlow(f"no answer within {seconds:g} s")
+        raise TooSlow(f"no answer within {seconds:.1f} s of processor time, for {size} B")
 
-    before = signal.signal(signal.SIGALRM, alarm)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # of the test's own limit, which uses the same clock
-    begun = time.monotonic()
+    before = signal.signal(signal.SIGPROF, alarm)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Fail when the body allocates more than a parser may."""
     tracemalloc.start()
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - begun)))
-    assert peak <= memory, f"{peak} B were allocated"
+    assert peak <= MEMORY, f"{peak} B were allocated"
 
 
-def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
-    """Give ``check`` so many drawn inputs."""
-
-    @settings(
-        max_examples=examples,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate] if examples <= SHORT else [Phase.generate, Phase.shrink],
-    )
-    @given(strategy)
-    def run(value: Any) -> None:
-        check(value)
-
-    run()
+def size_of(value: Any) -> int:
+    """Bytes of an input, or nearly so."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(size_of, value)) + sum(map(size_of, value.values()))
+    return sum(map(size_of, value)) if isinstance(value, list | tuple) else 8
 
 
-def survives(parse: Callable[[], Any], *documented: type[Exception]) -> Any:
+def documented(parse: Callable[[], Any], *errors: type[Exception]) -> Any:
     """What the parser returned, or None when it refused as documented."""
+    try:
+        return parse()
+    except errors:
+        return None
+
+
+def survives(parse: Callable[[], Any], *errors: type[Exception]) -> Any:
+    """The same, within bounds."""
     with bounded():
-        try:
-            return parse()
-        except documented:
-            return None
+        return documented(parse, *errors)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------------

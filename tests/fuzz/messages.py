@@ -7,9 +7,9 @@ import ipaddress
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from orchestrator.api import (
@@ -33,10 +33,9 @@ from orchestrator.environments import environment_wire
 from orchestrator.rewards import code_judge, function_client, function_service, llm_judge, process_pool
 from orchestrator.rewards.function_client import FunctionFailed
 from orchestrator.sandbox import spawner, workspace
-from tests.support import fuzzing
+from tests.fuzz import inputs
+from tests.fuzz.harness import Check, Drawn, harness, merged
 from vllm_rlplugin.server import request_bodies
-
-EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
 
 
 def check_types(value: Any, of: str) -> None:
@@ -69,10 +68,19 @@ BODIES: dict[str, tuple[type[request_bodies.Body], Any]] = {
 }
 
 
-@EXAMPLES
-@pytest.mark.parametrize("name", BODIES)
-def test_a_control_endpoint_answers_every_body_with_200_or_400(name: str, examples: int) -> None:
-    """Through the routes' own class: token, limits, parsing, shape; what passes is a record that goes back to the same body."""
+@harness(
+    "vllm_rlplugin/server/request_bodies.py",
+    "vllm_rlplugin/server/control_route.py",
+    "orchestrator/api/http.py",
+    refuses="status 400",
+)
+def control_endpoint(folder: Path) -> Drawn:
+    """A control endpoint answers every body with 200 or 400; what passes is a record that goes back to the same body."""
+    yield merged({name: _control_endpoint(name) for name in BODIES})
+
+
+def _control_endpoint(name: str) -> tuple[st.SearchStrategy[Any], Check]:
+    """Through the routes' own class: token, limits, parsing, shape."""
     from fastapi import APIRouter, FastAPI
     from starlette.testclient import TestClient
 
@@ -103,7 +111,7 @@ def test_a_control_endpoint_answers_every_body_with_200_or_400(name: str, exampl
 
     def check(data: bytes) -> None:
         seen.clear()
-        with fuzzing.bounded():
+        with inputs.bounded():
             answer = client.post("/rl/it", content=data, headers=headers)
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
@@ -118,7 +126,7 @@ def test_a_control_endpoint_answers_every_body_with_200_or_400(name: str, exampl
                     assert all(type(token) is int and token >= 0 for token in record.token_ids)
             assert model.model_validate(body.model_dump()) == body
 
-    fuzzing.fuzz(examples if examples > fuzzing.SHORT else 40, fuzzing.texts(valid), check)
+    return inputs.texts(valid), check
 
 
 # -- what a vllm serve answers ---------------------------------------------------------------------------------------------
@@ -146,9 +154,13 @@ ANSWERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-@EXAMPLES
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_of_a_server_is_a_sound_record_or_retryable(name: str, examples: int) -> None:
+@harness("orchestrator/api/http.py", "orchestrator/borrowing/http_worker.py", refuses="RetryableError")
+def server_answer(folder: Path) -> Drawn:
+    """An answer of a served worker is a record whose fields have their types, its counts agreeing, or refused."""
+    yield merged({name: _server_answer(name) for name in ANSWERS})
+
+
+def _server_answer(name: str) -> tuple[st.SearchStrategy[Any], Check]:
     valid, parse = ANSWERS[name]
     assert _read(parse, json.loads(json.dumps(valid)), name) is not None
 
@@ -157,7 +169,7 @@ def test_an_answer_of_a_server_is_a_sound_record_or_retryable(name: str, example
             answer = _object(data)
             return None if answer is None else _read(parse, answer, name)
 
-        found = fuzzing.survives(read, RetryableError)
+        found = inputs.survives(read, RetryableError)
         if name == "completions" and found is not None:
             for item in found[1]:
                 check_types(item, "completion")
@@ -167,26 +179,28 @@ def test_an_answer_of_a_server_is_a_sound_record_or_retryable(name: str, example
         elif found is not None and name != "status":
             check_types(found, name)
 
-    fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+    return inputs.texts(valid), check
 
 
-@EXAMPLES
-def test_a_refusal_of_a_server_is_always_one_of_our_errors(examples: int) -> None:
+@harness("orchestrator/borrowing/http_worker.py", refuses="one of our errors")
+def server_refusal(folder: Path) -> Drawn:
+    """Whatever a server says when it refuses, it is one of our five errors."""
     worker = HttpWorker("http://127.0.0.1:1", "t" * 16)
     valid = {"error": {"message": "no", "type": "invalid_request", "param": None, "code": 400}}
     statuses = st.sampled_from((301, 400, 401, 403, 404, 409, 413, 422, 429, 500, 503))
 
     def check(drawn: tuple[int, bytes]) -> None:
         status, data = drawn
-        with fuzzing.bounded():
+        with inputs.bounded():
             error = worker._refusal("/rl/add", status, _object(data))
         assert type(error).__module__ == "orchestrator.api.errors"
 
-    fuzzing.fuzz(examples, st.tuples(statuses, fuzzing.texts(valid)), check)
+    yield st.tuples(statuses, inputs.texts(valid)), check
 
 
-@EXAMPLES
-def test_an_address_is_accepted_or_what_is_wrong_with_it_is_said(examples: int) -> None:
+@harness("orchestrator/api/urls.py", "orchestrator/rewards/function_client.py", refuses="ConfigError")
+def address(folder: Path) -> Drawn:
+    """An address is taken, or what is wrong with it is said."""
     pieces = st.sampled_from(
         (
             "http",
@@ -212,7 +226,7 @@ def test_an_address_is_accepted_or_what_is_wrong_with_it_is_said(examples: int) 
     drawn = st.one_of(st.lists(st.one_of(pieces, st.text(max_size=3)), max_size=9).map("".join), st.text(max_size=20))
 
     def check(url: str) -> None:
-        with fuzzing.bounded():
+        with inputs.bounded():
             for allowed in (False, True):
                 assert isinstance(urls.mistake(url, allowed), str)
                 assert isinstance(urls.redis_mistake(url, allowed), str)
@@ -222,14 +236,19 @@ def test_an_address_is_accepted_or_what_is_wrong_with_it_is_said(examples: int) 
             except ConfigError:
                 return
 
-    fuzzing.fuzz(examples, drawn, check)
+    yield drawn, check
 
 
 # -- environments, tools, rewards, judges ----------------------------------------------------------------------------------
 
 
-@EXAMPLES
-def test_a_reply_of_an_environment_is_a_step_or_ends_its_trajectory(examples: int) -> None:
+@harness(
+    "orchestrator/environments/environment_wire.py",
+    "orchestrator/environments/tool_functions.py",
+    refuses="TrajectoryError",
+)
+def environment_reply(folder: Path) -> Drawn:
+    """A reply of an environment is a step with a finite reward and integer tokens, or ends its trajectory."""
     step = StepResult(Observation((3, 4)), 0.5, done=True)
     valid = {"id": 4, "result": environment_wire.step_fields(step), "tools": {"calculator": {"calls": 3, "failed": 0}}}
 
@@ -237,78 +256,93 @@ def test_a_reply_of_an_environment_is_a_step_or_ends_its_trajectory(examples: in
         from orchestrator.environments.tool_functions import ToolTally
 
         note = ToolTally().of_process()
-        found = fuzzing.survives(
+        found = inputs.survives(
             lambda: environment_wire.read_step(environment_wire.reply_of(data, 4, note)), TrajectoryError
         )
         if found is not None:
             assert type(found.reward) is float
             assert abs(found.reward) < float("inf")
             assert all(type(token) is int for token in found.observation.token_ids)
-        fuzzing.survives(
+        inputs.survives(
             lambda: environment_wire.read_observation(environment_wire.reply_of(data, 4), "reset"), TrajectoryError
         )
 
-    fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+    yield inputs.texts(valid), check
 
 
-@EXAMPLES
-def test_a_request_to_an_environments_process_is_always_answered(examples: int) -> None:
+@harness(
+    "orchestrator/environments/environment_process.py",
+    "orchestrator/environments/environment_wire.py",
+    refuses="an answer with an error",
+)
+def environment_request(folder: Path) -> Drawn:
+    """Every line that an environment's process is sent has one answer."""
     from orchestrator.environments.environment_process import EnvironmentService
 
     loop = asyncio.new_event_loop()
     valid = {"id": 1, "call": "reset", "prompt": environment_wire.prompt_fields(Prompt("k", "nim", 1, ""))}
 
     def check(data: bytes) -> None:
-        with fuzzing.bounded():
+        with inputs.bounded():
             answer = loop.run_until_complete(EnvironmentService().answer_line(data))
         assert set(json.loads(answer)) <= {"id", "error", "result", "tools"}
 
     try:
-        fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+        yield inputs.texts(valid), check
     finally:
         loop.close()
 
 
-@EXAMPLES
-def test_an_answer_of_a_function_is_a_value_or_a_failure_with_its_kind(examples: int) -> None:
+@harness(
+    "orchestrator/rewards/function_client.py",
+    "orchestrator/rewards/reward_client.py",
+    "orchestrator/rewards/llm_judge.py",
+    refuses="FunctionFailed, TrajectoryError",
+)
+def function_answer(folder: Path) -> Drawn:
+    """An answer of a reward function is a finite reward, or a failure with its kind."""
     from orchestrator.rewards import reward_client as rewards_client
 
     def check(drawn: tuple[bool, bytes]) -> None:
-        found = fuzzing.survives(lambda: function_client._answer(*drawn), FunctionFailed)
+        found = inputs.survives(lambda: function_client._answer(*drawn), FunctionFailed)
         if found is not None:
-            reward = fuzzing.survives(lambda: rewards_client._reward(found), TrajectoryError)
+            reward = inputs.survives(lambda: rewards_client._reward(found), TrajectoryError)
             assert reward is None or abs(reward) < float("inf")
             if isinstance(found, dict) and "cases" in found:
-                fuzzing.survives(lambda: rewards_client._times(found["cases"]), TrajectoryError)
-            fuzzing.survives(lambda: llm_judge._content(found), TrajectoryError)
+                inputs.survives(lambda: rewards_client._times(found["cases"]), TrajectoryError)
+            inputs.survives(lambda: llm_judge._content(found), TrajectoryError)
             llm_judge._residency(found)
 
     valid = {"reward": 0.5, "cases": [{"seconds": 0.1, "limit": 1.0, "cut": False}], "correct": True,
              "errorType": "x", "errorMessage": "y", "choices": [{"message": {"content": "7"}}]}  # fmt: skip
-    fuzzing.fuzz(examples, st.tuples(st.booleans(), fuzzing.texts(valid)), check)
+    yield st.tuples(st.booleans(), inputs.texts(valid)), check
 
 
-@EXAMPLES
-def test_a_judges_words_are_a_score_in_range_or_none(examples: int) -> None:
+@harness("orchestrator/rewards/llm_judge.py", refuses="no score")
+def judge_words(folder: Path) -> Drawn:
+    """What a judge writes is an integer in its range, or no score."""
+
     class Asked(llm_judge.LLMJudge):
         def __init__(self, structured: bool) -> None:
             self._structured, self._low, self._high = structured, 0, 10
 
     texts = st.one_of(
-        fuzzing.texts({"score": 7}), st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass"))
+        inputs.texts({"score": 7}), st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass"))
     )
 
     def check(drawn: tuple[bool, bytes]) -> None:
         structured, data = drawn
-        with fuzzing.bounded():
+        with inputs.bounded():
             found = Asked(structured)._read(data.decode("utf-8", "replace"))
         assert found is None or (type(found) is int and 0 <= found <= 10)
 
-    fuzzing.fuzz(examples, st.tuples(st.booleans(), texts), check)
+    yield st.tuples(st.booleans(), texts), check
 
 
-@EXAMPLES
-def test_a_function_host_answers_every_body(examples: int) -> None:
+@harness("orchestrator/rewards/function_service.py", "orchestrator/api/bearer.py", refuses="status 400, 401, 404, 413")
+def function_host(folder: Path) -> Drawn:
+    """Every method, path, header and body has an answer; only the token opens."""
+
     class Echo(process_pool.FunctionPool):
         async def invoke(self, event: Any, note: Any = None) -> Any:
             return event
@@ -317,52 +351,62 @@ def test_a_function_host_answers_every_body(examples: int) -> None:
     served = function_service.FunctionService({"f": echo}, bearer.sealed("t"))
     loop = asyncio.new_event_loop()
     paths = st.one_of(
-        st.sampled_from(("/2015-03-31/functions/f/invocations", "/2015-03-31/functions//invocations", "/stats", "/")),
+        st.sampled_from(
+            (
+                *("/2015-03-31/functions/f/invocations", "/2015-03-31/functions//invocations", "/stats", "/"),
+                "/2019-09-30/functions/f/provisioned-concurrency",
+            )
+        ),
         st.text(max_size=30).map(lambda text: f"/2015-03-31/functions/{text}/invocations"),
     )
 
     def check(drawn: tuple[str, str, bytes, str]) -> None:
         method, path, body, header = drawn
-        with fuzzing.bounded():
+        with inputs.bounded():
             assert (served.refuse_caller(header) is None) == (bearer.token_of(header) == "t")
             reply = loop.run_until_complete(served.answer(method, path, body))
-        assert reply.status in (200, 400, 404, 413)
+        assert reply.status in ((200, 202, 400, 404, 413) if method == "PUT" else (200, 400, 404, 413))
         json.dumps(reply.value)
 
-    methods = st.sampled_from(("POST", "GET", "DELETE"))
+    methods = st.sampled_from(("POST", "GET", "DELETE", "PUT"))
     headers = st.one_of(
         st.just("Bearer t"), st.text(max_size=12).map(lambda text: f"Bearer {text}"), st.text(max_size=12)
     )
-    drawn = st.tuples(methods, paths, fuzzing.texts({"ProvisionedConcurrentExecutions": 2, "answer": [1]}), headers)
+    drawn = st.tuples(methods, paths, inputs.texts({"ProvisionedConcurrentExecutions": 2, "answer": [1]}), headers)
     try:
-        fuzzing.fuzz(examples, drawn, check)
-        put = "/2019-09-30/functions/f/provisioned-concurrency"
-        for body in fuzzing.hostile_json():
-            assert loop.run_until_complete(served.answer("PUT", put, body)).status == 400
+        yield drawn, check
     finally:
         loop.close()
 
 
-@EXAMPLES
-def test_what_judged_code_and_sandboxes_say_is_read_or_refused(examples: int) -> None:
+@harness(
+    "orchestrator/sandbox/workspace.py",
+    "orchestrator/sandbox/spawner.py",
+    "orchestrator/rewards/code_judge.py",
+    refuses="no files, no answers; RetryableError",
+)
+def sandbox_output(folder: Path) -> Drawn:
+    """What comes out of a sandbox is files within limits and as many answers as were asked, or nothing."""
     valid = {"code": 0, "files": {"a.py": "cHJpbnQoMSk="}}
     listed = [{"answer": 1}, {"error": "x"}]
 
     def check(drawn: tuple[bytes, bytes]) -> None:
-        with fuzzing.bounded():
+        with inputs.bounded():
             exit_code, files = workspace._collected(drawn[0])
             assert type(exit_code) is int
             assert files is None or all(isinstance(data, bytes) for data in files.values())
             found = code_judge._answers(drawn[1], 2)
             assert found is None or len(found) == 2
-            answer = fuzzing.survives(lambda: spawner.read_answer(drawn[0]), RetryableError)
+            answer = inputs.survives(lambda: spawner.read_answer(drawn[0]), RetryableError)
             assert answer is None or type(answer) is int
 
-    fuzzing.fuzz(examples, st.tuples(fuzzing.texts(valid), fuzzing.texts(listed)), check)
+    yield st.tuples(inputs.texts(valid), inputs.texts(listed)), check
 
 
-@EXAMPLES
-def test_a_reply_line_of_a_functions_process_is_read_or_ends_that_process(examples: int) -> None:
+@harness("orchestrator/rewards/process_pool.py", refuses="FunctionError")
+def function_process(folder: Path) -> Drawn:
+    """A line of a function's process is an object, or the end of that process."""
+
     class Process:
         def __init__(self, line: bytes) -> None:
             self.stdout = asyncio.StreamReader(limit=1 << 20)
@@ -375,10 +419,10 @@ def test_a_reply_line_of_a_functions_process_is_read_or_ends_that_process(exampl
         return await process_pool._Worker(Process(line)).receive()  # type: ignore[arg-type]
 
     def check(data: bytes) -> None:
-        found = fuzzing.survives(lambda: loop.run_until_complete(receive(data)), process_pool.FunctionError)
+        found = inputs.survives(lambda: loop.run_until_complete(receive(data)), process_pool.FunctionError)
         assert found is None or isinstance(found, dict)
 
     try:
-        fuzzing.fuzz(examples, fuzzing.texts({"id": 1, "result": {"reward": 0.5}}), check)
+        yield inputs.texts({"id": 1, "result": {"reward": 0.5}}), check
     finally:
         loop.close()

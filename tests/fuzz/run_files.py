@@ -29,9 +29,10 @@ from orchestrator.policies.parallelism.engine_profile import EngineLayout, Engin
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load_profile
 from orchestrator.run_folder import RunFolder
 from orchestrator.sim import run_audit
-from tests.support import fuzzing, view_runs
+from tests.fuzz import inputs
+from tests.fuzz.harness import Drawn, harness
+from tests.support import view_runs
 
-EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,7 +45,7 @@ def files_need_not_outlive_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the journal -----------------------------------------------------------------------------------------------------------
 
 
-def journal() -> list[str]:
+def valid_journal() -> list[str]:
     """Of two groups: trained ones, a failed one, one in the buffer, one under way."""
     sink = MemorySink()
     ledger = Ledger(sink, lambda: 1.5)
@@ -72,46 +73,48 @@ def _restored(lines: list[str]) -> dict[str, Any]:
 
 def journals() -> st.SearchStrategy[bytes]:
     """Damaged anywhere; or one record altered; or whole lines lost, repeated or swapped."""
-    lines = journal()
+    lines = valid_journal()
     whole = "\n".join(lines).encode() + b"\n"
     records = [json.loads(line) for line in lines]
 
     def joined(found: list[Any]) -> bytes | None:
-        made = [fuzzing.as_json(record) for record in found]
+        made = [inputs.as_json(record) for record in found]
         return None if None in made else b"\n".join(made)
 
     return st.one_of(
-        fuzzing.damaged(whole),
-        fuzzing.altered(records)
+        inputs.damaged(whole),
+        inputs.altered(records)
         .filter(lambda made: isinstance(made, list))
         .map(joined)
         .filter(lambda made: made is not None),
         st.lists(st.sampled_from([line.encode() for line in lines]), max_size=30).map(b"\n".join),
-        st.sampled_from([b"\n".join((lines[0].encode(), text)) for text in fuzzing.hostile_json()]),
+        st.sampled_from([b"\n".join((lines[0].encode(), text)) for text in inputs.hostile_json()]),
     )
 
 
-@EXAMPLES
-def test_a_damaged_journal_is_restored_closed_or_refused(examples: int) -> None:
-    same = _restored(journal())
+@harness("orchestrator/ledger.py", "orchestrator/sim/run_audit.py", refuses="RunError")
+def journal(folder: Path) -> Drawn:
+    """A journal is restored with started = ended + in flight, or refused."""
+    same = _restored(valid_journal())
 
     def check(data: bytes) -> None:
         lines = data.decode("utf-8", "replace").split("\n")
-        found = fuzzing.survives(lambda: _restored(lines), RunError)
+        found = inputs.survives(lambda: _restored(lines), RunError)
         if found is not None:  # both counts of one journal agree, whatever it says
             ends = sum(found[state] for state in END_STATES)
             assert found["started"] == ends + found["in_flight"]
-        counted = fuzzing.survives(lambda: recount(lines), RunError)
+        counted = inputs.survives(lambda: recount(lines), RunError)
         assert counted is None or counted["started"] >= 0
-        said = fuzzing.survives(lambda: run_audit.account_epochs(lines, 2, left=[1]), RunError)
+        said = inputs.survives(lambda: run_audit.account_epochs(lines, 2, left=[1]), RunError)
         assert said is None or isinstance(said.violations, list)
 
-    fuzzing.fuzz(examples, journals(), check)
-    assert _restored(journal()) == same
+    yield journals(), check
+    assert _restored(valid_journal()) == same
 
 
-def test_a_line_that_is_missing_in_the_middle_of_a_journal_is_noticed() -> None:
-    lines = journal()
+def check_missing_lines() -> None:
+    """A line that is missing in the middle of a journal, or stands there twice, is noticed; half a one at its end is left out."""
+    lines = valid_journal()
     for place in range(len(lines) - 1):
         with pytest.raises(RunError, match="journal"):
             _restored(lines[:place] + lines[place + 1 :])
@@ -124,11 +127,19 @@ def test_a_line_that_is_missing_in_the_middle_of_a_journal_is_noticed() -> None:
 # -- events and what is under way ---------------------------------------------------------------------------------------------
 
 
-@EXAMPLES
-def test_a_damaged_event_log_is_shown_and_reported_without_what_is_unreadable(examples: int, tmp_path: Path) -> None:
-    folder: Path = view_runs.write_unfinished(tmp_path / "run", steps=4)
-    lines = (folder / "events.jsonl").read_bytes().splitlines()
-    live = json.loads((folder / "live.json").read_text())
+@harness(
+    "orchestrator/observe/event_records.py",
+    "orchestrator/observe/run_figures.py",
+    "orchestrator/observe/view/live_sample.py",
+    "orchestrator/observe/view/run_state.py",
+    "orchestrator/observe/report/run_log.py",
+    refuses="left out, counted",
+)
+def events(folder: Path) -> Drawn:
+    """Page, terminal, metrics and report are made of what is readable; one damaged line hides no other."""
+    run: Path = view_runs.write_unfinished(folder / "run", steps=4)
+    lines = (run / "events.jsonl").read_bytes().splitlines()
+    live = json.loads((run / "live.json").read_text())
     console = Console(file=io.StringIO(), width=120)
     kinds: dict[str, Any] = {}
     for line in lines:
@@ -136,10 +147,10 @@ def test_a_damaged_event_log_is_shown_and_reported_without_what_is_unreadable(ex
 
     def check(drawn: tuple[bytes, bytes]) -> None:
         event, under_way = drawn
-        (folder / "events.jsonl").write_bytes(b"\n".join((lines[0], event, *lines[1:], event)) + b"\n")
-        (folder / "live.json").write_bytes(under_way)
-        with fuzzing.bounded():
-            follower, state = Follower(folder), Shown(folder)
+        (run / "events.jsonl").write_bytes(b"\n".join((lines[0], event, *lines[1:], event)) + b"\n")
+        (run / "live.json").write_bytes(under_way)
+        with inputs.bounded():
+            follower, state = Follower(run), Shown(run)
             for found in follower.events():
                 state.take(found)
             if (record := follower.live()) is not None:
@@ -147,32 +158,33 @@ def test_a_damaged_event_log_is_shown_and_reported_without_what_is_unreadable(ex
             json.dumps(state.shown() | {"silent": 0}, allow_nan=False)
             console.print(screen(state.shown() | {"silent": 0}))
             exposition(state)
-            log = load_run(folder)
+            log = load_run(run)
             assert log.steps, "one damaged line must not hide the others"
-            read_events(folder / "events.jsonl")
+            read_events(run / "events.jsonl")
 
     drawn = st.tuples(
-        st.one_of(*(fuzzing.texts(event).map(lambda data: data.replace(b"\n", b"")) for event in kinds.values())),
-        fuzzing.texts(live),
+        st.one_of(*(inputs.texts(event).map(lambda data: data.replace(b"\n", b"")) for event in kinds.values())),
+        inputs.texts(live),
     )
-    fuzzing.fuzz(examples // 4, drawn, check)  # each draws a whole page
+    yield drawn, check
 
 
-@EXAMPLES
-def test_a_damaged_record_of_turns_is_left_out_of_a_trace(examples: int, tmp_path: Path) -> None:
-    file = tmp_path / "turns.jsonl"
+@harness("orchestrator/observe/view/run_trace.py", refuses="left out")
+def turns(folder: Path) -> Drawn:
+    """A trace has the turns whose lines are sound, with finite times."""
+    file = folder / "turns.jsonl"
 
     def check(data: bytes) -> None:
         good = b'["t1", 0, "vllm-0", 1.0, 2.0, 1.1, 1.9]'
         file.write_bytes(good + b"\n" + data.replace(b"\n", b"") + b"\n" + good.replace(b"t1", b"t2") + b"\n")
-        with fuzzing.bounded():
+        with inputs.bounded():
             found = _measured(file, 0.0)
         assert {("t1", 0), ("t2", 0)} <= set(found)
         for (name, turn), (worker, *times) in found.items():
             assert (type(name), type(turn), type(worker)) == (str, int, str)
             assert all(abs(time) < float("inf") for time in times)
 
-    fuzzing.fuzz(examples, fuzzing.texts(["t0", 3, "vllm-1", 1.0, 2.0, 1.25, 1.75]), check)
+    yield inputs.texts(["t0", 3, "vllm-1", 1.0, 2.0, 1.25, 1.75]), check
 
 
 # -- checkpoints and the queue of rounds ----------------------------------------------------------------------------------------
@@ -194,22 +206,23 @@ def planner() -> RoundPlanner:
     return made
 
 
-@EXAMPLES
-def test_a_damaged_checkpoint_is_skipped_or_refused(examples: int, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+@harness("orchestrator/checkpoint.py", refuses="skipped; RunError")
+def checkpoint(folder: Path) -> Drawn:
+    """The newest checkpoint that is found is one that was written, bit for bit."""
+    checkpoints = Checkpoints(folder, keep=2)
     for step in (3, 4):
         partial = checkpoints.begin(step)
         (partial / "trainer" / "weights.bin").write_bytes(bytes(range(200)))
         checkpoints.commit(partial, CheckpointState(**{**vars(state_of(planner())), "step": step}))
-    newest = tmp_path / "step-000004"
-    kept = {file: file.read_bytes() for file in newest.rglob("*") if file.is_file()}
+    newest = folder / "step-000004"
+    kept = {str(file.relative_to(newest)): file.read_bytes() for file in newest.rglob("*") if file.is_file()}
 
-    def check(drawn: tuple[Path, bytes]) -> None:
+    def check(drawn: tuple[str, bytes]) -> None:
         file, data = drawn
         for name, whole in kept.items():
-            name.write_bytes(data if name == file else whole)
+            (newest / name).write_bytes(data if name == file else whole)
         try:
-            with fuzzing.bounded():
+            with inputs.bounded():
                 found = checkpoints.newest()
         except RunError as error:
             if "this version reads 1" not in str(
@@ -218,25 +231,23 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(examples: int, tmp_path: Pat
                 raise
             return
         assert found is not None
-        folder, state, _ = found
-        assert (folder.name, state.step) in (("step-000004", 4), ("step-000003", 3))
-        if folder == newest:  # then it holds what it held
-            assert verify(folder) == ""
+        where, state, _ = found
+        assert (where.name, state.step) in (("step-000004", 4), ("step-000003", 3))
+        if where == newest:  # then it holds what it held
+            assert verify(where) == ""
             assert state == CheckpointState(**{**vars(state_of(planner())), "step": 4})
 
-    drawn = st.one_of(*(st.tuples(st.just(file), fuzzing.damaged(whole)) for file, whole in kept.items()))
-    fuzzing.fuzz(examples, drawn, check)
-    for file, whole in kept.items():
-        file.write_bytes(whole)
-    files = json.loads((newest / "files.json").read_bytes())
-    drawn = st.tuples(st.just(newest / "files.json"), fuzzing.texts(files))
-    fuzzing.fuzz(examples, drawn, check)
+    damaged = (st.tuples(st.just(file), inputs.damaged(whole)) for file, whole in kept.items())
+    listed = st.tuples(st.just("files.json"), inputs.texts(json.loads(kept["files.json"])))
+    yield st.one_of(*damaged, listed), check
 
 
-@EXAMPLES
-def test_a_checkpoints_state_that_was_altered_knowingly_is_a_state_or_refused(examples: int, tmp_path: Path) -> None:
-    """With digests that fit: of another version, or made by hand."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
+@harness(
+    "orchestrator/checkpoint.py", "orchestrator/policies/batching/round_planner.py", refuses="RunError, ValueError"
+)
+def checkpoint_state(folder: Path) -> Drawn:
+    """A state with digests that fit has the types of a state, or is refused."""
+    checkpoints = Checkpoints(folder, keep=2)
     valid = json.loads(json.dumps(asdict(state_of(planner()))))
 
     def check(data: bytes) -> None:
@@ -244,7 +255,7 @@ def test_a_checkpoints_state_that_was_altered_knowingly_is_a_state_or_refused(ex
         final = checkpoints.commit(partial, state_of(planner()))
         (final / "state.json").write_bytes(data)
         _seal(final)
-        found = fuzzing.survives(checkpoints.newest, RunError)
+        found = inputs.survives(checkpoints.newest, RunError)
         if found is None:
             return
         state = found[1]
@@ -256,9 +267,9 @@ def test_a_checkpoints_state_that_was_altered_knowingly_is_a_state_or_refused(ex
             )
         if state.rounds is not None:
             made = RoundPlanner(RoundRules(4, 2, epoch=12))
-            fuzzing.survives(lambda: made.restore(state.rounds.get("planner")), ValueError)
+            inputs.survives(lambda: made.restore(state.rounds.get("planner")), ValueError)
 
-    fuzzing.fuzz(examples, fuzzing.texts({"format": 1, **valid}), check)
+    yield inputs.texts({"format": 1, **valid}), check
 
 
 def _seal(folder: Path) -> None:
@@ -274,12 +285,13 @@ def _seal(folder: Path) -> None:
 # -- configs ---------------------------------------------------------------------------------------------------------------
 
 
-@EXAMPLES
-def test_a_damaged_config_is_a_config_or_one_config_error(examples: int, tmp_path: Path) -> None:
-    file, folder = tmp_path / "config.toml", tmp_path / "run"
-    folder.mkdir()
+@harness("orchestrator/config/run_config.py", "orchestrator/run_folder.py", refuses="ConfigError")
+def config(folder: Path) -> Drawn:
+    """TOML, overrides and the kept JSON give a config that is kept and read back the same, or one error."""
+    file, run = folder / "config.toml", folder / "run"
+    run.mkdir()
     valid = (ROOT / "examples" / "frozenlake.toml").read_bytes()
-    hostile = (b"a = " + b"[" * fuzzing.DEEP, b"[" * 5000, b"a." * 2000 + b"b = 1", b"x = " + b"9" * 10000,
+    hostile = (b"a = " + b"[" * inputs.DEEP, b"[" * 5000, b"a." * 2000 + b"b = 1", b"x = " + b"9" * 10000,
                b"\xef\xbb\xbf", b"[run]\nsteps = 1e400", b"[run]\nsteps = nan", b'[run]\nname = "\\ud800"',
                b"[rollout]\nalpha = -1", b"run = 3", b"[[run]]", b"[run.name]", b"[a]\nb = 1")  # fmt: skip
 
@@ -287,34 +299,34 @@ def test_a_damaged_config_is_a_config_or_one_config_error(examples: int, tmp_pat
         kind, data = drawn
         if kind == "toml":
             file.write_bytes(data)
-            found = fuzzing.survives(lambda: load_config(file), ConfigError)
+            found = inputs.survives(lambda: load_config(file), ConfigError)
         elif kind == "override":
             text = data.decode("utf-8", "replace")
             tree: dict[str, Any] = {"run": {"steps": 3}}
-            found = fuzzing.survives(lambda: (apply_override(tree, text), parse_config(tree))[1], ConfigError)
+            found = inputs.survives(lambda: (apply_override(tree, text), parse_config(tree))[1], ConfigError)
         else:
-            (folder / "config.json").write_bytes(data)
-            found = fuzzing.survives(lambda: RunFolder.open(folder).config(), ConfigError)
+            (run / "config.json").write_bytes(data)
+            found = inputs.survives(lambda: RunFolder.open(run).config(), ConfigError)
         if found is not None:  # what is kept with the run is this config
             assert parse_config(json.loads(to_json(found))) == found
 
     resolved = json.loads(to_json(load_config(ROOT / "examples" / "frozenlake.toml")))
     overrides = st.one_of(
-        *(fuzzing.damaged(text) for text in (b"rollout.alpha=2", b"run.name='x'", b"resources.pools.H800=[0]")),
-        st.sampled_from((b"a" + b".a" * 2000 + b"=1", b"run.steps=" + b"[" * fuzzing.DEEP, b"=", b".=1", b"run.=1")),
+        *(inputs.damaged(text) for text in (b"rollout.alpha=2", b"run.name='x'", b"resources.pools.H800=[0]")),
+        st.sampled_from((b"a" + b".a" * 2000 + b"=1", b"run.steps=" + b"[" * inputs.DEEP, b"=", b".=1", b"run.=1")),
     )
     drawn = st.one_of(
-        st.tuples(st.just("toml"), st.one_of(fuzzing.damaged(valid), st.sampled_from(hostile))),
+        st.tuples(st.just("toml"), st.one_of(inputs.damaged(valid), st.sampled_from(hostile))),
         st.tuples(st.just("override"), overrides),
-        st.tuples(st.just("json"), fuzzing.texts(resolved)),
+        st.tuples(st.just("json"), inputs.texts(resolved)),
     )
-    fuzzing.fuzz(examples, drawn, check)
+    yield drawn, check
 
 
 # -- profiles, predictors ------------------------------------------------------------------------------------------------------
 
 
-def profile(path: Path) -> ProfileFile:
+def valid_profile(path: Path) -> ProfileFile:
     layout = EngineLayout(2, 1)
     made = ProfileFile(path, ProfileKey("m", "e", "d"))
     for batch in (1, 4):
@@ -327,17 +339,18 @@ def profile(path: Path) -> ProfileFile:
     return made
 
 
-@EXAMPLES
-def test_a_damaged_profile_is_a_profile_or_one_config_error(examples: int, tmp_path: Path) -> None:
+@harness("orchestrator/profiler/profile_file.py", refuses="ConfigError")
+def profile(folder: Path) -> Drawn:
+    """A profile has finite costs of at least 0 at every point, or is refused."""
     from vllm_rlplugin.kvpool.engine import step_costs
 
-    file = tmp_path / "profile.json"
-    profile(file)
+    file = folder / "profile.json"
+    valid_profile(file)
     valid = json.loads(file.read_text())
 
     def check(data: bytes) -> None:
         file.write_bytes(data)
-        found = fuzzing.survives(lambda: load_profile(file), ConfigError)
+        found = inputs.survives(lambda: load_profile(file), ConfigError)
         if found is not None:
             for layout in found.profile.layouts:
                 assert 0 <= found.profile.decode_seconds(2, 100, layout) < float("inf")
@@ -347,13 +360,14 @@ def test_a_damaged_profile_is_a_profile_or_one_config_error(examples: int, tmp_p
                 assert all(0 <= number < float("inf") for number in numbers)
             assert 0 <= found.seconds < float("inf")
             assert all(isinstance(getattr(found.key, name), str) for name in ("model", "engine", "device"))
-        fuzzing.survives(lambda: step_costs._read(file), ConfigError)
+        inputs.survives(lambda: step_costs._read(file), ConfigError)
 
-    fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+    yield inputs.texts(valid), check
 
 
-@EXAMPLES
-def test_a_damaged_state_of_the_predictor_is_refused_and_it_stays_as_it_was(examples: int) -> None:
+@harness("orchestrator/policies/prediction/length_predictor.py", refuses="ValueError")
+def predictor_state(folder: Path) -> Drawn:
+    """A predictor's state is loaded whole, or refused."""
     from orchestrator.policies.prediction.length_predictor import ProgressivePredictor
 
     policy = ProgressivePredictor(100.0)
@@ -361,51 +375,52 @@ def test_a_damaged_state_of_the_predictor_is_refused_and_it_stays_as_it_was(exam
 
     def check(data: bytes) -> None:
         other = ProgressivePredictor(100.0)
-        fuzzing.survives(lambda: other.load(data) or True, ValueError)
+        inputs.survives(lambda: other.load(data) or True, ValueError)
 
-    fuzzing.fuzz(examples, fuzzing.damaged(whole), check)
+    yield inputs.damaged(whole), check
 
 
-@EXAMPLES
-def test_a_line_of_the_predictor_is_a_forecast_or_nonsense(examples: int) -> None:
+@harness("orchestrator/placement/predictor_client.py", refuses="ValueError")
+def predictor_line(folder: Path) -> Drawn:
+    """A line of the predictor's process is a forecast of finite numbers, or refused."""
     from orchestrator.placement.predictor_client import read_forecast
 
     valid = {"id": 3, "tokens": 5.0, "low": 1.0, "high": 9.0, "turns": 2.0, "total": 8.0, "kind": "x"}
 
     def check(data: bytes) -> None:
-        found = fuzzing.survives(lambda: read_forecast(data), ValueError)
+        found = inputs.survives(lambda: read_forecast(data), ValueError)
         if found is not None:
             for name, field in found[1].__dataclass_fields__.items():
                 if field.type in ("float", "int"):
                     assert abs(getattr(found[1], name)) < float("inf")
 
-    fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+    yield inputs.texts(valid), check
 
 
 # -- trajectories --------------------------------------------------------------------------------------------------------------
 
 
-@EXAMPLES
-def test_a_damaged_file_of_trajectories_is_refused_or_says_the_same(examples: int, tmp_path: Path) -> None:
-    """Every page has a checksum; what is outside of pages (the footer) is compared in what it leads to."""
+@harness("orchestrator/store.py", "orchestrator/sim/recorded_traces.py", refuses="ConfigError")
+def trajectories(folder: Path) -> Drawn:
+    """Damaged pages of a Parquet file are noticed; what is read from it says the same."""
     from megatron_rlplugin.trainer import recorded_rows as of_trainer
     from orchestrator.runtime.recorded_batches import Recording
     from orchestrator.sim.recorded_traces import load_traces
     from orchestrator.store import TrajectoryStore, read_trajectories, to_trajectory
 
-    store = TrajectoryStore(tmp_path / "run" / "trajectories")
+    store = TrajectoryStore(folder / "run" / "trajectories")
     kept = [_trajectory(number) for number in range(4)]
     for number, trajectory in enumerate(kept):
         store.append(trajectory, 0, "trained", 0.5, position=number)
     store.close()
-    (file,) = (tmp_path / "run").rglob("part-*.parquet")
-    whole, folder = file.read_bytes(), tmp_path / "run"
+    (file,) = (folder / "run").rglob("part-*.parquet")
+    whole, run = file.read_bytes(), folder / "run"
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
-    traces = load_traces(folder, 10)
+    traces = load_traces(run, 10)
     samples = of_trainer._rows(file, 0)
 
     def trajectories() -> list[Any]:
-        return [to_trajectory(row) for row in read_trajectories(folder / "trajectories").to_pylist()]
+        return [to_trajectory(row) for row in read_trajectories(run / "trajectories").to_pylist()]
 
     def check(drawn: tuple[bool, bytes]) -> None:
         pages, data = drawn
@@ -413,20 +428,20 @@ def test_a_damaged_file_of_trajectories_is_refused_or_says_the_same(examples: in
         errors = (ConfigError, TypeError, KeyError, ValueError) if not pages else (ConfigError,)
         for read, same in (
             (trajectories, kept),
-            (lambda: load_traces(folder, 10), traces),
+            (lambda: load_traces(run, 10), traces),
             (lambda: of_trainer._rows(file, 0), samples),
         ):
-            found = fuzzing.survives(read, *errors)
+            found = inputs.survives(read, *errors)
             assert not pages or found is None or found == same
-        fuzzing.survives(lambda: list(Recording(folder).steps()), *errors)
+        inputs.survives(lambda: list(Recording(run).steps()), *errors)
 
-    damaged_pages = fuzzing.damaged(whole[4:footer]).filter(lambda data: len(data) == footer - 4)
+    damaged_pages = inputs.damaged(whole[4:footer]).filter(lambda data: len(data) == footer - 4)
     drawn = st.one_of(
         st.tuples(st.just(True), damaged_pages.map(lambda data: whole[:4] + data + whole[footer:])),
-        st.tuples(st.just(False), fuzzing.damaged(whole[footer:]).map(lambda data: whole[:footer] + data)),
+        st.tuples(st.just(False), inputs.damaged(whole[footer:]).map(lambda data: whole[:footer] + data)),
         st.tuples(st.just(True), st.integers(0, len(whole) - 1).map(lambda at: whole[:at])),
     )
-    fuzzing.fuzz(examples, drawn, check)
+    yield drawn, check
 
 
 def _trajectory(number: int) -> Trajectory:

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -29,9 +30,8 @@ from orchestrator.transfer.delta.native_codec import native
 from orchestrator.transfer.delta.reference_codec import NumpyCodec
 from orchestrator.transfer.retention import VersionHolder
 from orchestrator.transfer.shard_codec import DeltaCodec
-from tests.support import fuzzing
-
-EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
+from tests.fuzz import inputs
+from tests.fuzz.harness import Check, Drawn, harness, merged
 
 NAME = wire.BucketName("job", 3, 7, "full", 0, 2)
 TENSORS = {f"layers.{index}.weight": np.arange(size, dtype=np.uint8) for index, size in enumerate((10, 0, 200, 64, 7))}
@@ -51,7 +51,7 @@ def packed(tree: Any) -> bytes | None:
 
 
 HOSTILE = (
-    b"", b"\xc1", b"\x91" * fuzzing.DEEP, b"\x81\xa1x" * fuzzing.DEEP, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\xa1x",
+    b"", b"\xc1", b"\x91" * inputs.DEEP, b"\x81\xa1x" * inputs.DEEP, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\xa1x",
     b"\xc6\xff\xff\xff\xff", b"\x81\x91\x00\x00", b"\x80", b"\x90", b"\xc0", b"\xd6\xff\xff\xff\xff\xff", b"\xa1\xff",
     b"\xc7\x0c\xff" + b"\xff" * 12, msgpack.packb({"format": 2}), msgpack.packb({"format": 99, "shards": []}),
 )  # fmt: skip
@@ -61,8 +61,8 @@ def messages(valid: bytes) -> st.SearchStrategy[bytes]:
     """Of a valid msgpack record: altered as a tree, damaged as bytes, hostile."""
     tree = msgpack.unpackb(valid)
     return st.one_of(
-        fuzzing.altered(tree).map(packed).filter(lambda data: data is not None),
-        fuzzing.damaged(valid),
+        inputs.altered(tree).map(packed).filter(lambda data: data is not None),
+        inputs.damaged(valid),
         st.sampled_from(HOSTILE),
     )
 
@@ -70,7 +70,7 @@ def messages(valid: bytes) -> st.SearchStrategy[bytes]:
 # -- buckets -------------------------------------------------------------------------------------------------------------
 
 
-def bucket() -> bytes:
+def valid_bucket() -> bytes:
     writer = wire.BucketWriter(np.zeros(4096, np.uint8))
     for name, data in TENSORS.items():
         writer.add(name, data)
@@ -81,17 +81,18 @@ def opened(data: bytes) -> list[tuple[str, bytes]] | None:
     def parse() -> list[tuple[str, bytes]]:
         return [(entry.tensor, view.tobytes()) for entry, view in wire.open_bucket(array(data), NAME)]
 
-    found: list[tuple[str, bytes]] | None = fuzzing.survives(parse, CorruptWeightsError)
+    found: list[tuple[str, bytes]] | None = inputs.survives(parse, CorruptWeightsError)
     return found
 
 
-@EXAMPLES
-def test_a_damaged_bucket_is_refused_or_is_the_same_bucket(examples: int) -> None:
-    whole = bucket()
+@harness("orchestrator/transfer/bucket.py", refuses="CorruptWeightsError")
+def bucket(folder: Path) -> Drawn:
+    """What comes out of a damaged bucket is the same bucket, or nothing."""
+    whole = valid_bucket()
     same = [(name, data.tobytes()) for name, data in TENSORS.items()]
     assert opened(whole) == same
     # The checksum covers all but itself, so that nothing but the very bucket may pass.
-    fuzzing.fuzz(examples, fuzzing.damaged(whole), lambda data: _same_or(opened(data), same, data == whole))
+    yield inputs.damaged(whole), lambda data: _same_or(opened(data), same, data == whole)
 
 
 def _same_or(found: Any, same: Any, must: bool) -> None:
@@ -99,10 +100,10 @@ def _same_or(found: Any, same: Any, must: bool) -> None:
     assert found is not None or not must
 
 
-@EXAMPLES
-def test_a_bucket_whose_checksum_is_right_is_read_within_its_bounds_or_refused(examples: int) -> None:
-    """Who can write to the relay can make a checksum, too: then only the checks behind it stand."""
-    whole = bucket()
+@harness("orchestrator/transfer/bucket.py", refuses="CorruptWeightsError")
+def sealed_bucket(folder: Path) -> Drawn:
+    """A bucket whose checksum a forger made to fit is read within its bounds, or refused."""
+    whole = valid_bucket()
     prefix = struct.unpack_from("<8sQQQ", whole)
     body, directory = whole[64 : 64 + prefix[2]], whole[64 + prefix[2] :]
 
@@ -117,13 +118,13 @@ def test_a_bucket_whose_checksum_is_right_is_read_within_its_bounds_or_refused(e
 
     lengths = st.sampled_from((0, 0, 0, 1, -1, 64, 1 << 40, (1 << 63) - 1))
     drawn = st.tuples(st.just(body), messages(directory), lengths).map(sealed)
-    fuzzing.fuzz(examples, drawn, check)
+    yield drawn, check
 
 
 # -- manifests, the head record, leases, announcements, shares, what ranks say ---------------------------------------------
 
 
-def manifest() -> manifests.StoredManifest:
+def valid_manifest() -> manifests.StoredManifest:
     shards = tuple(
         ShardKey(f"layers.{index}", 0, 8 * part, 8 * part + 8, (16, 4), "bfloat16", "raw", 0)
         for index in range(3)
@@ -134,27 +135,26 @@ def manifest() -> manifests.StoredManifest:
 
 
 def read_manifest(data: bytes, checksum: int) -> manifests.StoredManifest | None:
-    found: manifests.StoredManifest | None = fuzzing.survives(
+    found: manifests.StoredManifest | None = inputs.survives(
         lambda: manifests.decode_manifest(memoryview(data), checksum, "job", 3, 7, 0), CorruptWeightsError
     )
     return found
 
 
-@EXAMPLES
-def test_a_damaged_manifest_is_refused_or_is_the_same_manifest(examples: int) -> None:
-    whole = manifests.encode_manifest(manifest())
+@harness("orchestrator/transfer/manifest.py", refuses="CorruptWeightsError")
+def manifest(folder: Path) -> Drawn:
+    """What comes out of a damaged manifest is the same manifest, or nothing."""
+    whole = manifests.encode_manifest(valid_manifest())
     checksum = manifests.manifest_checksum(whole)
     same = read_manifest(whole, checksum)
     assert same is not None
-    fuzzing.fuzz(
-        examples,
-        fuzzing.damaged(whole),
-        lambda data: _same_or(read_manifest(data, checksum), same, data == whole),
-    )
+    yield inputs.damaged(whole), lambda data: _same_or(read_manifest(data, checksum), same, data == whole)
 
 
-@EXAMPLES
-def test_a_manifest_whose_checksum_is_right_is_consistent_or_refused(examples: int) -> None:
+@harness("orchestrator/transfer/manifest.py", refuses="CorruptWeightsError")
+def sealed_manifest(folder: Path) -> Drawn:
+    """A manifest whose checksum fits is written and read back the same, its pieces inside their buckets; or refused."""
+
     def check(payload: bytes) -> None:
         checksum = xxhash.xxh3_64_intdigest(payload)
         found = read_manifest(manifests.MAGIC + struct.pack("<Q", checksum) + payload, checksum)
@@ -168,7 +168,7 @@ def test_a_manifest_whose_checksum_is_right_is_consistent_or_refused(examples: i
             )
             assert all(piece.offset + piece.length <= found.buckets[key.bucket] for key, piece in _pairs(found))
 
-    fuzzing.fuzz(examples, messages(manifests.encode_manifest(manifest())[16:]), check)
+    yield messages(manifests.encode_manifest(valid_manifest())[16:]), check
 
 
 def _pairs(found: manifests.StoredManifest) -> list[tuple[ShardKey, manifests.StoredShard]]:
@@ -200,7 +200,7 @@ def view() -> AllocationView:
 
 
 def share() -> bytes:
-    found = manifest()
+    found = valid_manifest()
     return manifests.encode_share(
         manifests.RankShare(dict(enumerate(found.buckets)), list(found.shards), list(found.pieces))
     )
@@ -230,43 +230,57 @@ RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any], tuple[type[Exception], .
 }
 
 
-@EXAMPLES
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_damaged_record_is_read_or_refused(name: str, examples: int) -> None:
+@harness(
+    "orchestrator/transfer/job_head.py",
+    "orchestrator/transfer/version_leases.py",
+    "orchestrator/transfer/manifest.py",
+    "orchestrator/transfer/announcement.py",
+    "orchestrator/transfer/publisher.py",
+    "orchestrator/resources/resource_manager.py",
+    refuses="CorruptWeightsError, RunError",
+)
+def shared_record(folder: Path) -> Drawn:
+    """A record that processes share (head, leases, shares, announcements, answers of ranks, resources) is read, or refused."""
+    yield merged({name: _shared_record(name) for name in RECORDS})
+
+
+def _shared_record(name: str) -> tuple[st.SearchStrategy[Any], Check]:
     valid, parse, documented = RECORDS[name]
     if name != "error of a rank":
         assert parse(valid) is not None
-    fuzzing.fuzz(examples, messages(valid), lambda data: fuzzing.survives(lambda: parse(data), *documented))
+    return messages(valid), lambda data: inputs.survives(lambda: parse(data), *documented)
 
 
-@EXAMPLES
-def test_a_damaged_sending_of_weights_is_refused(examples: int) -> None:
+@harness("orchestrator/transfer/announcement.py", refuses="CorruptWeightsError")
+def sending(folder: Path) -> Drawn:
+    """A part of a sending that is taken is the one that was sent."""
     opening, spoken = announcement.pack_opening(7, b"x" * 100), announcement.pack_announcement(KEYS)
     closing = announcement.pack_digests([1, 2, 3])
 
     def check(data: bytes) -> None:
         if len(data) == announcement.OPENING_BYTES:
-            found = fuzzing.survives(lambda: announcement.unpack_opening(data, 7), CorruptWeightsError)
+            found = inputs.survives(lambda: announcement.unpack_opening(data, 7), CorruptWeightsError)
             assert found is None or 8 < found <= manifests.MAX_MANIFEST_BYTES
-        found = fuzzing.survives(lambda: announcement.unpack_announcement(data), CorruptWeightsError)
+        found = inputs.survives(lambda: announcement.unpack_announcement(data), CorruptWeightsError)
         assert found is None or data == spoken
-        done = fuzzing.survives(lambda: announcement.check_digests(data, KEYS, [1, 2, 3]) or True, CorruptWeightsError)
+        done = inputs.survives(lambda: announcement.check_digests(data, KEYS, [1, 2, 3]) or True, CorruptWeightsError)
         assert done is None or data == closing
 
-    pieces = [fuzzing.damaged(whole, (opening, spoken, closing)) for whole in (opening, spoken, closing)]
-    fuzzing.fuzz(examples, st.one_of(*pieces), check)
+    pieces = [inputs.damaged(whole, (opening, spoken, closing)) for whole in (opening, spoken, closing)]
+    yield st.one_of(*pieces), check
 
 
-@EXAMPLES
-def test_an_altered_endpoint_is_an_endpoint_or_a_config_error(examples: int) -> None:
+@harness("orchestrator/transfer/relay_endpoint.py", refuses="ConfigError")
+def relay_endpoint(folder: Path) -> Drawn:
+    """An endpoint is written and read back the same, or refused."""
     valid = RelayEndpoint(job="job", master="host:50051", metadata="redis://host:6379/0").to_dict()
 
     def check(data: Any) -> None:
         if isinstance(data, dict):
-            found = fuzzing.survives(lambda: RelayEndpoint.from_dict(data), ConfigError)
+            found = inputs.survives(lambda: RelayEndpoint.from_dict(data), ConfigError)
             assert found is None or RelayEndpoint.from_dict(found.to_dict()) == found
 
-    fuzzing.fuzz(examples, fuzzing.altered(valid), check)
+    yield inputs.altered(valid), check
 
 
 # -- differences ---------------------------------------------------------------------------------------------------------
@@ -299,9 +313,19 @@ def encodings() -> dict[str, tuple[bytes, np.ndarray, np.ndarray]]:
     return made
 
 
-@EXAMPLES
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_damaged_difference_is_refused_and_the_base_stays(backend: str, examples: int) -> None:
+@harness(
+    "orchestrator/transfer/delta/delta_format.py",
+    "orchestrator/transfer/delta/delta_codec.py",
+    "orchestrator/transfer/delta/reference_codec.py",
+    "orchestrator/transfer/delta/native_codec.py",
+    refuses="CorruptWeightsError, ConfigError",
+)
+def difference(folder: Path) -> Drawn:
+    """A damaged difference is refused and the base untouched, in C and in NumPy; one that is applied is taken back bit by bit."""
+    yield merged({name: _difference(name) for name in BACKENDS})
+
+
+def _difference(backend: str) -> tuple[st.SearchStrategy[Any], Check]:
     changes = encodings()
     others = tuple(data for data, _, _ in changes.values())
 
@@ -309,7 +333,7 @@ def test_a_damaged_difference_is_refused_and_the_base_stays(backend: str, exampl
         name, data = drawn
         whole, old, new = changes[name]
         base = old.copy()
-        log = fuzzing.survives(
+        log = inputs.survives(
             lambda: delta.apply_change(array(data), base, backend=BACKENDS[backend]), CorruptWeightsError, ConfigError
         )
         if data == whole:
@@ -323,17 +347,22 @@ def test_a_damaged_difference_is_refused_and_the_base_stays(backend: str, exampl
     drawn = st.one_of(
         *(
             st.tuples(
-                st.just(name), st.one_of(fuzzing.damaged(whole, others), fuzzing.damaged(whole, others).map(resealed))
+                st.just(name), st.one_of(inputs.damaged(whole, others), inputs.damaged(whole, others).map(resealed))
             )
             for name, (whole, _, _) in changes.items()
         )
     )
-    fuzzing.fuzz(examples, drawn, check)
+    return drawn, check
 
 
-@EXAMPLES
-def test_a_difference_that_lies_about_its_size_allocates_nothing(examples: int) -> None:
-    """Every field of the header, and the lengths behind it, with a checksum that fits."""
+@harness(
+    "orchestrator/transfer/delta/delta_format.py",
+    "orchestrator/transfer/delta/delta_codec.py",
+    "orchestrator/transfer/shard_codec.py",
+    refuses="CorruptWeightsError, ConfigError",
+)
+def lying_difference(folder: Path) -> Drawn:
+    """A difference that lies about its sizes, with a checksum that fits, takes no memory out of proportion."""
     whole, old, _ = encodings()["delta-sparse bfloat16"]
     fields = list(struct.unpack_from("<4BI3Q", whole, 16))
     numbers = st.sampled_from(
@@ -352,10 +381,10 @@ def test_a_difference_that_lies_about_its_size_allocates_nothing(examples: int) 
             lambda: DeltaCodec().apply("delta-sparse", array(data), old.copy()),
             lambda: sum(edit.positions.size for edit in DeltaCodec().edits("delta-sparse", array(data), 3000, 2)),
         ):
-            fuzzing.survives(read, CorruptWeightsError, ConfigError)
+            inputs.survives(read, CorruptWeightsError, ConfigError)
 
-    rest = st.one_of(st.just(whole[64:]), fuzzing.damaged(whole[64:]))
-    fuzzing.fuzz(examples, st.tuples(st.integers(0, len(fields) - 1), numbers, rest).map(lied), check)
+    rest = st.one_of(st.just(whole[64:]), inputs.damaged(whole[64:]))
+    yield st.tuples(st.integers(0, len(fields) - 1), numbers, rest).map(lied), check
 
 
 # -- KV ------------------------------------------------------------------------------------------------------------------
@@ -373,9 +402,9 @@ def _proved(role: bytes, nonce: bytes, header: bytes) -> bytes:
     return hmac.new(TOKEN.encode(), role + nonce + header, "sha256").digest()
 
 
-@EXAMPLES
-def test_a_hostile_asker_for_kv_is_hung_up_on_and_the_next_is_served(examples: int) -> None:
-    """Each message is a frame, damaged or proved with the token and damaged within; then an honest one asks."""
+@harness("orchestrator/transfer/kv_wire.py", refuses="hung up on")
+def kv_asker(folder: Path) -> Drawn:
+    """Whatever an asker for KV sends, with the token or without, the next one is served."""
 
     def answer(ask: kv_wire.KvAsk) -> kv_wire.KvBlocks:
         return kv_wire.KvBlocks(ask.first, np.ones((2, 8), np.uint8), FACTS)
@@ -403,13 +432,11 @@ def test_a_hostile_asker_for_kv_is_hung_up_on_and_the_next_is_served(examples: i
         assert kv_wire.fetch_blocks(server.place, TOKEN, ask, 8).payload.sum() == 16
 
     hostile = st.one_of(
-        st.tuples(
-            st.just(False), st.one_of(fuzzing.damaged(frame), st.just(b"\xff\xff\xff\xff"), st.just(b"\0\0\0\0"))
-        ),
+        st.tuples(st.just(False), st.one_of(inputs.damaged(frame), st.just(b"\xff\xff\xff\xff"), st.just(b"\0\0\0\0"))),
         st.tuples(st.just(True), messages(header)),
     )
     try:
-        fuzzing.fuzz(examples, hostile, check)
+        yield hostile, check
     finally:
         server.close()
         threading.excepthook = before
@@ -423,9 +450,9 @@ def _received(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-@EXAMPLES
-def test_a_hostile_source_of_kv_is_refused(examples: int) -> None:
-    """It has the token (a proof that fits) or not; what it says is damaged, or its header is."""
+@harness("orchestrator/transfer/kv_wire.py", refuses="KvRefused, TimeoutError, OSError")
+def kv_source(folder: Path) -> Drawn:
+    """What a source of KV sends is the very blocks, or refused."""
     payload = np.arange(16, dtype=np.uint8).reshape(2, 8)
     header = msgpack.packb({"facts": FACTS, "blocks": 2, "block_bytes": 8, "digests": kv_wire.block_digests(payload)})
     ask = kv_wire.KvAsk(np.zeros(16, np.uint32), 0, FACTS, 3.0)
@@ -454,7 +481,7 @@ def test_a_hostile_source_of_kv_is_refused(examples: int) -> None:
         try:
             with ours:
                 stream = kv_wire._Stream(ours, kv_wire.time.monotonic() + 3.0)
-                found = fuzzing.survives(
+                found = inputs.survives(
                     lambda: kv_wire._fetch_blocks(stream, TOKEN, ask, 8, None), kv_wire.KvRefused, TimeoutError, OSError
                 )
             assert found is None or (found.payload == payload).all()
@@ -463,8 +490,8 @@ def test_a_hostile_source_of_kv_is_refused(examples: int) -> None:
 
     hello = _frame({"nonce": bytes(16)})
     drawn = st.one_of(
-        st.tuples(fuzzing.damaged(hello), st.just(header), st.none()),
+        st.tuples(inputs.damaged(hello), st.just(header), st.none()),
         st.tuples(st.just(hello), messages(header), st.none()),
-        st.tuples(st.just(hello), st.just(header), fuzzing.damaged(_frame({"header": header, "proof": bytes(32)}))),
+        st.tuples(st.just(hello), st.just(header), inputs.damaged(_frame({"header": header, "proof": bytes(32)}))),
     )
-    fuzzing.fuzz(examples, drawn, check)
+    yield drawn, check

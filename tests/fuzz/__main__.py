@@ -1,0 +1,127 @@
+"""``python -m tests.fuzz [HARNESS...]``: fuzz, one harness after the other, each in a process of its own.
+
+An input that fails is printed as a line for its corpus, with what it did; exit code 1. ``--out FILE`` keeps the figures, in the
+form of ``docs/results``. ``--collect`` begins the corpora of harnesses that have none; ``--page`` writes ``docs/fuzzing.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.result import frame, now
+from tests.fuzz import native
+from tests.fuzz.harness import HARNESSES, FuzzResult, collect, fuzz
+from tests.fuzz.table import PAGE, everything, written
+
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "2"))
+MANY = "delta-decoder"  # whose inputs are counted in millions
+PATIENCE = 300.0  # seconds more than asked for, until a harness counts as hanging
+
+
+def fuzz_one(name: str, seconds: float, seed: int, least: int) -> FuzzResult:
+    """In this process."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        if name in native.NATIVE:
+            return native.fuzz(native.NATIVE[name], Path(folder), seconds, seed, least)
+        return fuzz(HARNESSES[name], Path(folder), seconds, seed)
+
+
+def fuzz_apart(name: str, seconds: float, seed: int, least: int) -> FuzzResult:
+    """In a process of its own: what ends it is a finding."""
+    begun = time.monotonic()
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", name, "--here", "--seconds", str(seconds)]
+    command += ["--seed", str(seed), "--least", str(least)]
+    limit = None if least else seconds + PATIENCE
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return FuzzResult(0, time.monotonic() - begun, f"seed {seed}", "it hangs")
+    if done.returncode:
+        return FuzzResult(0, time.monotonic() - begun, f"seed {seed}", f"{done.returncode}: {done.stderr[-3000:]}")
+    return FuzzResult(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="HARNESS", help=f"default: all of {', '.join(everything())}")
+    parser.add_argument("--seconds", type=float, default=60 * MINUTES, help="of each (default: FUZZ_MINUTES, 2)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first round (default: the time)")
+    parser.add_argument("--least", type=int, default=0, help=f"inputs of {MANY}, however long that takes")
+    parser.add_argument("--out", type=Path, help="where the figures are kept")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--collect", type=int, default=0, metavar="N", help="begin corpora, from N inputs each")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - set(everything())):
+        parser.error(f"no such harness: {', '.join(unknown)}")
+    if options.page:
+        PAGE.write_text(written(), encoding="utf-8")
+        return 0
+    names = options.names or list(everything())
+    if options.collect:
+        return begin_corpora(names, options.collect)
+    if options.here:
+        (name,) = names
+        print(json.dumps(asdict(fuzz_one(name, options.seconds, options.seed, options.least))))
+        return 0
+    begun, rows = now(), list[dict[str, Any]]()
+    for name in names:
+        found = fuzz_apart(name, options.seconds, options.seed, options.least if name == MANY else 0)
+        rows.append(
+            {"harness": name, "inputs": found.inputs, "minutes": round(found.seconds / 60, 2), "finding": found.finding}
+        )
+        print(f"{name}: {found.inputs:,} inputs in {found.seconds:.0f} s{': FOUND' if found.error else ''}", flush=True)
+        if found.error:
+            print(f"{found.finding}\n{found.error}", flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(figures(rows, options.seed, begun), indent=2) + "\n", encoding="utf-8")
+    return int(any(row["finding"] for row in rows))
+
+
+def begin_corpora(names: list[str], inputs: int) -> int:
+    """Of the harnesses that have none."""
+    for name in names:
+        one = everything()[name]
+        if not one.corpus.exists():
+            with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+                native_one = isinstance(one, native.NativeHarness)
+                lines = (native.collect if native_one else collect)(one, Path(folder), inputs)  # type: ignore[operator]
+            one.corpus.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            print(f"{name}: {len(lines)} inputs, {sum(map(len, lines))} bytes", flush=True)
+    return 0
+
+
+def figures(rows: list[dict[str, Any]], seed: int, begun: str) -> dict[str, Any]:
+    """The result so far."""
+    try:
+        how = native.engine()
+    except native.NoSanitizer as error:
+        how = f"not run: {error}"
+    findings = sum(bool(row["finding"]) for row in rows)
+    detail = {"first_seed": seed, "native": how, "harnesses": rows, "inputs": sum(row["inputs"] for row in rows)}
+    return frame(
+        "fuzzing",
+        "real",
+        value=findings,
+        unit="harnesses with a finding",
+        reference="harnesses",
+        reference_value=len(everything()),
+        bar="0",
+        holds=findings == 0 and len(rows) == len(everything()),
+        detail=detail,
+        quick=False,
+        begun=begun,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
