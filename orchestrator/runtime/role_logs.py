@@ -25,8 +25,8 @@ _TAIL_LINES, _TAIL_BYTES, _WIDTH = 15, 16 << 10, 200
 
 @contextmanager
 def orchestrator_log(logs: Path) -> Iterator[None]:
-    """This process's own warnings go to ``orchestrator.log``, too."""
-    file = logging.FileHandler(logs / "orchestrator.log", delay=True)
+    """This process's own warnings go to ``logs/orchestrator.log``, too."""
+    file = logging.FileHandler((logs / "orchestrator").with_suffix(".log"), delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     console = (

@@ -83,7 +83,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
     return process.returncode, said
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, seconds: float = 240) -> Path:
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, seconds: float = 400) -> Path:
     """Until this one is trained: the run's folder."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:

@@ -94,7 +94,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("train", "nowhere.toml"), "no such file"),
         (("train", "--resume", "nowhere"), "is no run folder"),
         (("train", "examples/frozenlake.toml", "model.path=/nonexistent"), "is not a model folder"),
-        (("train", "examples/frozenlake.toml", "reward.function=nowhere.at:all"), "no module"),
+        (("train", "examples/frozenlake.toml", "reward.function=nowhere.at:all"), "No module named"),
         (("train", "examples/frozenlake.toml", "rollout.engine.max_model_len=20"), "may have"),
         (("train", "examples/frozenlake.toml", "run.folder=/proc/nothing"), "cannot be written"),
         (("report", "nowhere"), "is no run folder"),
