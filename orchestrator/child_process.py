@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -127,3 +128,22 @@ async def _read_out(process: asyncio.subprocess.Process) -> None:
             while await process.stdout.read(1 << 16):
                 pass
         await process.wait()
+
+
+def free_port(address: str) -> int:
+    """Of this machine, for a child to listen on; another process may be faster."""
+    with socket.create_server((address, 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def port_taken(port: int, address: str) -> OSError | None:
+    """Why nothing can listen there; None: it can. A port in TIME_WAIT is free for a listener."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen()
+        except OSError as error:
+            return error
+    return None

@@ -18,7 +18,7 @@ from orchestrator.api import ConfigError, Prompt, RunError, Task, Trajectory, Wo
 from orchestrator.config.user_functions import named_function
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog
-from orchestrator.policies.batching.round_planner import LANES, RoundPlanner, RoundRules, mistake, same_run
+from orchestrator.policies.batching.round_planner import LANES, RoundPlanner, RoundRules, epoch_mistake, same_run
 from orchestrator.policies.prediction.prompt_lengths import (
     ForecastLengths,
     LengthHistory,
@@ -50,8 +50,8 @@ class Rounds:
     ) -> None:
         self._events = events
         self._task = task
-        if wrong := mistake(rules):
-            raise ConfigError(f"rollout.rounds.{wrong[0]}", wrong[1], wrong[2])
+        if fix := epoch_mistake(rules):
+            raise ConfigError("rollout.rounds.epoch_prompts", rules.epoch, fix)
         self.planner = RoundPlanner(rules)
         self._lengths = lengths
         self._run = {

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 
 from orchestrator.api import ConfigError, RunError, bearer
 from orchestrator.api.tls import check_listener
+from orchestrator.child_process import port_taken
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.hooks.tested_versions import is_installed
@@ -109,14 +109,9 @@ def check_view(config: Config) -> None:
         return
     read_token(config.view.token_file)
     check_listener(config.view.host, config.tls.files(), "view.host")
-    if port := config.view.port:
-        with socket.socket(socket.AF_INET6 if ":" in config.view.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.view.host, port))
-            except OSError as error:
-                fix = f"cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
-                raise ConfigError("view.port", port, fix) from error
+    if (port := config.view.port) and (error := port_taken(port, config.view.host)):
+        fix = f"cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
+        raise ConfigError("view.port", port, fix) from error
 
 
 async def show_run(config: Config, folder: RunFolder, events: EventLog, say: Say, stack: AsyncExitStack) -> Sampler:

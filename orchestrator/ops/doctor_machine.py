@@ -9,12 +9,12 @@ import ctypes
 import os
 import resource
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrator.child_process import port_taken
 from orchestrator.ops.check import Finding
 from orchestrator.ops.nvidia_driver import NvmlUnavailable, nvml_handles, start_nvml
 
@@ -153,15 +153,10 @@ def check_open_files(needed: int = OPEN_FILES) -> Finding:
 
 def check_free_port(number: int, address: str, field: str) -> Finding:
     """Whether ``number`` can be listened on. One that is taken is told with who has it, where that can be seen."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one in TIME_WAIT is free for a listener
-        try:
-            probe.bind((address, number))
-            probe.listen()
-        except OSError as error:
-            who = next(listening_processes(number), "")
-            detail = f"{field} = {number} cannot be had on {address} ({error.strerror}){f': {who}' if who else ''}"
-            return Finding("fail", detail, f"end that process, or set {field} to another port (0: a free one)")
+    if error := port_taken(number, address):
+        who = next(listening_processes(number), "")
+        detail = f"{field} = {number} cannot be had on {address} ({error.strerror}){f': {who}' if who else ''}"
+        return Finding("fail", detail, f"end that process, or set {field} to another port (0: a free one)")
     return Finding("ok", f"{field} = {number} is free on {address}")
 
 

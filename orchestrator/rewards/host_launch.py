@@ -116,7 +116,7 @@ class FunctionHost(ServingChild):
         return self.base_url + INVOKE_PATH.format(name=name)
 
     def command(self) -> list[str]:
-        program = [sys.executable, "-m", "orchestrator.rewards.function_host", "--die-with-stdin"]
+        program = [sys.executable, "-m", "orchestrator.rewards.host", "--die-with-stdin"]
         targets = [part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")]
         return [*program, f"--token-env={self.variable}", *self._options, *targets]
 

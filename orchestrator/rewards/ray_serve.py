@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError, RunError, bearer
+from orchestrator.child_process import free_port
 from orchestrator.rewards.function_protocol import INVOKE_PATH, MAX_BODY_BYTES
 from orchestrator.rewards.function_service import FunctionService
 from orchestrator.rewards.process_pool import FunctionPool
@@ -99,7 +99,7 @@ class RayServeHost:
         except ImportError as error:
             fix = f"Ray Serve is not installed ({error}): pip install 'rl-coserve[ray-serve]'"
             raise ConfigError("reward.host", "ray_serve", fix) from error
-        self._port = self._port or _free_port()
+        self._port = self._port or free_port("127.0.0.1")
         self._started = True  # whatever becomes of it, there is something to remove
         try:
             async with asyncio.timeout(START_LIMIT):
@@ -114,10 +114,6 @@ class RayServeHost:
         except BaseException:
             await self.stop()
             raise
-
-    async def replicas(self) -> int:
-        """That run now."""
-        return await asyncio.to_thread(self._replicas)
 
     async def stop(self) -> None:
         """Remove the application. Idempotent."""
@@ -163,12 +159,6 @@ class RayServeHost:
         bound = deployment.bind(self._name, self._function, bearer.sealed(self.token), prefix, options)
         serve.run(bound, name=self._application, route_prefix=prefix)
 
-    def _replicas(self) -> int:
-        from ray import serve
-
-        status = serve.status().applications[self._application].deployments[self._name]
-        return int(status.replica_states.get("RUNNING", 0))
-
     def _remove(self) -> None:
         from ray import serve
 
@@ -176,9 +166,3 @@ class RayServeHost:
             serve.delete(self._application)
         else:
             serve.shutdown()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port

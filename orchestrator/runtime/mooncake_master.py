@@ -26,7 +26,7 @@ from typing import IO
 import aiohttp
 
 from orchestrator.api import ConfigError, RunError
-from orchestrator.child_process import ChildProcess
+from orchestrator.child_process import ChildProcess, free_port, port_taken
 from orchestrator.transfer.mooncake_relay import missing_library
 
 BINARY = "mooncake_master"
@@ -71,8 +71,8 @@ class MooncakeMaster(ChildProcess):
         address = own_address(self._host)
         require_port(address, self._wanted_port)
         for tries_left in reversed(range(PORT_TRIES)):
-            port = self._wanted_port or _free_port(address)
-            metrics_port = _free_port()
+            port = self._wanted_port or free_port(address)
+            metrics_port = free_port(LOOPBACK)
             with tempfile.TemporaryFile() if self._log is None else self._log.open("a+b") as log:
                 try:
                     if await self._launch(binary, address, port, metrics_port, log):
@@ -84,7 +84,7 @@ class MooncakeMaster(ChildProcess):
                 tail = _tail(log)
             if "cannot open shared object file" in tail:
                 raise missing_library(tail.strip())
-            if not tries_left or (_is_free(port, address) and _is_free(metrics_port)):
+            if not tries_left or not (port_taken(port, address) or port_taken(metrics_port, LOOPBACK)):
                 code = self._process.returncode if self._process is not None else None
                 raise RunError(f"{BINARY} ended with code {code} before it was healthy: {tail.strip()[-500:]}")
             require_port(address, self._wanted_port)
@@ -134,7 +134,7 @@ def own_address(host: str) -> str:
 
 def require_port(address: str, port: int) -> None:
     """Raises ConfigError for a port that is taken; 0 never is."""
-    if port and not _is_free(port, address):
+    if port and port_taken(port, address):
         fix = f"cannot be bound on {address}: choose another, or 0 for a free one, or stop what listens there"
         raise ConfigError("relay.port", port, fix)
 
@@ -165,23 +165,6 @@ async def _healthy(session: aiohttp.ClientSession, port: int) -> bool:
             return response.status == 200
     except aiohttp.ClientError:
         return False  # not listening yet
-
-
-def _is_free(port: int, address: str = LOOPBACK) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a listener
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-    return True
-
-
-def _free_port(address: str = LOOPBACK) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _tail(log: IO[bytes]) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
@@ -121,11 +122,13 @@ class Publisher:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoint = endpoint
-        self._own_metadata = metadata is None
-        self._own_relay = relay is None
-        self._metadata = metadata if metadata is not None else open_metadata(endpoint)
-        self._relay = relay if relay is not None else open_relay(endpoint, segment_bytes=endpoint.segment_bytes)
-        self._pool = BufferPool(self._relay)
+        self._opened = ExitStack()
+        if metadata is None:
+            metadata = self._opened.enter_context(closing(open_metadata(endpoint)))
+        if relay is None:
+            relay = self._opened.enter_context(closing(open_relay(endpoint, segment_bytes=endpoint.segment_bytes)))
+        self._metadata, self._relay = metadata, relay
+        self._pool = self._opened.enter_context(closing(BufferPool(relay)))
         self._clock = clock
         self._ranks: PublishingRanks = ranks if ranks is not None else SingleRank()
         self._codec = codec
@@ -225,11 +228,7 @@ class Publisher:
 
     def close(self) -> None:
         """Idempotent. The memory lent to a Mooncake Store goes with it, and with that what was published."""
-        self._pool.close()
-        if self._own_relay:
-            self._relay.close()
-        if self._own_metadata:
-            self._metadata.close()
+        self._opened.close()
 
     # -- what rank 0 does for all ----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import itertools
 import os
 import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 
 import orchestrator.transfer.version_leases as leases
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey
@@ -60,11 +61,13 @@ class Subscriber:
         if len(name) > leases.MAX_NAME:
             raise ConfigError("name", name, f"must have at most {leases.MAX_NAME} characters")
         self._endpoint = endpoint
-        self._own_metadata = metadata is None
-        self._own_relay = relay is None
-        self._metadata = metadata if metadata is not None else open_metadata(endpoint)
-        self._relay = relay if relay is not None else open_relay(endpoint)
-        self._pool = BufferPool(self._relay)
+        self._opened = ExitStack()
+        if metadata is None:
+            metadata = self._opened.enter_context(closing(open_metadata(endpoint)))
+        if relay is None:
+            relay = self._opened.enter_context(closing(open_relay(endpoint)))
+        self._metadata, self._relay = metadata, relay
+        self._pool = self._opened.enter_context(closing(BufferPool(relay)))
         self._codec = codec
         self._name = name or f"{socket.gethostname()}/{os.getpid()}/{next(_numbers)}"
         self._lease_seconds = lease_seconds
@@ -177,11 +180,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Idempotent. Arrays that were handed out stay valid. The lease, if there is one, stays until it runs out."""
-        self._pool.close()
-        if self._own_relay:
-            self._relay.close()
-        if self._own_metadata:
-            self._metadata.close()
+        self._opened.close()
 
     def _head(self) -> JobHead:
         present = self._metadata.get(head_key(self._endpoint.job))

@@ -10,31 +10,29 @@ from __future__ import annotations
 from orchestrator.api import CoserveError, RetryableError, RunError
 
 
-class CorruptWeightsError(CoserveError):
-    """What arrived is not what was published. ``reason``: truncated, format, checksum, identity, layout, digest, manifest,
-    chain, signature, replayed."""
+class TransferError(CoserveError):
+    """``reason`` and ``detail`` of one of the errors below."""
+
+    form = "{}: {}"
 
     def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"corrupt weights ({reason}): {detail}")
+        super().__init__(self.form.format(reason, detail))
         self.reason = reason
         self.detail = detail
 
 
-class RelayError(RetryableError):
+class CorruptWeightsError(TransferError):
+    """What arrived is not what was published. ``reason``: truncated, format, checksum, identity, layout, digest, manifest,
+    chain, signature, replayed."""
+
+    form = "corrupt weights ({}): {}"
+
+
+class RelayError(TransferError, RetryableError):
     """The relay cannot serve now. ``reason``: relay_full, missing, exists, not_stored, leased, transfer, unreachable,
     buffer, closed, setup, unknown; of the metadata store: metadata_busy, metadata_contention,
     metadata_unreachable."""
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
 
-
-class VersionTakenError(RunError):
+class VersionTakenError(TransferError, RunError):
     """This publisher lost. ``reason``: version_taken (somebody published it), epoch_replaced (a newer run owns the job)."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail

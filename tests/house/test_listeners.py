@@ -23,7 +23,7 @@ from orchestrator.api.listener_limits import LISTENERS, ListenerLimits
 from orchestrator.environments import environment_process
 from orchestrator.envs import StaleTrajectory
 from orchestrator.observe.view import view_server
-from orchestrator.rewards import function_host
+from orchestrator.rewards import host as function_host
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-these-tests"

@@ -219,7 +219,7 @@ def test_no_process_that_is_started_by_hand_shows_its_token(tmp_path: Path) -> N
     token, file = f"{MARK}by-hand", tmp_path / "token"
     file.write_text(f"{MARK}in-a-file")
     folder = view_runs.write_unfinished(tmp_path / "run", steps=3)
-    host = ("-m", "orchestrator.rewards.function_host", "--function", "f=json:dumps", "--token-env", "HOST_TOKEN")
+    host = ("-m", "orchestrator.rewards.host", "--function", "f=json:dumps", "--token-env", "HOST_TOKEN")
     worker = ("-m", "orchestrator.environments.environment_process", "--listen", "127.0.0.1:0", "--token-digest")
     view = ("-m", "orchestrator.cli", "view", str(folder))
     children = [

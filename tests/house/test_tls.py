@@ -251,7 +251,7 @@ def test_the_function_host_speaks_tls_and_refuses_a_network_without_it(good: Tls
     command = [
         sys.executable,
         "-m",
-        "orchestrator.rewards.function_host",
+        "orchestrator.rewards.host",
         "--function",
         "f=json:dumps",
         "--token-env",

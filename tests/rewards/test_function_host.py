@@ -480,7 +480,7 @@ def test_a_host_refuses_to_start_without_a_token_or_on_a_taken_port(monkeypatch:
     command = [
         sys.executable,
         "-m",
-        "orchestrator.rewards.function_host",
+        "orchestrator.rewards.host",
         "--function",
         "a:b",
         "--token-env",

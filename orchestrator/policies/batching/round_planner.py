@@ -410,20 +410,14 @@ def speculated(eta: float, needed: int) -> int:
     return math.ceil(round(eta * needed, 9))
 
 
-def mistake(rules: RoundRules) -> tuple[str, object, str] | None:
-    """What of the rules no run could follow, as (field, value, fix); None: nothing."""
-    for name, eta in (("eta_prompts", rules.eta_prompts), ("eta_responses", rules.eta_responses)):
-        if eta < 1:
-            return name, eta, "fewer would start than a round keeps, so that it could never end: at least 1"
-    if rules.search and min(rules.search) < 1:
-        return "search", list(rules.search), "fewer would start than a round keeps: each value at least 1"
-    if 0 < rules.epoch < rules.prompts:
-        fix = (
-            f"a batch of {rules.prompts} prompts (rollout.groups_per_step) would hold one of them twice: the data set needs "
-            "as many prompts as a batch, or 0 where the task's stream never repeats"
-        )
-        return "epoch_prompts", rules.epoch, fix
-    return None
+def epoch_mistake(rules: RoundRules) -> str:
+    """Why no run could draw its prompts from such a data set, and what to do; empty: it could."""
+    if not 0 < rules.epoch < rules.prompts:
+        return ""
+    return (
+        f"a batch of {rules.prompts} prompts (rollout.groups_per_step) would hold one of them twice: the data set needs "
+        "as many prompts as a batch, or 0 where the task's stream never repeats"
+    )
 
 
 def same_run(mine: dict[str, Any], theirs: dict[str, Any]) -> Sequence[str]:
