@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import resource
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -473,6 +474,23 @@ def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path) -> None:
     run(bf16.save(str(tmp_path / "half")))
     with pytest.raises(ConfigError, match=r"^model.dtype = 'bfloat16'"):
         run(trainer.load(str(tmp_path / "half")))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt"])
+def test_what_cannot_be_written_is_named_with_the_room_there_is(folder: str, tmp_path: Path, file: str) -> None:
+    trainer = make_trainer(folder)
+    run(trainer.save(str(tmp_path / "whole")))
+    size = (tmp_path / "whole" / file).stat().st_size
+    assert (tmp_path / "whole" / "model.safetensors").stat().st_size < (
+        tmp_path / "whole" / "trainer.pt"
+    ).stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, before[1]))  # as a disk that is full
+    try:
+        with pytest.raises(RunError, match=rf"full/{file} cannot be written \(\d+ MB free there\): "):
+            run(trainer.save(str(tmp_path / "full")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_model_of_another_architecture_is_refused(folder: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ from scripts.bench.micro.victims import MasterProcess, RedisProcess, alive
 
 HOUR = 3600
 PARTS = ("engine", "trainer", "relay master", "function host", "environment worker", "orchestrator")
-_END_SECONDS = 120.0  # for a run to end that was told to
-_PART_SECONDS = 30.0  # for a part to be there
+_END_SECONDS = 180.0  # for a run to end that was told to
+_PART_SECONDS = 90.0  # for a part to be there
 
 
 class NotNow(Exception):
@@ -201,6 +202,9 @@ def fill_disk(writer: str, run: FaultRun, _: Servers, rng: random.Random) -> Row
     os.kill(pid, signal.SIGINT)
     run.wait_end(_END_SECONDS)
     known, room = len(run.events()), _room(writer, place, rng)
+    if writer == "relay file":  # those of an ended life are garbage, which would make room
+        shutil.rmtree(place)
+        place.mkdir()
     scratch = run.folder / "small-disk"
     run.resume(partial(small_disk.on_small_disk, place, room, scratch))
     trained = run.step_after(known, 0.0) and (writer == "logs" or run.step_after(len(run.events()), 0.0))
@@ -229,6 +233,8 @@ def _room(writer: str, place: Path, rng: random.Random) -> int:
     if writer == "checkpoint":
         one = small_disk.used(max(place.glob("step-*")))
         return int(one * rng.uniform(0.1, 0.9))
+    if writer == "relay file":
+        return small_disk.used(place) // 2  # of the versions that are kept
     return rng.randrange(4096, 16384)
 
 

@@ -22,6 +22,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -86,7 +87,7 @@ SETTINGS = (
         False,
         (*_TWINS, _REDIS),
         steps=150,
-        limit=120.0,
+        limit=240.0,
         events={
             **dict.fromkeys((name for name in EVENTS if name.endswith((" killed", " stopped"))), 2),
             "metadata store fails over": 3,
@@ -111,7 +112,7 @@ SETTINGS = (
         False,
         (*_TWINS, *_FILES),
         steps=40,
-        limit=120.0,
+        limit=240.0,
         events={"full disk: relay file": 3, "trainer killed between put and commit": 2},
     ),
     Setting(
@@ -119,7 +120,7 @@ SETTINGS = (
         False,
         (*_TWINS, _MASTER),
         steps=40,
-        limit=120.0,
+        limit=240.0,
         events={
             "another's relay master restarted between put and commit": 3,
             "another's relay master restarted": 2,
@@ -130,7 +131,7 @@ SETTINGS = (
         False,
         (*_TWINS, _REDIS),
         steps=40,
-        limit=120.0,
+        limit=240.0,
         events={"clock jumps an hour ahead": 3, "clock jumps an hour back": 3},
         clock=True,
     ),
@@ -139,7 +140,7 @@ SETTINGS = (
         True,
         (*_REAL, _REDIS),
         steps=40,
-        limit=300.0,
+        limit=420.0,
         events={
             **dict.fromkeys((name for name in EVENTS if name.endswith(" killed")), 2),
             "engine killed, and again while it starts": 1,
@@ -163,7 +164,7 @@ SETTINGS = (
         True,
         (*_REAL, _REDIS),
         steps=12,
-        limit=300.0,
+        limit=420.0,
         events={"clock jumps an hour ahead": 1, "clock jumps an hour back": 1},
         clock=True,
     ),
@@ -273,7 +274,7 @@ class Kills:
             try:
                 row = EVENTS[due.kind](one, servers, rng)
                 break
-            except NotNow:
+            except (NotNow, ProcessLookupError, FileNotFoundError):  # it went by itself a moment before
                 time.sleep(1.0)
             except RunError as error:
                 self._surprise(one, due.kind, error)
@@ -457,6 +458,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--result", action="store_true", help="only print what there is so far")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # also under nohup: nothing is left behind
+        signal.signal(number, lambda *_: sys.exit(130))
     wanted = options.settings.split(",") if options.settings else [one.name for one in SETTINGS]
     bench = Kills(options.folder, [one for one in SETTINGS if one.name in wanted], options.seed)
     stamp = options.folder / "begun"
