@@ -24,7 +24,16 @@ from scripts.bench.micro import fault_run, small_disk
 from scripts.bench.micro.engine_twins import TwinTrainer, TwinWorker
 from scripts.bench.micro.fault_events import EVENTS
 from scripts.bench.micro.fault_run import MARK, FaultRun, Setting, books_of
-from scripts.bench.micro.kills import LEAST, LEAST_REAL, QUICK, SETTINGS, Kills, clock_variables, faketime, table_of
+from scripts.bench.micro.kills import (
+    LEAST,
+    LEAST_REAL,
+    QUICK,
+    SETTINGS,
+    Kills,
+    clock_variables,
+    faketime,
+    table_of,
+)
 from scripts.bench.micro.power_cuts import config_of, play
 from scripts.bench.micro.victims import RedisProcess, alive, descendants, identity, marked
 

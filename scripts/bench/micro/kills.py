@@ -387,6 +387,7 @@ class Kills:
                 "events": len(rows),
                 "events_with_real_engines": real,
                 "table": table_of(rows),
+                "lines": lines_of(table_of(rows)),
                 "skipped": self.skipped,
                 "surprises": surprises,
                 "wrong": broken,
@@ -424,6 +425,21 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return table
+
+
+def lines_of(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table, as docs/recovery.md has it."""
+    lines = [
+        "| what was done | engines | times | median s | worst s | what the run did |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in table:
+        outcomes = ", ".join(
+            one if row["count"] == count else f"{one} {count}x" for one, count in row["outcomes"].items()
+        )
+        numbers = f"{row['count']} | {row['median_seconds']:.0f} | {row['worst_seconds']:.0f}"
+        lines.append(f"| {row['kind']} | {row['engines']} | {numbers} | {outcomes} |")
+    return lines
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, bool]:

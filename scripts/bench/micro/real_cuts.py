@@ -121,8 +121,14 @@ def try_cut(operations: Sequence[Operation], at: int, seed: str, folder: Path, w
         try:
             life = _reopen(RunFolder.open(root / "cut-001"))
         except (ConfigError, RunError) as error:
-            lost = len(ids) if committed else 0
-            return row | {"resumed_at": None, "refused": str(error)[:300], "lost": lost, "wrong": lost * ["refused"]}
+            refused = str(error)[:300]
+            missing = len(ids) if committed else 0
+            return row | {
+                "resumed_at": None,
+                "refused": refused,
+                "lost": missing,
+                "wrong": [refused] if committed else [],
+            }
         row |= {"resumed_at": life.step, "repairs": life.records.repairs}
         lost, wrong = _look(root / "cut-001", life, committed, ids)
     if whole:
