@@ -178,8 +178,9 @@ class RunFolder:
 
 
 def write_environment(file: Path, machine: dict[str, Any]) -> None:
-    """``machine``, and the format of everything in this run folder that has no number of its own."""
-    file.write_text(json.dumps({"format": FORMAT, **machine}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    """``machine``, and the format of everything in this run folder that has no number of its own. A resume and the report read
+    it, so power may fail."""
+    write_durably(file, json.dumps({"format": FORMAT, **machine}, indent=2, sort_keys=True) + "\n")
 
 
 def check_format(folder: Path) -> None:

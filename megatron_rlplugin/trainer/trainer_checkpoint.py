@@ -13,20 +13,22 @@ import hashlib
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_rlplugin.model import read_shape
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights import hf_bridge
-from orchestrator.api import CHECKPOINT_DIGESTS, ConfigError
+from orchestrator.api import CHECKPOINT_DIGESTS, ConfigError, RunError
 
 FORMAT = 2
 STATE_FILE = "trainer.pt"
@@ -75,10 +77,21 @@ def export(learner: Learner, replicas: Replicas, folder: str | Path) -> None:
         return
     path.mkdir(parents=True, exist_ok=True)
     source = Path(learner.folder)
-    for name in (*_BESIDE_WEIGHTS, *_MORE_BESIDE):
-        if (source / name).is_file() and source.resolve() != path.resolve():
-            shutil.copyfile(source / name, path / name)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with _writing(path / "model.safetensors") as file:
+        for name in (*_BESIDE_WEIGHTS, *_MORE_BESIDE):
+            if (source / name).is_file() and source.resolve() != path.resolve():
+                shutil.copyfile(source / name, path / name)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[Path]:
+    """What a full disk raises in a library's C++ names neither file nor disk. Raises RunError."""
+    try:
+        yield file
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(file.parent).free >> 20
+        raise RunError(f"{file} cannot be written ({free} MB free there): {error}") from error
 
 
 def save(parts: TrainerParts, position: TrainerPosition, folder: str | Path) -> None:
@@ -103,7 +116,8 @@ def save(parts: TrainerParts, position: TrainerPosition, folder: str | Path) -> 
             "torch_rng": torch.get_rng_state(),
             "minibatch_rng": parts.generator.get_state(),
         }
-        torch.save(state, path / state_file(replicas.rank))
+        with _writing(path / state_file(replicas.rank)) as file:
+            torch.save(state, file)
         _digest(path, replicas.rank)
 
     _together(replicas, "find an empty folder for the checkpoint", empty)

@@ -31,6 +31,7 @@ from orchestrator.api import (
     Completion,
     GenerationRequest,
     ManagedWorker,
+    PartLost,
     PlacedWorker,
     ReleasingWorker,
     RetryableError,
@@ -45,6 +46,7 @@ from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.resume_turn import joined_completion, remaining_request
 from orchestrator.proxy.worker_state import (
     LOST,
+    RELAY_EMPTY,
     DeviceLoan,
     HandBacks,
     Pending,
@@ -506,6 +508,9 @@ class LLMProxy:
             state.lives += 1
             try:
                 await self.bring_up(state)
+            except PartLost as error:
+                self.on_fatal(error)
+                return
             except (*LOST, TimeoutError) as error:
                 if not state.borrowed:
                     state.restarts.append(begun)
@@ -544,7 +549,8 @@ class LLMProxy:
             self.dispatch()
 
     async def bring_up(self, state: WorkerState) -> None:
-        """Restart a worker, and give it the present weights."""
+        """Restart a worker, and give it the present weights. Raises PartLost when the relay has them no more: only the trainer of
+        another life publishes them again."""
         async with asyncio.timeout(self.limits.restart):
             await state.worker.restart()
         loaded = state.version = -1
@@ -552,8 +558,13 @@ class LLMProxy:
             # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
             if loaded != self.version != self.unpublished:
                 loaded = self.version
-                async with asyncio.timeout(self.limits.update):
-                    await state.load(loaded)
+                try:
+                    async with asyncio.timeout(self.limits.update):
+                        await state.load(loaded)
+                except RetryableError as error:
+                    if RELAY_EMPTY in str(error) and loaded == self.version:  # no restart of an engine brings it back
+                        raise PartLost(f"the relay has lost version {loaded}: {state.worker.name} needs it") from error
+                    raise
             else:
                 await asyncio.sleep(0.05)
 

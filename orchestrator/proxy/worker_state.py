@@ -27,6 +27,7 @@ from orchestrator.policies.routing.turn_routing import TurnRouter
 
 LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
+RELAY_EMPTY = "the relay lost its memory"  # of a version that was published; the same
 _ASK_AGAIN = 1.0  # seconds
 REST = 2.0  # seconds
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import fcntl
 import functools
 import json
 import logging
@@ -124,13 +126,30 @@ def start_ray(config: Config) -> None:
 @functools.cache
 def _ray_folder() -> str:
     """Of this process's local Ray: its sockets, logs and token, which nobody else may reach. (Ray's own folder is 0777, its token
-    0644.) Short: the paths of sockets have 107 characters."""
+    0644.) Short: the paths of sockets have 107 characters. Those of processes that were killed are removed."""
+    for lock in Path("/tmp").glob("rl-ray-*/lock"):
+        _remove_unless_locked(lock)
     folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    token = Path(folder) / "token"
+    token, lock = Path(folder) / "token", Path(folder) / "lock"
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
+    held = os.open(lock.with_name(".lock"), os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)  # while this process lives
+    fcntl.flock(held, fcntl.LOCK_EX)
+    lock.with_name(".lock").rename(lock)
     return folder
+
+
+def _remove_unless_locked(lock: Path) -> None:
+    """The folder around it, if it is ours and its process is gone."""
+    with contextlib.suppress(OSError):
+        file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.parent.stat().st_uid == os.getuid():
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        finally:
+            os.close(file)
 
 
 def _start_local_ray(**options: Any) -> None:

@@ -31,7 +31,7 @@ BENCHES = {
     "idle-overhead": Bench("scripts.bench.micro.idle_overhead", "4 min", VLLM),
     "active-overhead": Bench("scripts.bench.micro.active_overhead", "20 min", VLLM),
     "ledger-faults": Bench("scripts.bench.micro.ledger_faults", "15 min"),
-    "kills": Bench("scripts.bench.micro.kills", "25 min", f"{RUN}, redis-server"),
+    "kills": Bench("scripts.bench.micro.kills", "75 min", f"{RUN}, redis-server, libfaketime, root"),
     "power-cuts": Bench("scripts.bench.micro.power_cuts", "4 min"),
     "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min"),

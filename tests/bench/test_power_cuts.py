@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from orchestrator.api import RunError
 from orchestrator.ledger import recount
 from orchestrator.run_folder import RunFolder
 from scripts.bench import run
-from scripts.bench.micro import power_cuts
+from scripts.bench.micro import power_cuts, real_cuts
 from scripts.bench.micro.crash_states import Disk, torn
 from scripts.bench.micro.file_trace import Operation, recorded
 
@@ -115,3 +116,23 @@ def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file_and_it_resu
     assert recount(folder.lines(folder.ledger_file)) == counts
     assert counts["in_flight"] == 0
     assert counts["trained"] >= config.run.steps
+
+
+def test_cuts_of_a_run_are_dealt_over_kinds_opened_as_a_resume_opens_them_and_lose_nothing(tmp_path: Path) -> None:
+    operations = power_cuts.record(3)
+    last = max(at for at, one in enumerate(operations) if one.kind == "mark" and one.mark.step == 4)
+    operations = [
+        replace(one, mark=replace(one.mark, step=real_cuts.STEPS)) if at == last else one
+        for at, one in enumerate(operations[: last + 1])
+    ]
+    places = real_cuts.choose(operations, 20, random.Random("1"))
+    assert len(places) == 20
+    assert len({power_cuts.kind_of(operations[at]) for at in places}) > 8
+    rows = [real_cuts.try_cut(operations, at, f"{at}", tmp_path, whole=False) for at in places]
+    assert sum(row["seen"] for row in rows) > 50
+    assert [row for row in rows if row["lost"] or row["wrong"]] == []
+    assert [row for row in rows if row["committed_step"] is not None and row["resumed_at"] is None] == []
+    broken = [one for one in operations if one.kind != "sync" or not one.path.endswith("ledger.jsonl")]
+    rows = [real_cuts.try_cut(broken, len(broken) - 1, f"{seed}", tmp_path, whole=False) for seed in range(20)]
+    assert sum(row["lost"] for row in rows) > 0
+    assert real_cuts.summary_of(rows, broken)["wrong"] != []

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,25 @@ def test_the_folder_is_its_owners_alone_and_holds_the_token() -> None:
         assert len(token.read_text()) == 64
     finally:
         shutil.rmtree(folder)
+
+
+def test_folders_of_processes_that_were_killed_are_removed_and_others_stay() -> None:
+    code = "from orchestrator.runtime import real_run; import time; print(real_run._ray_folder(), flush=True); time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    foreign = Path(tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp"))  # without a lock: of a version before there was one
+    try:
+        folders = [Path(process.stdout.readline().strip()) for process in processes if process.stdout is not None]
+        processes[0].kill()
+        processes[0].wait()
+        assert [folder.is_dir() for folder in folders] == [True, True]
+        mine = Path(real_run._ray_folder.__wrapped__())
+        assert [folder.is_dir() for folder in (*folders, foreign, mine)] == [False, True, True, True]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for folder in (*folders, foreign, mine):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.long

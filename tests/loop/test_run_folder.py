@@ -19,7 +19,7 @@ from orchestrator.config import parse_config
 from orchestrator.durable_files import GroupCommit, JournalFile, write_durably
 from orchestrator.events import MemorySink
 from orchestrator.ledger import Ledger, intact_lines
-from orchestrator.run_folder import RunFolder, environment_owner
+from orchestrator.run_folder import RunFolder, environment_owner, write_environment
 from orchestrator.runtime.run_records import RunRecords, compare_store
 
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
@@ -205,6 +205,8 @@ def test_a_file_is_written_synced_renamed_and_then_its_folder_synced(
     monkeypatch.setattr(os, "replace", replace)
     write_durably(tmp_path / "life", "1\n")
     assert done == ["sync .life.partial", "rename life", f"sync {tmp_path.name}"]
+    write_environment(tmp_path / "environment.json", {})  # which a report reads, after a power cut too
+    assert done[3:] == ["sync .environment.json.partial", "rename environment.json", f"sync {tmp_path.name}"]
 
 
 def test_names_that_a_resume_needs_are_kept(tmp_path: Path) -> None:

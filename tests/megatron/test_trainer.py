@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import resource
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -473,6 +474,28 @@ def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path) -> None:
     run(bf16.save(str(tmp_path / "half")))
     with pytest.raises(ConfigError, match=r"^model.dtype = 'bfloat16'"):
         run(trainer.load(str(tmp_path / "half")))
+
+
+def test_what_cannot_be_written_is_named_with_the_room_there_is(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # as a disk that is full
+    try:
+        with pytest.raises(RunError, match=r"weights/model.safetensors cannot be written \(\d+ MB free there\): "):
+            run(trainer.save(str(tmp_path / "weights")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 433472 vs 433364")
+
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(
+        RunError, match=r"optimizer/trainer.pt cannot be written \(\d+ MB free there\): .*unexpected pos"
+    ):
+        run(trainer.save(str(tmp_path / "optimizer")))
 
 
 def test_a_model_of_another_architecture_is_refused(folder: str, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+import numpy as np
 import pytest
 
 from orchestrator.api import (
     CommandError,
     Completion,
     GenerationRequest,
+    PartLost,
     RetryableError,
     RunError,
     Sampling,
@@ -19,6 +21,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import WorkerLimits
+from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, RelayError, Subscriber
 
 
 class ScriptedWorker:
@@ -273,6 +276,36 @@ def test_when_no_worker_is_left_the_run_ends_with_the_reason() -> None:
 
     play([worker], scenario, restarts=2)
     assert worker.restarts == 2
+
+
+def test_a_version_that_the_relay_has_lost_ends_this_life_of_the_run_as_no_restart_brings_it_back() -> None:
+    worker = ScriptedWorker("w", auto=False)
+    relay, sent = MemoryRelay(), RelayEndpoint(job="gateway", kind="memory", master="gateway")
+    metadata = MemoryMetadata()
+    publisher = Publisher(sent, relay, metadata)
+    publisher.publish(1, [("a", (4,), "uint8", np.zeros(4, np.uint8))])
+    subscriber = Subscriber(sent, MemoryRelay(), metadata)  # it comes back empty, and the pointer stands
+
+    async def update(version: int) -> UpdateResult:
+        try:
+            subscriber.manifest(version)
+        except RelayError as error:
+            raise RetryableError(f"w: RelayError: {error}") from error
+        raise AssertionError("it was there")
+
+    worker.update = update  # type: ignore[method-assign]
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        await proxy.suspend()
+        await proxy.update(1)
+        await proxy.resume()
+        while not fatal:
+            await asyncio.sleep(0.01)
+        assert isinstance(fatal[0], PartLost)
+        assert str(fatal[0]) == "the relay has lost version 1: w needs it"
+
+    play([worker], scenario, restarts=2)
+    assert worker.restarts == 1
 
 
 @pytest.mark.parametrize("where", ["restart", "add", "completions"])

@@ -332,7 +332,7 @@ def try_cut(cut: Cut, operations: Sequence[Operation], rng: random.Random, dropp
         tally.repairs = dict(
             Counter(" ".join(word for word in text.split() if word.isalpha())[:60] for text in life.records.repairs)
         )
-        lost, wrong = _audit(folder, life, committed, ids, started)
+        lost, wrong = find_faults(folder, life, committed, ids, started)
     tally.lost += len(lost)
     tally.wrong += [f"{_words(cut)}: {text}"[:400] for text in wrong]
     return tally
@@ -342,7 +342,7 @@ def _words(cut: Cut) -> str:
     return f"trace {cut.seed}, operation {cut.at} ({' '.join(cut.kind)})"
 
 
-def _audit(
+def find_faults(
     folder: RunFolder, life: Life, committed: Committed | None, ids: list[str], started: set[str]
 ) -> tuple[set[str], list[str]]:
     """Those lost of the ``ids`` that the checkpoint saw, and all that is wrong, in words. ``started``: all ids before."""
