@@ -2,7 +2,8 @@
 
 Guarantees: nothing is asked of the user; where no hierarchy can be written (most containers) :func:`find_hierarchies`
 returns nothing and the limits of each process stand alone, with the memory of all of them watched from outside
-(:func:`resident_bytes`), as is in any case what no cgroup counts (:func:`socket_bytes`). Both versions of the interface are
+(:func:`resident_bytes`), as is in any case what no cgroup counts (:func:`socket_bytes`), and what files take beside their
+content (:func:`inode_bytes`). Both versions of the interface are
 known; of version 2, the controllers must be delegated to this process's own group.
 """
 
@@ -22,6 +23,7 @@ CONTROLLERS = ("memory", "pids", "cpu")
 _PERIOD = 100_000  # microseconds; one processor's worth of each
 _EXTRA_PROCESSES = 8  # bubblewrap's own
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_INODE = 1024  # bytes of the kernel for a file: its inode, its name, a short text in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,18 @@ def socket_bytes(pid: int) -> int:
         except OSError:
             continue
     return len(found) * _BUFFER
+
+
+def inode_bytes(pid: int, folders: Sequence[str], scratch_bytes: int) -> int:
+    """What the files in ``folders``, as that process sees them, take beside their content: the size of a tmpfs says nothing of
+    it. A folder that is not yet the sandbox's own, of ``scratch_bytes``, is none of its."""
+    found = 0
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            facts = os.statvfs(f"/proc/{pid}/root{folder}")
+            if 0 <= facts.f_blocks * facts.f_frsize - scratch_bytes < _PAGE:
+                found += facts.f_files - facts.f_ffree
+    return found * _INODE
 
 
 def _default_buffer() -> int:

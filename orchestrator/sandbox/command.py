@@ -3,7 +3,7 @@
 What it asks for (each an attempt in ``tests/sandbox/test_escapes.py``):
 
 * namespaces of its own for users, processes, network, mounts, IPC, host name and cgroups; no nesting of them;
-* a root that holds ``/usr`` (read-only), an empty ``/proc`` of its own, six devices, and three folders that can be written,
+* a root that holds ``/usr`` (read-only), an empty ``/proc`` of its own, five devices, and three folders that can be written,
   each a tmpfs with a size: ``/box`` (the working folder), ``/tmp``, ``/dev/shm``. Nothing else of the host;
 * no capability, no way to regain one, no environment variable, no terminal, no descriptor but 0, 1 and 2;
 * limits of each process by prlimit, set inside, so that processes are counted in this sandbox only (kernel 5.14);
@@ -25,6 +25,7 @@ from orchestrator.api import ConfigError
 from orchestrator.sandbox.limits import SandboxLimits
 
 WORK = "/box"
+SCRATCH = ("/dev/shm", "/tmp", WORK)  # what can be written
 PATH = "/usr/local/bin:/usr/bin:/bin"
 INSIDE_ID = 1000  # user and group id as the program sees them
 FIRST_ID, ID_RANGE = 50_000, 9_000  # user ids on the host when root starts it; they own nothing
@@ -33,8 +34,9 @@ FIRST_ID, ID_RANGE = 50_000, 9_000  # user ids on the host when root starts it; 
 # not be the first process, which the kernel shields from signals.) Its own words, "Killed", go nowhere.
 _FIRST = 'exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); exit $?'
 
-# Joins the cgroups whose files are named before "--", then becomes the rest of its arguments.
-_JOIN = 'while [ "$1" != -- ]; do echo $$ >"$1" || exit 125; shift; done; shift; exec "$@"'
+# Joins the cgroups whose files are named before "--", then becomes the rest of its arguments. When the machine's memory runs
+# out it goes first (as root it cannot take that back: what was inherited may have allowed it to be spared).
+_JOIN = 'echo 1000 >/proc/self/oom_score_adj; while [ "$1" != -- ]; do echo $$ >"$1" || exit 125; shift; done; shift; exec "$@"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,12 @@ def command_line(
     for path in tools.binds:
         command += ["--ro-bind", path, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    for folder in ("/dev/shm", "/tmp", WORK):
+    command += [
+        "--ro-bind",
+        "/dev/null",
+        "/dev/zero",
+    ]  # shared mappings of it are memory that no file holds; it cannot be opened
+    for folder in SCRATCH:
         command += ["--perms", "0700", "--size", str(limits.scratch_bytes), "--tmpfs", folder]
     for inside, path in (*((path, path) for path in shared.readable), *shared.sockets):
         command += ["--ro-bind", path, inside]  # to connect to a socket needs no more
@@ -169,6 +176,7 @@ def _rlimits(limits: SandboxLimits) -> list[str]:
         "--memlock=0",
         "--msgqueue=0",
         "--rtprio=0",
+        "--sigpending=256",  # and timers, which are counted so
     ]
 
 

@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.sandbox.cgroups import RunCgroups, resident_bytes, socket_bytes
+from orchestrator.sandbox.cgroups import RunCgroups, inode_bytes, resident_bytes, socket_bytes
 from orchestrator.sandbox.cgroups import find_hierarchies as find_hierarchies
 from orchestrator.sandbox.command import (
     FIRST_ID,
     ID_RANGE,
     NOTHING_SHARED,
+    SCRATCH,
     WORK,
     SandboxFile,
     SandboxTools,
@@ -277,6 +278,7 @@ class _Run:
         while True:
             await asyncio.sleep(MEMORY_LOOK)
             held = socket_bytes(self._process.pid) + (resident_bytes(self._process.pid) if self._watched else 0)
+            held += inode_bytes(self._status.first_pid, SCRATCH, self._limits.scratch_bytes)
             if held > self._limits.memory_bytes:
                 raise _LimitReached("memory")
 
@@ -353,6 +355,7 @@ class _Status:
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
+        self.first_pid = 0  # for looking at it
         self.write_end = -1
         self._read_end = -1
         self._first = -1  # a descriptor of the first process: unlike its id, never another's
@@ -420,6 +423,7 @@ class _Status:
         if isinstance(first, int):
             with contextlib.suppress(ProcessLookupError):  # it has ended already
                 self._first = os.pidfd_open(first)
+                self.first_pid = first
         if isinstance(code, int):
             self.exit_code = code
 

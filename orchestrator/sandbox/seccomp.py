@@ -3,6 +3,9 @@
 Guarantees: an allow list: any other call is refused, with EPERM, or ENOSYS where it is newer than the list, so that programs do
 without. Sockets are of the families UNIX, IPv4 and IPv6 (which end at the sandbox's own loopback), above all not VSOCK, which no
 namespace confines; their buffers cannot be made larger than the machine's default, which is what a sandbox is charged for each.
+No memory is held that nobody sees from outside: shared mappings have a file behind them (one without may be resident in no
+process), pages are not given to pipes, the host's huge pages are not had, and changes of files, which the kernel would queue,
+are told to nobody.
 A call through another ABI of the same processor (32-bit, x32) kills the process. It is a second wall behind the
 namespaces, the dropped capabilities and the limits: where the processor is none of :data:`ARCHITECTURES`, the sandbox
 works without it.
@@ -18,7 +21,8 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h: 
 
 # What programs need, with its numbers on x86_64 and on aarch64 (asm/unistd_64.h, asm-generic/unistd.h); an empty one: there is no
 # such call. What is in neither list is refused, above all: tracing, mounting, namespaces, keyrings, BPF, io_uring and other
-# asynchronous I/O (whose slots all users of the machine share), message queues, System V memory, memfd, clocks, modules.
+# asynchronous I/O (whose slots all users of the machine share), message queues, inotify, vmsplice, System V
+# memory, memfd, clocks, modules.
 _ALLOWED = """
 read:0:63 write:1:64 open:2: close:3:57 stat:4: fstat:5:80 lstat:6: poll:7: lseek:8:62 mmap:9:222 mprotect:10:226
 munmap:11:215 brk:12:214 rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 ioctl:16:29 pread64:17:67
@@ -46,21 +50,29 @@ sched_getaffinity:204:123 epoll_create:213: getdents64:217:61 set_tid_address:21
 fadvise64:221:223 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109
 timer_delete:226:111 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230:115 exit_group:231:94
 epoll_wait:232: epoll_ctl:233:21 tgkill:234:131 utimes:235: waitid:247:95 ioprio_set:251:30 ioprio_get:252:31
-inotify_init:253: inotify_add_watch:254:27 inotify_rm_watch:255:28 openat:257:56 mkdirat:258:34 fchownat:260:54
-futimesat:261: newfstatat:262:79 unlinkat:263:35 renameat:264:38 linkat:265:37 symlinkat:266:36 readlinkat:267:78
-fchmodat:268:53 faccessat:269:48 pselect6:270:72 ppoll:271:73 set_robust_list:273:99 get_robust_list:274:100
-splice:275:76 tee:276:77 sync_file_range:277:84 vmsplice:278:75 utimensat:280:88 epoll_pwait:281:22 signalfd:282:
-timerfd_create:283:85 eventfd:284: fallocate:285:47 timerfd_settime:286:86 timerfd_gettime:287:87 accept4:288:242
-signalfd4:289:74 eventfd2:290:19 epoll_create1:291:20 dup3:292:24 pipe2:293:59 inotify_init1:294:26 preadv:295:69
-pwritev:296:70 rt_tgsigqueueinfo:297:240 recvmmsg:299:243 prlimit64:302:261 syncfs:306:267 sendmmsg:307:269
-getcpu:309:168 sched_setattr:314:274 sched_getattr:315:275 renameat2:316:276 seccomp:317:277 getrandom:318:278
-execveat:322:281 membarrier:324:283 mlock2:325:284 copy_file_range:326:285 preadv2:327:286 pwritev2:328:287
-pkey_mprotect:329:288 pkey_alloc:330:289 pkey_free:331:290 statx:332:291 rseq:334:293 pidfd_send_signal:424:424
-pidfd_open:434:434 close_range:436:436 openat2:437:437 faccessat2:439:439 epoll_pwait2:441:441
-landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446 futex_waitv:449:449
+openat:257:56 mkdirat:258:34 fchownat:260:54 futimesat:261: newfstatat:262:79 unlinkat:263:35 renameat:264:38
+linkat:265:37 symlinkat:266:36 readlinkat:267:78 fchmodat:268:53 faccessat:269:48 pselect6:270:72 ppoll:271:73
+set_robust_list:273:99 get_robust_list:274:100 splice:275:76 tee:276:77 sync_file_range:277:84 utimensat:280:88
+epoll_pwait:281:22 signalfd:282: timerfd_create:283:85 eventfd:284: fallocate:285:47 timerfd_settime:286:86
+timerfd_gettime:287:87 accept4:288:242 signalfd4:289:74 eventfd2:290:19 epoll_create1:291:20 dup3:292:24 pipe2:293:59
+preadv:295:69 pwritev:296:70 rt_tgsigqueueinfo:297:240 recvmmsg:299:243 prlimit64:302:261 syncfs:306:267
+sendmmsg:307:269 getcpu:309:168 sched_setattr:314:274 sched_getattr:315:275 renameat2:316:276 seccomp:317:277
+getrandom:318:278 execveat:322:281 membarrier:324:283 mlock2:325:284 copy_file_range:326:285 preadv2:327:286
+pwritev2:328:287 pkey_mprotect:329:288 pkey_alloc:330:289 pkey_free:331:290 statx:332:291 rseq:334:293
+pidfd_send_signal:424:424 pidfd_open:434:434 close_range:436:436 openat2:437:437 faccessat2:439:439
+epoll_pwait2:441:441 landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446
+futex_waitv:449:449
 """
 _KNOWN = 450  # the newest call that was looked at (set_mempolicy_home_node, on both)
-_CLONE, _CLONE3, _SOCKET, _IOCTL, _SETSOCKOPT = (56, 220), (435, 435), (41, 198), (16, 29), (54, 208)
+_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _IOCTL, _SETSOCKOPT = (
+    (56, 220),
+    (435, 435),
+    (41, 198),
+    (53, 199),
+    (16, 29),
+    (54, 208),
+)
+_MMAP, _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = (9, 222), 0x01, 0x20, 0x40000  # asm-generic/mman-common.h
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}; linux/sched.h
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _INJECTING = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into a terminal
@@ -92,7 +104,11 @@ def program(machine: str = "") -> bytes | None:
     code += [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERRNO | _ENOSYS)]
     code += _if_call(_CLONE[column], 0, [_step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _step(_RETURN, _ERRNO | _EPERM)])
     families = [_step(_EQUAL, family, len(_FAMILIES) - index, 0) for index, family in enumerate(_FAMILIES)]
-    code += _if_call(_SOCKET[column], 0, [*families, _step(_RETURN, _ERRNO | _EAFNOSUPPORT)])
+    for call in (_SOCKET, _SOCKETPAIR):
+        code += _if_call(call[column], 0, [*families, _step(_RETURN, _ERRNO | _EAFNOSUPPORT)])
+    refused = _step(_RETURN, _ERRNO | _EPERM)
+    shared = [_step(_ANY_BIT, _MAP_SHARED, 0, 2), _step(_ANY_BIT, _MAP_ANONYMOUS, 0, 1), refused]
+    code += _if_call(_MMAP[column], 3, [_step(_ANY_BIT, _MAP_HUGETLB, 0, 1), refused, *shared])
     requests = [step for r in _INJECTING for step in (_step(_EQUAL, r, 0, 1), _step(_RETURN, _ERRNO | _EPERM))]
     code += _if_call(_IOCTL[column], 1, requests)
     sizes = [step for o in _BUFFER_SIZES for step in (_step(_EQUAL, o, 0, 1), _step(_RETURN, _ERRNO | _EPERM))]

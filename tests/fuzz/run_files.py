@@ -339,7 +339,7 @@ def valid_profile(path: Path) -> ProfileFile:
     return made
 
 
-@harness("orchestrator/profiler/profile_file.py", refuses="ConfigError")
+@harness("orchestrator/profiler/profile_file.py", "vllm_rlplugin/kvpool/engine/step_costs.py", refuses="ConfigError")
 def profile(folder: Path) -> Drawn:
     """A profile has finite costs of at least 0 at every point, or is refused."""
     from vllm_rlplugin.kvpool.engine import step_costs
@@ -400,7 +400,12 @@ def predictor_line(folder: Path) -> Drawn:
 # -- trajectories --------------------------------------------------------------------------------------------------------------
 
 
-@harness("orchestrator/store.py", "orchestrator/sim/recorded_traces.py", refuses="ConfigError")
+@harness(
+    "orchestrator/store.py",
+    "orchestrator/sim/recorded_traces.py",
+    "megatron_rlplugin/trainer/recorded_rows.py",
+    refuses="ConfigError",
+)
 def trajectories(folder: Path) -> Drawn:
     """Damaged pages of a Parquet file are noticed; what is read from it says the same."""
     from megatron_rlplugin.trainer import recorded_rows as of_trainer

@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,9 +147,12 @@ def fork(event):
     child = os.fork()
     if not child:
         os.setsid()
+        child = os.fork()  # no child of the function's any more
+        if child:
+            open(event, "w").write(f"{os.getpid()} {child}")
+            os._exit(0)
         time.sleep(600)
         os._exit(0)
-    open(event, "w").write(str(child))
     time.sleep(600)
 """
 
@@ -209,6 +214,32 @@ def test_eleven_characters_hang_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(reasoning_gym.SCORER, "x")]
 
 
+def is_gone(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_nothing_that_a_function_forked_survives_its_host(module: str, tmp_path: Path) -> None:
+    """``kill -9`` of the host, while a child that left its session and its parent sleeps."""
+    source = (
+        "import asyncio\nfrom orchestrator.rewards.process_pool import FunctionPool\n"
+        f"pool = FunctionPool('{module}:fork', concurrency=1, timeout=500.0, idle_seconds=5.0)\n"
+        f"asyncio.run(pool.invoke({str(tmp_path / 'child')!r}))\n"
+    )
+    host = subprocess.Popen([sys.executable, "-c", source])
+    try:
+        wait_for(lambda: (tmp_path / "child").exists() and len((tmp_path / "child").read_text().split()) == 2)
+        children = (tmp_path / "child").read_text().split()
+        assert not is_gone(children[1])
+    finally:
+        host.kill()
+        host.wait()
+    for child in children:
+        wait_for(lambda child=child: is_gone(child))
+
+
 def test_a_function_that_left_its_group_ends_with_its_call(module: str, tmp_path: Path) -> None:
     async def scenario() -> float:
         pool = FunctionPool(f"{module}:fork", concurrency=1, timeout=1.5, idle_seconds=5.0)
@@ -220,8 +251,8 @@ def test_a_function_that_left_its_group_ends_with_its_call(module: str, tmp_path
         return took
 
     took = asyncio.run(scenario())
-    child = int((tmp_path / "child").read_text())
-    wait_for(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+    for child in (tmp_path / "child").read_text().split():
+        wait_for(lambda child=child: is_gone(child))
     assert took < 20.0, "the call waited for what the function had left behind"
 
 

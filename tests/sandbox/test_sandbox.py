@@ -116,7 +116,8 @@ def test_processes_and_memory_are_limited_with_cgroups_and_without(cgrouped: boo
 
 def test_the_address_space_of_each_process_is_limited_though_nothing_of_it_is_used() -> None:
     source = (
-        "import mmap; mmap.mmap(-1, 100 << 20); print('fits', flush=True); mmap.mmap(-1, 2 << 30); print('ESCAPED')"
+        "import mmap; own = mmap.MAP_PRIVATE; mmap.mmap(-1, 100 << 20, own); print('fits', flush=True)\n"
+        "mmap.mmap(-1, 2 << 30, own); print('ESCAPED')"
     )
     outcome = python(source, limits=SandboxLimits(memory_bytes=256 << 20))
     assert outcome.stdout == b"fits\n"

@@ -185,31 +185,3 @@ def test_the_portable_path_needs_nothing_of_x86(tmp_path: Path) -> None:
     new = old ^ (old % 11 == 0)
     data, _, _ = portable.sparse_encode(old, new, 12, 0, 2)
     assert data.tobytes() == REFERENCE.sparse_encode(old, new, 12, 0, 2)[0].tobytes()
-
-
-def fuzz(folder: Path, iterations: int, seed: int) -> None:
-    sanitize = ("-O2", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    try:
-        program = compile_to(folder / "fuzz", *sanitize, str(CSRC / "fuzz_delta.c"), *SOURCES)
-    except AssertionError as error:
-        if "asan" in str(error) or "ubsan" in str(error):
-            pytest.skip("this compiler has no sanitizers")
-        raise
-    # A library that vLLM preloads in this process would come before the sanitizer's.
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    environment["ASAN_OPTIONS"] = "max_allocation_size_mb=16"  # a small input may not take much memory
-    done = subprocess.run(
-        [program, str(iterations), str(seed)], capture_output=True, text=True, timeout=3000, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{iterations} inputs\n"
-
-
-def test_mutated_inputs_do_not_leave_their_buffers(tmp_path: Path) -> None:
-    fuzz(tmp_path, 15_000, 1)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_millions_of_mutated_inputs_do_not_leave_their_buffers(tmp_path: Path) -> None:
-    fuzz(tmp_path, 4_000_000, 20_26)
