@@ -3,7 +3,7 @@
     .venv/bin/python scripts/lock.py             the versions that .venv has, with the hashes of the files that pip finds for them
     .venv/bin/python scripts/lock.py --newest    the newest versions that pyproject.toml allows; then make venv and make test
 
-Every hash is of a file that pip chose here, as pip reports it (``pip install --dry-run --report``): for Linux x86_64 and CPython
+Every hash is of a file that pip chose here, as pip reports it (``pip install --dry-run --report``), for Linux x86_64 and CPython
 3.11. The files name neither a URL nor an index: pip's own configuration says where packages come from, the hash that they are
 these. With ``locks/torch.txt`` pip installs the CPU build of torch alone, without asking its index for anything else.
 """
