@@ -3,7 +3,7 @@
     .venv/bin/python scripts/lock.py             the versions that .venv has, with the hashes of the files that pip finds for them
     .venv/bin/python scripts/lock.py --newest    the newest versions that pyproject.toml allows; then make venv and make test
 
-Every hash is of a file that pip chose here, as pip reports it (``pip install --dry-run --report``): for Linux x86_64 and CPython
+Every hash is of a file that pip chose here, as pip reports it (``pip install --dry-run --report``), for Linux x86_64 and CPython
 3.11. The files name neither a URL nor an index: pip's own configuration says where packages come from, the hash that they are
 these. With ``locks/torch.txt`` pip installs the CPU build of torch alone, without asking its index for anything else.
 """
@@ -11,6 +11,7 @@ these. With ``locks/torch.txt`` pip installs the CPU build of torch alone, witho
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import re
@@ -78,6 +79,24 @@ def pins(found: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return lines
 
 
+def downloaded(name: str, version: str) -> str:
+    """The line that pins the file of CPython 3.12 that the bootstrap unpacks; pip's report would be of the present Python's."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--python-version",
+            "3.12",
+            "--only-binary=:all:",
+        ]
+        subprocess.run([*command, "--quiet", "--dest", folder, f"{name}=={version}"], check=True)
+        (file,) = Path(folder).iterdir()
+        return f"{name}=={version} --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+
+
 def write(name: str, lines: Iterable[str]) -> None:
     """One file of ``locks/``."""
     (LOCKS / f"{name}.txt").write_text(HEADER.format(what=NAMES[name]) + "\n".join(sorted(lines)) + "\n")
@@ -108,14 +127,13 @@ def main() -> int:
         report([*wanted, *requirements(project, ["reasoning-gym"])], [*limits, *exact(found)], "--prefer-binary")
     )
     torch = {"torch": found.pop("torch")}
-    other = f"megatron-core=={chosen['MEGATRON_CORE_NEWEST']}"
-    beside = pins(report([other], (), "--no-deps", "--ignore-requires-python", "--only-binary=:all:"))
+    beside = downloaded("megatron-core", chosen["MEGATRON_CORE_NEWEST"])
 
     LOCKS.mkdir(exist_ok=True)
     write("torch", torch.values())
     write("embedded", found.values())
     write("reasoning-gym", [line for name, line in game.items() if name not in {*found, *torch}])
-    write("megatron-newest", beside.values())
+    write("megatron-newest", [beside])
     return 0
 
 
