@@ -39,7 +39,7 @@ VOCABULARY = 101
 TEMPERATURE = 0.8
 
 ENGINE = """
-import json, sys
+import gc, json, sys
 from vllm import LLM, SamplingParams
 folders, prompts, temperature = json.loads(sys.argv[1])
 sampling = SamplingParams(
@@ -47,6 +47,7 @@ sampling = SamplingParams(
 )
 answers = {}
 for folder in folders:
+    gc.freeze()  # what was imported is no garbage
     llm = LLM(
         model=folder, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=8,
         block_size=32, kv_cache_memory_bytes=16 << 20, seed=0, logprobs_mode="processed_logprobs",

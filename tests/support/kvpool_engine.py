@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -50,6 +51,7 @@ def main() -> None:
         **{"dtype": "float32", **settings},
         **engine_arguments(PluginOptions.from_dict(plugin)),
     )
+    gc.freeze()  # what was imported is no garbage
     engine: Any = LLMEngine.from_vllm_config(arguments.create_engine_config(), disable_log_stats=True)
     core = engine.engine_core.engine_core
     outputs: dict[str, list[int]] = {}

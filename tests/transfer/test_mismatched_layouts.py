@@ -33,7 +33,7 @@ JOINS = {"tp1": 0, "tp2": 1}  # the first version an engine asks for: the second
 LIMIT = 240.0  # seconds; it takes 40 on an idle machine
 
 COMMON = """
-import json, os, sys, time
+import gc, json, os, sys, time
 from pathlib import Path
 
 folder, order = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -102,6 +102,7 @@ def main():
         weight_transfer_config={"backend": "rl_coserve"}, worker_extension_cls="vllm_rlplugin.extension.WorkerExtension",
         distributed_executor_backend="mp", tensor_parallel_size=tp).create_engine_config()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM for CPUs has just chosen to spawn: imports in each worker
+    gc.freeze()  # what was imported is no garbage, in the workers that are forked from here neither
     made = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     rpc = made.collective_rpc
     rpc("rl_ready")

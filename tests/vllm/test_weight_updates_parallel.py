@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 # A process of its own: vLLM's groups and Mooncake's threads live as long as their process. Workers are forked from it.
 CHILD = '''
-import json, os, random, sys, time
+import gc, json, os, random, sys, time
 
 def flip(worker, rank):
     """One bit of one parameter of one rank."""
@@ -80,6 +80,7 @@ def main(settings):
             worker_extension_cls="vllm_rlplugin.extension.WorkerExtension", distributed_executor_backend="mp",
             tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"]).create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM for CPUs has just chosen to spawn: imports in each worker
+        gc.freeze()  # what was imported is no garbage, in the workers that are forked from here neither
         made = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         found.setdefault("ready", made.collective_rpc("rl_ready"))
         if not found["ready"][-1]["cured"]:
