@@ -206,6 +206,7 @@ def lived(monkeypatch: pytest.MonkeyPatch, limit: int, *ends: tuple[int, Excepti
 
     class Folder:
         path = Path("runs/t-001")
+        logs = path / "logs"
 
         def lock(self) -> str:
             return ""
