@@ -108,7 +108,8 @@ async def kill_watched(process: asyncio.subprocess.Process) -> None:
     it started, and reap it. Idempotent."""
     if process.returncode is None:
         assert process.stdin is not None
-        process.stdin.transport.abort()  # the watcher sees it, and kills
+        if not process.stdin.transport.is_closing():  # else the pipe is lost already, and to abort it once more raises
+            process.stdin.transport.abort()  # the watcher sees it, and kills
         try:
             return await _read_out(process)
         except (TimeoutError, asyncio.CancelledError) as error:

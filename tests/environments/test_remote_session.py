@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator import child_process
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, TrajectoryError
 from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
@@ -374,3 +375,27 @@ def test_a_wrong_setting_is_named_with_its_fix(override: str, message: str) -> N
 def test_the_simulator_starts_no_processes() -> None:
     with pytest.raises(ConfigError, match="the simulator starts no processes"):
         simulate(load_config(None, ["environment.backend=subprocess"]))
+
+
+def test_a_process_that_closed_its_pipe_and_lives_on_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe is lost before anybody ends it: nothing is left to abort."""
+    monkeypatch.setattr(child_process, "KILL_LIMIT", 0.5)
+    code = "import os, sys, time; os.close(0); print('up', flush=True); time.sleep(60)"
+
+    async def end() -> int | None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdout.readline()
+        while not process.stdin.transport.is_closing():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await child_process.kill_watched(process)
+        return process.returncode
+
+    assert asyncio.run(end()) == -signal.SIGKILL

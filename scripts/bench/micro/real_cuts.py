@@ -87,6 +87,9 @@ def choose(operations: Sequence[Operation], number: int, rng: random.Random) -> 
     checkpoint, and none so late that there is no step left to train."""
     commits = [at for at, one in enumerate(operations) if one.kind == "mark"]
     last = next(at for at in commits if operations[at].mark.step == STEPS)
+    named = next(
+        at for at, one in enumerate(operations) if one.kind == "rename" and one.to.endswith(f"step-{STEPS:06d}")
+    )
     early = [rng.randrange(1, commits[0]) for _ in range(number // 5)]
     by_kind: dict[tuple[str, str], list[int]] = {}
     for at in range(commits[0] + 1, last):
@@ -97,7 +100,7 @@ def choose(operations: Sequence[Operation], number: int, rng: random.Random) -> 
     rng.shuffle(kinds)
     while len(chosen) < number - len(early):
         chosen += [rng.choice(by_kind[kind]) for kind in kinds]
-    return early + chosen[: number - len(early)]
+    return [min(at, named - 1) for at in early + chosen[: number - len(early)]]
 
 
 def try_cut(operations: Sequence[Operation], at: int, seed: str, folder: Path, whole: bool) -> dict[str, Any]:
@@ -246,7 +249,7 @@ def main() -> int:
         record(folder)
         return 0
     if not (folder / "trace").exists():
-        subprocess.run([sys.executable, "-m", __spec__.name, str(folder), "--record"], check=True)
+        subprocess.run([sys.executable, "-m", __spec__.name, str(folder), "--record"], check=True, stdout=sys.stderr)
     with (folder / "trace").open("rb") as stream:
         operations: list[Operation] = pickle.load(stream)  # our own
     places = choose(operations, options.cuts, random.Random("real cuts"))
