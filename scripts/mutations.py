@@ -34,7 +34,7 @@ class Mutation:
     tests: str
 
 
-FUZZ = "tests/transfer/test_native_codec.py::test_mutated_inputs_do_not_leave_their_buffers"
+FUZZ = "tests/fuzz/test_fuzz.py::test_what_is_in_its_corpus_does_not_leave_its_buffers"
 
 MUTATIONS = (
     Mutation(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,6 @@ from tests.fuzz.harness import Drawn, harness
 from tests.support import view_runs
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def files_need_not_outlive_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands are written here, and each sync of one waits milliseconds for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 # -- the journal -----------------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ PAGE = ROOT / "docs" / "fuzzing.md"
 _HEAD = """\
 # What is parsed, and what fuzzes it
 
-Every parser of bytes from outside has a harness: what it reads, what it refuses with, and the property that holds for every
-input. All hold one more: an answer within two seconds of processor time and 10 microseconds a byte, and 64 MiB. Valid artefacts
-are damaged (bits flipped, cut, spliced, with checksums made to fit) or altered as trees (fields gone, of another type, huge,
-NaN, nested 100,000 deep); the C libraries run under the address and undefined-behaviour sanitizers, with libFuzzer where clang
-is installed.
+Every parser of bytes from outside has a harness: what it reads, what it refuses with, and the property that holds for
+every input. All hold one more: an answer within two seconds of processor time and 10 microseconds a byte, and 64 MiB.
+Valid artefacts are damaged (bits flipped, cut, spliced, with checksums made to fit) or altered as trees (fields gone,
+of another type, huge, NaN, nested 100,000 deep); the C libraries run under the address and undefined-behaviour
+sanitizers, with libFuzzer where clang is installed.
 
 ```sh
 # needs: minutes
@@ -23,9 +23,9 @@ python -m tests.fuzz                                   # each for FUZZ_MINUTES (
 python -m tests.fuzz --page                            # writes this page
 ```
 
-`make test` replays the corpora (`tests/fuzz/corpora`, one input a line, with why it is there); `make test-long` fuzzes each for
-`FUZZ_MINUTES`. An input that fails is printed as a line for its corpus. How much has run, and what it found:
-[results](results/README.md).
+`make test` replays the corpora (`tests/fuzz/corpora`, one input a line, with why it is there); `make test-long`
+fuzzes each for `FUZZ_MINUTES`. An input that fails is printed as a line for its corpus. How much has run, and what it
+found: [results](results/README.md).
 
 | harness | what reads | refused as | what holds |
 | --- | --- | --- | --- |
@@ -42,9 +42,9 @@ _TAIL = """
 | tokenizers, `torch.load` with `weights_only` | of the model that a run was given, read by transformers and torch |
 | what NCCL, gloo and Mooncake speak among themselves | theirs; no parser of ours |
 
-What no check can see: a changed digit within a line of the journal that leaves it a possible history (lines have numbers, not
-checksums; a missing or repeated line is seen), and changed statistics in a Parquet footer (pages have checksums). The mutex in a
-pool's file is not damaged: the C library trusts it, and so must whoever shares that file.
+What no check can see: a changed digit within a line of the journal that leaves it a possible history (lines have
+numbers, not checksums; a missing or repeated line is seen), and changed statistics in a Parquet footer (pages have
+checksums). The mutex in a pool's file is not damaged: the C library trusts it, and so must whoever shares that file.
 """
 
 

@@ -28,8 +28,8 @@ def test_what_is_in_its_corpus_is_read_or_refused(name: str, tmp_path: Path) -> 
 def test_what_is_in_its_corpus_does_not_leave_its_buffers(name: str, tmp_path: Path) -> None:
     try:
         assert native.replay(native.NATIVE[name], tmp_path) > 0
-        made = native.run(native.build(native.NATIVE[name], tmp_path, guided=False), ["4000", "1"], 300.0)
-        assert (made.returncode, made.stdout) == (0, "4000 inputs\n"), made.stderr[-3000:]
+        made = native.run(native.build(native.NATIVE[name], tmp_path, guided=False), ["15000", "1"], 300.0)
+        assert (made.returncode, made.stdout) == (0, "15000 inputs\n"), made.stderr[-3000:]
     except native.NoSanitizer as error:
         pytest.skip(str(error))
 

@@ -777,11 +777,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "sandbox_probes.md"
 _HEAD = """\
 # Sandbox probes
 
-Programs that try to get out of the sandbox, to reach what is not theirs, or to use more than they may, and what stops each
-(`tests/sandbox/test_escapes.py`, part of `make test`; this page is made of the same table by
-`python -m tests.support.escape_attempts`). Each runs twice inside, with cgroups and without; where a process may not make
-cgroups, the first is skipped with that reason. Each also runs outside of the sandbox, where it must succeed, so that none is
-stopped by being wrong; but for those that take root there, those that would do harm, and what a machine does not have.
+Programs that try to get out of the sandbox, to reach what is not theirs, or to use more than they may, and what stops
+each (`tests/sandbox/test_escapes.py`, part of `make test`; this page is made of the same table by `python -m
+tests.support.escape_attempts`). Each runs twice inside, with cgroups and without; where a process may not make
+cgroups, the first is skipped with that reason. Each also runs outside of the sandbox, where it must succeed, so that
+none is stopped by being wrong; but for those that take root there, those that would do harm, and what a machine does
+not have.
 
 What stops it is the first of the walls that it meets; most would meet another one behind it.
 
@@ -806,10 +807,10 @@ _TAIL = """
 
 ## What is bounded, and not counted
 
-Without cgroups the memory of a run is watched from outside, every 50 ms: what is resident, the buffers of sockets, a kibibyte
-for each file. Not counted are, of each process, the kernel's own records of its mappings (at most 65,530, some 13 MB), its
-stack in the kernel, and what its pipes hold (64 MB of all processes of a user together). Where the machine has swap, what was
-swapped out is not resident. With cgroups the kernel counts all of these.
+Without cgroups the memory of a run is watched from outside, every 50 ms: what is resident, the buffers of sockets, a
+kibibyte for each file. Not counted are, of each process, the kernel's own records of its mappings (at most 65,530,
+some 13 MB), its stack in the kernel, and what its pipes hold (64 MB of all processes of a user together). Where the
+machine has swap, what was swapped out is not resident. With cgroups the kernel counts all of these.
 """
 
 
