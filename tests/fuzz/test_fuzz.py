@@ -76,7 +76,7 @@ def test_a_parser_that_breaks_is_found(tmp_path: Path, monkeypatch: pytest.Monke
             pass
 
     def greedy(data: bytes) -> None:
-        inputs.survives(lambda: bytearray(len(data) << 27), ValueError)
+        inputs.survives(lambda: bytearray(bool(data) * (inputs.MEMORY + 1)), ValueError)
 
     monkeypatch.setattr(inputs, "SECONDS", 0.5)
     for check, wrong in ((broken, "KeyError"), (hangs, "TooSlow"), (greedy, "were allocated")):
