@@ -36,7 +36,10 @@ _FIRST = 'exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); exit $?'
 
 # Joins the cgroups whose files are named before "--", then becomes the rest of its arguments. When the machine's memory runs
 # out it goes first (as root it cannot take that back: what was inherited may have allowed it to be spared).
-_JOIN = 'echo 1000 >/proc/self/oom_score_adj; while [ "$1" != -- ]; do echo $$ >"$1" || exit 125; shift; done; shift; exec "$@"'
+_JOIN = (
+    "echo 1000 2>/dev/null >/proc/self/oom_score_adj; "
+    'while [ "$1" != -- ]; do echo $$ >"$1" || exit 125; shift; done; shift; exec "$@"'
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def reach(x86_64, aarch64, *arguments):
 """
 
 # Name -> numbers on both processors, and arguments with which it does nothing, whoever calls it. Those above 450 are newer than
-# the list; "call 470" and "call 1000" are not there yet.
+# the list; 470 and 1000 are not there yet.
 CALLS = {
     "personality": (135, 92, "0xffffffff"), "umount2": (166, 39, "0, 0"), "pivot_root": (155, 41, "0, 0"),
     "swapon": (167, 224, "0, 0"), "swapoff": (168, 225, "0"), "reboot": (169, 142, "0, 0, 0, 0"),
@@ -68,7 +68,7 @@ CALLS = {
     "getxattrat": (464, 464, "-1, 0, -1, 0, 0, 0"), "listxattrat": (465, 465, "-1, 0, -1, 0, 0"),
     "removexattrat": (466, 466, "-1, 0, -1, 0"), "open_tree_attr": (467, 467, "-1, 0, 0, 0, 1"),
     "file_getattr": (468, 468, "-1, 0, 0, 0, -1"), "file_setattr": (469, 469, "-1, 0, 0, 0, -1"),
-    "call 470": (470, 470, "0, 0, 0, 0"), "call 1000": (1000, 1000, "0, 0, 0, 0"),
+    "470": (470, 470, "0, 0, 0, 0"), "1000": (1000, 1000, "0, 0, 0, 0"),
 }  # fmt: skip
 MAYBE = {"root": True, "kernel": True, "together": True}
 KERNEL_FILES = {
@@ -778,11 +778,11 @@ _HEAD = """\
 # Sandbox probes
 
 Programs that try to get out of the sandbox, to reach what is not theirs, or to use more than they may, and what stops
-each (`tests/sandbox/test_escapes.py`, part of `make test`; this page is made of the same table by `python -m
-tests.support.escape_attempts`). Each runs twice inside, with cgroups and without; where a process may not make
-cgroups, the first is skipped with that reason. Each also runs outside of the sandbox, where it must succeed, so that
-none is stopped by being wrong; but for those that take root there, those that would do harm, and what a machine does
-not have.
+each (`tests/sandbox/test_escapes.py`, part of `make test`). The table is `tests/support/escape_attempts.py`, and
+`python -m tests.support.escape_attempts` writes this page. Each runs twice inside, with cgroups and without; where a
+process may not make cgroups, the first is skipped with that reason. Each also runs outside of the sandbox, where it
+must succeed, so that none is stopped by being wrong; but for those that take root there, those that would do harm, and
+what a machine does not have.
 
 What stops it is the first of the walls that it meets; most would meet another one behind it.
 
