@@ -547,5 +547,5 @@ def _batch(answer: Mapping[str, Any]) -> tuple[int, list[Completion]]:
 def _read(parse: Callable[[Mapping[str, Any]], _T], answer: Mapping[str, Any], path: str) -> _T:
     try:
         return parse(answer)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the last: of an infinite number
         raise RetryableError(f"the answer to {path} is malformed: {error!r}") from error

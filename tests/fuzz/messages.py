@@ -347,6 +347,9 @@ def function_host(folder: Path) -> Drawn:
         async def invoke(self, event: Any, note: Any = None) -> Any:
             return event
 
+        def provision(self, count: int) -> int:
+            return min(count, 1)
+
     echo = Echo("x:y", concurrency=1, timeout=1.0, idle_seconds=1.0)
     served = function_service.FunctionService({"f": echo}, bearer.sealed("t"))
     loop = asyncio.new_event_loop()
