@@ -223,12 +223,13 @@ def test_the_clock_of_a_process_jumps_and_its_durations_do_not(tmp_path: Path) -
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
-        time.sleep(0.3)
+        assert process.stdout is not None
+        process.stdout.readline()
         file.write_text("+3600")
         out, _ = process.communicate("\n", timeout=30)
     wall, monotonic = map(float, out.split())
-    assert 3600 < wall < 3620
-    assert monotonic < 20
+    assert 3600 < wall < 4600
+    assert monotonic < 1000
 
 
 def test_a_twin_has_the_weights_of_the_relay_and_trains_nothing_twice(tmp_path: Path) -> None:
