@@ -189,7 +189,7 @@ class RolloutSection(Section):
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     environment_step_timeout: PositiveSeconds = 10.0
     environment_reset_timeout: PositiveSeconds | None = None  # of a reset; None: that of a step
-    trajectory_timeout: PositiveSeconds = 120.0
+    trajectory_timeout: PositiveSeconds = 3600.0
     worker_restarts: Annotated[int, Field(ge=0)] = 2
     restart_window: PositiveSeconds = 3600.0  # what `worker_restarts` counts in: older restarts are forgotten
     start_timeout: PositiveSeconds = 1800.0  # of all engines, from their processes to their weights

@@ -152,7 +152,7 @@ def test_the_plan_says_who_shares_devices() -> None:
         return device_plan.describe(device_plan.plan_rows(load_config(None, list(overrides)), {}))
 
     turns = "trainer and engines take turns on the devices that they see"
-    assert said("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0") == [
+    assert said("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true") == [
         f"any node: trainer, vllm-0 ({turns})"
     ]
     assert (

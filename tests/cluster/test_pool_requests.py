@@ -56,8 +56,8 @@ def test_without_pools_nothing_is_bound_and_nothing_is_checked() -> None:
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        ([*SMALL, "rollout.workers=4"], "config", "must add up"),
-        (["resources.rollout={H20 = 1}"], "config", "name the pools too"),
+        ([*SMALL, "rollout.workers=4"], "resources.rollout", "add up to rollout.workers = 4"),
+        (["resources.rollout={H20 = 1}"], "resources.rollout", "name the pools too"),
         (["resources.pools={CPU = 4}"], "resources.pools", "no pool serves this class"),
         (["resources.pools={H800 = 1}"], "resources.pools", "does not fit"),
         (["resources.pools={H800 = 1, H20 = 1}", "resources.devices_per_worker=2"], "resources.devices", "at most 1"),

@@ -37,7 +37,7 @@ def test_every_toml_of_the_repository_loads(path: Path) -> None:
         ("reward.function=os.system", "reward.function", "pattern"),
         ("reward.host=lambda", "reward.host", "'embedded' or 'ray_serve'"),
         ("reward.serve={min_replicas=3, max_replicas=2}", "reward.serve.max_replicas", "must be at least min_replicas"),
-        ("rollout.environment_reset_timeout=300", "rollout.environment_reset_timeout", "trajectory_timeout = 120"),
+        ("rollout.environment_reset_timeout=4000", "rollout.environment_reset_timeout", "trajectory_timeout = 3600"),
         ("rollout.engine.block_size=20", "rollout.engine.block_size", "multiple of 32"),
     ],
 )

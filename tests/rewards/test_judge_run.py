@@ -171,7 +171,7 @@ def test_the_runs_own_judge_is_asked_one_at_a_time_at_its_address_with_its_token
     assert isinstance(found, LLMJudge)
     client: Any = found._endpoint
     assert client._url == "http://127.0.0.1:4711/v1/chat/completions"
-    assert client._headers == {"Authorization": f"Bearer {host.token}"}
+    assert client._token.header() == {"Authorization": f"Bearer {host.token}"}
     assert client._slots._value == 1
     assert client._patience > config.reward.judge.streamed.start_seconds
     assert not found._structured

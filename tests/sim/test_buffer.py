@@ -176,7 +176,12 @@ def test_a_balanced_run_comes_to_its_end_though_one_kind_may_never_be_there(
         return 1.0
 
     monkeypatch.setattr(SimReward, "score", always)
-    balanced = ("filters.balance=difficulty", "filters.balance_share=0.3", "rollout.max_filtered_groups=5")
+    balanced = (
+        "filters.balance=difficulty",
+        "filters.balance_share=0.3",
+        "rollout.max_filtered_groups=5",
+        "checkpoint.every=1",
+    )
     result = simulate(config(*balanced, f"sim.fault_rate={faults}"))
     assert result.summary["reason"] == "completed"
     assert 0 < result.ledger["ended_by_cause"]["filtered: balance"] <= 5 * 4 * 3 + 30 * (faults > 0)

@@ -142,7 +142,7 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
 
     def watched(placing: TrajectoryPlacer, trajectory: str, one: Any, worker: int) -> None:
         found.counts["placed"] += 1
-        if worker >= 0 and not (lane := proxies[id(placing._router)].states[worker]).usable:
+        if worker >= 0 and not (lane := proxies[id(placing.router)].states[worker]).usable:
             found.wrong.append(f"seed {seed}: {trajectory} goes to {lane.worker.name}, which has left")
         found.counts["moved"] += one.context > 0
         put(placing, trajectory, one, worker)

@@ -198,7 +198,7 @@ def test_an_epoch_that_begins_before_the_one_before_it_is_done_is_caught(monkeyp
     honest = RoundPlanner.begin_round
 
     def hasty(self: RoundPlanner) -> Any:
-        if self._end is not None and self._end - self._next < 4:
+        if self._end is not None and self._end - self.drawn < 4:
             self._end += EPOCH
         return honest(self)
 
