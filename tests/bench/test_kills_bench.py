@@ -32,6 +32,7 @@ from scripts.bench.micro.kills import (
     Kills,
     clock_variables,
     faketime,
+    lines_of,
     table_of,
 )
 from scripts.bench.micro.power_cuts import config_of, play
@@ -141,6 +142,14 @@ def test_the_table_has_a_row_a_kind_with_median_and_worst() -> None:
         ("real", 2, 5.0, 9.0),
         ("twins", 1, 2.0, 2.0),
     ]
+
+
+def test_the_page_has_the_table_of_the_result() -> None:
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "docs/results/kills.json").read_text())
+    lines = lines_of(found["detail"]["table"])
+    assert sum(row["count"] for row in found["detail"]["table"]) == found["reference_value"]
+    assert "\n".join(lines) in (root / "docs/recovery.md").read_text()
 
 
 def test_the_schedule_has_what_was_asked_for_and_every_kind_exists() -> None:

@@ -89,13 +89,14 @@ def single_sets(found: Any) -> tuple[float, ...]:
 
 
 def kills(found: Any) -> tuple[float, ...]:
-    kinds = found["detail"]["kinds"].values()
-    seconds = [kind["median_seconds"] for kind in kinds]
-    return (found["value"], sum(kind["kills"] for kind in kinds), min(seconds), max(seconds))
+    rows = [row for row in found["detail"]["table"] if row["engines"] == "real"]
+    seconds = [row["median_seconds"] for row in rows]
+    return (found["value"], found["reference_value"], sum(row["count"] for row in rows), min(seconds), max(seconds))
 
 
 def environment_kill(found: Any) -> tuple[float, ...]:
-    return (found["detail"]["kinds"]["environment worker"]["median_seconds"],)
+    wanted = ("environment worker killed", "real")
+    return tuple(row["median_seconds"] for row in found["detail"]["table"] if (row["kind"], row["engines"]) == wanted)
 
 
 def routing(found: Any) -> tuple[float, ...]:
@@ -191,7 +192,12 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "power-cuts",
         lambda r: (r["value"], r["detail"]["trajectories_seen_by_checkpoints"]),
     ),
-    ("recovery", "{} trajectories unaccounted for after {} kills; {:.0f} to {:.0f} s", "kills", kills),
+    (
+        "recovery",
+        "{} trajectories unaccounted for, 0 processes left after {} events, {} with real engines: {:.0f} to {:.0f} s",
+        "kills",
+        kills,
+    ),
     (
         "routing",
         "takes {:.3f} ms at the 99th percentile; {:.0f} % of the turns go back to their prefix, {:.1f} %",
