@@ -120,7 +120,8 @@ class ResourceManager:
 
     def _join(self, view: AllocationView) -> tuple[AllocationView, None]:
         """The pools are those that are there; what an earlier life of this job left bound is free."""
-        if [(p.hardware, p.devices) for p in view.pools] != [(p.hardware, p.devices) for p in self._fresh.pools]:
+        there, given = ({pool.hardware: pool.devices for pool in pools} for pools in (view.pools, self._fresh.pools))
+        if there != given:  # in any order: a resume reads them from a file that sorts its keys
             have = ", ".join(f"{pool.hardware}: {len(pool.devices)}" for pool in view.pools)
             fix = f"the metadata store has other pools under {self._key} ({have}); give the same ones, or another name"
             raise ConfigError("resources.pools", [pool.hardware for pool in self._fresh.pools], fix)

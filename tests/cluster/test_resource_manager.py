@@ -11,6 +11,7 @@ from orchestrator.api import ConfigError, MetadataStore, RetryableError
 from orchestrator.policies.placement.device_allocation import DevicePool
 from orchestrator.resources import ResourceManager
 from orchestrator.resources.resource_manager import decode_view
+from orchestrator.transfer import MemoryMetadata
 
 POOLS = {"H800": range(8), "H20": range(8, 32), "CPU": 4}
 Open = Callable[[], MetadataStore]
@@ -106,3 +107,13 @@ def test_the_record_says_all(open_store: Open) -> None:
     assert present is not None
     assert decode_view(present[0]) == manager.view()
     assert manager.view().pool("H800") == DevicePool("H800", tuple(range(8)), 4, (0, 1))
+
+
+def test_the_same_pools_in_another_order_are_the_same() -> None:
+    """A resume reads them from a file that sorts its keys."""
+    metadata = MemoryMetadata()
+    ResourceManager({"H800": 2, "H20": 2}, metadata=metadata, owner="one").bind("engine", "H20")
+    again = ResourceManager({"H20": 2, "H800": 2}, metadata=metadata, owner="two")
+    assert again.bind("other", "H20").devices == (1,)
+    with pytest.raises(ConfigError, match="other pools"):
+        ResourceManager({"H20": 3, "H800": 2}, metadata=metadata, owner="three")
