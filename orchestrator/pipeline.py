@@ -397,7 +397,7 @@ class Pipeline:
         )
 
     def _checkpoint_due(self, done: int) -> bool:
-        """After so many steps."""
+        """Whether one is to be written when so many steps are done."""
         every, seconds = self.settings.checkpoint_every, self.settings.checkpoint_seconds
         late = seconds > 0 and self.parts.events.time() - self._saved >= seconds
         return done == self.settings.steps or (every > 0 and done % every == 0) or late

@@ -149,10 +149,14 @@ class Actor:
 
 
 def _print_into(logs: str, worker: str) -> None:
-    """Raises OSError where this node cannot write there."""
+    """Raises ConfigError where this node cannot write there: an engine that is started again there would not either."""
     if not logs:
         return
-    file = os.open(f"{logs}/{worker}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.open(f"{logs}/{worker}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        fix = f"{worker} cannot write there ({error.strerror}) on {socket.gethostname()}: every node needs this file system"
+        raise ConfigError("run.folder", logs, fix) from error
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

@@ -193,17 +193,14 @@ class RolloutSection(Section):
     worker_restarts: Annotated[int, Field(ge=0)] = 2
     restart_window: PositiveSeconds = 3600.0  # what `worker_restarts` counts in: older restarts are forgotten
     start_timeout: PositiveSeconds = 1800.0  # of all engines, from their processes to their weights
-    restart_timeout: PositiveSeconds = (
-        1800.0  # of one that died; and how long a run waits for a server when it has no other
-    )
+    # of one that died; and how long a run waits for a server when it has no other
+    restart_timeout: PositiveSeconds = 1800.0
     prepare_timeout: PositiveSeconds = 600.0  # to fetch a version while generating; then the update fetches it
     update_timeout: PositiveSeconds = 600.0  # to load a version, or to release the device's memory or take it back
-    first_token_timeout: PositiveSeconds = (
-        300.0  # as `stall_timeout`, of one that had no work before; the longer counts
-    )
-    stall_timeout: PositiveSeconds = (
-        60.0  # a worker that computes nothing, or leaves a command unanswered, is restarted
-    )
+    # as `stall_timeout`, of one that had no work before; the longer counts
+    first_token_timeout: PositiveSeconds = 300.0
+    # a worker that computes nothing, or leaves a command unanswered, is restarted
+    stall_timeout: PositiveSeconds = 60.0
     heartbeat_seconds: PositiveSeconds = 5.0  # a worker with work that was silent for this long is asked how it is
     heartbeat_misses: Positive = 4  # so many times without an answer in that time, then it is restarted
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay

@@ -2,7 +2,8 @@
 
 The trainer's ranks and the engines write theirs themselves, from whatever node (``LOGS`` in :mod:`orchestrator.cluster.actor`):
 the run's folder is on a file system that all of them see. Guarantees: a file has at most about :data:`LIMIT` bytes, and
-``NAME.log.1`` as many from before; what a process wrote is there after it died.
+``NAME.log.1`` as many from before; what a process wrote is there after it died, but for what it writes in the moment in which a
+full file is moved aside.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ def orchestrator_log(logs: Path) -> Iterator[None]:
     file = logging.FileHandler((logs / "orchestrator").with_suffix(".log"), delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
-    console = (
-        [] if root.handlers or logging.lastResort is None else [logging.lastResort]
-    )  # what Python uses without any
+    # Without a handler Python writes to stderr; with one it would be silent there.
+    console = [] if root.handlers or logging.lastResort is None else [logging.lastResort]
     for handler in (file, *console):
         root.addHandler(handler)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.api import ConfigError
 from orchestrator.cluster.actor import _print_into
 from orchestrator.runtime import role_logs
 
@@ -36,7 +37,7 @@ os._exit(3)
 
 
 def test_a_node_that_cannot_write_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"vllm-0\.log"):
+    with pytest.raises(ConfigError, match=r"run\.folder = .*away': vllm-0 cannot write there \(No such file"):
         _print_into(str(tmp_path / "away"), "vllm-0")
 
 

@@ -33,7 +33,10 @@ def why_not() -> str:
     if missing:
         return f"{', '.join(missing)} not installed (Debian: iproute2, util-linux)"
     probe = f"{_SETUP} && tc qdisc add dev br0 root tbf rate 1gbit burst 1mb latency 50ms"
-    said = subprocess.run([*_UNSHARE, "sh", "-c", probe], capture_output=True, text=True, timeout=20, check=False)
+    try:
+        said = subprocess.run([*_UNSHARE, "sh", "-c", probe], capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return "namespaces were not made in 20 s"
     return "" if said.returncode == 0 else f"namespaces or tbf refused: {said.stderr.strip()[-200:]}"
 
 
