@@ -6,6 +6,7 @@ import hmac
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,17 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError, CoserveError, RunError, ShardKey
 from orchestrator.policies.placement.device_allocation import AllocationView, DeviceBinding, DevicePool, DeviceWish
 from orchestrator.resources.resource_manager import decode_view, encode_view
-from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, announcement, publisher, version_leases
+from orchestrator.transfer import (
+    CorruptWeightsError,
+    RelayEndpoint,
+    announcement,
+    kv_wire,
+    proven_link,
+    publisher,
+    version_leases,
+)
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
-from orchestrator.transfer import kv_wire as kv_wire
 from orchestrator.transfer import manifest as manifests
 from orchestrator.transfer.delta import delta_codec as delta
 from orchestrator.transfer.delta import delta_format as delta_format
@@ -418,7 +426,7 @@ def kv_asker(folder: Path) -> Drawn:
 
     def check(drawn: tuple[bool, bytes]) -> None:
         proved, data = drawn
-        with socket.create_connection(kv_wire.parse_place(server.place), timeout=5.0) as sock:
+        with socket.create_connection(proven_link.parse_place(server.place), timeout=5.0) as sock:
             size = struct.unpack(">I", _received(sock, 4))[0]
             nonce = msgpack.unpackb(_received(sock, size))["nonce"]
             if proved:
@@ -450,7 +458,7 @@ def _received(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-@harness("orchestrator/transfer/kv_wire.py", refuses="KvRefused, TimeoutError, OSError")
+@harness("orchestrator/transfer/kv_wire.py", refuses="LinkRefused, TimeoutError, OSError")
 def kv_source(folder: Path) -> Drawn:
     """What a source of KV sends is the very blocks, or refused."""
     payload = np.arange(16, dtype=np.uint8).reshape(2, 8)
@@ -480,9 +488,12 @@ def kv_source(folder: Path) -> Drawn:
         talker.start()
         try:
             with ours:
-                stream = kv_wire._Stream(ours, kv_wire.time.monotonic() + 3.0)
+                stream = proven_link.FramedStream(ours, time.monotonic() + 3.0)
                 found = inputs.survives(
-                    lambda: kv_wire._fetch_blocks(stream, TOKEN, ask, 8, None), kv_wire.KvRefused, TimeoutError, OSError
+                    lambda: kv_wire._fetch_blocks(stream, TOKEN, ask, 8, None),
+                    proven_link.LinkRefused,
+                    TimeoutError,
+                    OSError,
                 )
             assert found is None or (found.payload == payload).all()
         finally:
