@@ -108,7 +108,12 @@ class FramedStream:
         theirs, ours = bytes_of(self.read_map(GREETING_BYTES), "nonce"), secrets.token_bytes(16)
         packed: bytes = msgpack.packb(dict(header))
         self.write({"header": packed, "nonce": ours, "proof": prove(token, b"ask", theirs, packed)})
-        answer = self.read_map(HEADER_BYTES)
+        try:
+            answer = self.read_map(HEADER_BYTES)
+        except (LinkRefused, ConnectionError) as error:
+            if isinstance(error, LinkRefused) and error.reason != "unreachable":
+                raise
+            raise LinkRefused("unauthorized", "the other side hung up: it has another token, or ends") from error
         said = bytes_of(answer, "header")
         if not hmac.compare_digest(bytes_of(answer, "proof"), prove(token, b"answer", ours, said)):
             raise LinkRefused("unauthorized", "the other side has another token")
