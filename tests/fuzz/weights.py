@@ -22,6 +22,7 @@ from orchestrator.policies.placement.device_allocation import AllocationView, De
 from orchestrator.resources.resource_manager import decode_view, encode_view
 from orchestrator.transfer import (
     CorruptWeightsError,
+    MemoryRelay,
     RelayEndpoint,
     announcement,
     kv_wire,
@@ -38,6 +39,7 @@ from orchestrator.transfer.delta.native_codec import native
 from orchestrator.transfer.delta.reference_codec import NumpyCodec
 from orchestrator.transfer.retention import VersionHolder
 from orchestrator.transfer.shard_codec import DeltaCodec
+from orchestrator.transfer.site_cache import SiteCache
 from tests.fuzz import inputs
 from tests.fuzz.harness import Check, Drawn, harness, merged
 
@@ -449,6 +451,45 @@ def kv_asker(folder: Path) -> Drawn:
         server.close()
         threading.excepthook = before
     assert [str(item.exc_value) for item in died] == []  # a thread that dies takes its client's slot along
+
+
+@harness("orchestrator/transfer/site_cache.py", refuses="LinkRefused, or hung up on")
+def site_asker(folder: Path) -> Drawn:
+    """Whatever an asker for weights sends, with the token or without, the next one gets the object, whole."""
+    endpoint = RelayEndpoint("job", "memory", f"{folder}", "memory")
+    relay, key, held = MemoryRelay.shared(endpoint.master), "rlc/job/1/1/full/0", _sealed_bucket()
+    relay.put(key, memoryview(held))
+    cache = SiteCache(TOKEN)
+    header = {"protocol": 1, "endpoint": endpoint.to_dict(), "what": "read", "key": key, "ranges": [[0, 8]]}
+
+    def ask(body: bytes) -> dict[str, Any]:
+        def talk(stream: proven_link.FramedStream) -> dict[str, Any]:
+            theirs = stream.read_map(64)["nonce"]
+            proof = _proved(b"ask", theirs, body)
+            stream.write({"header": body, "nonce": bytes(16), "proof": proof})
+            return proven_link.unpack_map(stream.read_map(1 << 20)["header"])
+
+        return proven_link.connect(cache.place, 20.0, talk)
+
+    def check(data: bytes) -> None:
+        tree = inputs.survives(lambda: proven_link.unpack_map(data), proven_link.LinkRefused)
+        if isinstance(tree, dict) and isinstance(
+            tree.get("endpoint"), dict
+        ):  # relays elsewhere; `relay-endpoint` has these
+            data = packed({**tree, "endpoint": endpoint.to_dict()}) or data
+        inputs.survives(lambda: ask(data), proven_link.LinkRefused)
+        assert ask(msgpack.packb(header | {"ranges": None})) == {"size": len(held)}
+
+    try:
+        yield messages(msgpack.packb(header)), check
+    finally:
+        cache.close()
+
+
+def _sealed_bucket() -> bytes:
+    writer = wire.BucketWriter(np.zeros(2048, np.uint8))
+    writer.add("w", np.arange(64, dtype=np.uint8))
+    return bytes(writer.seal(wire.BucketName("job", 1, 1, "full", 0, 0)))
 
 
 def _received(sock: socket.socket, count: int) -> bytes:
