@@ -153,7 +153,8 @@ def _remove_unless_locked(lock: Path) -> None:
 
 
 def _start_local_ray(**options: Any) -> None:
-    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception."""
+    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception. Two that start
+    at once may choose one port: then this one's token is refused by the other's head. Neither lasts, so both are tried again."""
     folder = _ray_folder()
     if "ray" not in sys.modules:  # it looks at its mode when it is imported; a later start switches tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -163,15 +164,15 @@ def _start_local_ray(**options: Any) -> None:
 
     # "local": a new one, whatever an earlier Ray of this process left in the folder, which Ray makes 0777; nobody gets as far
     options |= {"address": "local", "_temp_dir": f"{folder}/r"}
+    if ray.is_initialized():  # what runs there is not ours to shut down
+        raise RuntimeError("this process has a Ray already")
     for last in (False, False, True):
         try:
             ray.init(**options)
             return
         except Exception as error:
-            if type(error) is not Exception:
-                raise
             ray.shutdown()
-            if last:
+            if last or isinstance(error, ValueError | TypeError):  # of the options
                 raise RuntimeError(str(error)) from error
 
 
