@@ -153,8 +153,8 @@ def _remove_unless_locked(lock: Path) -> None:
 
 
 def _start_local_ray(**options: Any) -> None:
-    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception. Two that start
-    at once may choose one port: then this one's token is refused by the other's head. Neither lasts, so both are tried again."""
+    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception. Two that
+    start at once may choose one port: the other's head refuses this one's token. Neither lasts, so both are tried again."""
     folder = _ray_folder()
     if "ray" not in sys.modules:  # it looks at its mode when it is imported; a later start switches tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
