@@ -1,5 +1,5 @@
-"""The command line: ``rl-coserve train | plan | sim | cost | model | profile | report | view | top | trace | bench | lend |
-reclaim | mps | doctor``.
+"""The command line: ``rl-coserve train | plan | sim | cost | model | profile | report | view | top | trace | show | bench |
+lend | reclaim | mps | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.

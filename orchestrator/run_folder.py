@@ -26,6 +26,7 @@ from orchestrator.config import Config, parse_config, to_json
 from orchestrator.durable_files import JournalFile, describe_byte, sync, write_durably
 
 FORMAT = 1  # of a run folder: config.json, events.jsonl, ledger.jsonl, live.json, turns.jsonl; folders without one are of this
+TURNS_FILE = "turns.jsonl"  # when each turn ran and where: orchestrator.observe.view.turn_spans
 _NEEDED_MB = 200
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system that has none
 _DISTRIBUTIONS = (

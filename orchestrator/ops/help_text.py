@@ -76,6 +76,12 @@ USAGE: Mapping[str, Usage] = {
         ("trace latest --out trace.json", "trace latest --steps 3-5"),
         "seeing.md",
     ),
+    "show": Usage(
+        "Show what the agent saw and said. Without an ID, a list of the run's newest trajectories; with one, or with --best,\n"
+        "--worst, --longest or --failed, a trajectory turn by turn, decoded, in the colours of the weights that spoke.",
+        ("show", "show latest --step 12", "show latest --worst --step 12", "show runs/frozenlake-001 --failed"),
+        "seeing.md",
+    ),
     "lend": Usage(
         "For the serving team: say what the KV pool of a serving engine lends to rollouts. What is said holds until\n"
         "something else is said, for engines that join later too.",
