@@ -1,4 +1,4 @@
-"""The README's versions are those of the code, and those of the code are what the tests run with."""
+"""The versions of docs/install.md are those of the code, and those of the code are what the tests run with."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def run(component: EngineComponent) -> set[str]:
     return {tried.version for tried in component.tried if tried.how.startswith("run")}
 
 
-def test_the_table_of_the_readme_is_the_one_that_the_code_makes() -> None:
-    """``scripts/version_matrix.py README.md`` writes it."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_table_of_the_page_is_the_one_that_the_code_makes() -> None:
+    """``scripts/version_matrix.py docs/install.md`` writes it."""
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     assert version_matrix.replace_table(page) == page
     assert page.count(version_matrix.version_table()) == 1
 

@@ -27,6 +27,7 @@ from orchestrator.cli import _parser, main
 from orchestrator.config import load_config, parse_config
 from scripts.bench import BENCHES as BENCHMARKS
 from tests.support import view_runs
+from tests.support.report_runs import write_trajectories
 from vllm_rlplugin.options import FrontendOptions, PluginOptions
 
 ROOT = Path(__file__).parents[2]
@@ -259,6 +260,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "examples", folder / "examples")
     run = view_runs.write_run(folder / "runs" / "frozenlake-001")
+    write_trajectories(run, {"trained": 2, "failed: env_timeout": 1})
     pages = {
         name: next(b.text for b in BLOCKS if b.page == page and b.language == language) for name, page, language in TASK
     }

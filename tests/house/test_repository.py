@@ -155,3 +155,8 @@ def test_the_licence_is_apache_2_in_full() -> None:
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
     assert len(text.splitlines()) > 170
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"[^\s|]*\w[^\s|]*", text)) <= 550
