@@ -18,10 +18,11 @@ class CoserveError(Exception):
 
 
 class ConfigError(CoserveError):
-    """One wrong input: names the field, the value and the fix."""
+    """One wrong input: names the field, the value (where its repr is not empty) and the fix."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
-        super().__init__(f"{field} = {value!r}: {fix}")
+        shown = repr(value)
+        super().__init__(f"{field} = {shown}: {fix}" if shown else f"{field}: {fix}")
         self.field = field
         self.value = value
         self.fix = fix
