@@ -216,12 +216,9 @@ class EnvPool:
             **{state: self._count[state] for state in ("starting", *ALIVE, "ending")},
             "waiting": len(self._waiters),
             "waiting_for": self._reason() if self._waiters else "",
-            "started": self._totals.started,
-            "start_failures": self._totals.start_failures,
-            "episodes": self._totals.episodes,
+            **vars(self._totals),
             "wait_seconds": round(self._totals.wait_seconds, 6),
             "replaced": dict(sorted(self._totals.replaced.items())),
-            "abandoned": self._totals.abandoned,
             "versions": sorted(
                 {member.session.version for member in self._members.values() if member.session is not None}
             ),

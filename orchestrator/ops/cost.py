@@ -58,6 +58,7 @@ class CostEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
+        whole, environments = self.total, sum(item.total for item in self.items if item.name == "environments")
         return {
             "kind": "simulated",
             "steps": self.steps,
@@ -66,15 +67,10 @@ class CostEstimate:
             "hours": round(self.hours, 6),
             "currency": self.currency,
             "items": [asdict(item) | {"total": round(item.total, 6)} for item in self.items],
-            "total": round(self.total, 6),
-            "environment_share": self.share("environments"),
-            "analysis": self.analysis.as_dict() if self.analysis else None,
+            "total": round(whole, 6),
+            "environment_share": round(environments / whole, 6) if whole else 0.0,
+            "analysis": asdict(self.analysis) if self.analysis else None,
         }
-
-    def share(self, name: str) -> float:
-        """Of the whole bill."""
-        part = sum(item.total for item in self.items if item.name == name)
-        return round(part / self.total, 6) if self.total else 0.0
 
     def text(self) -> str:
         """For people."""

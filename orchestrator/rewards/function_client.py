@@ -146,8 +146,7 @@ class FunctionClient:
 
     def stats(self) -> dict[str, Any]:
         """For the event log."""
-        values = asdict(self.counts)
-        return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
+        return {name: round(value, 6) for name, value in asdict(self.counts).items()}
 
     async def close(self) -> None:
         """Idempotent. Calls in flight fail."""

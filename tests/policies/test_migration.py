@@ -81,7 +81,7 @@ def test_no_two_transmissions_ever_share_an_endpoint() -> None:
                 gone = draw.choice(sorted(running))
                 del running[gone]
                 transmissions.end_move(gone)
-        while transmissions.pending:
+        while transmissions._waiting or transmissions._running:
             running.update({move.trajectory: move for move in transmissions.start_moves()})
             assert running, "nothing starts though something waits"
             gone = sorted(running)[0]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from http.cookies import Morsel, SimpleCookie
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -192,7 +191,9 @@ class Server:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         given = request.query.get("token", "")
         if given and self._token.matches(given) and request.path == "/":
-            return _headed(web.Response(status=303, headers={"Location": "/", "Set-Cookie": self._set_cookie(given)}))
+            home, secure = web.Response(status=303, headers={"Location": "/"}), self._context is not None
+            home.set_cookie(self._cookie, given, httponly=True, samesite="Strict", secure=secure)
+            return _headed(home)
         shown = self._token.matches(request.cookies.get(self._cookie, ""))
         if not (shown or self._token.admits(request.headers.get("Authorization"))):
             return _headed(web.Response(status=401, text=_REFUSED))
@@ -202,14 +203,6 @@ class Server:
             _headed(error)
             raise
         return answer if answer.prepared else _headed(answer)
-
-    def _set_cookie(self, token: str) -> str:
-        jar: SimpleCookie = SimpleCookie()
-        jar[self._cookie] = token
-        cookie: Morsel[str] = jar[self._cookie]
-        cookie["path"], cookie["httponly"], cookie["samesite"] = "/", True, "Strict"
-        cookie["secure"] = self._context is not None
-        return cookie.OutputString()
 
     def _shown(self, request: web.Request) -> PictureFeed:
         """What the address means. Raises HTTPNotFound for a run that is not there."""
