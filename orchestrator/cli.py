@@ -1,5 +1,5 @@
 """The command line: ``rl-coserve train | plan | sim | cost | model | profile | report | view | top | trace | show | bench |
-lend | reclaim | mps | doctor``.
+lend | reclaim | mps | site-cache | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import orchestrator
-from orchestrator.api import ConfigError, CoserveError, bearer
+from orchestrator.api import ConfigError, CoserveError, bearer, tls
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.observe.view import view_commands as looking
 from orchestrator.ops import help_text
@@ -187,6 +187,14 @@ def _parser() -> argparse.ArgumentParser:
     mps.add_argument("--status", action="store_true", help="only say whether it is up, and for whom")
     mps.add_argument("--json", action="store_true", help="print the state as JSON")
     mps.set_defaults(run=_mps)
+
+    cache = commands.add_parser("site-cache", help="the cache of a site, which brings weights over its slow link once")
+    cache.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need TLS")
+    cache.add_argument("--port", type=int, default=0, help="0: a free one")
+    cache.add_argument("--token-file", required=True, metavar="FILE", help="holds the token of its readers")
+    cache.add_argument("--allow-plain", action="store_true", help="listen in a network without TLS")
+    tls.add_arguments(cache)
+    cache.set_defaults(run=_site_cache)
 
     doctor = commands.add_parser("doctor", help="check this installation")
     doctor.add_argument("config", nargs="?", default="", help="TOML file: what it needs is looked at, too")
@@ -456,6 +464,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from orchestrator.ops.doctor import run_doctor
 
     return run_doctor(json=arguments.json, quick=arguments.quick, config=arguments.config)
+
+
+def _site_cache(arguments: argparse.Namespace) -> int:
+    from orchestrator.ops.site_cache_command import serve_site
+
+    return serve_site(arguments)
 
 
 def _run_path(name: str) -> Path:

@@ -260,6 +260,8 @@ class WeightSync:
         for result in results:
             seconds, preempted = result.seconds, result.preempted
             self._events.emit("update", version=version, bytes=result.bytes, seconds=seconds, preempted=preempted)
+            if result.past_cache:
+                self._proxy.note_fault("site_cache", f"weights of version {version}: {result.past_cache}")
 
     def _forget_restarted(self) -> None:
         """A worker that was brought up anew has nothing of what it received."""

@@ -321,12 +321,14 @@ class PublishResult:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What a weight update on one worker cost. ``preempted``: in-flight requests whose KV is recomputed on resume."""
+    """What a weight update on one worker cost. ``preempted``: in-flight requests whose KV is recomputed on resume.
+    ``past_cache``: what a rank read from the relay itself although its site has a cache, and why."""
 
     version: int
     bytes: int
     seconds: float
     preempted: int = 0
+    past_cache: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,21 @@ def check(config: Config, task: Task) -> None:
 
 
 class Market:
-    """See :class:`orchestrator.borrowing.server_exchange.Market`. One a run; :meth:`close` at its end."""
+    """See :class:`orchestrator.borrowing.server_exchange.Market`. One a run; :meth:`close` at its end. ``at_site``: the endpoint
+    as the server of a URL is told of it."""
 
-    def __init__(self, config: Config, task: Task, endpoint: RelayEndpoint, events: EventLog) -> None:
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        endpoint: RelayEndpoint,
+        events: EventLog,
+        at_site: Callable[[str, RelayEndpoint], RelayEndpoint] = lambda _, endpoint: endpoint,
+    ) -> None:
         self.job = endpoint.job
         self.first: Sequence[Offer] = ()  # what the servers said when the run chose
         self._config, self._task, self._endpoint, self._events = config, task, endpoint, events
+        self._at_site = at_site
         self._mine = (endpoint.job, endpoint.metadata)
         self._key = secrets.token_hex(16)
         self._token = served_workers.read_token(config, os.environ) if config.rollout.served or self.exchanged else ""
@@ -137,7 +146,8 @@ class Market:
         return offer_of(url, status, self._mine, why)
 
     def worker(self, url: str) -> HttpWorker:
-        (made,) = served_workers.workers(self._config, self._endpoint, [url], self._key, self._task)
+        endpoint = self._at_site(url.rstrip("/"), self._endpoint)
+        (made,) = served_workers.workers(self._config, endpoint, [url], self._key, self._task)
         self._made[made.name] = made
         return made
 

@@ -12,6 +12,21 @@ from orchestrator.api.tls import Tls
 from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, Section
 
 
+class SiteSection(Section):
+    """Engines behind one slow link (a rack, a cluster), and the cache beside them, which brings a version over that link once:
+    docs/weights.md."""
+
+    workers: Annotated[tuple[str, ...], Field(min_length=1)]  # vllm-0, or the URL of a served one
+    # host:port (tls://host:port) of `rl-coserve site-cache` there; empty: the run starts one on the node of the first of its
+    # own workers
+    cache: Annotated[str, Field(pattern=r"^((tls://)?[^\s/]+:\d{1,5})?$")] = ""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if not self.cache and not any(worker.startswith("vllm-") for worker in self.workers):
+            fix = "start `rl-coserve site-cache` there and give its host:port: a run starts one beside workers of its own only"
+            yield "cache", "", fix
+
+
 class RelaySection(Section):
     """The weight relay. ``kind`` "mooncake": ``master`` is host:port; empty: a `mooncake_master` child process is started.
     "fsspec": ``master`` is the URL of a folder or prefix that all processes reach; empty: a folder of the run.
@@ -35,6 +50,9 @@ class RelaySection(Section):
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
     codec_threads: Positive = 1  # of each rank that encodes or applies differences
+    sites: dict[str, SiteSection] = {}  # by any name; workers of no site read the relay itself
+    site_token_file: str = ""  # of the caches, a file on every machine; empty: RL_COSERVE_SITE_TOKEN_FILE, or a new one
+    site_allow_plain: bool = False  # caches that the run starts in a Ray cluster may do without tls.certificate
     # a version that cannot be published is tried again for this long; generation goes on
     patience: PositiveSeconds = 300.0
 
@@ -42,6 +60,11 @@ class RelaySection(Section):
         url = self.metadata_url
         if url and (fix := urls.redis_mistake(url, self.metadata_allow_plain)):
             yield "metadata_url", urls.without_password(url), fix
+        seen: dict[str, str] = {}
+        for name, site in self.sites.items():
+            for worker in site.workers:
+                if (other := seen.setdefault(worker.rstrip("/"), name)) != name:
+                    yield f"sites.{name}.workers", worker, f"is in sites.{other} too: an engine is at one site"
 
 
 class ResourcesSection(Section):

@@ -112,6 +112,7 @@ class Config(Section):
         for name, url in called.items():
             if url and (fix := urls.plain_mistake(url, self.tls.allow_plain_http)):
                 yield name, url, fix
+        yield from self._site_conflicts()
         kv = self.rollout.kv_transfer
         if kv.enabled and not (self.tls.certificate or kv.allow_plain or urls.is_loopback(kv.host)):
             fix = (
@@ -119,6 +120,25 @@ class Config(Section):
                 "rollout.kv_transfer.allow_plain on a network that you trust"
             )
             yield "rollout.kv_transfer.host", kv.host, fix
+
+    def _site_conflicts(self) -> Iterator[Conflict]:
+        """Workers that there are not, and listeners in the clear."""
+        rollout, relay = self.rollout, self.relay
+        known = {f"vllm-{index}" for index in range(rollout.workers)} | {url.rstrip("/") for url in rollout.served}
+        for name, site in relay.sites.items():
+            for worker in site.workers:
+                later = bool(rollout.borrowed.file) and not worker.startswith(
+                    "vllm-"
+                )  # its lines are read while it runs
+                if worker.rstrip("/") not in known and not later:
+                    fix = f"is no worker of this run: {', '.join(sorted(known))}"
+                    yield f"relay.sites.{name}.workers", worker, fix
+            if not site.cache and self.ray.address and not (self.tls.certificate or relay.site_allow_plain):
+                fix = (
+                    "its cache would listen in a network, and weights would travel unencrypted: give tls.certificate and "
+                    "tls.key, or relay.site_allow_plain on a network that you trust"
+                )
+                yield f"relay.sites.{name}.cache", "", fix
 
     def _size_conflicts(self) -> Iterator[Conflict]:
         """Numbers that must add up, or leave room."""

@@ -99,6 +99,12 @@ USAGE: Mapping[str, Usage] = {
         ("mps --pool gpu0", "mps --pool gpu0 --status"),
         "coserving.md",
     ),
+    "site-cache": Usage(
+        "The cache of a site: engines there whose relay.sites names it read a version's weights from it, and it fetches them\n"
+        "from the relay once, while they are still being pushed. Prints where it listens; ends with SIGTERM or Ctrl-C.",
+        ("site-cache --token-file TOKEN", "site-cache --host 10.0.0.5 --port 7100 --token-file TOKEN --allow-plain"),
+        "weights.md",
+    ),
     "doctor": Usage(
         "Check this installation, and with a config what its run needs of it. One line a check, with a fix below each\n"
         "failure. Exit code 1 when something that is needed is missing.",

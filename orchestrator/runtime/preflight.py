@@ -19,7 +19,7 @@ from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
-from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, pool_requests
+from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, pool_requests, site_caches
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -56,6 +56,7 @@ def check(config: Config, task: Task) -> list[str]:
     _heldout(config)
     _room(config)
     _relay(config)
+    site_caches.check(config)
     check_port(config)
     _metadata(config)
     for part in (task, *parts_of(task).values()):

@@ -74,6 +74,7 @@ from orchestrator.runtime.mooncake_master import MooncakeMaster
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
 from orchestrator.runtime.run_records import RunRecords
+from orchestrator.runtime.site_caches import start_site_caches
 from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
@@ -337,7 +338,10 @@ class _Assembly:
         cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
         kv = kv_arguments(config)
         names = [f"vllm-{index}" for index in range(config.rollout.workers)]
-        environment = {**engine_environment(config), **rewards.beside, **printed}
+        caches = await start_site_caches(config, places, self.stack)
+        for name, place in caches.places.items():
+            self.display.message(f"{name} reads weights at the cache of its site, {place}")
+        environment = {**engine_environment(config), **rewards.beside, **printed, **caches.variables}
         homes = {name: places.get(name) for name in names}
         engines = ActorGen(VllmEngine, homes, environment, heard=self._note_devices)
         workers = [
@@ -345,12 +349,12 @@ class _Assembly:
                 engines,
                 actor,
                 WORKER_CLASS,
-                _worker_arguments(config, model, endpoint, index) | kv,
+                _worker_arguments(config, model, caches.endpoint_of(actor.name, endpoint), index) | kv,
                 **cut.keywords_of(index),
             )
             for index, actor in enumerate(engines.actors)
         ]
-        market = Market(config, self.task, endpoint, self.events)
+        market = Market(config, self.task, endpoint, self.events, caches.endpoint_of)
         self.stack.push_async_callback(market.close)
         served = await market.borrow()
         managed: list[ManagedWorker] = [*workers, *served]

@@ -108,6 +108,16 @@ class BucketWriter:
         return self._buffer[:total].data
 
 
+def is_whole(data: Bytes) -> bool:
+    """Whether these are all bytes of a bucket, whichever, as its checksum says."""
+    if data.nbytes < BODY_START:
+        return False
+    magic, checksum, body_bytes, directory_bytes = _PREFIX.unpack_from(data.data, 0)
+    if magic != MAGIC or BODY_START + body_bytes + directory_bytes != data.nbytes:
+        return False
+    return digest(data[CHECKED_FROM:]) == int(checksum)
+
+
 def open_bucket(data: Bytes, expected: BucketName) -> list[tuple[BucketEntry, Bytes]]:
     """Check a whole bucket and return its tensors as views. Raises CorruptWeightsError."""
     where = f"bucket {expected.bucket} of version {expected.version}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from orchestrator.api import ConfigError, MetadataStore, Relay, urls
@@ -19,6 +19,7 @@ SMALLEST_BUCKET_BYTES = 1024
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")  # goes into object keys, whose separator is "/"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _KEY = re.compile(r"[0-9a-f]{64}")
+_PLACE = re.compile(r"(tls://)?[^\s/]+:\d{1,5}")
 _MASTER = re.compile(r"[^\s:/]+:\d{1,5}")
 
 
@@ -36,7 +37,8 @@ class RelayEndpoint:
     travel as differences, with a full snapshot after so many; 0: always whole. ``codec_threads``: processor threads of each
     rank that encode and apply differences; more help where the link is faster than one core scans (4 to 5 GB/s).
     ``verify_key``: the Ed25519 public key of the job, in hexadecimal; then versions are signed, and nothing else is taken
-    (:mod:`orchestrator.transfer.manifest_signing`); empty: they are not.
+    (:mod:`orchestrator.transfer.manifest_signing`); empty: they are not. ``cache``: host:port (tls://host:port) of the cache of
+    the reader's site (:mod:`orchestrator.transfer.site_cache`), with ``cache_authority`` the PEM file of whom it trusts there.
     """
 
     job: str
@@ -51,6 +53,8 @@ class RelayEndpoint:
     snapshot_every: int = 0
     codec_threads: int = 1
     verify_key: str = ""
+    cache: str = ""
+    cache_authority: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -74,6 +78,11 @@ class RelayEndpoint:
             ("keep_versions", self.keep_versions >= 1, "must be at least 1"),
             ("snapshot_every", self.snapshot_every >= 0, "must be 0 (no differences) or more"),
             ("codec_threads", self.codec_threads >= 1, "must be 1 or more"),
+            (
+                "cache",
+                not self.cache or _PLACE.fullmatch(self.cache),
+                "write it as host:port, with tls:// before it for TLS",
+            ),
             ("verify_key", not self.verify_key or _KEY.fullmatch(self.verify_key), key),
         ):
             if not right:
@@ -98,10 +107,22 @@ class RelayEndpoint:
 
 
 def open_relay(endpoint: RelayEndpoint, *, segment_bytes: int = 0) -> Relay:
-    """Connect to the relay, lending it ``segment_bytes`` of this process's memory (0: pure client).
+    """Connect to the relay, lending it ``segment_bytes`` of this process's memory (0: pure client); through the cache of the
+    site, where the endpoint names one.
 
-    Raises ConfigError when Mooncake or fsspec cannot be loaded, RelayError when the master does not answer.
+    Raises ConfigError when Mooncake or fsspec cannot be loaded or the cache refuses the token, RelayError when the master does
+    not answer.
     """
+    if endpoint.cache:
+        from orchestrator.transfer.site_relay import SiteRelay
+
+        itself = replace(endpoint, cache="", cache_authority="")
+        relay = open_relay(itself, segment_bytes=segment_bytes)
+        try:
+            return SiteRelay(relay, endpoint.cache, itself.to_dict(), endpoint.cache_authority)
+        except BaseException:
+            relay.close()
+            raise
     if endpoint.kind == "memory":
         return MemoryRelay.shared(endpoint.master)
     if endpoint.kind == "fsspec":

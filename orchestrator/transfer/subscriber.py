@@ -17,8 +17,10 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
+from typing import TypeVar
 
 import orchestrator.transfer.version_leases as leases
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey
@@ -31,8 +33,10 @@ from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, o
 from orchestrator.transfer.retention import VersionHolder, choose_route
 from orchestrator.transfer.shard_codec import RAW, ShardCodec, decode_stored
 from orchestrator.transfer.shard_routing import Region, RegionAssembler, shard_label
+from orchestrator.transfer.site_relay import SiteRelay
 from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
+Read = TypeVar("Read")
 LEASE_SECONDS = 600  # how long a subscriber's word is good for
 # A bucket is read in ranges, where the relay can, when that saves at least half of it and so many bytes: ranges cost time
 # of their own, and a small bucket is read faster than its parts.
@@ -142,7 +146,7 @@ class Subscriber:
         _require_full(manifest)
         for bucket, numbers in sorted(_by_bucket(manifest, range(len(manifest.shards))).items()):
             data = self._read(self._bucket_key(manifest, bucket), manifest.buckets[bucket])
-            for number, view in self._open_bucket(manifest, bucket, numbers, data):
+            for number, view in self._open_checked(manifest, bucket, numbers, data):
                 yield manifest.shards[number], self._decoded(manifest, number, view)
 
     def fetch_shards(self, manifest: StoredManifest, needed: Collection[int]) -> Iterator[tuple[int, Bytes]]:
@@ -158,12 +162,12 @@ class Subscriber:
             size = manifest.buckets[bucket]
             worth = wanted < RANGES_BELOW * size and size - wanted >= RANGES_SAVE
             if worth and isinstance(self._relay, RangeRelay) and self._verifier is None:
-                yield from self._fetch_ranges(manifest, bucket, numbers)
+                yield from self._again_if_wrong(partial(self._fetch_ranges, manifest, bucket, numbers))
             else:
                 whole.append(bucket)
                 chosen.update(numbers)
         for bucket, data in self._read_buckets(manifest, whole):
-            opened = self._open_bucket(manifest, bucket, everything[bucket], data)
+            opened = self._open_checked(manifest, bucket, everything[bucket], data)
             yield from (item for item in opened if item[0] in chosen)
 
     def fetch_regions(self, manifest: StoredManifest, regions: Iterable[Region]) -> Iterator[tuple[Region, Bytes]]:
@@ -186,7 +190,27 @@ class Subscriber:
         present = self._metadata.get(head_key(self._endpoint.job))
         return JobHead() if present is None else decode_head(present[0])
 
+    def past_cache(self) -> str:
+        """What was read from the relay itself since the last call although there is a cache, with the cause; "": nothing."""
+        relay = self._relay
+        if not isinstance(relay, SiteRelay) or not relay.past_cache:
+            return ""
+        count, relay.past_cache = relay.past_cache, 0
+        return f"{count} objects came from the relay itself, not from the cache of the site at {relay.why}"
+
+    def _again_if_wrong(self, read: Callable[[], Read]) -> Read:
+        """What is read and verified; from the relay itself where the cache of the site had it wrong."""
+        try:
+            return read()
+        except CorruptWeightsError as error:
+            if not (isinstance(self._relay, SiteRelay) and self._relay.distrust(str(error))):
+                raise
+        return read()
+
     def _read_manifest(self, found: PublishedVersion) -> StoredManifest:
+        return self._again_if_wrong(lambda: self._read_manifest_once(found))
+
+    def _read_manifest_once(self, found: PublishedVersion) -> StoredManifest:
         attempt, job = found.attempt, self._endpoint.job
         if not 0 < found.manifest_bytes <= MAX_MANIFEST_BYTES:
             raise CorruptWeightsError("manifest", f"{found.manifest_bytes} B announced, limit {MAX_MANIFEST_BYTES} B")
@@ -245,6 +269,18 @@ class Subscriber:
             if found != size:
                 raise CorruptWeightsError("truncated", f"{key}: {found} B of {size} B arrived")
         yield from zip(batch, views, strict=True)
+
+    def _open_checked(
+        self, manifest: StoredManifest, bucket: int, wanted: list[int], data: Bytes
+    ) -> list[tuple[int, Bytes]]:
+        """As :meth:`_open_bucket`; what a cache had wrong is read again."""
+        came: list[Bytes] = [data]
+
+        def read() -> list[tuple[int, Bytes]]:
+            found = came.pop() if came else self._read(self._bucket_key(manifest, bucket), manifest.buckets[bucket])
+            return self._open_bucket(manifest, bucket, wanted, found)
+
+        return self._again_if_wrong(read)
 
     def _open_bucket(
         self, manifest: StoredManifest, bucket: int, wanted: list[int], data: Bytes

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "of-sixteen-letters"
 COMPARES = {
     "orchestrator/api/bearer.py",
-    # Who fetches KV over a connection without TLS proves that it has the token, and asks the other side to: nobody sends it.
-    "orchestrator/transfer/kv_wire.py",
+    # Who asks for KV or weights without TLS proves that it has the token, and asks the other side to: nobody sends it.
+    "orchestrator/transfer/proven_link.py",
 }
 
 

@@ -23,7 +23,7 @@ from orchestrator.api import ConfigError, KvMove
 from orchestrator.api.tls import SYSTEM, Tls
 from orchestrator.config import parse_config
 from orchestrator.runtime.kv_setup import check, kv_arguments
-from orchestrator.transfer import kv_wire
+from orchestrator.transfer import proven_link
 from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, fetch_blocks
 from tests.house.test_tls import Authority
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
@@ -94,7 +94,7 @@ def serving(tls: Tls, engine: Engine | None = None, **options: Any) -> Iterator[
 @contextmanager
 def wiretap(place: str) -> Iterator[tuple[str, bytearray]]:
     """A way to ``place``, and every byte that passes on it, both ways."""
-    host, port = kv_wire.parse_place(place)
+    host, port = proven_link.parse_place(place)
     seen, listening = bytearray(), socket.create_server(("127.0.0.1", 0))
 
     def pump(one: socket.socket, other: socket.socket) -> None:
@@ -116,7 +116,10 @@ def wiretap(place: str) -> Iterator[tuple[str, bytearray]]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield f"{kv_wire.TLS if place.startswith(kv_wire.TLS) else ''}127.0.0.1:{listening.getsockname()[1]}", seen
+        yield (
+            f"{proven_link.TLS if place.startswith(proven_link.TLS) else ''}127.0.0.1:{listening.getsockname()[1]}",
+            seen,
+        )
     finally:
         thread.join(5.0)
         listening.close()
@@ -170,7 +173,7 @@ def test_a_server_that_cannot_prove_who_it_is_is_told_nothing(
     trust = {"own": good.authority, "none": "", "other": str(Authority(tmp_path, "other").file)}[trusted]
     engine = Engine()
     with serving(made, engine) as place:
-        found = refused(kv_wire.TLS + place.removeprefix(kv_wire.TLS), Tls(authority=trust).client())
+        found = refused(proven_link.TLS + place.removeprefix(proven_link.TLS), Tls(authority=trust).client())
     assert found.reason == "untrusted"
     assert words in found.detail
     assert not engine.asked
@@ -202,9 +205,9 @@ def test_clients_that_never_finish_a_handshake_do_not_stop_the_next_one_and_a_si
 ) -> None:
     trusting = Tls(authority=good.authority).client()
     with serving(good, limit=300.0) as place:
-        silent = [socket.create_connection(kv_wire.parse_place(place)) for _ in range(40)]
+        silent = [socket.create_connection(proven_link.parse_place(place)) for _ in range(40)]
         try:
-            with socket.create_connection(kv_wire.parse_place(place)) as rude:
+            with socket.create_connection(proven_link.parse_place(place)) as rude:
                 rude.sendall(b"GET / HTTP/1.1\r\n\r\n")  # no handshake at all
             assert len(fetch_blocks(place, TOKEN, ask(20.0), WIDTH, None, trusting).payload) == BLOCKS
         finally:
@@ -225,7 +228,7 @@ def test_an_address_of_a_network_needs_tls_on_both_sides_unless_that_is_said(goo
         found = fetch_blocks(place, TOKEN, ask(), WIDTH, None, Tls(authority=good.authority).client())
         np.testing.assert_array_equal(found.payload, rows())
         assert (
-            refused(place.removeprefix(kv_wire.TLS)).reason == "plain"
+            refused(place.removeprefix(proven_link.TLS)).reason == "plain"
         )  # a place that lost its scheme: nothing is sent
     assert engine.asked == 1
     with serving(SYSTEM, engine, host=OWN, allow_plain=True) as place:

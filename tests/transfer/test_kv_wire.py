@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.transfer import kv_wire
+from orchestrator.transfer import kv_wire, proven_link
 from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, fetch_blocks
 
 TOKEN = "a token of this test"
@@ -67,7 +67,7 @@ def peer(talk: Callable[[socket.socket], None]) -> Iterator[str]:
 @contextmanager
 def through(place: str, spoil: Callable[[bytes, int], bytes]) -> Iterator[str]:
     """A way to ``place`` on which the answers pass ``spoil(bytes, how many went before)``."""
-    host, port = kv_wire.parse_place(place)
+    host, port = proven_link.parse_place(place)
 
     def talk(client: socket.socket) -> None:
         with socket.create_connection((host, port)) as server:
@@ -235,7 +235,7 @@ def test_more_blocks_than_tokens_are_refused_before_memory_is_taken_for_them() -
         while len(body) < size:
             body += client.recv(size - len(body))
         header = msgpack.packb({"facts": FACTS, "blocks": 1000, "block_bytes": WIDTH, "digests": bytes(16_000)})
-        proof = kv_wire._proof(TOKEN, b"answer", msgpack.unpackb(body)["nonce"], header)
+        proof = proven_link.prove(TOKEN, b"answer", msgpack.unpackb(body)["nonce"], header)
         send(client, {"header": header, "proof": proof})
 
     with peer(talk) as place:
@@ -248,7 +248,7 @@ def test_more_blocks_than_tokens_are_refused_before_memory_is_taken_for_them() -
 )
 def test_a_client_that_talks_nonsense_leaves_the_server_serving(nonsense: bytes) -> None:
     with serving() as place:
-        with socket.create_connection(kv_wire.parse_place(place)) as client:
+        with socket.create_connection(proven_link.parse_place(place)) as client:
             client.sendall(nonsense)
         assert len(fetch_blocks(place, TOKEN, ask(), WIDTH).payload) == 8
 
@@ -256,7 +256,7 @@ def test_a_client_that_talks_nonsense_leaves_the_server_serving(nonsense: bytes)
 def test_many_silent_clients_hold_up_nobody_who_has_the_token() -> None:
     """The one that has been longest without a proof makes room."""
     server = KvServer(answer, TOKEN, limit=300.0)
-    silent = [socket.create_connection(kv_wire.parse_place(server.place)) for _ in range(40)]
+    silent = [socket.create_connection(proven_link.parse_place(server.place)) for _ in range(40)]
     try:
         for _ in range(3):
             assert len(fetch_blocks(server.place, TOKEN, ask(limit=20.0), WIDTH).payload) == 8
@@ -274,10 +274,10 @@ def test_many_silent_clients_hold_up_nobody_who_has_the_token() -> None:
 
 
 def test_who_proves_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_wire, "PROOF_SECONDS", 0.2)
+    monkeypatch.setattr(proven_link, "PROOF_SECONDS", 0.2)
     server = KvServer(answer, TOKEN, limit=300.0)
     try:
-        with socket.create_connection(kv_wire.parse_place(server.place), timeout=20.0) as client:
+        with socket.create_connection(proven_link.parse_place(server.place), timeout=20.0) as client:
             while client.recv(1 << 10):
                 pass
     finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import Completion, KvMove, RetryableError
-from orchestrator.transfer.kv_wire import parse_place
+from orchestrator.transfer.proven_link import parse_place
 from scripts.bench.probes.vllm.kv_engines import Child
 from scripts.bench.probes.vllm.kv_probe import VOCABULARY, say, write_model
 

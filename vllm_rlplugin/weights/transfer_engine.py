@@ -93,6 +93,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.version = -1  # that is loaded; -1: what the engine was started with
         self.checksum = ""  # of its content
         self.received_bytes = 0  # of the last version that was received
+        self.past_cache = ""  # see StagedVersion
         self.seconds: dict[str, float] = {}
         self.touched: dict[str, Any] = {}  # by the last version that was loaded
         self.fallback = ""  # why there is no mapping
@@ -299,7 +300,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             self.refusal = outcome.exception()
             return None
         self.refusal = None
-        self.received_bytes = outcome.bytes
+        self.received_bytes, self.past_cache = outcome.bytes, outcome.past_cache
         if plan.layout is None:  # the model is no local folder: this version says what a checkpoint looks like
             layout = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in outcome.tensors.items()}
             self._stage_by(self._make_plan(layout), outcome)
@@ -442,6 +443,7 @@ def report(worker: Any) -> dict[str, Any]:
         "version": engine.version,
         "checksum": engine.checksum,
         "bytes": engine.received_bytes,
+        "past_cache": engine.past_cache,
         "state": "unusable" if engine.damage else "intact",
         "damaged": bool(engine.damage),
         "error": error,

@@ -212,6 +212,7 @@ class VersionFetcher:
                 self._held = self._fetch_by_differences(subscriber, manifest, staging, base)
             else:
                 self._held = staging.from_snapshot(subscriber, manifest)
+            self._held.past_cache = subscriber.past_cache()
         except CoserveError as error:
             return _refusal(error, f"weight version {version}")
         except Exception as error:

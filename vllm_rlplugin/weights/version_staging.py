@@ -84,6 +84,7 @@ class StagedVersion:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
     seconds: dict[str, float] = field(default_factory=dict)
     delta: DeltaUpdate | None = None  # by differences from what was live when it was made
+    past_cache: str = ""  # what of it did not come from the cache of the site although there is one, and why
     origin: WeightsOrigin | None = None  # what differences of the next version can be applied to, once this one is live
 
     @property

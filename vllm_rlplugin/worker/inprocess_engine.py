@@ -318,7 +318,8 @@ class InprocessEngine:
             raise RetryableError(f"update to version {version}: {error}") from error
         self.version = version
         received = sum(int(report["bytes"]) for report in reports)
-        return UpdateResult(version, received, 0.0, int(self.advanced["preempted"]))
+        past_cache = next((said for report in reports if (said := str(report.get("past_cache", "")))), "")
+        return UpdateResult(version, received, 0.0, int(self.advanced["preempted"]), past_cache)
 
     @property
     def released(self) -> str:

@@ -173,7 +173,8 @@ class UpdateCycle:
         reports, outcome = await self._apply(version, str(version))
         seconds = asyncio.get_running_loop().time() - began
         received = sum(int(report.get("bytes", 0)) for report in reports)
-        return UpdateResult(version, received, seconds, int(outcome.get("preempted", 0)))
+        past_cache = next((said for report in reports if (said := str(report.get("past_cache", "")))), "")
+        return UpdateResult(version, received, seconds, int(outcome.get("preempted", 0)), past_cache)
 
     # The verbs of vLLM's own clients: the same steps, one call each.
 
