@@ -17,6 +17,7 @@ import os
 import re
 import select
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import orchestrator
-from orchestrator.api import ConfigError, CoserveError, bearer, tls
+from orchestrator.api import ConfigError, CoserveError, RunError, bearer, tls
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.observe.view import view_commands as looking
 from orchestrator.ops import help_text
@@ -113,10 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     plan = commands.add_parser(
-        "plan", help="say where the processes of a run would go: node, class and number of devices"
+        "plan", help="say where the processes of a run would go, and what memory each device needs"
     )
     plan.add_argument("config", nargs="?", help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    plan.add_argument("--memory", action="store_true", help="only the memory: no Ray, no cluster, no device is asked")
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
 
@@ -285,10 +287,26 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from orchestrator.runtime import device_plan, preflight
+    from orchestrator.runtime import device_plan, memory_plan, preflight, tiny_model_setup
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)
+    memory: list[memory_plan.MemoryRow] = []
+    with tempfile.TemporaryDirectory(prefix="rl-coserve-plan-") as made:
+        path = config.model.path or str(tiny_model_setup.make(config, Path(made) / "model"))
+        try:
+            memory = memory_plan.memory_rows(config, path)
+        except RunError as error:  # a head node without Megatron-Core still says where processes go
+            if arguments.memory:
+                raise
+            print(f"memory: {error}", file=sys.stderr)
+    found = {"memory": [asdict(row) | {"over": row.over} for row in memory]}
+    if not arguments.json:
+        print("\n".join(memory_plan.describe(memory)), flush=True)
+    if arguments.memory:
+        if arguments.json:
+            print(json.dumps(found))
+        return 0
     for note in preflight.check(config, preflight.make_task(config)):
         print(note, file=sys.stderr)
     start_ray(config)
@@ -299,7 +317,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
         ray.shutdown()
     if arguments.json:
-        print(json.dumps([asdict(row) for row in rows]))
+        print(json.dumps(found | {"places": [asdict(row) for row in rows]}))
     else:
         print("\n".join(device_plan.describe(rows)))
     return 0

@@ -30,9 +30,10 @@ USAGE: Mapping[str, Usage] = {
         "config.md",
     ),
     "plan": Usage(
-        "Say where the processes of a run would go, and end: Ray reserves every place, here or in the cluster of\n"
-        "ray.address, and has it back. What cannot be placed is one error with the numbers.",
-        ("plan examples/frozenlake.toml", "plan resources.trainer=CPU rollout.workers=1 --json"),
+        "Say what memory each device needs, by running the trainer's own step on fake tensors, and where the processes of a\n"
+        "run would go, and end: Ray reserves every place, here or in the cluster of ray.address, and has it back. What cannot\n"
+        "be placed is one error with the numbers; what does not fit names the key that cures it.",
+        ("plan examples/frozenlake.toml", "plan examples/frozenlake.toml --memory --json"),
         "install.md",
     ),
     "sim": Usage(

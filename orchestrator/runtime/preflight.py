@@ -19,7 +19,7 @@ from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
-from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, pool_requests, site_caches
+from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -65,6 +65,7 @@ def check(config: Config, task: Task) -> list[str]:
     kv_setup.check(config)
     pool_requests.check(config)
     run_view.check_view(config)
+    memory_plan.check(config)
     discovery.check(config, task)
     names = ", ".join(config.rollout.engine.unchecked)
     why = "vLLM is not installed here; each engine checks them when it starts"

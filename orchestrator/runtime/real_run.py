@@ -62,6 +62,7 @@ from orchestrator.runtime import (
     device_plan,
     function_hosts,
     garbage_collector,
+    memory_plan,
     pool_requests,
     role_logs,
     tiny_model_setup,
@@ -430,7 +431,7 @@ class _Assembly:
             master=address,
             metadata=settings.metadata_url
             or str(self.folder.metadata.resolve()),  # servers have other working directories
-            segment_bytes=settings.segment_mb << 20,
+            segment_bytes=memory_plan.segment_bytes(self.config),
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,
             snapshot_every=settings.snapshot_every,
