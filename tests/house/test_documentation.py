@@ -178,7 +178,7 @@ def test_every_toml_snippet_is_a_config_by_itself(block: Block) -> None:
 
 
 def test_a_snippet_with_a_key_that_does_not_exist_would_be_noticed() -> None:
-    with pytest.raises(ConfigError, match="did you mean rollout.alpha"):
+    with pytest.raises(ConfigError, match=r"did you mean rollout\.alpha"):
         parse_config(tomllib.loads("[rollout]\nalfa = 1\n"))
 
 

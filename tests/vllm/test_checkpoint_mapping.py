@@ -236,11 +236,11 @@ def test_pinned_memory_is_as_large_as_asked_for_and_goes_with_its_last_view_with
     calls: list[tuple[str, int, int]] = []
 
     class Runtime:
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
             calls.append(("register", address, size))
             return 0
 
-        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        def cudaHostUnregister(self, address: int) -> int:
             calls.append(("unregister", address, 0))
             return 0
 
