@@ -115,7 +115,7 @@ class Pair:
         common |= {"kv_cache_memory_bytes": 256 << 20}
         common |= {"num_gpu_blocks_override": 512, "cpu": core, "load_format": "dummy"}
         roles: dict[str, dict[str, Any]] = {
-            "serving": {"kv_pool_role": "serving", "kv_pool_window": 5.0},
+            "serving": {"kv_pool_role": "serving", "kv_pool_lent": 1.0, "kv_pool_window": 5.0},
             "rollout": {"kv_pool_budget_mib": pool_mib // 4},
         }
         models = {role: write_model(folder, role) for role in roles}
