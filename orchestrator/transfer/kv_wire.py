@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+import orchestrator.transfer.proven_link as proven_link
 from orchestrator.api.tls import SYSTEM, Tls
-from orchestrator.transfer import proven_link
 from orchestrator.transfer.proven_link import FramedStream, LinkRefused, LinkServer, ProvenAsk
 
 PROTOCOL = 1

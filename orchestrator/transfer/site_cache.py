@@ -25,9 +25,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+import orchestrator.transfer.proven_link as proven_link
 from orchestrator.api import ConfigError, MetadataStore, Relay
 from orchestrator.api.tls import SYSTEM, Tls
-from orchestrator.transfer import proven_link
 from orchestrator.transfer.bucket import Bytes, is_whole
 from orchestrator.transfer.job_head import FULL, RESERVE_BUCKETS, JobHead, PublishAttempt, decode_head, head_key
 from orchestrator.transfer.proven_link import LinkRefused, LinkServer, ProvenAsk
@@ -39,7 +39,7 @@ from orchestrator.transfer.transfer_errors import RelayError
 CLIENTS = 128  # at a time: the ranks of a site's engines, each with one question
 JOBS = 4
 IDLE_SECONDS = 3600.0  # without a question, then a job is forgotten
-LOOK_SECONDS = 0.1  # between two looks at a job's head, while nothing comes
+LOOK_SECONDS = 0.05  # between two looks at a job's head, while nothing comes
 WAIT_SECONDS = 5.0  # that a question waits here; then its asker is told that the object is coming
 AWAY_SECONDS = 2.0  # before a relay or metadata store that failed is asked again
 ANSWER_SECONDS = 600.0  # of one answer: its bytes to a slow reader

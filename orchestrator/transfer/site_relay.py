@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orchestrator.transfer.proven_link as proven_link
 from orchestrator.api import ConfigError, Relay, bearer
 from orchestrator.api.tls import Tls
-from orchestrator.transfer import proven_link
 from orchestrator.transfer.proven_link import FramedStream, LinkRefused
 from orchestrator.transfer.registered_buffers import RangeRelay, RegisteringRelay
 from orchestrator.transfer.transfer_errors import RelayError

@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -42,7 +43,9 @@ LEASE_SECONDS = 600  # how long a subscriber's word is good for
 # of their own, and a small bucket is read faster than its parts.
 RANGES_BELOW = 0.5
 RANGES_SAVE = 1 << 20
-PULL_BYTES = 1 << 30  # of whole buckets that are asked for in one call, where the relay can
+# Of whole buckets that are asked for in one call, where the relay can: as many as come in about a second. A Mooncake Store
+# protects what is being read for a few seconds only, so that 1 GiB over a slow link fails as a whole.
+PULL_BYTES, FIRST_PULL_BYTES, PULL_SECONDS = 1 << 30, 128 << 20, 1.0
 _numbers = itertools.count()  # of the subscribers of this process
 
 
@@ -76,6 +79,7 @@ class Subscriber:
         self._name = name or f"{socket.gethostname()}/{os.getpid()}/{next(_numbers)}"
         self._lease_seconds = lease_seconds
         self._verifier = Verifier(endpoint.verify_key) if endpoint.verify_key else None
+        self._pull_bytes = min(FIRST_PULL_BYTES, PULL_BYTES)
         self._newest = (0, -1)  # epoch and version of the newest signed one that was asked for
 
     def latest_version(self) -> int:
@@ -238,12 +242,12 @@ class Subscriber:
         return decode_stored(self._codec, key, view, shard_bytes(key), manifest.pieces[number].digest)
 
     def _read_buckets(self, manifest: StoredManifest, buckets: Iterable[int]) -> Iterator[tuple[int, Bytes]]:
-        """Whole buckets, up to ``PULL_BYTES`` of them in one call. Views of one buffer: it is held as long as one of them."""
+        """Whole buckets, several in one call. Views of one buffer: it is held as long as one of them."""
         batch: list[int] = []
         total = 0
         for bucket in buckets:
             size = manifest.buckets[bucket]
-            if batch and total + size > PULL_BYTES:
+            if batch and total + size > self._pull_bytes:
                 yield from self._read_batch(manifest, batch)
                 batch, total = [], 0
             batch.append(bucket)
@@ -264,7 +268,18 @@ class Subscriber:
         starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         buffer = self._pool.acquire(starts[-1])
         views = [buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        read = relay.get_many([(key, view.data) for key, view in zip(keys, views, strict=True)])
+        began = time.monotonic()
+        try:
+            read = relay.get_many([(key, view.data) for key, view in zip(keys, views, strict=True)])
+        except RelayError as error:
+            if error.reason != "transfer":
+                raise
+            self._pull_bytes = max(starts[-1] // 8, 1)  # it was too much in one call for this link
+            for bucket, key, size in zip(batch, keys, sizes, strict=True):
+                yield bucket, self._read(key, size)
+            return
+        seconds = max(time.monotonic() - began, 1e-3)
+        self._pull_bytes = min(PULL_BYTES, max(int(starts[-1] * PULL_SECONDS / seconds), 1))
         for key, size, found in zip(keys, sizes, read, strict=True):
             if found != size:
                 raise CorruptWeightsError("truncated", f"{key}: {found} B of {size} B arrived")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.transfer import CorruptWeightsError, Subscriber
+from orchestrator.transfer import CorruptWeightsError, RelayError, Subscriber
 from orchestrator.transfer import subscriber as subscribers
 from orchestrator.transfer.shard_routing import Region
 from tests.support import transfer_twins as twins
@@ -90,3 +90,28 @@ def test_whole_buckets_are_asked_for_together_up_to_a_limit(limit: int, monkeypa
         with pytest.raises(CorruptWeightsError) as caught:
             list(subscriber.fetch_regions(manifest, regions))
         assert caught.value.reason == "truncated"
+
+
+def test_a_call_that_is_too_long_for_the_store_is_made_in_parts() -> None:
+    """A Mooncake Store protects what is being read for seconds only: 1 GiB over 1 Gbit/s takes more."""
+    rig = twins.Rig(bucket_bytes=1024)
+    rig.publish(0, twins.weights(0))
+    calls: list[int] = []
+
+    class Slow(RelayTwin):
+        def get_many(self, wanted: Any) -> list[int]:
+            calls.append(sum(buffer.nbytes for _, buffer in wanted))
+            if calls[-1] > 3000:
+                raise RelayError("transfer", "the lease ran out during the transfer")
+            return super().get_many(wanted)
+
+    relay = Slow()
+    relay._shared = rig.relay._shared
+    subscriber = Subscriber(rig.endpoint, relay, rig.metadata)
+    regions = [Region(name, tuple((0, size) for size in value.shape)) for name, value in twins.weights(0).items()]
+    for _ in range(3):
+        read = {
+            region.tensor: data.tobytes() for region, data in subscriber.fetch_regions(subscriber.manifest(0), regions)
+        }
+        assert read == {name: value.tobytes() for name, value in twins.weights(0).items()}
+    assert len([size for size in calls if size > 3000]) == 1

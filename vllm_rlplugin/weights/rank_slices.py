@@ -7,6 +7,7 @@ made by vLLM's own functions, on a stand-in for the layer. Nothing here writes t
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ class SliceCutter:
         self._device = device
         self._digest = digest_for(device)
         self._twins: dict[str, torch.Tensor] = {}
+        self._missing = Counter(item.parameter for item in mapping.slices)  # slices that were not cut yet
+        self._packed: dict[torch.nn.Module, PackedLayer] = {}
 
     def cut_tensor(
         self, name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None, box: Box = ()
@@ -64,17 +67,30 @@ class SliceCutter:
             offset = item.target.storage_offset() - live.storage_offset()
             source = self._twin(item.parameter).as_strided(item.target.size(), item.target.stride(), offset)
             source.copy_(item.cut_from(tensor) if shape is None else item.cut_box(shape, box, tensor))
+            self._missing[item.parameter] -= 1
             yield StagedSlice(item, source, self._digest(source.to(self._device)))
 
-    def pack_layers(self) -> list[PackedLayer]:
-        """Once all tensors were cut: the packed copies of CPU layers, made by vLLM's own functions on a stand-in."""
-        for fill in self._mapping.fills:
-            offset = fill.target.storage_offset() - self._mapping.live[fill.parameter].storage_offset()
-            self._twin(fill.parameter).as_strided(fill.target.size(), fill.target.stride(), offset).fill_(fill.value)
-        packed = []
+    def pack_complete(self) -> None:
+        """The packed copies of CPU layers whose slices were all cut, made by vLLM's own functions on a stand-in: packing takes
+        several times as long as copying, so it is done while the next tensors come."""
         for layer, parameter in self._mapping.packed:
-            packed.append(pack_layer(layer, self._twin(parameter)))
-        return packed
+            if layer not in self._packed and not self._missing[parameter]:
+                self._pack(layer, parameter)
+
+    def pack_layers(self) -> list[PackedLayer]:
+        """Once all tensors were cut: all packed copies."""
+        for layer, parameter in self._mapping.packed:
+            if layer not in self._packed:
+                self._pack(layer, parameter)
+        return [self._packed[layer] for layer, _ in self._mapping.packed]
+
+    def _pack(self, layer: torch.nn.Module, parameter: str) -> None:
+        for fill in self._mapping.fills:
+            if fill.parameter == parameter:
+                offset = fill.target.storage_offset() - self._mapping.live[parameter].storage_offset()
+                twin = self._twin(parameter)
+                twin.as_strided(fill.target.size(), fill.target.stride(), offset).fill_(fill.value)
+        self._packed[layer] = pack_layer(layer, self._twin(parameter))
 
     def _twin(self, parameter: str) -> torch.Tensor:
         twin = self._twins.get(parameter)

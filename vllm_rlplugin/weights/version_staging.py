@@ -107,7 +107,7 @@ class VersionStaging:
         self.version = manifest.version
         self._cancel = cancel
         self._started = time.perf_counter()
-        self._cutting = 0.0
+        self._cutting = self._packing = 0.0  # seconds; the one holds the other
         ignored = match_layout(manifest, plan)
         self._published = tensor_specs(manifest)
         if plan.mapping is None:
@@ -219,6 +219,9 @@ class VersionStaging:
             self._staged.tensors[region.tensor] = part.clone()
         else:
             self._staged.pieces.extend(self._cutter.cut_tensor(region.tensor, part, spec.shape, region.box))
+            cut = time.perf_counter()
+            self._cutter.pack_complete()
+            self._packing += time.perf_counter() - cut
         self._cutting += time.perf_counter() - since
 
     def _finish(self) -> StagedVersion:
@@ -227,8 +230,8 @@ class VersionStaging:
             self._staged.packed = self._cutter.pack_layers()
         self._staged.seconds = {
             "fetch": fetched - self._started - self._cutting,
-            "cut_and_digest": self._cutting,
-            "pack": time.perf_counter() - fetched,
+            "cut_and_digest": self._cutting - self._packing,
+            "pack": self._packing + time.perf_counter() - fetched,
         }
         return self._staged
 
