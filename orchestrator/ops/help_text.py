@@ -21,7 +21,9 @@ class Usage:
 USAGE: Mapping[str, Usage] = {
     "train": Usage(
         "Train a model from a TOML config, or go on with a run. Any value can be given as section.key=value, also\n"
-        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.",
+        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.\n"
+        "--dry-run starts nothing: the config on standard output, then where the processes would go and OK, or all that is\n"
+        "wrong, on standard error.",
         (
             "train examples/frozenlake.toml --dry-run",
             "train examples/frozenlake.toml rollout.alpha=2 run.steps=40",
