@@ -459,10 +459,18 @@ def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastPa
     if rates is None and (rollout.placement.profile or rollout.placement.degrees.enabled):
         rates = rates_of_workers(proxy.states, rates_of_degree(rollout))
     mover = GapMover(proxy.kv, proxy.states, proxy.router) if rollout.kv_transfer.enabled else None
-    rates = rates or rates_by_name(rollout.placement, proxy.states, rollout.engine.max_num_seqs)
-    placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
+    rates = rates or rates_by_name(rollout.placement, proxy.states, partial(_slots_of, rollout))
+    placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.longest_context)
     proxy.watcher = placer
     return placer
+
+
+def _slots_of(rollout: RolloutSection, name: str) -> int:
+    """Requests that a worker computes at once; of a server the least that an engine of the run's own does."""
+    own = name.removeprefix("vllm-")
+    if own != name and own.isdigit():
+        return rollout.engine_of(int(own)).max_num_seqs
+    return min(group.max_num_seqs for group in rollout.engine_groups)
 
 
 # -- between steps, and within them ----------------------------------------------------------------------------------

@@ -28,14 +28,20 @@ def wishes(config: Config) -> list[tuple[str, str, int]]:
     """(process, class, devices) of all, trainer ranks first."""
     settings = config.resources
     ranks = [(name, settings.trainer, settings.devices_per_rank) for name in trainer_names(trainer_ranks(config))]
-    wanted = settings.rollout or {ROLE_CLASSES["ActorGen"]: config.rollout.workers}
-    classes = [hardware for hardware, count in wanted.items() for _ in range(count)]
-    degrees = config.rollout.disaggregation.degrees
-    workers = [
-        (name, hardware, max(settings.devices_per_worker, config.rollout.engine.ranks, degrees.get(name, 1)))
-        for name, hardware in ((f"vllm-{index}", hardware) for index, hardware in enumerate(classes))
-    ]
-    return ranks + workers
+    return ranks + [engine_wish(config, number) for number in range(config.rollout.workers)]
+
+
+def engine_wish(config: Config, number: int) -> tuple[str, str, int]:
+    """The same of the engine ``vllm-number``."""
+    settings, rollout, name = config.resources, config.rollout, f"vllm-{number}"
+    classes = [hardware for hardware, count in settings.rollout.items() for _ in range(count)]
+    if rollout.engines:
+        classes = [rollout.engines[rollout.group_of(number)].hardware]
+    hardware = classes[number % len(classes)] if classes else ""
+    most = max(
+        settings.devices_per_worker, rollout.engine_of(number).ranks, rollout.disaggregation.degrees.get(name, 1)
+    )
+    return name, hardware or ROLE_CLASSES["ActorGen"], most
 
 
 def place(

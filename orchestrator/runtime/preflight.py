@@ -83,9 +83,9 @@ def check(config: Config, task: Task) -> list[str]:
     if found:
         first, *others = found.values()
         raise ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)])) from first
-    names = ", ".join(config.rollout.engine.unchecked)
+    names = ", ".join(dict.fromkeys(name for group in config.rollout.engine_groups for name in group.unchecked))
     why = "vLLM is not installed here; each engine checks them when it starts"
-    return [f"rollout.engine: {names} could not be checked: {why}"] if names else []
+    return [f"{'.'.join(config.rollout.engine_groups[0].table)}: {names} could not be checked: {why}"] if names else []
 
 
 def _heldout(config: Config) -> None:
@@ -195,7 +195,7 @@ def _ray_serve(config: Config) -> None:
 
 
 def _lengths(config: Config, task: Task) -> None:
-    room = config.rollout.engine.max_model_len
+    room = config.rollout.longest_context
     if room < task.max_context_tokens:
         fix = f"a trajectory of task {task.name} may have {task.max_context_tokens} tokens; raise it to that or more"
-        raise ConfigError("rollout.engine.max_model_len", room, fix)
+        raise ConfigError(f"{'.'.join(config.rollout.engine_groups[0].table)}.max_model_len", room, fix)

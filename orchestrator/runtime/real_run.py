@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -44,7 +45,6 @@ from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
 from orchestrator.build import build_environment_pool, build_pipeline
 from orchestrator.checkpoint import Checkpoints
-from orchestrator.cluster import ActorGen
 from orchestrator.cluster.actor import LOGS
 from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.components import Components, Position
@@ -67,11 +67,11 @@ from orchestrator.runtime import (
     role_logs,
     tiny_model_setup,
 )
-from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, VllmEngine
+from orchestrator.runtime.engine_actors import RayTrainer
 from orchestrator.runtime.engine_cuts import engine_cuts
-from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.runtime.loop_watch import LoopWatch
 from orchestrator.runtime.mooncake_master import MooncakeMaster
+from orchestrator.runtime.own_engines import OwnEngines, secret_files, thread_variables
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
 from orchestrator.runtime.run_records import RunRecords
@@ -79,9 +79,7 @@ from orchestrator.runtime.site_caches import start_site_caches
 from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
-from orchestrator.transfer.redis_metadata import PASSWORD_FILE
 
-WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
@@ -102,7 +100,7 @@ async def within(seconds: float, starting: Awaitable[T], what: str, key: str) ->
 
 def start_ray(config: Config) -> None:
     """Connect to Ray, or start it on this machine. Before the event loop: it blocks for seconds."""
-    os.environ.update(_secrets(config))  # a local Ray passes its environment on
+    os.environ.update(secret_files(config))  # a local Ray passes its environment on
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the engines are the work; Ray would run them at 15
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -337,24 +335,13 @@ class _Assembly:
         model = await self._model(trainer)
         kept = resumed.position.degrees if resumed is not None else None
         cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
-        kv = kv_arguments(config)
-        names = [f"vllm-{index}" for index in range(config.rollout.workers)]
         caches = await start_site_caches(config, places, self.stack)
-        for name, place in caches.places.items():
-            self.display.message(f"{name} reads weights at the cache of its site, {place}")
-        environment = {**engine_environment(config), **rewards.beside, **printed, **caches.variables}
-        homes = {name: places.get(name) for name in names}
-        engines = ActorGen(VllmEngine, homes, environment, heard=self._note_devices)
-        workers = [
-            RayWorker(
-                engines,
-                actor,
-                WORKER_CLASS,
-                _worker_arguments(config, model, caches.endpoint_of(actor.name, endpoint), index) | kv,
-                **cut.keywords_of(index),
-            )
-            for index, actor in enumerate(engines.actors)
-        ]
+        for name, at in caches.places.items():
+            self.display.message(f"{name} reads weights at the cache of its site, {at}")
+        beside = {**rewards.beside, **printed, **caches.variables}
+        told = partial(caches.endpoint_of, endpoint=endpoint)
+        engines = OwnEngines(config, model, told, places, cut, beside, self._note_devices)
+        workers = engines.workers
         market = Market(config, self.task, endpoint, self.events, caches.endpoint_of)
         self.stack.push_async_callback(market.close)
         served = await market.borrow()
@@ -382,7 +369,7 @@ class _Assembly:
             within(config.rollout.start_timeout, up, "vLLM", "rollout.start_timeout"),
         )
         ranks_alive = await trainer.pids()
-        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
+        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **engines.pids()})
         parts = Components(
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
@@ -515,17 +502,6 @@ def _shape(model: str) -> dict[str, Any]:
     return found
 
 
-def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
-    return {
-        **config.rollout.engine.model_dump(),
-        "model": model,
-        "dtype": config.model.dtype,
-        "seed": config.run.seed + index,
-        "relay": endpoint.to_dict(),
-        "sleep_mode": config.rollout.colocation.enabled,
-    }
-
-
 def trainer_arguments(config: Config, model: str) -> dict[str, Any]:
     """Keywords of a trainer without a relay."""
     return {
@@ -542,28 +518,7 @@ def trainer_environment(config: Config) -> dict[str, str]:
     """What the trainer's processes start with."""
     key = config.relay.signing_key
     signing = {KEY_FILE: str(Path(key).resolve())} if key else {}  # engines verify, they do not sign
-    return _environment(config.trainer.threads) | _secrets(config) | signing
+    return thread_variables(config.trainer.threads) | secret_files(config) | signing
 
 
-def engine_environment(config: Config) -> dict[str, str]:
-    """What an engine's process starts with."""
-    return _environment(config.rollout.engine.threads) | _secrets(config)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Set before the process starts: thread pools are sized when libraries load."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-
-
-def _secrets(config: Config) -> dict[str, str]:
-    """Where processes find secrets: a path, never the secret, as Ray keeps what it is told."""
-    file = config.relay.metadata_password_file
-    return {PASSWORD_FILE: str(Path(file).resolve())} if file else {}
-
-
-def _pids(workers: list[RayWorker]) -> dict[str, int]:
-    """Of the engines that came up."""
-    return {worker.name: worker.process for worker in workers if worker.process and worker.ranks}
-
-
-__all__ = ["engine_environment", "start_ray", "train", "trainer_arguments", "trainer_environment", "warm_up"]
+__all__ = ["start_ray", "train", "trainer_arguments", "trainer_environment", "warm_up"]

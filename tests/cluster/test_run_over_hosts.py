@@ -31,7 +31,8 @@ RUN = [
     "evaluation.prompts=4",
     "checkpoint.every=2",
     "trainer.data_parallel=2",
-    "rollout.workers=2",
+    "rollout.engine={}",  # in its place:
+    "rollout.engines=[{hardware='H20', kv_cache_mb=64}, {hardware='H20', kv_cache_mb=32, max_num_seqs=16}]",
     "rollout.environments=8",
     "resources.pools={H800=2, H20=2}",
 ]
@@ -120,6 +121,10 @@ def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     assert len({(node, *devices) for node, devices in seen.values()}) == len(seen) == 4
     assert f"devices: {nodes.others[0].address}: " in said
     closed(run)
+    blocks = {event["name"]: event["kv_capacity"] for event in real_runs.of(run, "worker")}
+    assert blocks["vllm-0"] + 1 == 2 * (
+        blocks["vllm-1"] + 1
+    )  # by the options of its group; vLLM keeps a block for itself
     for name in places:  # what each printed, from its node
         assert f"-- {name}: process " in (run / "logs" / f"{name}.log").read_text(encoding="utf-8")
     assert 3 in {event["version"] for event in real_runs.of(run, "update")}
