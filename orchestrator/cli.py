@@ -1,5 +1,5 @@
-"""The command line: ``rl-coserve train | plan | sim | cost | model | profile | report | view | top | trace | show | bench |
-lend | reclaim | mps | site-cache | doctor``.
+"""The command line: ``rl-coserve train | plan | scale | sim | cost | model | profile | report | view | top | trace | show |
+bench | lend | reclaim | mps | site-cache | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -126,6 +126,17 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory", action="store_true", help="only the memory: no Ray, no cluster, no device is asked")
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
+
+    scale = commands.add_parser("scale", help="change how large the pools of a run are, while it goes on")
+    scale.add_argument(
+        "changes",
+        nargs="*",
+        metavar="POOL=+N",
+        help="rollout=+2, environments=64; POOL=-N takes away; none: say the sizes",
+    )
+    scale.add_argument("--run", default="latest", metavar="RUN", dest="name", help="run folder (default: the newest)")
+    scale.add_argument("--json", action="store_true", help="print the sizes as JSON")
+    scale.set_defaults(run=_scale)
 
     sim = commands.add_parser("sim", help="run the same pipeline in virtual time with simulated engines")
     sim.add_argument("config", nargs="?", help="TOML file")
@@ -320,6 +331,21 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(found | {"places": [asdict(row) for row in rows]}))
     else:
         print("\n".join(device_plan.describe(rows)))
+    return 0
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from orchestrator.pool_sizes import change_sizes, read_sizes
+    from orchestrator.run_folder import RunFolder
+
+    folder = RunFolder.open(_run_path(arguments.name))
+    config = folder.config()
+    if arguments.changes:
+        if not folder.is_running():
+            raise ConfigError("run", str(folder.path), "no process runs it; a resume begins with the sizes that it had")
+        change_sizes(folder.path, config, arguments.changes)
+    sizes = read_sizes(folder.path, config)
+    print(json.dumps(sizes) if arguments.json else "\n".join(f"{name}: {size}" for name, size in sizes.items()))
     return 0
 
 

@@ -38,6 +38,12 @@ USAGE: Mapping[str, Usage] = {
         ("plan examples/frozenlake.toml", "plan examples/frozenlake.toml --memory --json"),
         "install.md",
     ),
+    "scale": Usage(
+        "Change how many engines a run has, and how many environments, while it goes on; without a change, say the sizes.\n"
+        "What is in flight on an engine that is taken away goes on elsewhere. A resume keeps the sizes (scale.json).",
+        ("scale", "scale rollout=+2", "scale environments=64 --run runs/frozenlake-001"),
+        "processes.md",
+    ),
     "sim": Usage(
         "Run the same pipeline in virtual time with simulated engines: seconds for what takes GPUs days. Prints a summary;\n"
         "one seed gives one history.",

@@ -24,7 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
@@ -45,9 +45,9 @@ from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
 from orchestrator.build import build_environment_pool, build_pipeline
 from orchestrator.checkpoint import Checkpoints
-from orchestrator.cluster.actor import LOGS
+from orchestrator.cluster.actor import LOGS, FirstReport
 from orchestrator.colocation.stream_training import kv_bytes_per_token
-from orchestrator.components import Components, Position
+from orchestrator.components import Components, PoolSizes, Position
 from orchestrator.config import Config
 from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.events import EventLog
@@ -56,6 +56,7 @@ from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import DeviceBinding
+from orchestrator.pool_sizes import pools_of, read_sizes
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import (
@@ -71,6 +72,7 @@ from orchestrator.runtime.engine_actors import RayTrainer
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.loop_watch import LoopWatch
 from orchestrator.runtime.mooncake_master import MooncakeMaster
+from orchestrator.runtime.node_check import NodeCheck
 from orchestrator.runtime.own_engines import OwnEngines, secret_files, thread_variables
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
@@ -308,6 +310,7 @@ class _Assembly:
     stack: AsyncExitStack
     resumed: Resumed | None
     keeper: Keeper = field(init=False)
+    nodes: NodeCheck = field(default_factory=NodeCheck)
 
     def __post_init__(self) -> None:
         self.keeper = Keeper(self.events)
@@ -325,11 +328,11 @@ class _Assembly:
         printed = {LOGS: str(self.folder.logs.resolve())}
         spread, variables = bool(config.ray.address), trainer_environment(config) | printed
         ranks = pool_requests.trainer_ranks(config)
-        places = await asyncio.to_thread(self._places, endpoint)
+        places, later = await asyncio.to_thread(self._places, endpoint)
         shared = config.rollout.colocation.enabled
         kind = COLOCATED_CLASS if shared else TRAINER_CLASS
         placed = list(places.values())[:ranks]
-        trainer = RayTrainer(kind, variables, ranks, placed, spread=spread, heard=self._note_devices)
+        trainer = RayTrainer(kind, variables, ranks, placed, spread=spread, heard=self._hear)
         self.stack.push_async_callback(trainer.close)
         await trainer.start()
         model = await self._model(trainer)
@@ -340,14 +343,13 @@ class _Assembly:
             self.display.message(f"{name} reads weights at the cache of its site, {at}")
         beside = {**rewards.beside, **printed, **caches.variables}
         told = partial(caches.endpoint_of, endpoint=endpoint)
-        engines = OwnEngines(config, model, told, places, cut, beside, self._note_devices)
+        engines = OwnEngines(config, model, told, places, cut, beside, self._hear, later)
+        self.stack.push_async_callback(engines.close)
         workers = engines.workers
         market = Market(config, self.task, endpoint, self.events, caches.endpoint_of)
         self.stack.push_async_callback(market.close)
         served = await market.borrow()
         managed: list[ManagedWorker] = [*workers, *served]
-        for worker in workers:
-            self.stack.push_async_callback(worker.close)
         tools = await function_hosts.start_tools(config, self.task, self.keeper, self.stack, self.folder.logs)
         if tools is not None and tools.cold:
             cold = ", ".join(tools.cold)
@@ -374,6 +376,10 @@ class _Assembly:
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
         parts.market = market if market.exchanged else None
+        tell = {} if rewards.resize is None else {"rewards": rewards.resize}
+        parts.sizes = PoolSizes(lambda: asyncio.to_thread(read_sizes, self.folder.path, config), tell)
+        if any(name.startswith("rollout") for name in pools_of(config)):
+            parts.engines = engines
         if tools is not None:
             own = tools.client
             parts.tools = lambda: tally.stats(own.stats())
@@ -426,30 +432,33 @@ class _Assembly:
             verify_key=Signer(settings.signing_key).verify_key if settings.signing_key else "",
         )
 
-    def _places(self, endpoint: RelayEndpoint) -> dict[str, Placement]:
-        """By worker, reserved in Ray; empty where nothing has devices of its own."""
-        if not self.config.resources.pools:
-            return self._places_without_pools()
-        metadata = open_metadata(endpoint)
-        self.stack.callback(metadata.close)
-        manager, places = pool_requests.place(self.config, metadata, endpoint.job, self._note_binding)
+    def _places(self, endpoint: RelayEndpoint) -> tuple[dict[str, Placement], Callable[[int], Placement]]:
+        """By worker, reserved in Ray; empty where nothing has devices of its own. And those of engines that are added later."""
+        config, manager, added = self.config, None, list[Placement]()
+        if config.resources.pools:
+            metadata = open_metadata(endpoint)
+            self.stack.callback(metadata.close)
+            manager, places = pool_requests.place(config, metadata, endpoint.job, self._note_binding)
+        else:
+            places = pool_requests.without_pools(config, self.display.message)
+        owner = endpoint.job if config.resources.pools else ""
+
+        def later(number: int) -> Placement:
+            shared = manager is None and not places
+            added.append(pool_requests.place_of_engine(config, manager, owner, number, shared, self._note_binding))
+            return added[-1]
 
         def give_back() -> None:
             try:
-                for placement in places.values():
+                for placement in (*places.values(), *added):
                     placement.release()
-                manager.close()
+                if manager is not None:
+                    manager.close()
             except RetryableError as error:
                 self.display.message(f"what this run had of the pools stays bound until it is started again: {error}")
 
         self.stack.callback(give_back)
-        return self._reserved(places)
-
-    def _places_without_pools(self) -> dict[str, Placement]:
-        places = pool_requests.without_pools(self.config, self.display.message)
-        for placement in places.values():
-            self.stack.callback(placement.release)
-        return self._reserved(places)
+        return self._reserved(places), later
 
     def _reserved(self, places: dict[str, Placement]) -> dict[str, Placement]:
         pool_requests.reserve_all(self.config, places)
@@ -466,8 +475,10 @@ class _Assembly:
             "bound", worker=wish.worker, hardware=binding.hardware, devices=devices, instead=binding.fallback
         )
 
-    def _note_devices(self, worker: str, node: str, devices: Sequence[str]) -> None:
-        self.events.emit("devices", worker=worker, node=node, devices=list(devices))
+    def _hear(self, worker: str, report: FirstReport) -> None:
+        if report.devices:
+            self.events.emit("devices", worker=worker, node=report.node, devices=list(report.devices))
+        self.nodes.check(worker, report)
 
     async def _model(self, trainer: RayTrainer) -> str:
         """The model's folder; a tiny one is made in the trainer's process."""

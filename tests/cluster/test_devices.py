@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RetryableError
 from orchestrator.config import load_config
 from orchestrator.resources import Placement, reserve
 from orchestrator.runtime import device_plan, pool_requests
 from orchestrator.runtime.engine_actors import RayWorker
+from orchestrator.runtime.node_check import NodeCheck
 from tests.support.engines import rollout_worker
 
 ray = pytest.importorskip("ray")
@@ -24,7 +27,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
 NODES = 4
 # Of two classes, two nodes each: 4 ranks of 4 devices, 2 engines of TP 2 x PP 2, 4 of TP 2. Every device of the cluster.
-WHOLE = ["resources.pools={H800=16, H20=16}", "ray.address=auto"]
+POOLS = ["resources.pools={H800=16, H20=16}", "ray.address=auto"]
+WHOLE = [*POOLS]
 WHOLE += ["trainer.tensor_parallel=4", "resources.devices_per_rank=4"]
 WHOLE += [
     "rollout.engines=[{count=4, hardware='H20', tensor_parallel_size=2},"
@@ -126,6 +130,60 @@ def test_what_the_cluster_can_never_hold_is_one_error_with_the_numbers() -> None
     heard: list[str] = []
     assert pool_requests.without_pools(load_config(None, ["rollout.workers=32"]), heard.append) == {}
     assert heard == ["the run wants 33 GPUs and Ray has 32: its processes share the devices that they see"]
+
+
+def test_what_a_run_wants_of_a_cluster_without_pools_is_one_error_with_the_numbers() -> None:
+    config = load_config(None, ["rollout.workers=32", "ray.address=auto"])
+    with pytest.raises(ConfigError, match="wants 33 GPUs and this cluster has 32"):
+        device_plan.rehearse(config, print)
+
+
+def test_a_class_that_no_node_has_is_one_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_requests, "RESERVE_SECONDS", 1.0)
+    pools = ["resources.pools={H800=1, B200=2}", "ray.address=auto"]
+    config = load_config(None, [*pools, "rollout.engines=[{hardware='B200'}]"])
+    with pytest.raises(ConfigError, match=r"no node alone has the 1 B200, .*trainer's 1 ranks had their places"):
+        device_plan.rehearse(config, print)
+    assert all_free()
+
+
+def test_the_second_run_of_a_full_cluster_is_told_what_is_free_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_requests, "RESERVE_SECONDS", 1.0)
+    first = load_config(None, [*POOLS, "trainer.tensor_parallel=4", "rollout.engines=[{count=15, hardware='H20'}]"])
+    second = load_config(None, [*POOLS, "rollout.engines=[{count=2, hardware='H20'}]"])
+    _, places = pool_requests.place(first, None, "one")
+    try:
+        pool_requests.reserve_all(first, places)
+        with pytest.raises(RetryableError, match=r"H20: 2 wanted, 1 of 16 free.*trainer's 1 ranks had their places"):
+            device_plan.rehearse(second, print)
+        deadline = time.monotonic() + 10  # what the first has stays, and the second left nothing
+        while ray.available_resources().get("GPU") != NODES * GPUS - 19 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert ray.available_resources().get("GPU") == NODES * GPUS - 19
+    finally:
+        for place in places.values():
+            place.release()
+
+
+def test_a_node_with_another_version_of_an_engine_is_one_error_before_it_loads(tmp_path: Path) -> None:
+    nodes = NodeCheck()
+    for version, folder in (("0.32.0", tmp_path / "a"), ("0.33.1", tmp_path / "b")):
+        found = folder / f"megatron_core-{version}.dist-info"
+        found.mkdir(parents=True)
+        (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n")
+        paths = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        worker = rollout_worker(f"vllm-{folder.name}", environment=paths, heard=nodes.check)
+        worker._target = "builtins:never"  # what it would load
+        try:
+            kind = ConfigError if folder.name == "b" else RetryableError
+            with pytest.raises(kind) as caught:
+                asyncio.run(worker.start())
+        finally:
+            asyncio.run(worker.close())
+    assert "megatron-core = '0.33.1': vllm-b on " in str(caught.value)
+    assert "vllm-a on " in str(caught.value)
 
 
 def test_a_process_that_sees_other_devices_than_its_own_refuses_to_start() -> None:

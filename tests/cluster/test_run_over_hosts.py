@@ -150,6 +150,26 @@ def test_a_run_goes_on_without_an_engine_whose_host_died(tmp_path: Path) -> None
 
 
 @pytest.mark.long
+def test_an_engine_comes_back_with_its_host(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, TRAINER, ENGINES)
+        process = nodes.train(*LONGER, "run.steps=80", *nodes.config(tmp_path))
+        run = wait_for_step(process, tmp_path, 2)
+        rows = real_runs.of(run, "places")[0]["processes"]
+        [name] = [row["process"] for row in rows if row["node"] == nodes.others[1].address]
+        nodes.others[1].kill()
+        time.sleep(60)  # Ray has noticed, and all restarts that the run allows would have failed
+        assert process.poll() is None
+        nodes.join(1)
+        code, said = ended(process, 500)
+    assert code == 0, said[-3000:]
+    assert closed(run)["trained"] > 0
+    assert f"worker {name}" in {event["what"] for event in real_runs.of(run, "recovered")}
+    last = max(event["version"] for event in real_runs.of(run, "worker"))
+    assert max(event["version"] for event in real_runs.of(run, "worker") if event["name"] == name) == last
+
+
+@pytest.mark.long
 def test_a_run_goes_on_when_a_link_was_cut_for_twenty_seconds(tmp_path: Path) -> None:
     with Hosts(3) as hosts:
         nodes = RayHosts(hosts, TRAINER, ENGINES)

@@ -38,6 +38,7 @@ LANGUAGES = {"sh", "toml", "python", "yaml", "text"}
 NEEDS = {
     "minutes": "it installs, or starts engines, and takes minutes",
     "a run": "the folder of a run of before, in place of RUN or by default the newest",
+    "a live run": "a run that goes on, in place of RUN or by default the newest",
     "a model": "a Hugging Face folder, in place of MODEL",
     "a config": "a TOML file of yours, in place of CONFIG",
     "a server": "a `vllm serve` with the plugin that is running",

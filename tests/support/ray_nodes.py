@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
 
 from orchestrator.cluster import ActorGen
+from orchestrator.cluster.actor import FirstReport
 from orchestrator.config import Config
 from orchestrator.resources import Placement
 from orchestrator.runtime import pool_requests
@@ -73,11 +74,11 @@ class Seen:
 
 def processes_seen(config: Config, places: dict[str, Placement]) -> dict[str, Seen]:
     """What every process of a run reports when it is started in its place; all are ended."""
-    said: dict[str, Sequence[str]] = {}
+    said: dict[str, FirstReport] = {}
     found: dict[str, Seen] = {}
     ranks = pool_requests.trainer_ranks(config)
     named = list(places.items())
-    hear = lambda name, _, devices: said.update({name: devices})  # noqa: E731
+    hear = said.__setitem__
     clusters = [
         TrainerRanks(Rank, dict(named[:ranks]), None, "trainer", hear),
         ActorGen(Engine, dict(named[ranks:]), None, "engines", hear),
@@ -89,9 +90,9 @@ def processes_seen(config: Config, places: dict[str, Placement]) -> dict[str, Se
             await cluster.launch()
         for cluster in clusters:
             for actor in cluster.actors:
-                await cluster.report_devices(actor)
+                await cluster.hear(actor)
                 node = await cluster.start_on(actor, "node")
-                found[actor.name] = Seen(classes[node], node, tuple(said[actor.name]))
+                found[actor.name] = Seen(classes[node], node, said[actor.name].devices)
 
     try:
         asyncio.run(ask())
