@@ -152,7 +152,7 @@ def test_groups_of_engines_have_options_and_classes_of_their_own() -> None:
         ("rollout.workers=4", "workers", "the groups of rollout.engines have 3"),
         ("rollout.engines=[{quantisation='fp8'}]", "engines.0.quantisation", "did you mean 'quantization'"),
         ("rollout.engines=[{cuont=2}]", "engines.0.cuont", "did you mean 'count'"),
-        ("rollout.engines=[{count=0}]", "engines.0.count", "greater than 0"),
+        ("rollout.engines=[{count=0}]", "engines.0.count", "must be more than 0"),
         ("rollout.colocation.enabled=true", "engines", "so does rollout.colocation"),
         ("rollout.placement.profile='x'", "placement.profile", "engines that are alike"),
     ],
