@@ -126,6 +126,20 @@ class RunFolder:
             os.close(self._lock)
         self._lock = -1
 
+    def is_running(self) -> bool:
+        """Whether a process writes here, as far as the file system can tell: one without locks says yes."""
+        try:
+            file = os.open(self.lock_file, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(file)
+        return False
+
     def next_life(self) -> int:
         """The number of the life that a resume begins, 1 for the first, never given twice. Raises ConfigError."""
         try:

@@ -144,7 +144,8 @@ def _simulated(config: Config, steps: int) -> Config:
     """The same run, short, without faults; servers of others are played by as many simulated workers."""
     data = config.model_dump(mode="json")
     data["run"] |= {"steps": steps, "minutes": None}
-    data["rollout"] |= {"workers": config.rollout.workers + len(config.rollout.served), "served": []}
+    data["rollout"]["engine"] = config.rollout.engine_groups[0].options()
+    data["rollout"] |= {"engines": (), "workers": config.rollout.workers + len(config.rollout.served), "served": []}
     data["evaluation"] |= {"every": 0, "prompts": 1}
     data["sim"]["fault_rate"] = 0.0
     return parse_config(data)

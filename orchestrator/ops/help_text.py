@@ -21,7 +21,9 @@ class Usage:
 USAGE: Mapping[str, Usage] = {
     "train": Usage(
         "Train a model from a TOML config, or go on with a run. Any value can be given as section.key=value, also\n"
-        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.",
+        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.\n"
+        "--dry-run starts nothing: the config on standard output, then where the processes would go and OK, or all that is\n"
+        "wrong, on standard error.",
         (
             "train examples/frozenlake.toml --dry-run",
             "train examples/frozenlake.toml rollout.alpha=2 run.steps=40",
@@ -35,6 +37,12 @@ USAGE: Mapping[str, Usage] = {
         "be placed is one error with the numbers; what does not fit names the key that cures it.",
         ("plan examples/frozenlake.toml", "plan examples/frozenlake.toml --memory --json"),
         "install.md",
+    ),
+    "scale": Usage(
+        "Change how many engines a run has, and how many environments, while it goes on; without a change, say the sizes.\n"
+        "What is in flight on an engine that is taken away goes on elsewhere. A resume keeps the sizes (scale.json).",
+        ("scale", "scale rollout=+2", "scale environments=64 --run runs/frozenlake-001"),
+        "processes.md",
     ),
     "sim": Usage(
         "Run the same pipeline in virtual time with simulated engines: seconds for what takes GPUs days. Prints a summary;\n"

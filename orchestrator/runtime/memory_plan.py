@@ -14,7 +14,7 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
-from orchestrator.runtime.pool_requests import trainer_ranks, wishes
+from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
 
 GB = 1_000_000_000
 # What a device of a class has, in 10^9 bytes, as it is sold; resources.memory_gb says others.
@@ -116,7 +116,7 @@ def _trainer(config: Config, path: str) -> list[MemoryRow]:
     room = None if capacity is None else capacity - sum(beside.values())
     settings = config.trainer.model_dump(exclude_defaults=True)
     plan = named_function("trainer.megatron", _PLAN)(
-        path, settings, config.model.dtype, config.rollout.engine.max_model_len, room
+        path, settings, config.model.dtype, config.rollout.widest_context, room
     )
     cure = f"{plan.cure}; then {_gb(plan.cured)} GB" if plan.cured else plan.cure
     lent = {"relay": segment_bytes(config)} if config.relay.kind == "mooncake" else {}
@@ -140,19 +140,22 @@ def segment_bytes(config: Config) -> int:
 
 
 def _engines(config: Config, path: str) -> list[MemoryRow]:
-    engine, shape = config.rollout.engine, named_function("model.path", _SHAPE)(path)
-    weights = round(shape.parameters * _BYTES[config.model.dtype] / engine.ranks)
+    rollout, shape = config.rollout, named_function("model.path", _SHAPE)(path)
     beside = {"a trainer away": CONTEXT} if config.rollout.colocation.enabled else {}
     rows = []
-    for hardware in dict.fromkeys(name for _, name, _ in wishes(config)[trainer_ranks(config) :]):
+    for group, hardware in dict.fromkeys(
+        (rollout.group_of(number), engine_wish(config, number)[1]) for number in range(rollout.workers)
+    ):
+        engine = rollout.engine_groups[group]
+        table, weights = ".".join(engine.table), round(shape.parameters * _BYTES[config.model.dtype] / engine.ranks)
         capacity = device_bytes(config, hardware)
         share = engine.passed_on.get("gpu_memory_utilization", UTILIZATION)
         if engine.kv_cache_mb:
             parts = {"weights": weights, "KV": engine.kv_cache_mb << 20, "context": CONTEXT}
-            cure = "lower rollout.engine.kv_cache_mb, or raise rollout.engine.tensor_parallel_size"
+            cure = f"lower {table}.kv_cache_mb, or raise {table}.tensor_parallel_size"
         elif capacity is not None:
             parts = {"weights": weights, "KV, activations, graphs": max(0, round(capacity * share) - weights)}
-            cure = "raise rollout.engine.tensor_parallel_size, or lower rollout.engine.gpu_memory_utilization"
+            cure = f"raise {table}.tensor_parallel_size, or lower {table}.gpu_memory_utilization"
         else:
             parts, cure = {"weights": weights}, ""
         named = hardware if config.resources.pools else ""

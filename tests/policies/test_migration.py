@@ -121,7 +121,7 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[TrajectoryPlacer, Turn
         router.open_worker(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
     lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
-    return TrajectoryPlacer(chosen, router, events, rates_by_name(chosen, lanes, 64), wire), router, sink
+    return TrajectoryPlacer(chosen, router, events, rates_by_name(chosen, lanes, lambda name: 64), wire), router, sink
 
 
 def told(placing: TrajectoryPlacer, name: str, tokens: float, context: int) -> None:
