@@ -73,6 +73,23 @@ class ModelShape:
     norm_topk_prob: bool = False  # the chosen experts' probabilities are scaled to a sum of one
     rope_factor: float | None = None  # of "llama3" scaling; None: RoPE is not scaled
 
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, and of the output layer where it is another one."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        queries, keys = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
+        attention = self.hidden_size * (2 * queries + keys) + self.qkv_bias * (queries + keys)
+        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        if self.num_experts:
+            feed_forward = self.hidden_size * self.num_experts * (1 + 3 * self.moe_intermediate_size)
+        layers = self.num_hidden_layers * (attention + norms + feed_forward)
+        return layers + self.hidden_size + self.embedding_parameters
+
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The parsed ``config.json`` of a model folder."""

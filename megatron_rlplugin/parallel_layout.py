@@ -109,6 +109,7 @@ def initialize_parallel(
             raise ConfigError("layout", (layout, world_size), fix)
         return
     if not dist.is_initialized():
+        _check_interface(interface)
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -137,12 +138,14 @@ def initialize_parallel(
         model_parallel_cuda_manual_seed(0)  # names the generators; without dropout nothing is drawn from them
 
 
-def _choose_interface(init_method: str, interface: str) -> None:
+def _check_interface(interface: str) -> None:
     there = [name for _, name in socket.if_nameindex()]
     if interface and interface not in there:
-        raise ConfigError(
-            "trainer.interface", interface, f"{socket.gethostname()} has none of that name: {', '.join(there)}"
-        )
+        fix = f"{socket.gethostname()} has none of that name: {', '.join(there)}"
+        raise ConfigError("trainer.interface", interface, fix)
+
+
+def _choose_interface(init_method: str, interface: str) -> None:
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
         return

@@ -38,7 +38,7 @@ from orchestrator.parallelism.planner_setup import (
     rates_of_workers,
 )
 from orchestrator.parallelism.replanner import DegreePlanner, Replanner, StepPlanner
-from orchestrator.pipeline import LoopSettings, Pipeline, RunControl
+from orchestrator.pipeline import Helper, LoopSettings, Pipeline, RunControl
 from orchestrator.placement.forecast_setup import InProcessPredictor, make_predictor
 from orchestrator.placement.length_tracker import LengthTracker, prioritize
 from orchestrator.placement.placer import TrajectoryPlacer, rates_by_name
@@ -57,7 +57,9 @@ from orchestrator.policies.batching.trajectory_filters import (
 from orchestrator.policies.prediction.prompt_lengths import PromptLengthPredictor as LengthPredictor
 from orchestrator.policies.training.learning_alarms import AlarmBars, LearningWatch, PromptRepeats
 from orchestrator.policies.training.sample_weights import LagWeight
+from orchestrator.pool_sizes import PoolWatch
 from orchestrator.proxy import router_setup
+from orchestrator.proxy.engine_scaling import EngineScaling
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import GapMover, kv_moves
 from orchestrator.proxy.membership import Membership
@@ -118,7 +120,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         evaluator,
         LearningWatch(bars, position.entropies),
         LagWeight(config.rollout.staleness_decay),
-        exchange=_exchange(config, parts, rollout.proxy),
+        helpers=_helpers(config, parts, rollout),
         turns=turns,
         replanner=_replanner(config, parts, resizing, rollout.forecasts),
     )
@@ -459,21 +461,40 @@ def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastPa
     if rates is None and (rollout.placement.profile or rollout.placement.degrees.enabled):
         rates = rates_of_workers(proxy.states, rates_of_degree(rollout))
     mover = GapMover(proxy.kv, proxy.states, proxy.router) if rollout.kv_transfer.enabled else None
-    rates = rates or rates_by_name(rollout.placement, proxy.states, rollout.engine.max_num_seqs)
-    placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
+    rates = rates or rates_by_name(rollout.placement, proxy.states, partial(_slots_of, rollout))
+    placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.longest_context)
     proxy.watcher = placer
     return placer
+
+
+def _slots_of(rollout: RolloutSection, name: str) -> int:
+    """Requests that a worker computes at once; of a server the least that an engine of the run's own does."""
+    own = name.removeprefix("vllm-")
+    if own != name and own.isdigit():
+        return rollout.engine_of(int(own)).max_num_seqs
+    return min(group.max_num_seqs for group in rollout.engine_groups)
 
 
 # -- between steps, and within them ----------------------------------------------------------------------------------
 
 
-def _exchange(config: Config, parts: Components, proxy: LLMProxy) -> Exchange | None:
-    """Of the servers that a run borrows; None: it has those that it has."""
-    market, rollout = parts.market, config.rollout
-    if market is None:
-        return None
-    return Exchange(market, Membership(proxy), parts.events, rollout.borrowed, rollout.routing, market.first)
+def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, Helper]:
+    """What changes the pools of a run beside its loop: servers that it borrows, and whatever is told another size."""
+    settings, members, found = config.rollout, Membership(rollout.proxy), dict[str, Helper]()
+    if parts.market is not None:
+        market = parts.market
+        exchange = Exchange(market, members, parts.events, settings.borrowed, settings.routing, market.first)
+        found["borrowing"] = exchange.run
+    if parts.sizes is None:
+        return found
+    tell: dict[str, Callable[[int], None]] = {**parts.sizes.tell, "environments": rollout.resize}
+    if parts.engines is not None:
+        scaling = EngineScaling(parts.engines, members, parts.events, settings)
+        found["engines"] = scaling.run
+        for group in range(len(settings.engine_groups)):
+            name = f"rollout.{group}" if len(settings.engines) > 1 else "rollout"
+            tell[name] = partial(scaling.want, group)
+    return found | {"pool sizes": PoolWatch(parts.sizes.read, tell, parts.events).run}
 
 
 def _replanner(

@@ -11,12 +11,14 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, TypeVar
 
 from orchestrator.api import CoserveError, RunError
 
+T = TypeVar("T")
 HIDDEN = "RL_COSERVE_"  # environment variables that begin so are the orchestrator's
 STOP_LIMIT = 5.0  # seconds to stop by itself before it is killed
 KILL_LIMIT = 3.0  # seconds for a watcher to end everything, before its group is killed
@@ -129,6 +131,22 @@ async def _read_out(process: asyncio.subprocess.Process) -> None:
             while await process.stdout.read(1 << 16):
                 pass
         await process.wait()
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await it, whatever cancels the caller meanwhile; the cancellation strikes at what the caller awaits next."""
+    doing, caller = asyncio.ensure_future(work), asyncio.current_task()
+    assert caller is not None
+    cancelled = 0
+    while not doing.done():
+        try:
+            await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            caller.uncancel()
+            cancelled += 1
+    for _ in range(cancelled):
+        caller.cancel()
+    return doing.result()
 
 
 def free_port(address: str) -> int:

@@ -1,5 +1,5 @@
-"""The command line: ``rl-coserve train | plan | sim | cost | model | profile | report | view | top | trace | bench | lend |
-reclaim | mps | site-cache | doctor``.
+"""The command line: ``rl-coserve train | plan | scale | sim | cost | model | profile | report | view | top | trace | show |
+bench | lend | reclaim | mps | site-cache | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -17,17 +17,21 @@ import os
 import re
 import select
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import orchestrator
-from orchestrator.api import ConfigError, CoserveError, bearer, tls
+from orchestrator.api import ConfigError, CoserveError, RunError, bearer, tls
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.observe.view import view_commands as looking
 from orchestrator.ops import help_text
+
+if TYPE_CHECKING:
+    from orchestrator.runtime.device_plan import PlanRow
 
 _EXTRA = "rl-coserve[orchestrator]"
 # The base package is what the plugins need inside an engine; module -> distribution of what that extra adds.
@@ -109,16 +113,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--replay", metavar="RUN", help="train on the trajectories that a run recorded, without engines")
     train.add_argument("--view", action="store_true", help="show the run on a web page (view.enabled=true)")
-    train.add_argument("--dry-run", action="store_true", help="check everything and print the resolved config")
+    train.add_argument(
+        "--dry-run", action="store_true", help="check everything; print the resolved config, then the plan and OK"
+    )
     train.set_defaults(run=_train)
 
     plan = commands.add_parser(
-        "plan", help="say where the processes of a run would go: node, class and number of devices"
+        "plan", help="say where the processes of a run would go, and what memory each device needs"
     )
     plan.add_argument("config", nargs="?", help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    plan.add_argument("--memory", action="store_true", help="only the memory: no Ray, no cluster, no device is asked")
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
+
+    scale = commands.add_parser("scale", help="change how large the pools of a run are, while it goes on")
+    scale.add_argument(
+        "changes",
+        nargs="*",
+        metavar="POOL=+N",
+        help="rollout=+2, environments=64; POOL=-N takes away; none: say the sizes",
+    )
+    scale.add_argument("--run", default="latest", metavar="RUN", dest="name", help="run folder (default: the newest)")
+    scale.add_argument("--json", action="store_true", help="print the sizes as JSON")
+    scale.set_defaults(run=_scale)
 
     sim = commands.add_parser("sim", help="run the same pipeline in virtual time with simulated engines")
     sim.add_argument("config", nargs="?", help="TOML file")
@@ -227,7 +245,7 @@ def _lend(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from orchestrator.run_folder import RunFolder
-    from orchestrator.runtime import preflight
+    from orchestrator.runtime import device_plan, preflight
 
     resume = arguments.resume is not None
     if resume:
@@ -254,7 +272,9 @@ def _train(arguments: argparse.Namespace) -> int:
         print(note, file=sys.stderr)
     source = _replayed(arguments, config)
     if arguments.dry_run:
-        print(to_json(config))
+        print(to_json(config), flush=True)
+        rows = _placed(config) if source is None else []
+        print("\n".join([*device_plan.describe(rows), "OK"]), file=sys.stderr)
         return 0
     if not resume:
         folder = RunFolder.create(config)
@@ -285,24 +305,62 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from orchestrator.runtime import device_plan, preflight
-    from orchestrator.runtime.real_run import start_ray
+    from orchestrator.runtime import device_plan, memory_plan, preflight, tiny_model_setup
 
     config = _config(arguments)
+    memory: list[memory_plan.MemoryRow] = []
+    with tempfile.TemporaryDirectory(prefix="rl-coserve-plan-") as made:
+        path = config.model.path or str(tiny_model_setup.make(config, Path(made) / "model"))
+        try:
+            memory = memory_plan.memory_rows(config, path)
+        except RunError as error:  # a head node without Megatron-Core still says where processes go
+            if arguments.memory:
+                raise
+            print(f"memory: {error}", file=sys.stderr)
+    found = {"memory": [asdict(row) | {"over": row.over} for row in memory]}
+    if not arguments.json:
+        print("\n".join(memory_plan.describe(memory)), flush=True)
+    if arguments.memory:
+        if arguments.json:
+            print(json.dumps(found))
+        return 0
     for note in preflight.check(config, preflight.make_task(config)):
         print(note, file=sys.stderr)
+    rows = _placed(config)
+    if arguments.json:
+        print(json.dumps(found | {"places": [asdict(row) for row in rows]}))
+    else:
+        print("\n".join(device_plan.describe(rows)))
+    return 0
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from orchestrator.pool_sizes import change_sizes, read_sizes
+    from orchestrator.run_folder import RunFolder
+
+    folder = RunFolder.open(_run_path(arguments.name))
+    config = folder.config()
+    if arguments.changes:
+        if not folder.is_running():
+            raise ConfigError("run", str(folder.path), "no process runs it; a resume begins with the sizes that it had")
+        change_sizes(folder.path, config, arguments.changes)
+    sizes = read_sizes(folder.path, config)
+    print(json.dumps(sizes) if arguments.json else "\n".join(f"{name}: {size}" for name, size in sizes.items()))
+    return 0
+
+
+def _placed(config: Config) -> list[PlanRow]:
+    """The plan of a run of this config that would start now; everything is given back."""
+    from orchestrator.runtime import device_plan
+    from orchestrator.runtime.real_run import start_ray
+
     start_ray(config)
     try:
-        rows = device_plan.rehearse(config, lambda note: print(note, file=sys.stderr))
+        return device_plan.rehearse(config, lambda note: print(note, file=sys.stderr))
     finally:
         import ray
 
         ray.shutdown()
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    else:
-        print("\n".join(device_plan.describe(rows)))
-    return 0
 
 
 def _replayed(arguments: argparse.Namespace, config: Config) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from orchestrator.placement.placer import RatesOf
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
+from orchestrator.proxy.engine_scaling import EngineSource
 
 
 class Store(Protocol):
@@ -55,6 +56,15 @@ class ForecastParts:
     rates: RatesOf | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """``read``: of the pools that may change, as they are to be (:func:`orchestrator.pool_sizes.read_sizes`); ``tell``: who hears
+    of them beside engines and environments."""
+
+    read: Callable[[], Awaitable[Mapping[str, int]]]
+    tell: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
+
+
 @dataclass
 class Components:
     """Everything the pipeline talks to. Real or simulated, it cannot tell."""
@@ -80,6 +90,8 @@ class Components:
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
     reallocation: DegreeReallocator | None = None  # the same, of rollout.placement.degrees
     market: Market | None = None  # of servers to borrow, exchanged between steps; None: workers stay
+    engines: EngineSource | None = None  # of own engines that are added while it runs; None: they stay
+    sizes: PoolSizes | None = None  # None: nothing is told another size
 
 
 @dataclass

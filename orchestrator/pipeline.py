@@ -14,12 +14,11 @@ checkpoint holds everything a resume needs; what waits, waits with a named reaso
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import TrainBatch, TrainMetrics, TrainSample, Trajectory
-from orchestrator.borrowing.server_exchange import Exchange
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import CheckpointState
 from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
@@ -34,6 +33,8 @@ from orchestrator.rollout import Rollout
 from orchestrator.train_samples import histogram, to_samples
 from orchestrator.trainer_calls import TrainerCalls
 from orchestrator.weight_sync import WeightSync
+
+Helper = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,11 @@ class Pipeline:
         watch: LearningWatch,
         lag_weight: LagWeight,
         *,
-        exchange: Exchange | None = None,
+        helpers: Mapping[str, Helper] | None = None,
         turns: StreamTraining | None = None,
         replanner: Replanner | None = None,
     ) -> None:
-        """``exchange``: of borrowed servers; ``turns``: training on the workers' devices; ``replanner``: cuts engines anew
+        """``helpers``: what runs beside the loop; ``turns``: training on the workers' devices; ``replanner``: cuts engines anew
         between steps. None: not in this run."""
         self.settings = settings
         self.parts = parts
@@ -124,7 +125,7 @@ class Pipeline:
         self._control = control
         self._calls = calls
         self._evaluator = evaluator
-        self._exchange = exchange
+        self._helpers = dict(helpers or {})
         self._training: asyncio.Task[None] | None = None
         self._training_step = -1  # the step of that task
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
@@ -144,8 +145,7 @@ class Pipeline:
             asyncio.create_task(self.feeder.run(), name="feed"),
             asyncio.create_task(self._report_waiting(), name="report waiting"),
         ]
-        if self._exchange is not None:
-            helpers.append(asyncio.create_task(self._exchange.run(), name="borrowing"))
+        helpers += [asyncio.create_task(helper(), name=name) for name, helper in self._helpers.items()]
         if self.turns is not None:
             helpers.append(asyncio.create_task(self.turns.run(self._open_feeder), name="stream trigger"))
         for helper in helpers:

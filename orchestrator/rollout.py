@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 
 from orchestrator.api import (
     Prompt,
@@ -113,6 +113,12 @@ class Rollout:
     def close_starts(self) -> None:
         """No new trajectory starts, replacements included."""
         self.open = False  # for new groups
+
+    def resize(self, environments: int) -> None:
+        """So many trajectories in flight at most, and environments in the pool; those beyond play to their end."""
+        self.gate = replace(self.gate, environments=environments)
+        self.environments.source.resize(environments)
+        self._room.set()
 
     def poke(self) -> None:
         """Something changed that the gate depends on."""

@@ -26,6 +26,7 @@ from orchestrator.config import Config, parse_config, to_json
 from orchestrator.durable_files import JournalFile, describe_byte, sync, write_durably
 
 FORMAT = 1  # of a run folder: config.json, events.jsonl, ledger.jsonl, live.json, turns.jsonl; folders without one are of this
+TURNS_FILE = "turns.jsonl"  # when each turn ran and where: orchestrator.observe.view.turn_spans
 _NEEDED_MB = 200
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system that has none
 _DISTRIBUTIONS = (
@@ -124,6 +125,20 @@ class RunFolder:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+    def is_running(self) -> bool:
+        """Whether a process writes here, as far as the file system can tell: one without locks says yes."""
+        try:
+            file = os.open(self.lock_file, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(file)
+        return False
 
     def next_life(self) -> int:
         """The number of the life that a resume begins, 1 for the first, never given twice. Raises ConfigError."""

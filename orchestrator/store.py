@@ -293,15 +293,22 @@ class TrajectoryStore:
 
 
 def read_trajectories(
-    folder: str | Path, columns: Sequence[str] | None = None, filter: pc.Expression | None = None
+    folder: str | Path,
+    columns: Sequence[str] | None = None,
+    filter: pc.Expression | None = None,
+    *,
+    ordered: bool = True,
 ) -> pa.Table:
     """The stored trajectories, reading only ``columns`` (all when None) of the rows that pass ``filter``, a pyarrow
-    expression such as ``pc.field("outcome") == "trained"``. A folder without any gives an empty table."""
+    expression such as ``pc.field("outcome") == "trained"``. ``ordered``: as they were written; else sooner, on
+    all cores. A folder without any gives an empty table."""
     data = open_store(folder)
     if data is None:
         return SCHEMA.empty_table().select(list(columns) if columns is not None else SCHEMA.names)
     with _damage(folder):
-        return data.to_table(columns=list(columns) if columns is not None else None, filter=filter, use_threads=False)
+        return data.to_table(
+            columns=list(columns) if columns is not None else None, filter=filter, use_threads=not ordered
+        )
 
 
 def open_store(folder: str | Path) -> Any:

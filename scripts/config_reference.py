@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.config import Config  # noqa: E402
+from orchestrator.settings.engine_settings import EngineGroup, EngineSettings  # noqa: E402
 from orchestrator.settings.trainer_settings import Flag  # noqa: E402
 
 HEAD = """# Every key of a config
@@ -226,7 +227,10 @@ def tables(name: str, model: type[BaseModel]) -> list[str]:
         if issubclass(base, BaseModel) and base.__module__.startswith("orchestrator."):
             said |= comments(base)
     rows, inside = [], []
+    known = EngineSettings.model_fields if model is EngineGroup else {}  # they have a section
     for key, field in model.model_fields.items():
+        if key in known:
+            continue
         nested = [
             part
             for part in (field.annotation, *typing.get_args(field.annotation))

@@ -37,6 +37,7 @@ NAMES = {
     "embedded": "Stock engines for the CPU, and all else that the embedded default and its tests need.",
     "reasoning-gym": "One task's data sets. Some of it is built here, by a C compiler and setuptools.",
     "megatron-newest": "The newest tested Megatron-Core, unpacked beside the other; its metadata ask for CPython 3.12.",
+    "vllm-next": "What the newest tested vLLM imports and the installed one does not require: for scripts/next_vllm.py.",
 }
 
 
@@ -134,6 +135,7 @@ def main() -> int:
     write("embedded", found.values())
     write("reasoning-gym", [line for name, line in game.items() if name not in {*found, *torch}])
     write("megatron-newest", [beside])
+    write("vllm-next", pins(report(["orjson"], [], "--no-deps", "--only-binary=:all:")).values())
     return 0
 
 

@@ -97,7 +97,7 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "admission: what a busy engine said long ago is believed",
         "orchestrator/policies/serving/admission.py",
-        "if late > self._stale:",
+        "if late > STALE_SECONDS:",
         "if False:",
         ADMISSION,
     ),

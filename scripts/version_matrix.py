@@ -1,6 +1,6 @@
-"""The table of versions in the README, made from :mod:`orchestrator.hooks.tested_versions`.
+"""The table of versions in docs/install.md, made from :mod:`orchestrator.hooks.tested_versions`.
 
-``scripts/version_matrix.py README.md`` writes it anew between its two markers; a test holds the two together.
+``scripts/version_matrix.py docs/install.md`` writes it anew between its two markers; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.hooks.tested_versions import COMPONENTS, TORCH, TriedVersion
 
-START = "<!-- made by: scripts/version_matrix.py README.md -->"
+START = "<!-- made by: scripts/version_matrix.py docs/install.md -->"
 END = "<!-- end of it -->"
 
 
@@ -44,7 +44,7 @@ def replace_table(page: str) -> str:
     _, end, after = rest.partition(END)
     if not start or not end:
         raise ValueError(f"the page needs the lines {START!r} and {END!r}")
-    return f"{before}{START}\n{version_table()}\n{END}{after}"
+    return f"{before}{START}\n\n{version_table()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

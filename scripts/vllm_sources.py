@@ -32,7 +32,7 @@ from pathlib import Path, PurePosixPath
 from orchestrator.hooks.signatures import FUNCTION, Parameter, SourceTree, missing_names, signature_mismatches
 from vllm_rlplugin.hookpoints import HOOKS, attribute_targets
 
-OTHER_VERSION = "0.33.0"  # supported, and not the one that runs in CI
+OTHER_VERSION = "0.33.0"  # supported, and not the one that is installed; scripts/next_vllm.py runs it
 ROOT = Path(__file__).resolve().parent.parent
 OUR_FOLDERS = ("vllm_rlplugin", "patches/vllm")  # what they import from vLLM is looked for as well
 BLOCK = 256 << 10  # bytes a range request reads
@@ -123,13 +123,14 @@ class Sources:
             return kept.read_text(encoding="utf-8")
         if absent.is_file():
             return None
-        archive = self._open()
+        archive = self.archive()
         there = path in archive.NameToInfo
         data = archive.read(path) if there else b""  # zipfile checks the CRC-32
         _write(kept if there else absent, data)
         return data.decode("utf-8") if there else None
 
-    def _open(self) -> zipfile.ZipFile:
+    def archive(self) -> zipfile.ZipFile:
+        """The wheel; what is read of it is fetched then. Raises UnavailableError."""
         if self._archive is None:
             if self._whole:
                 self._archive = zipfile.ZipFile(self._download())

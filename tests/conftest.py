@@ -102,7 +102,7 @@ def serving(folder: Path, model: Path, token: str, *options: str, watched: bool 
     (folder / "token").chmod(0o600)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([named_as_users_have_it(folder / "site"), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([named_as_users_have_it(folder / "site"), os.environ["PYTHONPATH"]]),
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -83,7 +83,9 @@ class PluginOptions:
         0.25, "share", "of the headroom: what serving uses of it before rollouts are cut"
     )
     kv_pool_lent: float = _option(
-        1.0, "share", "of the pool, the most that rollouts may ever have (the serving engine's flag)"
+        0.0,
+        "share",
+        "of the pool, the most that rollouts may have until `rl-coserve lend` says (the serving engine's flag)",
     )
     kv_pool_window: float = _option(
         60.0, "seconds", "over which serving's own peak counts when rollouts get their budget"

@@ -123,16 +123,11 @@ class AgentSession:
             choice = self._choice(kept, text, number, asked)
             choices.append(choice)
             heard = choice.said if chat else None
-            answers.append(
-                self.conversation.add(opening, kept, heard, (self._before(opening, prompt) + text), began, loop.time())
-            )
+            whole = (prompt or self.chat_format.text(opening.token_ids)) + text  # what a plain completion went on from
+            answers.append(self.conversation.add(opening, kept, heard, whole, began, loop.time()))
         made = sum(len(answer.completion.token_ids) for answer in answers)
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{self.request.trajectory_id}-{numbers[0]}"
         return Answered(identity, len(opening.token_ids), made, tuple(choices)), answers
-
-    def _before(self, opening: Opening, prompt: str) -> str:
-        """The text that a plain completion went on from."""
-        return prompt or self.chat_format.text(opening.token_ids)
 
     def _check(self, asked: Asked, opening: Opening) -> None:
         if (over := self.end_error()) is not None:

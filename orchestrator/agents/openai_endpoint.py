@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -134,8 +135,8 @@ class AgentGateway:
         listener = HttpListener(self.limits)
         app = web.Application(middlewares=[listener.middleware, _in_their_form])
         for head in ("/v1", "/k/{key}/v1"):
-            app.router.add_post(f"{head}/chat/completions", self._chat)
-            app.router.add_post(f"{head}/completions", self._plain)
+            app.router.add_post(f"{head}/chat/completions", partial(self._serve, chat=True))
+            app.router.add_post(f"{head}/completions", partial(self._serve, chat=False))
             app.router.add_get(f"{head}/models", self._models)
             app.router.add_get(f"{head}/models/{{name}}", self._model)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True, **SERVER_OPTIONS)
@@ -188,12 +189,6 @@ class AgentGateway:
                 code="invalid_api_key",
             )
         return door
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=True)
-
-    async def _plain(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=False)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._door(request)

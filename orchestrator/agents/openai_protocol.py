@@ -217,7 +217,7 @@ class _Plain(_Common):
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
-def chat_asked(body: object) -> ChatAsked:
+def chat_request(body: str | bytes) -> ChatAsked:
     """A body of /v1/chat/completions. Raises ApiError."""
     found = _checked(_Chat, body)
     shown = found.tools if found.tool_choice != "none" else []
@@ -226,7 +226,7 @@ def chat_asked(body: object) -> ChatAsked:
     return ChatAsked(asked, tuple(map(_message, found.messages)), tools)
 
 
-def plain_asked(body: object) -> PlainAsked:
+def plain_request(body: str | bytes) -> PlainAsked:
     """A body of /v1/completions. Raises ApiError."""
     found = _checked(_Plain, body)
     if found.logprobs:
@@ -243,23 +243,6 @@ def plain_asked(body: object) -> PlainAsked:
         raise ApiError(400, "prompt: must not be empty", param="prompt")
     ready = prompt if isinstance(prompt, str) else tuple(found.prompt)
     return PlainAsked(found.asked(found.max_tokens, found.logprobs is not None), ready)  # type: ignore[arg-type]
-
-
-def chat_request(text: str | bytes) -> ChatAsked:
-    """:func:`chat_asked` of a body as it came. Raises ApiError."""
-    return chat_asked(_parsed(text))
-
-
-def plain_request(text: str | bytes) -> PlainAsked:
-    """:func:`plain_asked` of a body as it came. Raises ApiError."""
-    return plain_asked(_parsed(text))
-
-
-def _parsed(text: str | bytes) -> Any:
-    try:
-        return jsontext.parse(text)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}"[:300]) from error
 
 
 def read_apart(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,7 +267,11 @@ def read_by_another(fields: Mapping[str, Any]) -> ChatAsked | PlainAsked:
     return _WHOLE.validate_python(fields)
 
 
-def _checked(form: type[T], body: object) -> T:
+def _checked(form: type[T], text: str | bytes) -> T:
+    try:
+        body = jsontext.parse(text)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}"[:300]) from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}

@@ -22,6 +22,7 @@ from orchestrator.api.errors import (
     CommandError,
     ConfigError,
     CoserveError,
+    MachineGone,
     PartLost,
     ProcessDied,
     RetryableError,

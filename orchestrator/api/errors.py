@@ -2,7 +2,8 @@
 
 * :class:`ConfigError` : the user's input. The command line prints it and exits with code 2; nothing was started.
 * :class:`RetryableError` : a part failed in a way that a retry may cure. The caller that owns the retry policy handles it.
-  :class:`ProcessDied` is one whose process is gone: the same call to the same process will not succeed.
+  :class:`ProcessDied` is one whose process is gone: the same call to the same process will not succeed. :class:`MachineGone`:
+  its machine is, and there is nowhere else to go.
 * :class:`TrajectoryError` : fatal to one trajectory, which ends as ``failed: cause``; the run goes on.
 * :class:`CommandError` : a worker refused a command and changed nothing: the mistake is the caller's, or the weights are
   unusable. Over HTTP it is the status that vLLM's clients expect.
@@ -18,10 +19,11 @@ class CoserveError(Exception):
 
 
 class ConfigError(CoserveError):
-    """One wrong input: names the field, the value and the fix."""
+    """One wrong input: names the field, the value (where its repr is not empty) and the fix."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
-        super().__init__(f"{field} = {value!r}: {fix}")
+        shown = repr(value)
+        super().__init__(f"{field} = {shown}: {fix}" if shown else f"{field}: {fix}")
         self.field = field
         self.value = value
         self.fix = fix
@@ -36,6 +38,10 @@ class RetryableError(CoserveError):
 
 class ProcessDied(RetryableError):
     """The process behind a port is gone."""
+
+
+class MachineGone(RetryableError):
+    """The machine of a process is gone. It may come back, and the process with it."""
 
 
 class TrajectoryError(CoserveError):

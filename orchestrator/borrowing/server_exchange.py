@@ -131,12 +131,12 @@ class Exchange:
         self._demand.observe_turns(now, proxy.peak_turns())
         if proxy.suspended:
             return  # at the next look
-        own = any(not state.borrowed and not state.removed for state in proxy.states)
+        own = sum(not (state.borrowed or state.removed or state.parked) for state in proxy.states)
         least = 0 if own else 1
         most = self._settings.most or len(offers)
         turns, cap = self._members.dedicated_turns(), self._routing.served_cap
         if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
-            turns, cap = sum(not state.borrowed and not state.removed for state in proxy.states), 1
+            turns, cap = own, 1
         needed = self._demand.gpus_wanted(now, turns, cap, most)
         begins, self._version = proxy.version != self._version, proxy.version
         change = self._policy.choose_gpus(self._market.job, max(least, needed), now, exchange=begins, least=least)
@@ -175,7 +175,7 @@ class Exchange:
         for offer in offers:
             if offer.why:
                 continue  # silent, and gone if that lasts
-            state = self._members.find_server(offer.url)
+            state = self._members.find_worker(offer.url)
             full = state is not None and not state.parked and state.full
             self._policy.observe_gpu(offer.url, now, offer.share, lends=offer.lends and not full, before=offer.before)
             if offer.taken and offer.url not in self._policy.gpus_of(self._market.job):
@@ -220,7 +220,7 @@ class Exchange:
         if isinstance(worker, PlacedWorker) and worker.hardware:
             hardware = worker.hardware
         try:
-            await self._members.take_server(worker, Seat(hardware, self._routing.served_cap, True))
+            await self._members.take_worker(worker, Seat(hardware, self._routing.served_cap, True))
         except _LOST as error:
             self._policy.record_refusal(name, loop.time())
             if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault
@@ -239,7 +239,7 @@ class Exchange:
         if before is not None:
             before.cancel()
             await asyncio.gather(before, return_exceptions=True)
-        state = self._members.find_server(name)
+        state = self._members.find_worker(name)
         if state is None or state.parked:
             return
         worker = state.worker

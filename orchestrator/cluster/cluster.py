@@ -19,18 +19,19 @@ from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from orchestrator.api import ConfigError, ProcessDied, RetryableError
-from orchestrator.cluster.actor import Actor
+from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.decorators import EXECUTE_ONE, EXECUTE_RANK_ZERO, Declaration, declaration
 from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, Identity, Worker
 from orchestrator.resources import Placement
 
+Heard = Callable[[str, FirstReport], None]
 Result = Coroutine[Any, Any, Any]  # of a call: it is under way already
 
 
 class Cluster:
-    """Workers by rank: id -> place; None: any. ``environment`` is set before their processes start. ``heard(id, node, devices)``
-    is told of the devices that a process sees (:meth:`report_devices`). Raises ConfigError (a class of another role, a method
-    that would hide one of the cluster's)."""
+    """Workers by rank: id -> place; None: any. ``environment`` is set before their processes start. ``heard(id, report)``: hears
+    what a process says of itself (:meth:`hear`), and raises what is wrong with it. Raises ConfigError (a class of another role, a
+    method that would hide one of the cluster's)."""
 
     base: ClassVar[type[Worker]] = Worker
     _patience: ClassVar[float | None] = None  # seconds that the others have after one has failed; None: all they take
@@ -41,7 +42,7 @@ class Cluster:
         places: Mapping[str, Placement | None],
         environment: Mapping[str, str] | None = None,
         name: str = "",
-        heard: Callable[[str, str, Sequence[str]], None] | None = None,
+        heard: Heard | None = None,
     ) -> None:
         if not (isinstance(worker_cls, type) and issubclass(worker_cls, self.base) and worker_cls.role):
             wanted = self.base.__name__ if self.base is not Worker else "ActorTrainCls or ActorGenCls"
@@ -60,18 +61,23 @@ class Cluster:
                 raise ConfigError(f"{worker_cls.__name__}.{key}", key, fix)
             setattr(self, key, partial(self.start, key))
 
+    def add_worker(self, worker: str, place: Placement | None, environment: Mapping[str, str]) -> Actor:
+        """One more, not started, of the next rank; the others go on with the size that they know."""
+        rank = len(self.actors)
+        self.actors.append(Actor(self._class, Identity(worker, rank, rank + 1, "", ()), place, dict(environment)))
+        return self.actors[-1]
+
     async def launch(self) -> None:
         """Reserve the places, where there are some in a pool, then start all processes (Ray does it in the background)."""
         await asyncio.gather(*(asyncio.to_thread(actor.place) for actor in self.actors))
         for actor in self.actors:
             actor.start()
 
-    async def report_devices(self, actor: Actor) -> None:
-        """Which devices a started process sees, where Ray counts them. Raises ConfigError when they are not its own."""
-        if actor.gpus:
-            node, devices = await self._results("seen", [(actor, actor.ask("seen"))], "first")
-            if self._heard is not None:
-                self._heard(actor.name, node, devices)
+    async def hear(self, actor: Actor) -> None:
+        """The first report of a started process. Raises ConfigError when the devices that it sees are not its own."""
+        report = await self._results("seen", [(actor, actor.ask("seen"))], "first")
+        if self._heard is not None:
+            self._heard(actor.name, report)
 
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> Result:
         """Ask the workers as the method was declared; to await: their results, put together."""

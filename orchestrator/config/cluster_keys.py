@@ -37,7 +37,8 @@ class RelaySection(Section):
     master: str = ""
     host: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the embedded master; 0: a free one
-    segment_mb: Positive = 256
+    # memory of a trainer rank that holds versions for the workers; 0: as keep_versions + 1 of them need, at least 256
+    segment_mb: Annotated[int, Field(ge=0)] = 0
     bucket_mb: Positive = 64
     keep_versions: Annotated[int, Field(ge=2)] = 2
     # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
@@ -84,6 +85,8 @@ class ResourcesSection(Section):
     rollout: dict[str, Positive] = {}
     devices_per_worker: Positive = 1  # at least: of a rollout worker, where its parallel sizes need fewer
     devices_per_server: Positive = 8
+    # class -> 10^9 bytes of a device, where `rl-coserve plan` does not know it; "GPU": where there are no pools
+    memory_gb: dict[str, Annotated[float, Field(gt=0)]] = {}
     compatible: dict[str, tuple[str, ...]] = {}  # class -> stand-ins while it has none free; not in it: all of its kind
 
 

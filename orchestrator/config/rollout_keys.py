@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from orchestrator.api import urls
 from orchestrator.config.prediction_keys import PlacementSection, PredictionSection
 from orchestrator.policies.batching.round_planner import speculated
-from orchestrator.settings.engine_settings import EngineSettings
+from orchestrator.settings.engine_settings import EngineGroup, EngineSettings
 from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
+
+_TP = "engine.tensor_parallel_size"
 
 
 class RoutingSection(Section):
@@ -165,7 +167,9 @@ class RoundsSection(Section):
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
-    workers: Annotated[int, Field(ge=0)] = 1  # vLLM engines that the run starts; 0 with `served`
+    workers: Annotated[int, Field(ge=0)] = (
+        1  # vLLM engines that the run starts; 0 with `served`; with `engines` their sum
+    )
     served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
     served_token_file: str = ""  # holds their bearer token, which it may change; empty: the variable RL_COSERVE_TOKEN
     served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
@@ -206,6 +210,7 @@ class RolloutSection(Section):
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSettings = EngineSettings()
+    engines: tuple[EngineGroup, ...] = ()  # groups with options of their own, in place of `engine`
     routing: RoutingSection = RoutingSection()
     borrowed: BorrowedSection = BorrowedSection()
     kv_transfer: KvTransferSection = KvTransferSection()
@@ -216,9 +221,45 @@ class RolloutSection(Section):
     prediction: PredictionSection = PredictionSection()
     placement: PlacementSection = PlacementSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _counted(cls, given: Any) -> Any:
+        """Groups say how many workers there are."""
+        if not isinstance(given, Mapping) or not given.get("engines") or "workers" in given:
+            return given
+        counts = [group.get("count", 1) for group in given["engines"] if isinstance(group, Mapping)]
+        return {**given, "workers": sum(count for count in counts if isinstance(count, int))}
+
+    @property
+    def engine_groups(self) -> tuple[EngineSettings, ...]:
+        """Of each kind of own engines, what they start with: :class:`EngineGroup`, or the one of ``engine``."""
+        return self.engines or (self.engine,)
+
+    def group_of(self, number: int) -> int:
+        """The group of the engine ``vllm-number``, of :attr:`engine_groups`. Those beyond ``workers``, which a run adds,
+        are of the groups in turn."""
+        firsts = [index for index, group in enumerate(self.engines) for _ in range(group.count)]
+        return firsts[number] if number < len(firsts) else (number - len(firsts)) % len(self.engine_groups)
+
+    def engine_of(self, number: int) -> EngineSettings:
+        """What the engine ``vllm-number`` starts with."""
+        return self.engine_groups[self.group_of(number)]
+
+    @property
+    def widest_context(self) -> int:
+        """Tokens that some own engine has room for: what a trainer may meet."""
+        return max(group.max_model_len for group in self.engine_groups)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that every own engine has room for."""
+        return min(group.max_model_len for group in self.engine_groups)
+
     def conflicts(self) -> Iterator[Conflict]:
         yield from self._workers_conflicts()
         yield from self._engines_conflicts()
+        if self.engines:
+            yield from self._groups_conflicts()
         if self.rounds.enabled:
             yield from self._rounds_conflicts()
         if self.placement.enabled and not self.prediction.enabled:
@@ -271,15 +312,31 @@ class RolloutSection(Section):
         if self.planner.experts and not self.planner.enabled:
             fix = "says what the planner may choose, which is off: set rollout.planner.enabled to true too, or this to false"
             yield "planner.experts", True, fix
-        if self.engine.ranks > 1:
-            cuts = [name for name in ("planner", "colocation") if getattr(self, name).enabled]
-            cuts += ["placement.degrees"] * self.placement.degrees.enabled
-            cuts += ["disaggregation.degrees"] * bool(self.disaggregation.degrees)
-            for name in cuts:
-                fix = f"says how many devices each engine has, and so does rollout.{name}: leave one of the two out"
-                yield "engine.tensor_parallel_size", self.engine.ranks, fix
+        cuts = [name for name in ("planner", "colocation") if getattr(self, name).enabled]
+        cuts += ["placement.degrees"] * self.placement.degrees.enabled
+        cuts += ["disaggregation.degrees"] * bool(self.disaggregation.degrees)
+        for name in cuts if self.engines or self.engine.ranks > 1 else ():
+            field, value = ("engines", len(self.engines)) if self.engines else (_TP, self.engine.ranks)
+            fix = f"says how many devices each engine has, and so does rollout.{name}: leave one of the two out"
+            yield field, value, fix
         if self.colocation.enabled and not self.engine.kv_cache_mb:
             yield "engine.kv_cache_mb", 0, "rollout.colocation plans with the size of the KV cache: give it in MiB"
+
+    def _groups_conflicts(self) -> Iterator[Conflict]:
+        """What else says how many engines there are, or takes them for alike."""
+        count = sum(group.count for group in self.engines)
+        if self.workers != count:
+            yield "workers", self.workers, f"the groups of rollout.engines have {count}: leave it out"
+        if self.engine.model_dump() != EngineSettings().model_dump():
+            fix = "says the options of each group, and [rollout.engine] those of one group: leave one of the two out"
+            yield "engines", count, fix
+        if self.placement.profile:
+            fix = "is of engines that are alike: give rollout.placement.speeds, or leave rollout.engines out"
+            yield "placement.profile", self.placement.profile, fix
+        sizes = {group.block_size for group in self.engines}
+        if self.kv_transfer.enabled and len(sizes) > 1:
+            fix = "moves whole blocks between engines: give all groups the same block_size"
+            yield "kv_transfer.enabled", True, fix
 
     @property
     def reshapes(self) -> bool:

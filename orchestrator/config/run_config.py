@@ -146,12 +146,19 @@ class Config(Section):
         for name, classes in (("resources.rollout", self.resources.rollout), ("sim.fleet", self.sim.fleet)):
             if classes and sum(classes.values()) != workers:
                 yield name, dict(classes), f"must name the class of each worker: add up to rollout.workers = {workers}"
-        if self.resources.rollout and not self.resources.pools:
+        classes = dict(self.resources.rollout)
+        if classes and rollout.engines:
             yield (
                 "resources.rollout",
-                dict(self.resources.rollout),
-                "names classes of resources.pools: name the pools too",
+                classes,
+                "rollout.engines says the class of each group (hardware): leave this out",
             )
+        if not self.resources.pools:
+            fix = "names classes of resources.pools: name the pools too"
+            if classes:
+                yield "resources.rollout", classes, fix
+            if named := [group.hardware for group in rollout.engines if group.hardware]:
+                yield "rollout.engines", named, fix
         if self.sim.degrees and len(self.sim.degrees) != workers:
             fix = f"must name the devices of each worker: as many numbers as rollout.workers = {workers}"
             yield "sim.degrees", list(self.sim.degrees), fix

@@ -22,7 +22,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, RunError, StepResult, TrajectoryError
@@ -201,12 +201,26 @@ class EnvPool:
             self._end_member(member, "misbehaved")
         elif now - member.born >= settings.max_age:
             self._end_member(member, "age")
+        elif self._surplus > 0:
+            self._end_member(member, "size")
         elif settings.max_episodes and member.episodes >= settings.max_episodes:
             self._end_member(member, "episodes")
         else:
             self._set_state(member, "recycling")
             self._spawn(f"recycle {member.name}", self._call_member(member, "recycle"))
         self._pump()
+
+    def resize(self, size: int) -> None:
+        """See the protocol."""
+        self._settings = replace(self._settings, size=size)
+        while self._ready and self._surplus > 0:
+            self._end_member(self._ready.pop(0), "size")
+        self._pump()
+
+    @property
+    def _surplus(self) -> int:
+        """Sessions beyond the size, those that end already left out."""
+        return len(self._members) - self._count["ending"] - self._settings.size
 
     def stats(self) -> dict[str, Any]:
         """Now, and since the start."""
@@ -216,12 +230,9 @@ class EnvPool:
             **{state: self._count[state] for state in ("starting", *ALIVE, "ending")},
             "waiting": len(self._waiters),
             "waiting_for": self._reason() if self._waiters else "",
-            "started": self._totals.started,
-            "start_failures": self._totals.start_failures,
-            "episodes": self._totals.episodes,
+            **vars(self._totals),
             "wait_seconds": round(self._totals.wait_seconds, 6),
             "replaced": dict(sorted(self._totals.replaced.items())),
-            "abandoned": self._totals.abandoned,
             "versions": sorted(
                 {member.session.version for member in self._members.values() if member.session is not None}
             ),

@@ -23,6 +23,9 @@ class EnvironmentSource(Protocol):
     async def release(self, environment: Environment, trusted: bool) -> None:
         """Give it back. ``trusted``: no call into it is open, and its last answer was in order."""
 
+    def resize(self, size: int) -> None:
+        """So many environments at most from now on; those beyond end when they are given back."""
+
     def stats(self) -> dict[str, Any]:
         """For the event log; empty when there is nothing to say."""
 

@@ -20,10 +20,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError, jsontext
+from orchestrator.api import Observation, StepResult, TrajectoryError, jsontext
 
 PROTOCOL = 1
 MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
@@ -58,7 +57,7 @@ def decode_line(line: bytes) -> dict[str, Any]:
     try:
         return jsontext.parse_object(line, finite=True)
     except ValueError as error:
-        raise TrajectoryError("environment_protocol", f"not a line of JSON ({error}): {_shown(line)}") from error
+        raise TrajectoryError("environment_protocol", f"not a line of JSON ({error}): {line[:100]!r}") from error
 
 
 def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = None) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = N
             cause if _CAUSE.fullmatch(cause) else "environment_error", str(failed.get("detail", ""))[:_DETAIL]
         )
     if not isinstance(result, dict):
-        raise TrajectoryError("environment_protocol", f"a reply without a result: {_shown(line)}")
+        raise TrajectoryError("environment_protocol", f"a reply without a result: {line[:100]!r}")
     return result
 
 
@@ -86,11 +85,6 @@ def failure_reply(number: object, error: BaseException) -> dict[str, Any]:
     else:
         cause, detail = "environment_error", error_text(error)
     return {"id": number, "error": {"cause": cause, "detail": detail[:_DETAIL]}}
-
-
-def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """For a request."""
-    return asdict(prompt)
 
 
 def step_fields(result: StepResult) -> dict[str, Any]:
@@ -108,10 +102,6 @@ def read_step(fields: Mapping[str, Any]) -> StepResult:
     seen = read_observation(fields, "step")
     values: list[Any] = [fields.get(name) for name in _STEP]
     return step_of(StepResult(seen, *values))
-
-
-def _shown(line: bytes) -> str:
-    return repr(line[:100])
 
 
 def error_text(error: BaseException) -> str:

@@ -140,6 +140,9 @@ class FreshEnvironments:
         if cancelled is not None:
             raise cancelled
 
+    def resize(self, size: int) -> None:
+        """Nothing: there are as many as episodes."""
+
     def stats(self) -> dict[str, Any]:
         return {}
 

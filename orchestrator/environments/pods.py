@@ -205,7 +205,6 @@ class TcpChannel:
         self._end = end
         self._random = random.Random(f"{seed}/connect")
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self.connections = 0
 
     async def exchange(self, line: bytes) -> bytes:
         for _ in range(CONNECT_TRIES):
@@ -243,7 +242,6 @@ class TcpChannel:
                     except BaseException:
                         writer.close()
                         raise
-                self.connections += 1
                 return reader, writer
             except (OSError, TimeoutError) as error:
                 if not left:

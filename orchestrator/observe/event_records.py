@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from orchestrator import ledger
@@ -209,7 +210,6 @@ class Borrowing:
     worker: str
     t: float
     reason: str = ""
-    use: float = 0.0
     requests: int = 0
     tokens: int = 0
 
@@ -279,10 +279,6 @@ def _occupancy(event: Mapping[str, Any]) -> dict[str, float]:
     return found | {"every": found["every"]}
 
 
-def _round(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {**event, "step": int(event["step"])}
-
-
 def _serving(event: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"worker": str(event["worker"]), "until": float(event["until"])}
     found |= {name: int(event[name]) for name in ("samples", "pages", "budget", "tokens", "late", "blamed")}
@@ -291,27 +287,15 @@ def _serving(event: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"seconds": float(event["seconds"])}
 
 
-def _incident(event: Mapping[str, Any]) -> Incident:
-    return _of(Incident, event)
-
-
-def _borrowing(event: Mapping[str, Any]) -> Borrowing:
-    return _of(Borrowing, event)
-
-
 _READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "run_start": lambda event: _of(Start, event),
-    "run_end": lambda event: _of(End, event),
+    "run_start": partial(_of, Start), "run_end": partial(_of, End), "update": partial(_of, Update),
+    "worker": partial(_of, WorkerSnapshot), "warmup": partial(_of, Warmup), "environments": partial(_of, PoolSnapshot),
     "stage": lambda event: _of(Stage, event, name=str(event["stage"])),
     "step": lambda event: _of(Step, event, number=int(event["step"]) + 1, period=0.0),
     "evaluation": lambda event: _of(Evaluation, event, value=float(event["success"])),
-    "update": lambda event: _of(Update, event),
-    "worker": lambda event: _of(WorkerSnapshot, event),
-    "warmup": lambda event: _of(Warmup, event),
-    "environments": lambda event: _of(PoolSnapshot, event),
-    "alarm": _incident, "fault": _incident, "recovered": _incident,
-    "borrowed": _borrowing, "returned": _borrowing, "handed_back": _borrowing,
-    "occupancy": _occupancy, "round": _round, "serving": _serving,
+    **dict.fromkeys(("alarm", "fault", "recovered"), partial(_of, Incident)),
+    **dict.fromkeys(("borrowed", "returned", "handed_back"), partial(_of, Borrowing)),
+    "occupancy": _occupancy, "serving": _serving, "round": lambda event: {**event, "step": int(event["step"])},
     "tools": lambda event: {str(name): dict(found) for name, found in (event.get("tools") or {}).items()},
     "rewards": lambda event: {name: value for name, value in event.items() if name not in ("kind", "t", "step")},
     "plan": dict, "reshape": dict, "degrees": dict,

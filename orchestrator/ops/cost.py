@@ -58,6 +58,7 @@ class CostEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
+        whole, environments = self.total, sum(item.total for item in self.items if item.name == "environments")
         return {
             "kind": "simulated",
             "steps": self.steps,
@@ -66,15 +67,10 @@ class CostEstimate:
             "hours": round(self.hours, 6),
             "currency": self.currency,
             "items": [asdict(item) | {"total": round(item.total, 6)} for item in self.items],
-            "total": round(self.total, 6),
-            "environment_share": self.share("environments"),
-            "analysis": self.analysis.as_dict() if self.analysis else None,
+            "total": round(whole, 6),
+            "environment_share": round(environments / whole, 6) if whole else 0.0,
+            "analysis": asdict(self.analysis) if self.analysis else None,
         }
-
-    def share(self, name: str) -> float:
-        """Of the whole bill."""
-        part = sum(item.total for item in self.items if item.name == name)
-        return round(part / self.total, 6) if self.total else 0.0
 
     def text(self) -> str:
         """For people."""
@@ -148,7 +144,8 @@ def _simulated(config: Config, steps: int) -> Config:
     """The same run, short, without faults; servers of others are played by as many simulated workers."""
     data = config.model_dump(mode="json")
     data["run"] |= {"steps": steps, "minutes": None}
-    data["rollout"] |= {"workers": config.rollout.workers + len(config.rollout.served), "served": []}
+    data["rollout"]["engine"] = config.rollout.engine_groups[0].options()
+    data["rollout"] |= {"engines": (), "workers": config.rollout.workers + len(config.rollout.served), "served": []}
     data["evaluation"] |= {"every": 0, "prompts": 1}
     data["sim"]["fault_rate"] = 0.0
     return parse_config(data)

@@ -15,7 +15,6 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
-import re
 import signal
 import sqlite3
 import subprocess
@@ -28,6 +27,8 @@ from dataclasses import asdict, dataclass
 from json import dumps, loads
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks.tested_versions import (
@@ -142,7 +143,9 @@ def _in_process(item: Check, command: Sequence[str] = ()) -> Finding:
         except subprocess.TimeoutExpired:
             code = None
         finally:  # whatever it left behind, and on Ctrl-C itself
-            _kill_group(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         log.seek(0)
         lines = log.read().splitlines()
     if code is None:
@@ -155,12 +158,6 @@ def _in_process(item: Check, command: Sequence[str] = ()) -> Finding:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     last = _short(lines[-1]) if lines else "it printed nothing"
     return Finding("fail", f"its process {how}; last line: {last}", "out of memory? (dmesg); else `make venv`")
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _answer(name: str) -> int:
@@ -226,9 +223,9 @@ def required_distributions() -> list[str]:
     """Distributions that the base and its extra ``orchestrator`` require, as the installed metadata says."""
     found = []
     for text in importlib.metadata.requires(PLUGIN) or []:
-        requirement, _, marker = text.partition(";")
-        if "extra" not in marker or re.search(r"""extra == ["']orchestrator["']""", marker):
-            found.append(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+        needed = Requirement(text)
+        if needed.marker is None or needed.marker.evaluate({"extra": "orchestrator"}):
+            found.append(needed.name)
     return found
 
 

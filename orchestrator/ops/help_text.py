@@ -21,7 +21,9 @@ class Usage:
 USAGE: Mapping[str, Usage] = {
     "train": Usage(
         "Train a model from a TOML config, or go on with a run. Any value can be given as section.key=value, also\n"
-        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.",
+        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.\n"
+        "--dry-run starts nothing: the config on standard output, then where the processes would go and OK, or all that is\n"
+        "wrong, on standard error.",
         (
             "train examples/frozenlake.toml --dry-run",
             "train examples/frozenlake.toml rollout.alpha=2 run.steps=40",
@@ -30,10 +32,17 @@ USAGE: Mapping[str, Usage] = {
         "config.md",
     ),
     "plan": Usage(
-        "Say where the processes of a run would go, and end: Ray reserves every place, here or in the cluster of\n"
-        "ray.address, and has it back. What cannot be placed is one error with the numbers.",
-        ("plan examples/frozenlake.toml", "plan resources.trainer=CPU rollout.workers=1 --json"),
+        "Say what memory each device needs, by running the trainer's own step on fake tensors, and where the processes of a\n"
+        "run would go, and end: Ray reserves every place, here or in the cluster of ray.address, and has it back. What cannot\n"
+        "be placed is one error with the numbers; what does not fit names the key that cures it.",
+        ("plan examples/frozenlake.toml", "plan examples/frozenlake.toml --memory --json"),
         "install.md",
+    ),
+    "scale": Usage(
+        "Change how many engines a run has, and how many environments, while it goes on; without a change, say the sizes.\n"
+        "What is in flight on an engine that is taken away goes on elsewhere. A resume keeps the sizes (scale.json).",
+        ("scale", "scale rollout=+2", "scale environments=64 --run runs/frozenlake-001"),
+        "processes.md",
     ),
     "sim": Usage(
         "Run the same pipeline in virtual time with simulated engines: seconds for what takes GPUs days. Prints a summary;\n"
@@ -74,6 +83,12 @@ USAGE: Mapping[str, Usage] = {
     "trace": Usage(
         "Write what a run did as a trace for Perfetto (ui.perfetto.dev).",
         ("trace latest --out trace.json", "trace latest --steps 3-5"),
+        "seeing.md",
+    ),
+    "show": Usage(
+        "Show what the agent saw and said. Without an ID, a list of the run's newest trajectories; with one, or with --best,\n"
+        "--worst, --longest or --failed, a trajectory turn by turn, decoded, in the colours of the weights that spoke.",
+        ("show", "show latest --step 12", "show latest --worst --step 12", "show runs/frozenlake-001 --failed"),
         "seeing.md",
     ),
     "lend": Usage(

@@ -15,8 +15,6 @@ from orchestrator.environments.pods import API_LIMIT, connect_cluster, load_libr
 from orchestrator.ops.check import Finding
 
 VERBS = ("create", "get", "list", "delete", "deletecollection")
-_ALWAYS = (("", "pods"),)  # (API group, resource)
-_PRE_PULL = (("apps", "daemonsets"),)
 
 
 def check_cluster_access(settings: KubernetesSection) -> Finding:
@@ -28,7 +26,7 @@ async def _asked(settings: KubernetesSection) -> Finding:
     aio = load_library()
     configuration = await connect_cluster(aio, settings.context)
     where = f"namespace {settings.namespace} at {configuration.host}"
-    resources = _ALWAYS + (_PRE_PULL if settings.pre_pull else ())
+    resources = [("", "pods"), *([("apps", "daemonsets")] if settings.pre_pull else [])]  # (API group, resource)
     async with aio.client.ApiClient(configuration) as api:
         try:
             refused = await _refused(aio, aio.client.AuthorizationV1Api(api), settings.namespace, resources)

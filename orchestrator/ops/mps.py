@@ -68,7 +68,6 @@ class MpsControl:
         self._timeout = timeout
         self._folder = folder
         self._devices = devices
-        self.restarts = 0
 
     def environment(self, percentage: int | None = None) -> dict[str, str]:
         """What a client's process starts with. ``percentage`` of the GPU's threads at most (None: the daemon's default)."""
@@ -77,7 +76,9 @@ class MpsControl:
             "CUDA_MPS_LOG_DIRECTORY": str(self._folder / "logs"),
         }
         if percentage is not None:
-            given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(_share(percentage))
+            if not 0 < percentage <= 100:
+                raise ConfigError("mps percentage", percentage, "give a share from 1 to 100")
+            given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(percentage)
         return given
 
     async def start(self) -> None:
@@ -101,7 +102,6 @@ class MpsControl:
         """Start it anew if it does not answer. Returns whether that was necessary. Raises RetryableError."""
         if (await self.check()).daemon:
             return False
-        self.restarts += 1
         await self.start()
         return True
 
@@ -224,9 +224,3 @@ def run_mps(options: argparse.Namespace, *, binary: str = BINARY) -> int:
         print(f"rl-coserve mps: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _share(percentage: int) -> int:
-    if not 0 < percentage <= 100:
-        raise ConfigError("mps percentage", percentage, "give a share from 1 to 100")
-    return percentage

@@ -24,7 +24,7 @@ from orchestrator.run_folder import describe_machine
 from orchestrator.runtime import tiny_model_setup
 from orchestrator.runtime.engine_actors import VllmEngine
 from orchestrator.runtime.engine_cuts import IDENTITY
-from orchestrator.runtime.real_run import engine_environment
+from orchestrator.runtime.own_engines import engine_environment
 from orchestrator.tasks import registry
 
 PROFILER = "vllm_rlplugin.engine_profiler:EngineProfiler"
@@ -74,6 +74,9 @@ async def profile_model(config: Config, wanted: Wanted, note: Callable[[ProfileP
 
 def check_sizes(config: Config, wanted: Wanted) -> None:
     """What can be known before anything starts. Raises ConfigError."""
+    if config.rollout.engines:
+        fix = "a profile is of one kind of engine: give its options in [rollout.engine]"
+        raise ConfigError("rollout.engines", len(config.rollout.engines), fix)
     longest = config.rollout.engine.max_model_len
     if wanted.lengths and max(wanted.lengths) >= longest:
         fix = f"rollout.engine.max_model_len is {longest}: no longer context fits; raise it, or ask for less"

@@ -15,7 +15,6 @@ from orchestrator.policies.prediction.length_predictor import (
     LengthOutcome,
     LengthPredictor,
     ProgressivePredictor,
-    prompt_only,
 )
 
 
@@ -28,7 +27,7 @@ def make_predictor(settings: PredictionSection, prior: float, seed: int) -> Leng
     if settings.predictor == "history":
         return HistoryPredictor(prior)
     if settings.predictor == "prompt-only":
-        made = prompt_only(prior, coverage=settings.coverage, seed=seed)
+        made = ProgressivePredictor(prior, coverage=settings.coverage, seed=seed, prompt_only=True)
     else:
         made = ProgressivePredictor(prior, coverage=settings.coverage, seed=seed, encoder=_encoder_of(settings, seed))
     if settings.start:

@@ -53,7 +53,6 @@ class _Known:
 
     number: int
     forecast: LengthForecast
-    task: str
     said: int = 0
     made: int = 0
     question: asyncio.Task[None] | None = None
@@ -95,7 +94,7 @@ class LengthTracker:
     def begin(self, trajectory: str, prompt: Prompt) -> None:
         """It starts; its prompt is not known yet."""
         progress = TrajectoryProgress(trajectory, prompt.task, prompt.key, (), (), (), (), ())
-        self._known[trajectory] = _Known(self._started, self._stand_in(progress), prompt.task)
+        self._known[trajectory] = _Known(self._started, self._stand_in(progress))
         self._started += 1
         if self._placer is not None:
             self._placer.begin(trajectory, prompt.task, self._known[trajectory].forecast.tokens)

@@ -74,12 +74,12 @@ def line_rates(settings: PlacementSection, speed: float, slots: int) -> WorkerRa
     return WorkerRates(steps, prefill=settings.prefill_seconds, slots=slots)
 
 
-def rates_by_name(settings: PlacementSection, states: Sequence[WorkerState], slots: int) -> RatesOf:
-    """By ``speeds``, where there is no profile."""
+def rates_by_name(settings: PlacementSection, states: Sequence[WorkerState], slots: Callable[[str], int]) -> RatesOf:
+    """By ``speeds``, where there is no profile. ``slots``: requests that the worker of this name computes at once."""
 
     @cache
     def rates(name: str) -> WorkerRates:
-        return line_rates(settings, settings.speeds.get(name, 1.0), slots)
+        return line_rates(settings, settings.speeds.get(name, 1.0), slots(name))
 
     return lambda worker: rates(states[worker].worker.name)
 

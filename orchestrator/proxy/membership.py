@@ -1,4 +1,5 @@
-"""Borrowed workers that come and go while a run goes on (ROSE 4.3): servers are taken and given back between two turns.
+"""Workers that come and go while a run goes on: borrowed ones (ROSE 4.3) are taken and given back between two turns, own engines
+are added and taken away (:mod:`orchestrator.proxy.engine_scaling`).
 
 Guarantees, beside those of :class:`orchestrator.proxy.gateway.LLMProxy`: a worker that is taken gets the present
 weights before its first request; one that is given back gets nothing more, and what it had goes on elsewhere with the
@@ -7,14 +8,14 @@ tokens that it has.
 
 from __future__ import annotations
 
-from orchestrator.api import BorrowedWorker
+from orchestrator.api import ManagedWorker
 from orchestrator.policies.routing.turn_routing import Seat
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import WorkerState
 
 
 class Membership:
-    """Over the borrowed workers of a proxy."""
+    """Over the workers of a proxy."""
 
     def __init__(self, proxy: LLMProxy) -> None:
         self.proxy = proxy
@@ -22,7 +23,8 @@ class Membership:
     def dedicated_turns(self) -> int | None:
         """That the run's own workers may have at once; None: any number."""
         proxy = self.proxy
-        caps = [proxy.router.cap_of(state.index) for state in proxy.states if not state.borrowed and not state.removed]
+        own = [state for state in proxy.states if not (state.borrowed or state.removed or state.parked)]
+        caps = [proxy.router.cap_of(state.index) for state in own]
         return sum(caps) if all(caps) else None
 
     @property
@@ -30,18 +32,19 @@ class Membership:
         """Seconds that the proxy waits for a borrowed worker when there is no other, as for one that is away."""
         return self.proxy.limits.restart
 
-    def find_server(self, name: str) -> WorkerState | None:
-        """Of the borrowed server of this name, taken or not."""
-        return next((state for state in self.proxy.states if state.borrowed and state.worker.name == name), None)
+    def find_worker(self, name: str) -> WorkerState | None:
+        """Of the worker of this name, taken or not."""
+        return next((state for state in self.proxy.states if state.worker.name == name), None)
 
-    async def take_server(self, worker: BorrowedWorker, seat: Seat) -> WorkerState:
-        """Take up a server, under the name of one that was given back or a new one, and open it. Raises what ``restart`` and the
+    async def take_worker(self, worker: ManagedWorker, seat: Seat) -> WorkerState:
+        """Take up a worker, under the name of one that was given back or a new one, and open it. Raises what ``restart`` and the
         commands of a weight update raise, and TimeoutError; then it is as if it had not been taken."""
-        proxy, state = self.proxy, self.find_server(worker.name)
+        proxy, state = self.proxy, self.find_worker(worker.name)
         if state is None:
             state = WorkerState(worker, proxy.router.add_worker(seat), alive=False, parked=True)
             proxy.states.append(state)
-            proxy.caps.join(state)
+            if state.borrowed:
+                proxy.caps.join(state)
         assert state.parked
         if state.removed:  # it was given up, and is there after all
             state.removed = False
@@ -61,7 +64,7 @@ class Membership:
         return state
 
     async def give_back(self, state: WorkerState) -> int:
-        """Take its requests away from a server; how many. It is ours no more, and its worker may be closed."""
+        """Take its requests away from a worker; how many. It is ours no more, and may be closed."""
         proxy, state.lent = self.proxy, True  # nothing is sent there, and nobody brings it up anew
         proxy.seat(state)
         proxy.tell_left(state)

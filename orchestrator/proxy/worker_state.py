@@ -92,7 +92,8 @@ class WorkerState:
     index: int
     alive: bool = True
     removed: bool = False
-    parked: bool = False  # its server was given back, and is another's, or nobody's
+    parked: bool = False  # it was given back, and is another's, or nobody's
+    away: bool = False  # its machine is gone, and it waits for it
     full: bool = False  # its device has no memory for requests of ours
     lent: bool = False  # its device belongs to the trainer, or is about to
     stuck: str = ""  # it did not answer when it was to be lent: it is restarted when its device is taken back
@@ -256,7 +257,8 @@ def rest_from(
 
 def others_live(states: Sequence[WorkerState], state: WorkerState) -> bool:
     """Whether a worker beside this one is up, or is being restarted by us."""
-    return any(other.alive or not (other.removed or other.borrowed) for other in states if other is not state)
+    others = (other for other in states if other is not state)
+    return any(other.alive or not (other.removed or other.parked or other.borrowed or other.away) for other in others)
 
 
 def waiting_reason(states: Sequence[WorkerState], suspended: bool, preparing: int) -> str:

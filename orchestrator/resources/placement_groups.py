@@ -77,7 +77,7 @@ class Placement:
         if hardware == "CPU":
             return {"CPU": max(count, self._cpus)}
         of_class = {hardware: count} if hardware else {}
-        gpus = {"GPU": count} if kind_of(hardware) == ACCELERATOR and _has_gpus(hardware) else {}
+        gpus = {"GPU": count} if count and kind_of(hardware) == ACCELERATOR and _has_gpus(hardware) else {}
         return of_class | gpus | ({"CPU": self._cpus} if self._cpus else {})
 
     def place(self) -> dict[str, Any]:
@@ -107,17 +107,41 @@ class Placement:
         reserved, index = self._reserved
         return str(placement_group_table(reserved.group)["bundles_to_node_id"][index])
 
-    def move(self) -> DeviceBinding:
-        """The place did not work: other devices, the old ones marked as failed, and all that are free of a class of which Ray
-        has not enough any more (a node died). Blocks."""
+    def machine_gone(self) -> bool:
+        """Whether the place is on a node that died, and Ray has none elsewhere yet: it waits until there is one. Blocks."""
         import ray
 
-        self.drop()
+        return self._reserved is not None and self.node() not in [
+            node["NodeID"] for node in ray.nodes() if node["Alive"]
+        ]
+
+    def move(self) -> DeviceBinding:
+        """The place did not work: other devices, the old ones marked as failed, and all that are free of a class of which Ray
+        has not enough any more (a node died). RetryableError: there are none; it keeps its place, for when the node is back.
+        Blocks."""
+        import ray
+
+        gone = self.machine_gone()
         if self._manager is not None:
-            old = self.bind().hardware
-            gone = ray.cluster_resources().get(old, 0) < self._wish.devices
-            self._keep(self._manager.rebind(self.worker, failed=True, gone=gone))
+            old = self.bind()
+            gone = gone or ray.cluster_resources().get(old.hardware, 0) < self._wish.devices
+            free = self._manager.view().free(old.hardware) if gone else ()
+            try:
+                self._keep(self._manager.rebind(self.worker, failed=True, gone=gone))
+            except RetryableError:
+                if gone:  # away, not broken
+                    self._manager.repair(old.hardware, [*old.devices, *free])
+                raise
+        elif gone:
+            raise RetryableError(f"{self.worker}: Ray has no other place")
+        self.drop()
         return self.bind()
+
+    def hand_in(self) -> None:
+        """Its process ended, and is not to come back soon: give everything back, but for a place in a group that others have
+        places in, too. Ray keeps a group whole: such a place waits for :meth:`place`. Blocks."""
+        if self._reserved is None or self._reserved[0].holders == 1:
+            self.release()
 
     def drop(self) -> None:
         """Give the place in Ray back, with the last worker of its group; the binding stays. Idempotent."""

@@ -70,6 +70,31 @@ class FunctionCalls:
     seconds: float = 0.0  # of answered calls, retries and waits included
 
 
+class _Slots(asyncio.Semaphore):
+    """So many at a time; what is beyond a smaller number goes on to its end."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._size, self._surplus = size, 0
+
+    def resize(self, size: int) -> None:
+        change, self._size = size - self._size, size
+        for _ in range(change):
+            self.release()
+        while change < 0:
+            if self._value > 0:
+                self._value -= 1
+            else:
+                self._surplus += 1
+            change += 1
+
+    def release(self) -> None:
+        if self._surplus:
+            self._surplus -= 1
+        else:
+            super().release()
+
+
 class FunctionClient:
     """Calls one function. ``field`` is the config's name of the URL, for its error; ``burst = None``: any number may wait."""
 
@@ -94,7 +119,7 @@ class FunctionClient:
         self.counts = FunctionCalls()
         self._url = url
         self._token = bearer.Token(token, f"{self.field} token")
-        self._slots = asyncio.Semaphore(concurrency)
+        self._slots = _Slots(concurrency)
         self._room = None if burst is None else concurrency + burst
         self._inside = 0  # calls in flight, and those that wait for a slot
         self._timeout = timeout
@@ -127,6 +152,10 @@ class FunctionClient:
             self._inside -= 1
             counts.seconds += loop.time() - begun
 
+    def resize(self, concurrency: int) -> None:
+        """So many calls in flight at most from now on."""
+        self._slots.resize(concurrency)
+
     async def prewarm(self, count: int) -> bool:
         """Ask the host to keep ``count`` processes of the function ready (Lambda's provisioned concurrency). False when this
         endpoint has no such request, or refuses it: then the first calls are cold."""
@@ -146,8 +175,7 @@ class FunctionClient:
 
     def stats(self) -> dict[str, Any]:
         """For the event log."""
-        values = asdict(self.counts)
-        return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
+        return {name: round(value, 6) for name, value in asdict(self.counts).items()}
 
     async def close(self) -> None:
         """Idempotent. Calls in flight fail."""

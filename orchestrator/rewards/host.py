@@ -4,7 +4,7 @@
 
     POST /2015-03-31/functions/{name}/invocations    JSON in, JSON out; X-Amz-Function-Error when the function failed
     PUT  /2019-09-30/functions/{name}/provisioned-concurrency   {"ProvisionedConcurrentExecutions": processes kept ready}
-    GET  /stats                                      processes and counters of every function
+    GET  /stats                                      processes of every function, now
 
 Guarantees: it answers nobody without the bearer token (read from the environment variable NAME, never an argument, and
 taken out of the environment; ``sha256:HEX`` there, or in a file that it names as ``file:PATH``, is the token's digest, so that no

@@ -63,11 +63,7 @@ class ServingChild(ChildProcess):
 
     async def start(self) -> None:
         """Start and wait until it listens. Raises ConfigError when it refuses what it was given, RunError otherwise."""
-        try:
-            await self._launch(0)
-        except BaseException:
-            self._port = 0
-            raise
+        await self._launch(0)
 
     async def restart(self) -> None:
         """After its death, or a restart that failed: at the port that it had. Raises as :meth:`start`."""

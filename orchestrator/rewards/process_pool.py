@@ -49,19 +49,6 @@ class Invocation:
     cold_seconds: float | None = None  # waited for a process to start; None when one was ready
 
 
-@dataclass
-class PoolCounters:
-    """Since the host started. ``cold_starts``: processes that a call had to wait for; ``warm_starts``: others."""
-
-    invocations: int = 0
-    cold_starts: int = 0
-    warm_starts: int = 0
-    cold_seconds: float = 0.0  # that calls waited for a process to start
-    errors: int = 0
-    timeouts: int = 0
-    throttled: int = 0
-
-
 class _Worker:
     """A process that is ready for calls."""
 
@@ -125,7 +112,6 @@ class FunctionPool:
     ) -> None:
         self.target = target
         self._most_bytes = most_bytes  # of a result
-        self.counters = PoolCounters()
         self._timeout = timeout
         self._idle_seconds = idle_seconds
         self._concurrency = concurrency
@@ -147,27 +133,21 @@ class FunctionPool:
     async def invoke(self, event: Any, note: Invocation | None = None) -> Any:
         """Run the function on one event; ``note`` is told what it cost. Raises FunctionError or Throttled."""
         if self._waiting >= QUEUE_PER_WORKER * self._concurrency:
-            self.counters.throttled += 1
             raise Throttled
         self._waiting += 1
         try:
             await self._slots.acquire()
         finally:
             self._waiting -= 1
-        self.counters.invocations += 1
         try:
             return await self._run(event, note or Invocation())
-        except FunctionError as error:
-            self.counters.errors += 1
-            self.counters.timeouts += error.kind == TIMED_OUT
-            raise
         finally:
             self._slots.release()
 
-    def stats(self) -> dict[str, int | float]:
-        """Processes now, and counters."""
+    def stats(self) -> dict[str, int]:
+        """Processes now."""
         idle = len(self._idle)
-        return {"live": self._live, "idle": idle, "busy": self._live - idle, **vars(self.counters)}
+        return {"live": self._live, "idle": idle, "busy": self._live - idle}
 
     async def close(self) -> None:
         """Kill all idle workers. Calls in progress were cancelled by the caller, which kills theirs."""
@@ -184,7 +164,6 @@ class FunctionPool:
         while self._live < self._kept:
             async with self._slots:
                 if self._live < self._kept:
-                    self.counters.warm_starts += 1
                     try:
                         self._rest(await self._start())
                     except FunctionError:
@@ -194,12 +173,10 @@ class FunctionPool:
         worker = await self._take_idle()
         if worker is None:
             begun = asyncio.get_running_loop().time()
-            self.counters.cold_starts += 1
             try:
                 worker = await self._start()
             finally:
                 note.cold_seconds = asyncio.get_running_loop().time() - begun
-                self.counters.cold_seconds = round(self.counters.cold_seconds + note.cold_seconds, 6)
         trusted = False
         try:
             async with asyncio.timeout(self._timeout):

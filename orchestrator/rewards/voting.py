@@ -28,12 +28,9 @@ class MajorityVote:
         self.limited = isinstance(reward, LimitedReward) and reward.limited
         self._votes = votes
         self._by = by
-        self.asked = 0  # trajectories
-        self.split = 0  # of them, those whose votes were not all the same
 
     async def score(self, trajectory: Trajectory) -> float:
         """The reward that most votes give."""
-        self.asked += 1
         voters = [asyncio.ensure_future(self._reward.score(trajectory)) for _ in range(self._votes)]
         try:
             return await self._counted(voters)
@@ -55,9 +52,7 @@ class MajorityVote:
             if self._by == "majority" and given:
                 value, count = Counter(given).most_common(1)[0]
                 if count * 2 > self._votes:
-                    self.split += len(set(given)) > 1 or bool(failures)
                     return value
-        self.split += len(set(given)) > 1 or bool(failures)
         if self._by == "median":
             return float(statistics.median_low(given))
         raise TrajectoryError("reward_disagreement", f"{self._votes} votes: {sorted(given)}, {len(failures)} failed")

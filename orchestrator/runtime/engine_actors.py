@@ -27,6 +27,7 @@ from orchestrator.api import (
     CommandError,
     ConfigError,
     KvWorker,
+    MachineGone,
     Meeting,
     ProcessDied,
     ReleasingWorker,
@@ -38,6 +39,7 @@ from orchestrator.api import (
 )
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
 from orchestrator.cluster.actor import Actor
+from orchestrator.cluster.cluster import Heard
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
@@ -235,20 +237,33 @@ class RayWorker(EnginePort):
             return
         await asyncio.to_thread(self._actor.place)
         self._actor.start()
-        await self._engines.report_devices(self._actor)
+        await self._engines.hear(self._actor)
         self.process = await self._call("create", self._target, self._kwargs)
 
     async def restart(self) -> None:
-        """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8)."""
+        """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8). Raises MachineGone
+        while its machine is away and there are none."""
         self._actor.kill()
-        if self._failed_here and self._actor.placement is not None:
-            try:
-                await asyncio.to_thread(self._actor.placement.move)
-            except RetryableError as error:
-                raise RetryableError(f"{self.name} did not come up, and has nowhere else to go: {error}") from error
+        await self._leave_place(self._failed_here)
         self._failed_here = True
-        await self.start()
+        try:
+            await self.start()
+        except RetryableError:
+            await self._leave_place(failed=False)
+            raise
         self._failed_here = False
+
+    async def _leave_place(self, failed: bool) -> None:
+        """To other devices, where it ``failed`` in its place or the machine is gone."""
+        placement = self._actor.placement
+        if placement is None or not ((gone := await asyncio.to_thread(placement.machine_gone)) or failed):
+            return
+        try:
+            await asyncio.to_thread(placement.move)
+        except RetryableError as error:
+            if gone:
+                raise MachineGone(f"the machine of {self.name} is gone") from error
+            raise RetryableError(f"{self.name} did not come up, and has nowhere else to go: {error}") from error
 
     async def resize(self, ranks: int) -> None:
         """See :class:`orchestrator.api.ResizableWorker`. It takes the devices from its own on."""
@@ -268,6 +283,13 @@ class RayWorker(EnginePort):
     async def close(self) -> None:
         """See the protocol."""
         self._actor.kill()
+        self._failed_here = False
+
+    async def let_go(self) -> None:
+        """End the process, and give its devices back; ``restart`` asks for others."""
+        await self.close()
+        if self._actor.placement is not None:
+            await asyncio.to_thread(self._actor.placement.hand_in)
 
 
 class RayTrainer(TrainerPort):
@@ -281,7 +303,7 @@ class RayTrainer(TrainerPort):
         placements: Sequence[Placement] = (),
         *,
         spread: bool = False,
-        heard: Callable[[str, str, Sequence[str]], None] | None = None,
+        heard: Heard | None = None,
     ) -> None:
         """``target``: the plugin's class. ``spread``: workers may run on other machines than the trainer. ``heard``: see
         :class:`orchestrator.cluster.Cluster`."""
@@ -301,7 +323,7 @@ class RayTrainer(TrainerPort):
 
     async def create(self, kwargs: Mapping[str, Any]) -> None:
         """Build model and optimizer. Several ranks meet at a free port of the first one's node."""
-        await asyncio.gather(*map(self.ranks.report_devices, self.ranks.actors))
+        await asyncio.gather(*map(self.ranks.hear, self.ranks.actors))
         meeting = await self.function(_MEETING_POINT, {}) if len(self.ranks.actors) > 1 else ""
         await self._call("join", self._target, kwargs, meeting)
 

@@ -22,6 +22,7 @@ from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
+from orchestrator.pool_sizes import pools_of
 from orchestrator.rewards.host_launch import PATIENCE, FunctionHost, JudgeHost, RewardHost
 from orchestrator.rewards.llm_judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
@@ -37,12 +38,13 @@ WAIT_SECONDS = 30.0  # of a call for its process to start, beside what it may ru
 
 @dataclass(frozen=True)
 class Rewards:
-    """``counters``: of the calls that score, since the start."""
+    """``counters``: of the calls that score, since the start; ``resize``: how many of them may be in flight, None: it stays."""
 
     function: RewardFunction
     counters: Callable[[], dict[str, Any]]
     timeouts: AdaptiveTimeouts | None  # of test cases; None: fixed
     beside: Mapping[str, str] = field(default_factory=dict)  # what engines beside the run's judge start with
+    resize: Callable[[int], None] | None = None
 
 
 async def start_reward(
@@ -70,6 +72,7 @@ async def start_reward(
         reward.stats,
         timeouts,
         beside,
+        reward.resize if isinstance(reward, HttpReward) else None,
     )
 
 
@@ -93,10 +96,10 @@ async def _function(
         stack.push_async_callback(served.stop)
         url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
     else:
-        slots = min(slots, 2 * (os.cpu_count() or 1))
+        slots = pools_of(config)["rewards"].begins
         host = RewardHost(
             settings.function or registry.reward_of(task),
-            concurrency=slots,
+            concurrency=settings.concurrency,  # the client has fewer calls in flight, and may get more
             timeout=seconds,
             idle_seconds=settings.idle_seconds,
             log=folder.logs / "reward-host.log",

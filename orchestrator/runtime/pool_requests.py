@@ -28,14 +28,20 @@ def wishes(config: Config) -> list[tuple[str, str, int]]:
     """(process, class, devices) of all, trainer ranks first."""
     settings = config.resources
     ranks = [(name, settings.trainer, settings.devices_per_rank) for name in trainer_names(trainer_ranks(config))]
-    wanted = settings.rollout or {ROLE_CLASSES["ActorGen"]: config.rollout.workers}
-    classes = [hardware for hardware, count in wanted.items() for _ in range(count)]
-    degrees = config.rollout.disaggregation.degrees
-    workers = [
-        (name, hardware, max(settings.devices_per_worker, config.rollout.engine.ranks, degrees.get(name, 1)))
-        for name, hardware in ((f"vllm-{index}", hardware) for index, hardware in enumerate(classes))
-    ]
-    return ranks + workers
+    return ranks + [engine_wish(config, number) for number in range(config.rollout.workers)]
+
+
+def engine_wish(config: Config, number: int) -> tuple[str, str, int]:
+    """The same of the engine ``vllm-number``."""
+    settings, rollout, name = config.resources, config.rollout, f"vllm-{number}"
+    classes = [hardware for hardware, count in settings.rollout.items() for _ in range(count)]
+    if rollout.engines:
+        classes = [rollout.engines[rollout.group_of(number)].hardware]
+    hardware = classes[number % len(classes)] if classes else ""
+    most = max(
+        settings.devices_per_worker, rollout.engine_of(number).ranks, rollout.disaggregation.degrees.get(name, 1)
+    )
+    return name, hardware or ROLE_CLASSES["ActorGen"], most
 
 
 def place(
@@ -53,20 +59,44 @@ def place(
     )
     places: dict[str, Placement] = {}
     for name, hardware, devices in wishes(config):
-        places[name] = Placement(manager, f"{job}/{name}" if job else name, hardware, devices, note=note)
+        places[name] = Placement(manager, _worker_id(job, name), hardware, devices, note=note)
         places[name].bind()
     return manager, places
 
 
+def place_of_engine(
+    config: Config,
+    manager: ResourceManager | None,
+    job: str,
+    number: int,
+    shared: bool,
+    note: Callable[[DeviceBinding], None] | None = None,
+) -> Placement:
+    """The place of one engine more, not bound. ``manager`` None: no pools; ``shared``: it has no devices of its own."""
+    name, hardware, devices = engine_wish(config, number)
+    if manager is None:
+        return Placement(None, name, "", 0 if shared else devices)
+    return Placement(manager, _worker_id(job, name), hardware, devices, note=note)
+
+
+def _worker_id(job: str, name: str) -> str:
+    return f"{job}/{name}" if job else name
+
+
 def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Placement]:
-    """Devices of its own for every process of a run that names no pools, where Ray has GPUs for all. None where there are too
-    few, which is said, or where the run shares or cuts the devices of this machine itself."""
+    """Devices of its own for every process of a run that names no pools, where Ray has GPUs for all. None where this machine has
+    too few, which is said, or where the run shares or cuts its devices itself. ConfigError: a cluster has too few."""
     import ray
 
     wanted = [(name, devices) for name, _, devices in wishes(config)]
     there, needed = ray.cluster_resources().get("GPU", 0), sum(devices for _, devices in wanted)
     if config.rollout.colocation.enabled or config.rollout.reshapes or not there:
         return {}
+    if needed > there and config.ray.address:
+        fix = (
+            f"the run wants {needed} GPUs and this cluster has {there:g}: start fewer or smaller engines, or add nodes"
+        )
+        raise ConfigError("ray.address", config.ray.address, fix)
     if needed > there:
         say(f"the run wants {needed} GPUs and Ray has {there:g}: its processes share the devices that they see")
         return {}
@@ -77,11 +107,13 @@ def reserve_all(config: Config, places: Mapping[str, Placement]) -> None:
     """Trainer ranks beside each other, engines over the nodes. Raises ConfigError and RetryableError; blocks."""
     ranks, seconds = trainer_ranks(config), RESERVE_SECONDS if config.ray.address else 1.0  # nodes may be on their way
     reserve(list(places.values())[:ranks], "PACK", seconds)
+    so_far = f"the trainer's {ranks} ranks had their places, the engines had none"
     try:
         reserve(list(places.values())[ranks:], "SPREAD", seconds)
     except ConfigError as error:
-        so_far = f"the trainer's {ranks} ranks had their places"
-        raise ConfigError(error.field, error.value, f"{error.fix}; {so_far}, the engines had none") from error
+        raise ConfigError(error.field, error.value, f"{error.fix}; {so_far}") from error
+    except RetryableError as error:
+        raise RetryableError(f"{error}; {so_far}") from error
 
 
 def check(config: Config) -> None:

@@ -1,17 +1,20 @@
 """What is checked before anything starts: everything that would fail later for a reason that can be known now.
 
-Each check raises one ConfigError that names the field, the value and the fix; the command ends with exit code 2.
+Each check raises one ConfigError that names the field, the value and the fix; :func:`check` raises all of them in one, and the
+command ends with exit code 2.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from orchestrator.agents.chat_template import ModelChat
 from orchestrator.agents.manager_choice import outcome_scores
-from orchestrator.api import ConfigError, RetryableError, Task, parts_of
+from orchestrator.api import ConfigError, CoserveError, RetryableError, Task, parts_of
 from orchestrator.borrowing import discovery
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
@@ -19,7 +22,7 @@ from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
-from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, pool_requests, site_caches
+from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -43,32 +46,46 @@ def make_task(config: Config) -> Task:
 
 
 def check(config: Config, task: Task) -> list[str]:
-    """Run all checks; returns what could not be checked here, in words. Nothing is started or written."""
-    for component in requirements.required_components(config):
-        tested_versions.check_version(component)
-    requirements.require_packages(config)
-    _model(config, task)
-    _trainer(config)
-    _function(config, task)
-    _task(config, task)
-    _environments(config, task)
-    _lengths(config, task)
-    _heldout(config)
-    _room(config)
-    _relay(config)
-    site_caches.check(config)
-    check_port(config)
-    _metadata(config)
-    for part in (task, *parts_of(task).values()):
-        setup_of(config.context, part)
-    engine_cuts.check(config)
-    kv_setup.check(config)
-    pool_requests.check(config)
-    run_view.check_view(config)
-    discovery.check(config, task)
-    names = ", ".join(config.rollout.engine.unchecked)
+    """Run all checks; returns what could not be checked here, in words. Nothing is started or written. Raises one ConfigError:
+    the first that a check found, with the others below its fix."""
+    checks: list[Callable[[], object]] = [
+        *(partial(tested_versions.check_version, item) for item in requirements.required_components(config)),
+        lambda: requirements.require_packages(config),
+        lambda: _model(config, task),
+        lambda: _trainer(config),
+        lambda: _function(config, task),
+        lambda: _task(config, task),
+        lambda: _environments(config, task),
+        lambda: _lengths(config, task),
+        lambda: _heldout(config),
+        lambda: _room(config),
+        lambda: _relay(config),
+        lambda: site_caches.check(config),
+        lambda: check_port(config),
+        lambda: _metadata(config),
+        lambda: [setup_of(config.context, part) for part in (task, *parts_of(task).values())],
+        lambda: engine_cuts.check(config),
+        lambda: kv_setup.check(config),
+        lambda: pool_requests.check(config),
+        lambda: run_view.check_view(config),
+        lambda: memory_plan.check(config),
+        lambda: discovery.check(config, task),
+    ]
+    found: dict[str, ConfigError] = {}  # one cause may fail two checks
+    for one in checks:
+        try:
+            one()
+        except ConfigError as error:
+            found[str(error)] = error
+        except CoserveError:
+            if not found:  # else it may follow from what was found
+                raise
+    if found:
+        first, *others = found.values()
+        raise ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)])) from first
+    names = ", ".join(dict.fromkeys(name for group in config.rollout.engine_groups for name in group.unchecked))
     why = "vLLM is not installed here; each engine checks them when it starts"
-    return [f"rollout.engine: {names} could not be checked: {why}"] if names else []
+    return [f"{'.'.join(config.rollout.engine_groups[0].table)}: {names} could not be checked: {why}"] if names else []
 
 
 def _heldout(config: Config) -> None:
@@ -178,7 +195,7 @@ def _ray_serve(config: Config) -> None:
 
 
 def _lengths(config: Config, task: Task) -> None:
-    room = config.rollout.engine.max_model_len
+    room = config.rollout.longest_context
     if room < task.max_context_tokens:
         fix = f"a trajectory of task {task.name} may have {task.max_context_tokens} tokens; raise it to that or more"
-        raise ConfigError("rollout.engine.max_model_len", room, fix)
+        raise ConfigError(f"{'.'.join(config.rollout.engine_groups[0].table)}.max_model_len", room, fix)

@@ -24,10 +24,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -44,10 +45,9 @@ from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
 from orchestrator.build import build_environment_pool, build_pipeline
 from orchestrator.checkpoint import Checkpoints
-from orchestrator.cluster import ActorGen
-from orchestrator.cluster.actor import LOGS
+from orchestrator.cluster.actor import LOGS, FirstReport
 from orchestrator.colocation.stream_training import kv_bytes_per_token
-from orchestrator.components import Components, Position
+from orchestrator.components import Components, PoolSizes, Position
 from orchestrator.config import Config
 from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.events import EventLog
@@ -56,21 +56,24 @@ from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import DeviceBinding
+from orchestrator.pool_sizes import pools_of, read_sizes
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import (
     device_plan,
     function_hosts,
     garbage_collector,
+    memory_plan,
     pool_requests,
     role_logs,
     tiny_model_setup,
 )
-from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, VllmEngine
+from orchestrator.runtime.engine_actors import RayTrainer
 from orchestrator.runtime.engine_cuts import engine_cuts
-from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.runtime.loop_watch import LoopWatch
 from orchestrator.runtime.mooncake_master import MooncakeMaster
+from orchestrator.runtime.node_check import NodeCheck
+from orchestrator.runtime.own_engines import OwnEngines, secret_files, thread_variables
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
 from orchestrator.runtime.run_records import RunRecords
@@ -78,9 +81,7 @@ from orchestrator.runtime.site_caches import start_site_caches
 from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
-from orchestrator.transfer.redis_metadata import PASSWORD_FILE
 
-WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
@@ -101,7 +102,7 @@ async def within(seconds: float, starting: Awaitable[T], what: str, key: str) ->
 
 def start_ray(config: Config) -> None:
     """Connect to Ray, or start it on this machine. Before the event loop: it blocks for seconds."""
-    os.environ.update(_secrets(config))  # a local Ray passes its environment on
+    os.environ.update(secret_files(config))  # a local Ray passes its environment on
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the engines are the work; Ray would run them at 15
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -154,7 +155,8 @@ def _remove_unless_locked(lock: Path) -> None:
 
 
 def _start_local_ray(**options: Any) -> None:
-    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception."""
+    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception. Two that
+    start at once may choose one port: the other's head refuses this one's token. Neither lasts, so both are tried again."""
     folder = _ray_folder()
     if "ray" not in sys.modules:  # it looks at its mode when it is imported; a later start switches tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -164,15 +166,15 @@ def _start_local_ray(**options: Any) -> None:
 
     # "local": a new one, whatever an earlier Ray of this process left in the folder, which Ray makes 0777; nobody gets as far
     options |= {"address": "local", "_temp_dir": f"{folder}/r"}
+    if ray.is_initialized():  # what runs there is not ours to shut down
+        raise RuntimeError("this process has a Ray already")
     for last in (False, False, True):
         try:
             ray.init(**options)
             return
         except Exception as error:
-            if type(error) is not Exception:
-                raise
             ray.shutdown()
-            if last:
+            if last or isinstance(error, ValueError | TypeError):  # of the options
                 raise RuntimeError(str(error)) from error
 
 
@@ -308,6 +310,7 @@ class _Assembly:
     stack: AsyncExitStack
     resumed: Resumed | None
     keeper: Keeper = field(init=False)
+    nodes: NodeCheck = field(default_factory=NodeCheck)
 
     def __post_init__(self) -> None:
         self.keeper = Keeper(self.events)
@@ -325,40 +328,28 @@ class _Assembly:
         printed = {LOGS: str(self.folder.logs.resolve())}
         spread, variables = bool(config.ray.address), trainer_environment(config) | printed
         ranks = pool_requests.trainer_ranks(config)
-        places = await asyncio.to_thread(self._places, endpoint)
+        places, later = await asyncio.to_thread(self._places, endpoint)
         shared = config.rollout.colocation.enabled
         kind = COLOCATED_CLASS if shared else TRAINER_CLASS
         placed = list(places.values())[:ranks]
-        trainer = RayTrainer(kind, variables, ranks, placed, spread=spread, heard=self._note_devices)
+        trainer = RayTrainer(kind, variables, ranks, placed, spread=spread, heard=self._hear)
         self.stack.push_async_callback(trainer.close)
         await trainer.start()
         model = await self._model(trainer)
         kept = resumed.position.degrees if resumed is not None else None
         cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
-        kv = kv_arguments(config)
-        names = [f"vllm-{index}" for index in range(config.rollout.workers)]
         caches = await start_site_caches(config, places, self.stack)
-        for name, place in caches.places.items():
-            self.display.message(f"{name} reads weights at the cache of its site, {place}")
-        environment = {**engine_environment(config), **rewards.beside, **printed, **caches.variables}
-        homes = {name: places.get(name) for name in names}
-        engines = ActorGen(VllmEngine, homes, environment, heard=self._note_devices)
-        workers = [
-            RayWorker(
-                engines,
-                actor,
-                WORKER_CLASS,
-                _worker_arguments(config, model, caches.endpoint_of(actor.name, endpoint), index) | kv,
-                **cut.keywords_of(index),
-            )
-            for index, actor in enumerate(engines.actors)
-        ]
+        for name, at in caches.places.items():
+            self.display.message(f"{name} reads weights at the cache of its site, {at}")
+        beside = {**rewards.beside, **printed, **caches.variables}
+        told = partial(caches.endpoint_of, endpoint=endpoint)
+        engines = OwnEngines(config, model, told, places, cut, beside, self._hear, later)
+        self.stack.push_async_callback(engines.close)
+        workers = engines.workers
         market = Market(config, self.task, endpoint, self.events, caches.endpoint_of)
         self.stack.push_async_callback(market.close)
         served = await market.borrow()
         managed: list[ManagedWorker] = [*workers, *served]
-        for worker in workers:
-            self.stack.push_async_callback(worker.close)
         tools = await function_hosts.start_tools(config, self.task, self.keeper, self.stack, self.folder.logs)
         if tools is not None and tools.cold:
             cold = ", ".join(tools.cold)
@@ -380,11 +371,15 @@ class _Assembly:
             within(config.rollout.start_timeout, up, "vLLM", "rollout.start_timeout"),
         )
         ranks_alive = await trainer.pids()
-        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
+        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **engines.pids()})
         parts = Components(
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
         parts.market = market if market.exchanged else None
+        tell = {} if rewards.resize is None else {"rewards": rewards.resize}
+        parts.sizes = PoolSizes(lambda: asyncio.to_thread(read_sizes, self.folder.path, config), tell)
+        if any(name.startswith("rollout") for name in pools_of(config)):
+            parts.engines = engines
         if tools is not None:
             own = tools.client
             parts.tools = lambda: tally.stats(own.stats())
@@ -429,7 +424,7 @@ class _Assembly:
             master=address,
             metadata=settings.metadata_url
             or str(self.folder.metadata.resolve()),  # servers have other working directories
-            segment_bytes=settings.segment_mb << 20,
+            segment_bytes=memory_plan.segment_bytes(self.config),
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,
             snapshot_every=settings.snapshot_every,
@@ -438,30 +433,33 @@ class _Assembly:
             verify_key=Signer(settings.signing_key).verify_key if settings.signing_key else "",
         )
 
-    def _places(self, endpoint: RelayEndpoint) -> dict[str, Placement]:
-        """By worker, reserved in Ray; empty where nothing has devices of its own."""
-        if not self.config.resources.pools:
-            return self._places_without_pools()
-        metadata = open_metadata(endpoint)
-        self.stack.callback(metadata.close)
-        manager, places = pool_requests.place(self.config, metadata, endpoint.job, self._note_binding)
+    def _places(self, endpoint: RelayEndpoint) -> tuple[dict[str, Placement], Callable[[int], Placement]]:
+        """By worker, reserved in Ray; empty where nothing has devices of its own. And those of engines that are added later."""
+        config, manager, added = self.config, None, list[Placement]()
+        if config.resources.pools:
+            metadata = open_metadata(endpoint)
+            self.stack.callback(metadata.close)
+            manager, places = pool_requests.place(config, metadata, endpoint.job, self._note_binding)
+        else:
+            places = pool_requests.without_pools(config, self.display.message)
+        owner = endpoint.job if config.resources.pools else ""
+
+        def later(number: int) -> Placement:
+            shared = manager is None and not places
+            added.append(pool_requests.place_of_engine(config, manager, owner, number, shared, self._note_binding))
+            return added[-1]
 
         def give_back() -> None:
             try:
-                for placement in places.values():
+                for placement in (*places.values(), *added):
                     placement.release()
-                manager.close()
+                if manager is not None:
+                    manager.close()
             except RetryableError as error:
                 self.display.message(f"what this run had of the pools stays bound until it is started again: {error}")
 
         self.stack.callback(give_back)
-        return self._reserved(places)
-
-    def _places_without_pools(self) -> dict[str, Placement]:
-        places = pool_requests.without_pools(self.config, self.display.message)
-        for placement in places.values():
-            self.stack.callback(placement.release)
-        return self._reserved(places)
+        return self._reserved(places), later
 
     def _reserved(self, places: dict[str, Placement]) -> dict[str, Placement]:
         pool_requests.reserve_all(self.config, places)
@@ -478,8 +476,10 @@ class _Assembly:
             "bound", worker=wish.worker, hardware=binding.hardware, devices=devices, instead=binding.fallback
         )
 
-    def _note_devices(self, worker: str, node: str, devices: Sequence[str]) -> None:
-        self.events.emit("devices", worker=worker, node=node, devices=list(devices))
+    def _hear(self, worker: str, report: FirstReport) -> None:
+        if report.devices:
+            self.events.emit("devices", worker=worker, node=report.node, devices=list(report.devices))
+        self.nodes.check(worker, report)
 
     async def _model(self, trainer: RayTrainer) -> str:
         """The model's folder; a tiny one is made in the trainer's process."""
@@ -514,17 +514,6 @@ def _shape(model: str) -> dict[str, Any]:
     return found
 
 
-def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
-    return {
-        **config.rollout.engine.model_dump(),
-        "model": model,
-        "dtype": config.model.dtype,
-        "seed": config.run.seed + index,
-        "relay": endpoint.to_dict(),
-        "sleep_mode": config.rollout.colocation.enabled,
-    }
-
-
 def trainer_arguments(config: Config, model: str) -> dict[str, Any]:
     """Keywords of a trainer without a relay."""
     return {
@@ -541,28 +530,7 @@ def trainer_environment(config: Config) -> dict[str, str]:
     """What the trainer's processes start with."""
     key = config.relay.signing_key
     signing = {KEY_FILE: str(Path(key).resolve())} if key else {}  # engines verify, they do not sign
-    return _environment(config.trainer.threads) | _secrets(config) | signing
+    return thread_variables(config.trainer.threads) | secret_files(config) | signing
 
 
-def engine_environment(config: Config) -> dict[str, str]:
-    """What an engine's process starts with."""
-    return _environment(config.rollout.engine.threads) | _secrets(config)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Set before the process starts: thread pools are sized when libraries load."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-
-
-def _secrets(config: Config) -> dict[str, str]:
-    """Where processes find secrets: a path, never the secret, as Ray keeps what it is told."""
-    file = config.relay.metadata_password_file
-    return {PASSWORD_FILE: str(Path(file).resolve())} if file else {}
-
-
-def _pids(workers: list[RayWorker]) -> dict[str, int]:
-    """Of the engines that came up."""
-    return {worker.name: worker.process for worker in workers if worker.process and worker.ranks}
-
-
-__all__ = ["engine_environment", "start_ray", "train", "trainer_arguments", "trainer_environment", "warm_up"]
+__all__ = ["start_ray", "train", "trainer_arguments", "trainer_environment", "warm_up"]

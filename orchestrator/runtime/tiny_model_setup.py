@@ -19,7 +19,7 @@ TINY_MODEL = "megatron_rlplugin.tiny_model:create_qwen3"
 def arguments(config: Config, task: Task, folder: Path) -> dict[str, Any]:
     """Of the function that :data:`TINY_MODEL` names, for the model that a run of this config would make in ``folder``."""
     shape = config.model.model_dump(exclude={"path"})
-    sizes = {"vocabulary": list(task.vocabulary), "max_positions": config.rollout.engine.max_model_len}
+    sizes = {"vocabulary": list(task.vocabulary), "max_positions": config.rollout.widest_context}
     return {"folder": str(folder), **shape, **sizes, "seed": config.run.seed}
 
 

@@ -89,8 +89,7 @@ class RunCgroups:
 
 def _settings(controller: str, limits: SandboxLimits, unified: bool) -> list[tuple[str, str]]:
     if controller == "memory":
-        files = ("memory.max",) if unified else ("memory.limit_in_bytes",)
-        return [(file, str(limits.memory_bytes)) for file in files]
+        return [("memory.max" if unified else "memory.limit_in_bytes", str(limits.memory_bytes))]
     if controller == "pids":
         return [("pids.max", str(limits.processes + _EXTRA_PROCESSES))]
     if unified:

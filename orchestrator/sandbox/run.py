@@ -14,11 +14,12 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from orchestrator.api import ConfigError, RetryableError
+from orchestrator.child_process import to_its_end
 from orchestrator.sandbox.cgroups import RunCgroups, inode_bytes, resident_bytes, socket_bytes
 from orchestrator.sandbox.cgroups import find_hierarchies as find_hierarchies
 from orchestrator.sandbox.command import (
@@ -36,7 +37,7 @@ from orchestrator.sandbox.command import (
 )
 from orchestrator.sandbox.limits import SandboxLimits, SandboxOutcome
 from orchestrator.sandbox.seccomp import program as system_call_filter
-from orchestrator.sandbox.spawner import Spawned, spawn
+from orchestrator.sandbox.spawner import Spawned, readable, spawn
 
 MEMORY_LOOK = (
     0.05  # seconds between two looks at a sandbox's memory: its sockets', and all of it where no cgroup limits it
@@ -48,7 +49,6 @@ MAX_FILES = 200  # of a run: each is a descriptor
 
 CPU_EXIT_CODE = 128 + signal.SIGXCPU
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-T = TypeVar("T")
 
 
 class Sandbox:
@@ -172,7 +172,7 @@ class Sandbox:
                 given = held.enter_context(_memory(stdin, sealed=True))
                 output, errors = held.enter_context(_Output()), held.enter_context(_Output())
                 # Not cut short: what was started without our knowledge would be nobody's.
-                process = await _to_its_end(
+                process = await to_its_end(
                     spawn(
                         command,
                         stdin=given,
@@ -187,7 +187,7 @@ class Sandbox:
                 return await run.finish(output, errors, group)
         finally:
             if group is not None:
-                await _to_its_end(group.remove())
+                await to_its_end(group.remove())
 
 
 def diagnose_sandbox() -> tuple[Literal["ok", "warn"], str, str]:
@@ -229,7 +229,7 @@ class _Run:
         except TimeoutError:
             limit = "wall"
         finally:
-            await _to_its_end(self._gone(*readers))
+            await to_its_end(self._gone(*readers))
         exit_code = self._status.exit_code
         if group is not None and group.out_of_memory() and exit_code != 0:
             limit = limit or "memory"
@@ -299,22 +299,6 @@ class _Run:
                 await self._status.wait_gone()
         except TimeoutError:
             raise RetryableError(f"a killed sandbox is still there after {END_LIMIT:g} s") from None
-
-
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await it, whatever cancels the caller meanwhile; the cancellation strikes at what the caller awaits next."""
-    doing, caller = asyncio.ensure_future(work), asyncio.current_task()
-    assert caller is not None
-    cancelled = 0
-    while not doing.done():
-        try:
-            await asyncio.shield(doing)
-        except asyncio.CancelledError:
-            caller.uncancel()
-            cancelled += 1
-    for _ in range(cancelled):
-        caller.cancel()
-    return doing.result()
 
 
 class _Output:
@@ -393,15 +377,8 @@ class _Status:
     async def wait_gone(self) -> None:
         """Wait until the first process has ended, which the kernel lets it do as the last one."""
         self._receive()
-        if self._first < 0:
-            return
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._first, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(self._first)
+        if self._first >= 0:
+            await readable(self._first)
 
     def _receive(self) -> None:
         while True:

@@ -31,6 +31,16 @@ BUSY = 0.01  # seconds between two tries while it has no room for another reques
 _MOST = 240  # descriptors of one program; the kernel passes 253 at once
 
 
+async def readable(descriptor: int) -> None:
+    """Until it can be read, or the process that it stands for has ended. One waiter a descriptor: a loop has one reader."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
 class Spawned:
     """A program that was started. ``pid``: for looking at it; it is ended and awaited by its descriptor."""
 
@@ -43,15 +53,11 @@ class Spawned:
         """Until it has ended."""
         if self.ended:
             return
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        other = os.dup(self._descriptor)  # each waiter its own: a loop has one reader a descriptor
-        loop.add_reader(other, ended.set)
+        other = os.dup(self._descriptor)  # each waiter its own
         try:
-            await ended.wait()
+            await readable(other)
             self.ended = True
         finally:
-            loop.remove_reader(other)
             os.close(other)
 
     def kill(self) -> None:
@@ -123,7 +129,6 @@ async def spawn(
     their own numbers. Raises RetryableError when it cannot be started."""
     if len(passed) > _MOST:
         raise RetryableError(f"{len(passed)} descriptors are too many for one program: at most {_MOST}")
-    loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)
@@ -133,15 +138,11 @@ async def spawn(
         except OSError as error:
             raise RetryableError(f"the spawner cannot be asked: {error}") from error
         theirs.close()
-        answered = asyncio.Event()
-        loop.add_reader(ours, answered.set)
         try:
             async with asyncio.timeout(ASK_LIMIT):
-                await answered.wait()
+                await readable(ours.fileno())
         except TimeoutError as error:
             raise RetryableError(f"the spawner did not answer for {ASK_LIMIT:g} s") from error
-        finally:
-            loop.remove_reader(ours)
         text, descriptors, _, _ = socket.recv_fds(ours, 1 << 12, 1)
     if not text:
         raise RetryableError("the spawner died")

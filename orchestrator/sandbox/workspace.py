@@ -2,7 +2,7 @@
 
 Guarantees: what the agent wrote in one turn is there in the next, within limits; files that are *protected* (tests,
 examples, tools) are placed anew from the task's own copies in every turn, read-only, and what a turn leaves under their
-names is not kept but counted in ``tampered``; nothing outside of the folder survives a turn; a fresh episode begins with
+names is not kept; nothing outside of the folder survives a turn; a fresh episode begins with
 exactly what the task put there, and :meth:`Workspace.check_fresh` compares.
 """
 
@@ -57,7 +57,6 @@ class Workspace:
         self._digest = _digest({**self._given, **self._protected})
         self._files = dict(files)
         self._turns = 0
-        self.tampered: list[str] = []  # protected files that a turn tried to replace, once a turn
 
     def write(self, name: str, data: bytes) -> None:
         """Put a file of the agent's there. Raises ValueError for a protected name, or one that leads out."""
@@ -66,19 +65,9 @@ class Workspace:
             raise ValueError(f"{name!r} is protected")
         self._files[name] = data
 
-    def read(self, name: str) -> bytes | None:
-        """A file as it is now."""
-        return self._protected.get(name, self._files.get(name))
-
     def tree(self) -> dict[str, bytes]:
         """The folder as it is now."""
         return {**self._files, **self._protected}
-
-    def reset(self) -> None:
-        """Back to what the task put there."""
-        self._files = dict(self._given)
-        self.tampered = []
-        self.check_fresh()
 
     def check_fresh(self) -> None:
         """Raises RunError when the folder is not exactly what the task put there."""
@@ -107,7 +96,6 @@ class Workspace:
             return outcome
         code, files = _collected(text)
         if files is not None:
-            self.tampered += sorted(n for n, data in self._protected.items() if files.pop(n, None) != data)
             self._files = {name: data for name, data in files.items() if not self._in_the_way(name)}
         limit = "cpu" if code == CPU_EXIT_CODE else ""
         return SandboxOutcome(code, limit, output, outcome.stderr, outcome.seconds)

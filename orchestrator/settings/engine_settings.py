@@ -1,4 +1,4 @@
-"""The settings of a vLLM engine: table ``[rollout.engine]`` of a config, and what the vLLM plugin reads.
+"""The settings of a vLLM engine: tables ``[rollout.engine]`` and ``[[rollout.engines]]`` of a config, what the vLLM plugin reads.
 
 A key is written once, here, or not at all: every option of vLLM's ``EngineArgs`` that is not ours may stand beside ours, under
 vLLM's own name, and reaches the engine unchanged. Guarantees: where vLLM is installed an option that it does not have, or of
@@ -13,7 +13,7 @@ import ast
 import difflib
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,7 +81,10 @@ class EngineSettings(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         options, known = self.passed_on, vllm_options() if self.passed_on else None
-        yield from ((name, value, fix) for name, value in options.items() if (fix := _refusal(name, value, known)))
+        ours = type(self).model_fields
+        yield from (
+            (name, value, fix) for name, value in options.items() if (fix := _refusal(name, value, known, ours))
+        )
         if self.kv_cache_mb and "gpu_memory_utilization" in options:
             fix = f"has no effect beside kv_cache_mb = {self.kv_cache_mb}: leave one of the two out"
             yield "gpu_memory_utilization", options["gpu_memory_utilization"], fix
@@ -101,6 +104,10 @@ class EngineSettings(Section):
         """Devices of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def options(self) -> dict[str, Any]:
+        """What an engine's process is told of it."""
+        return self.model_dump(exclude={"count", "hardware"})
+
     def vllm_arguments(self) -> dict[str, Any]:
         """Keywords of ``EngineArgs``; what stays with us is not among them."""
         names = ("max_num_seqs", "max_model_len", "block_size", "tensor_parallel_size", "pipeline_parallel_size")
@@ -108,6 +115,16 @@ class EngineSettings(Section):
         if self.kv_cache_mb:  # the share has no effect but one: vLLM starts only where so much of the device is free
             size = {"kv_cache_memory_bytes": self.kv_cache_mb << 20, "gpu_memory_utilization": 0.01}
         return {name: getattr(self, name) for name in names} | size | self.passed_on
+
+
+class EngineGroup(EngineSettings):
+    """Rollout workers of one kind, where a run has several: beside these two keys those of ``[rollout.engine]``, and any option
+    of vLLM's as there. Workers are numbered through the groups in order: ``vllm-0``, ``vllm-1``..."""
+
+    table = ("rollout", "engines")
+
+    count: Positive = 1  # engines
+    hardware: str = ""  # class of `resources.pools` that they ask for; empty: H20
 
 
 @functools.cache
@@ -128,8 +145,8 @@ def vllm_options() -> Mapping[str, str] | None:
     }
 
 
-def _refusal(name: str, value: object, known: Mapping[str, str] | None) -> str:
-    """Why an option may not stand there, and what to do; "": it may."""
+def _refusal(name: str, value: object, known: Mapping[str, str] | None, ours: Iterable[str]) -> str:
+    """Why an option may not stand there, beside those that are ``ours``, and what to do; "": it may."""
     if name in OWNED:
         return OWNED[name]
     if name.startswith("data_parallel_"):
@@ -137,7 +154,7 @@ def _refusal(name: str, value: object, known: Mapping[str, str] | None) -> str:
     if known is None:
         return ""
     if name not in known:
-        near = difflib.get_close_matches(name, sorted({*known, *EngineSettings.model_fields} - OWNED.keys()), n=1)
+        near = difflib.get_close_matches(name, sorted({*known, *ours} - OWNED.keys()), n=1)
         return (
             f"is no option of the installed vLLM; {f'did you mean {near[0]!r}? ' if near else ''}see vllm serve --help"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from orchestrator.api import ConfigError
+from orchestrator.settings.config_mistakes import fix_of
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
@@ -52,16 +52,16 @@ class Section(BaseModel):
 def config_error(error: ValidationError, model: type[BaseModel], prefix: tuple[str, ...] = ()) -> ConfigError:
     """One error that lists every violation of ``model``; ``prefix``: the tables that it lies in."""
     problems = [
-        (".".join((*prefix, *map(str, item["loc"]))) or "config", item["input"], _fix(item, model))
+        (".".join((*prefix, *map(str, item["loc"]))) or "config", item["input"], fix_of(item, model, prefix))
         for item in error.errors()
     ]
     field, value, fix = problems[0]
-    fix += "".join(f"\n  {name} = {_short(item)}: {how}" for name, item, how in problems[1:])
+    fix += "".join(f"\n  {ConfigError(name, ShortValue(item), how)}" for name, item, how in problems[1:])
     return ConfigError(field, ShortValue(value), fix)
 
 
 class ShortValue:
-    """A value whose repr does not flood the terminal."""
+    """A value whose repr does not flood the terminal; a whole section has none."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -71,25 +71,5 @@ class ShortValue:
 
 
 def _short(value: object) -> str:
-    text = repr(value) if not isinstance(value, BaseModel | dict) else "(the section)"
+    text = "" if isinstance(value, BaseModel | dict) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _fix(item: Any, model: type[BaseModel]) -> str:
-    if item["type"] == "extra_forbidden":
-        import difflib  # only on the way to an error
-
-        known = sorted(_table(model, item["loc"][:-1]).model_fields)
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"no such key; {hint}known keys: {', '.join(known)}"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    return message[0].lower() + message[1:]
-
-
-def _table(model: Any, path: tuple[str | int, ...]) -> Any:
-    """The section there; in ``dict[str, Section]`` a step of the path is a key."""
-    for part in path:
-        fields = getattr(model, "model_fields", {})
-        model = fields[part].annotation if part in fields else typing.get_args(model)[-1]
-    return model

@@ -74,7 +74,6 @@ class ResidentSimTrainer(SimTrainer):
         self._replicas = config.trainer.data_parallel
         self._seconds = engine_costs(config).weights.load
         self.level = "step"
-        self._share = 1.0
 
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
         self._check()
@@ -88,7 +87,4 @@ class ResidentSimTrainer(SimTrainer):
         """Forward and backward, on the replicas that are there."""
         if self.level == "away" or not self._share:
             raise RetryableError("the trainer has no device")
-        seconds = self._costs.train((len(sample.token_ids) for sample in samples), self._share)
-        await asyncio.sleep(seconds)
-        self._check()
-        self.busy_seconds += seconds
+        await super()._compute(samples)

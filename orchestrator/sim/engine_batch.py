@@ -58,7 +58,6 @@ class EngineBatch:
         self.steps = 0  # taken so far
         self.context = 0  # tokens in the contexts of those that run
         self.preemptions = 0
-        self.outranked = 0  # of them: for one that outranks
         self.generated = 0
         self.prompt_tokens = 0  # of those that started
         self.prompt_tokens_cached = 0
@@ -228,7 +227,6 @@ class EngineBatch:
             return False
         for victim in found[0].victims:
             self._preempt(rows[victim])
-            self.outranked += 1
         return True
 
     def _preempt(self, sequence: EngineSequence) -> None:

@@ -80,11 +80,10 @@ class FaultInjector:
         self._limit = config.rollout.environment_step_timeout
         self.rng = random_stream(config.run.seed, "faults", life)
         self.counts = counts
-        self.on = True
 
     def draw_fault(self, where: str, possible: Sequence[str]) -> str:
         """The fault for this call, "" for none."""
-        if not self.on or self._rate <= 0 or self.rng.random() >= self._rate:
+        if self._rate <= 0 or self.rng.random() >= self._rate:
             return ""
         kinds = [kind for kind in self._kinds if kind in possible]
         if not kinds:

@@ -30,14 +30,13 @@ _BYTES = 2  # of a bf16 value
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """One GPU. TFLOP/s of dense bf16, TB/s and GB of HBM, GB/s of NVLink in one direction, GB/s of its network port and of
-    PCIe; ``hour`` is the price relative to an H20's (RollArt, table 2)."""
+    PCIe."""
 
     name: str
     tflops: float
     hbm_tb_s: float
     memory_gb: float
     nvlink_gb_s: float
-    hour: float
     compute_efficiency: float = _HOPPER
     train_efficiency: float = _TRAINING
     bandwidth_efficiency: float = 0.8
@@ -64,12 +63,12 @@ class DeviceSpec:
 DEVICES = {
     device.name: device
     for device in (
-        # RollArt, table 2: TFLOP/s, HBM, NVLink (both directions there), cost
-        DeviceSpec("H800", 989.5, 3.35, 80.0, 200.0, 2.85),
-        DeviceSpec("H20", 148.0, 4.0, 96.0, 450.0, 1.0, _H20, _TRAINING),
-        # NVIDIA's H100 and H200 SXM data sheets; prices as H800's, for want of a source: no comparison uses them
-        DeviceSpec("H100", 989.5, 3.35, 80.0, 450.0, 2.85),
-        DeviceSpec("H200", 989.5, 4.8, 141.0, 450.0, 2.85),
+        # RollArt, table 2: TFLOP/s, HBM, NVLink (both directions there)
+        DeviceSpec("H800", 989.5, 3.35, 80.0, 200.0),
+        DeviceSpec("H20", 148.0, 4.0, 96.0, 450.0, _H20, _TRAINING),
+        # NVIDIA's H100 and H200 SXM data sheets
+        DeviceSpec("H100", 989.5, 3.35, 80.0, 450.0),
+        DeviceSpec("H200", 989.5, 4.8, 141.0, 450.0),
     )
 }
 

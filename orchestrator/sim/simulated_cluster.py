@@ -27,6 +27,9 @@ def check_cluster(config: Config) -> None:
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
+    if config.rollout.engines:
+        fix = "simulated engines are of one kind: leave it out; sim.fleet and sim.degrees give them classes and devices"
+        raise ConfigError("rollout.engines", len(config.rollout.engines), fix)
     if (backend := config.environment.backend) in ("subprocess", "kubernetes"):
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
         raise ConfigError("environment.backend", backend, fix)

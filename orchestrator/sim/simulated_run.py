@@ -162,7 +162,6 @@ class _Simulation:
         self.injected: dict[str, int] = {}
         self.deadlocks = 0
         self.life = 0
-        self.seconds = 0.0
         self.callbacks = 0
         self.reason = ""
         self._sink = sink
@@ -227,7 +226,6 @@ class _Simulation:
             except SimulationError as error:
                 self._fatal(error)
             else:
-                self.seconds += report.seconds
                 self.callbacks += report.callbacks
                 if not self.remains.dead:
                     for what in (*report.leaked, *report.unhandled):

@@ -48,7 +48,6 @@ from orchestrator.sim.simulated_speech import Speech
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 FIRST = "~p"  # how the id of a turn's first part ends, see orchestrator.proxy.prefill_decode
 REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
-RESTART_SECONDS = 5.0  # sim.start_seconds unless the config says otherwise
 Watch = Callable[[GenerationRequest, Completion], None]
 Spans = tuple[tuple[int, int], ...]
 
@@ -142,11 +141,6 @@ class SimWorker:
     def generated(self) -> int:
         """Tokens made so far, those in progress at the last look."""
         return self._generated + self._batch.generated
-
-    @property
-    def preemptions(self) -> int:
-        """Of this life."""
-        return self._batch.preemptions
 
     def _use(self, costs: EngineCosts) -> None:
         """What its steps cost from now on. Raises ConfigError where no request of the longest length could run."""

@@ -242,8 +242,6 @@ class SimReward:
         self._timeouts = (
             AdaptiveTimeouts(rules.factor, rules.least, rules.most) if config.reward.timeout == "adaptive" else None
         )
-        self.calls = 0
-        self.busy_seconds = 0.0  # of all scores together
 
     async def score(self, trajectory: Trajectory) -> float:
         if self._slots is None:
@@ -255,8 +253,6 @@ class SimReward:
         seconds, limit = self._duration(trajectory)
         cut = seconds > limit
         await asyncio.sleep(min(seconds, limit))
-        self.calls += 1
-        self.busy_seconds += min(seconds, limit)
         reward = self._reward(trajectory)
         if self._timeouts is not None and limit < math.inf:
             reward = 0.0 if cut else reward
@@ -292,7 +288,7 @@ class SimTrainer:
 
     def __init__(self, config: Config, weights: SimWeights, audit: RunAudit) -> None:
         self._costs = trainer_costs(config)
-        self.busy_seconds = 0.0  # in which it computed
+        self._share = 1.0  # of its devices that compute
         self._weights = weights
         self._audit = audit
         self._stream = config.trainer.stream
@@ -330,10 +326,8 @@ class SimTrainer:
 
     async def _compute(self, samples: Sequence[TrainSample]) -> None:
         """Forward and backward."""
-        seconds = self._costs.train(len(sample.token_ids) for sample in samples)
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(self._costs.train((len(sample.token_ids) for sample in samples), self._share))
         self._check()
-        self.busy_seconds += seconds
 
     async def publish(self) -> PublishResult:
         self._check()

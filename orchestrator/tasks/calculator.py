@@ -48,9 +48,7 @@ class CalculatorTask(TextTask):
     max_prompt_tokens = 24
     max_reply_tokens = 32
 
-    def __init__(self, heldout: int = 300) -> None:
-        super().__init__(heldout)
-        self._sandbox: Sandbox | None = None
+    _sandbox: Sandbox | None = None
 
     def draw(self, chance: random.Random) -> str:
         """Four numbers of up to two digits, three operators, perhaps a pair of parentheses."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from orchestrator.agents.chat_template import ChatFormat, Message, TemplateRefused
@@ -65,7 +66,7 @@ class ChatTask:
         self.name = task.name
         self.vocabulary: Sequence[str] = chat.vocabulary
         self.pad_id, self.end_id = chat.pad_id, chat.end_id
-        self.words = _Spoken(chat)
+        self.words = SimpleNamespace(decode=chat.text)  # what transcripts are written with
         self.first = ((Message("system", system),) if system else ()) + _shown(task, examples)
         words = [word for word in task.vocabulary[2:] if not word.startswith("<unused")]
         widest = max(len(chat.encode(f"{task.words.joiner}{word}")) for word in words)
@@ -145,17 +146,6 @@ class ChatTask:
         if ids is None:
             raise ValueError("the chat template does not take a message behind an answer")
         return ids
-
-
-class _Spoken:
-    """What transcripts are written with."""
-
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, without the marks of the template."""
-        return self._chat.text(token_ids)
 
 
 def _repeats_a_choice(pattern: str) -> str:

@@ -38,7 +38,7 @@ PATCH = Patch(
     reason="Megatron's schedules synchronise gradients at the end of the call that makes them, and stock train() takes "
     "no forward-backward function of the caller's; a script with a loop of its own needs no patch. Applied by "
     "megatron_rlplugin.install only where --rl-stream-training is given",
-    tested=VersionRange.parse(">=0.19.2,<0.19.3"),
+    tested=VersionRange(">=0.19.2,<0.19.3"),
     upstream="none: there is no request for a pluggable forward-backward function in Megatron-LM that we know of",
     remove_when="megatron.training.pretrain() takes the forward-backward function as an argument",
     apply=_apply,

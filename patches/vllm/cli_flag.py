@@ -43,7 +43,7 @@ PATCH = Patch(
     target="vllm.engine.arg_utils:EngineArgs",
     reason="general plugins are loaded before the parser is built, but get no seam to add arguments; without the flags "
     "given, what the wrapped functions return is what stock returns",
-    tested=VersionRange.parse(">=0.32,<0.34"),
+    tested=VersionRange(">=0.32,<0.34"),
     upstream="none: vLLM has no hook by which a plugin adds command-line arguments",
     remove_when="vLLM lets a general plugin add arguments; the environment route (VLLM_PLUGINS) works without it",
     apply=_apply,

@@ -36,7 +36,7 @@ PATCH = Patch(
     target=f"{_MODULE}:dispatch_cpu_unquantized_gemm",
     reason="vLLM's CPU backend replaces a linear layer's weight by an empty tensor after packing it, so weights can "
     "neither be updated in place nor read back and verified; the kernels and their outputs stay the stock ones",
-    tested=VersionRange.parse(">=0.32,<0.34"),
+    tested=VersionRange(">=0.32,<0.34"),
     upstream="none: GPU backends keep the weights, and the CPU backend is for tests here",
     remove_when="vLLM's CPU backend keeps weights where a weight_transfer_config is given",
     apply=_apply,

@@ -40,7 +40,7 @@ PATCH = Patch(
     target="vllm.v1.engine.core:EngineCore",
     reason="call_utility_async reaches methods of EngineCore by name, and none of the stock ones passes a call on to the "
     "scheduler; this adds a method and overrides nothing",
-    tested=VersionRange.parse(">=0.32,<0.34"),
+    tested=VersionRange(">=0.32,<0.34"),
     upstream="none: vLLM has plugin seams for workers (worker_extension_cls) and schedulers, not for EngineCore",
     remove_when="vLLM lets a scheduler class register utility methods",
     apply=_apply,

@@ -40,7 +40,7 @@ PATCH = Patch(
     target="vllm.v1.worker.utils:allocate_kv_cache (as imported by its two model runners)",
     reason="the KV cache of two engines comes and goes page by page behind fixed addresses; vLLM allocates it with one "
     "torch.zeros, and its memory-pool contexts map whole allocations. Applied only where --rl-kv-pool is given",
-    tested=VersionRange.parse(">=0.32,<0.34"),
+    tested=VersionRange(">=0.32,<0.34"),
     upstream="none: vLLM has no seam for the memory of the KV cache on CPU; on CUDA a pluggable allocator in "
     "Worker._maybe_get_memory_pool_context could do it",
     remove_when="vLLM lets a worker provide the KV cache's backing memory",

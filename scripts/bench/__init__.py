@@ -32,6 +32,7 @@ BENCHES = {
     "active-overhead": Bench("scripts.bench.micro.active_overhead", "20 min", VLLM),
     "ledger-faults": Bench("scripts.bench.micro.ledger_faults", "15 min"),
     "kills": Bench("scripts.bench.micro.kills", "75 min", f"{RUN}, redis-server, libfaketime, root"),
+    "memory-plan": Bench("scripts.bench.micro.memory_plan", "20 min"),
     "power-cuts": Bench("scripts.bench.micro.power_cuts", "4 min"),
     "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min"),

@@ -129,6 +129,7 @@ tests digests 60 "" tests/vllm/test_digests.py -m gpu
 
 # Engines: what nobody saw on a GPU yet. -rP shows the figures that tests print.
 tests engines 420 "native vllm pydantic transformers" tests/kvpool/test_gpu.py -m engine
+tests pinned 90 "vllm" tests/vllm/test_checkpoint_mapping.py -m gpu
 tests activation-tiny 180 "native vllm pydantic transformers" tests/vllm/test_activation_gpu.py
 part activation 240 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 8b
 part activation-32b 300 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 32b --rounds 1

@@ -203,8 +203,10 @@ def test_the_prefix_property_holds_whatever_an_agent_does_to_its_history(
         session = session_of(policy, AgentBounds(20, 16, 4000))
         history: list[dict[str, Any]] = [user("go")]
         for index, (what, text) in enumerate([("on", ""), *operations]):
-            answered, _ = await session.answer(openai_protocol.chat_asked({"messages": history}))
-            body = openai_protocol.chat_body(openai_protocol.chat_asked({"messages": history}).asked, answered, 0)
+            answered, _ = await session.answer(openai_protocol.chat_request(json.dumps({"messages": history})))
+            body = openai_protocol.chat_body(
+                openai_protocol.chat_request(json.dumps({"messages": history})).asked, answered, 0
+            )
             heard = {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
             match what:
                 case "on":
@@ -248,9 +250,12 @@ def test_two_that_go_on_from_one_answer_share_its_ids_and_it_is_trained_once() -
     async def fork() -> AgentSession:
         session = session_of(policy)
         first = [user("go")]
-        await session.answer(openai_protocol.chat_asked({"messages": first}))
+        await session.answer(openai_protocol.chat_request(json.dumps({"messages": first})))
         said = {"role": "assistant", "content": "root"}
-        both = [session.answer(openai_protocol.chat_asked({"messages": [*first, said, user(t)]})) for t in ("l", "r")]
+        both = [
+            session.answer(openai_protocol.chat_request(json.dumps({"messages": [*first, said, user(t)]})))
+            for t in ("l", "r")
+        ]
         await asyncio.gather(*both)
         return session
 
@@ -529,7 +534,9 @@ def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(toke
         policy = ScriptedPolicy()
         session = session_of(policy)
         session.chat_format = session.conversation._chat = chat
-        wanted = [openai_protocol.chat_asked({"messages": [user(f"the cat {n} " * 200)]}) for n in range(12)]
+        wanted = [
+            openai_protocol.chat_request(json.dumps({"messages": [user(f"the cat {n} " * 200)]})) for n in range(12)
+        ]
         answers = await asyncio.gather(*(session.answer(each) for each in wanted))
         shown = {request.token_ids for request in policy.requests}
         assert shown == {chat.encode_conversation(each.messages, "") for each in wanted}

@@ -1,8 +1,8 @@
 """Figures that pages quote are those of the files in ``docs/results``: one that is measured again is told where it is quoted.
 
-Held are the README's table of what was measured and the row "measured" of each feature's page, digit by digit; what the page
-of results begins each row with; and the figures that recipes give. A line of :data:`QUOTES` is a page, what it says with ``{}``
-for each figure, the file, and where in it the figures are.
+Held are the README's figures, the short list of the page of results and the row "measured" of each feature's page, digit by
+digit; what the page of results begins each row with; and the figures that recipes give. A line of :data:`QUOTES` is a page, what
+it says with ``{}`` for each figure, the file, and where in it the figures are.
 """
 
 from __future__ import annotations
@@ -139,28 +139,48 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "in {:.1f} minutes", "demo", lambda r: (r["seconds"] / 60,)),
     ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
     ("README", "takes {:.2f} times as long batch by batch", "trajectory-vs-batch", value),
-    ("README", "| {} of {:,} | `recompute-exact`", "recompute-exact", lambda r: (r["value"], r["detail"]["tokens"])),
-    ("README", "| {:.3f} ({:.1f} ms) | `update-pause`", "update-pause", lambda r: (r["value"], update_pause(r)[0])),
-    ("README", "| {:.3f}, bit-identical | `idle-overhead`", "idle-overhead", value),
-    ("README", "| {:.3f} | `active-overhead`", "active-overhead", value),
-    ("README", "| {:.3f} | `preemption`", "preemption", value),
-    ("README", "| {:.2f} to ", "delta-bytes", sparse(0.01)),
-    ("README", " to {:.2f} | `delta-bytes`", "delta-bytes", sparse(0.05)),
     (
-        "README",
+        "results/README",
+        "| {} of {:,} | `recompute-exact`",
+        "recompute-exact",
+        lambda r: (r["value"], r["detail"]["tokens"]),
+    ),
+    (
+        "results/README",
+        "| {:.3f} ({:.1f} ms) | `update-pause`",
+        "update-pause",
+        lambda r: (r["value"], update_pause(r)[0]),
+    ),
+    ("results/README", "| {:.3f}, bit-identical | `idle-overhead`", "idle-overhead", value),
+    ("results/README", "| {:.3f} | `active-overhead`", "active-overhead", value),
+    ("results/README", "| {:.3f} | `preemption`", "preemption", value),
+    ("results/README", "| {:.2f} to ", "delta-bytes", sparse(0.01)),
+    ("results/README", " to {:.2f} | `delta-bytes`", "delta-bytes", sparse(0.05)),
+    (
+        "results/README",
         "| {} of {:,} | `ledger-faults`",
         "ledger-faults",
         lambda r: (r["value"], r["detail"]["trajectories_started"]),
     ),
-    ("README", "| {:.2f}, {:.2f}, {:.2f} | `trajectory-vs-batch`", "trajectory-vs-batch", level_ratios),
-    ("README", "| {:.2f}; ", "kv-migrate", moves(8192)),
-    ("README", "; {:.2f} | `kv-migrate`", "kv-migrate-model", value),
-    ("README", "| {:.2f} | `tail-batching`", "tail-batching", value),
-    ("README", "| {:.2f}, {:.2f}, {:.2f} (paper: 2.01, 1.99, 2.48)", "rollpacker-figures", two_schedulers),
-    ("README", "| {:.2f}; with the same degrees {:.2f} (", "heddle", heddle),
-    ("README", "| {:.2f}, {:.2f}, {:.2f} (paper: 1.26, 1.45, 1.69); {:.2f}, {:.2f}, {:.2f} |", "borrowed", borrowed),
-    ("README", "| {} of {} (without admission {}); {:.2f}, {:.2f} | `coserve-slo`", "coserve-slo", admission),
-    ("README", "| {:.3f}, {:.3f}, {:.3f} | `learns`", "learns", lambda r: tuple(sorted(r["detail"]["success_end"]))),
+    ("results/README", "| {:.2f}, {:.2f}, {:.2f} | `trajectory-vs-batch`", "trajectory-vs-batch", level_ratios),
+    ("results/README", "| {:.2f}; ", "kv-migrate", moves(8192)),
+    ("results/README", "; {:.2f} | `kv-migrate`", "kv-migrate-model", value),
+    ("results/README", "| {:.2f} | `tail-batching`", "tail-batching", value),
+    ("results/README", "| {:.2f}, {:.2f}, {:.2f} (paper: 2.01, 1.99, 2.48)", "rollpacker-figures", two_schedulers),
+    ("results/README", "| {:.2f}; with the same degrees {:.2f} (", "heddle", heddle),
+    (
+        "results/README",
+        "| {:.2f}, {:.2f}, {:.2f} (paper: 1.26, 1.45, 1.69); {:.2f}, {:.2f}, {:.2f} |",
+        "borrowed",
+        borrowed,
+    ),
+    ("results/README", "| {} of {} (without admission {}); {:.2f}, {:.2f} | `coserve-slo`", "coserve-slo", admission),
+    (
+        "results/README",
+        "| {:.3f}, {:.3f}, {:.3f} | `learns`",
+        "learns",
+        lambda r: tuple(sorted(r["detail"]["success_end"])),
+    ),
     ("composition", "set {:.2f} on RollArt's workload, {:.2f} on ROSE's, {:.2f} on", "all-together", single_sets),
     (
         "environments",
@@ -292,11 +312,11 @@ def test_a_quoted_figure_is_that_of_its_file(name: str, template: str, file: str
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Each row of the README's table (its column of values), and each feature's row "measured"."""
-    table = page("README").partition("\n## What was measured\n")[2].partition("\n## ")[0]
+    """Each row of the short list of results (its column of values), and each feature's row "measured"."""
+    table = page("results/README").partition("\n## The short list\n")[2].partition("\n## ")[0]
     for line in re.findall(r"^\|.*\| `[\w-]+` \|$", table, re.M):
         cells = line.strip("|").split("|")
-        yield "README", f"|{cells[2]}|{cells[3]}"
+        yield "results/README", f"|{cells[2]}|{cells[3]}"
     for name in FEATURES:
         short = page(name).partition("| in short |")[2].partition("\n\n")[0]
         for line in re.findall(r"^\| measured \| (.*) \|$", short, re.M):

@@ -263,7 +263,9 @@ def test_speeds_and_classes_may_name_servers_that_come_later_and_nothing_else(tm
 
 def test_what_a_server_does_that_came_later_is_known_by_its_name() -> None:
     lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("ab")]
-    rates = rates_by_name(PlacementSection.model_validate({"enabled": True, "speeds": {"c": 2.0}}), lanes, 8)
+    rates = rates_by_name(
+        PlacementSection.model_validate({"enabled": True, "speeds": {"c": 2.0}}), lanes, lambda name: 8
+    )
     alone = rates(0).steps[0]
     lanes.append(WorkerState(SimpleNamespace(name="c"), 2))
     assert rates(2).steps[0] == alone / 2

@@ -46,14 +46,14 @@ def config_of(*urls: str, **rollout: Any) -> Config:
     ("rollout", "field", "hint"),
     [
         ({"workers": 0}, "rollout.workers", "rollout.served"),
-        ({"workers": -1, "served": [URL]}, "rollout.workers", "greater than or equal to 0"),
+        ({"workers": -1, "served": [URL]}, "rollout.workers", "at least 0"),
         ({"served": [URL, f"{URL}/"]}, "rollout.served", "twice"),
         ({"served": ["127.0.0.1:8000"]}, "rollout.served", "http://host:port"),
         ({"served": ["http://host:99999"]}, "rollout.served", "http://host:port"),
         ({"served": ["http://me:secret@localhost:1"]}, "rollout.served", "without a password"),
         ({"served": ["http://10.0.0.1:8000"]}, "rollout.served", "unencrypted"),
-        ({"served": URL}, "rollout.served", "tuple"),
-        ({"served_token": "abc"}, "rollout.served_token", "did you mean 'served_token_file'"),
+        ({"served": URL}, "rollout.served", "must be a list"),
+        ({"served_token": "abc"}, "rollout.served_token", "did you mean rollout.served_token_file"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_fix(rollout: dict[str, Any], field: str, hint: str) -> None:

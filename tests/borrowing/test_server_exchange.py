@@ -230,7 +230,7 @@ def test_a_server_that_another_job_has_is_left_alone_and_taken_when_that_job_has
         await other.close()
         await until(lambda: run.servers == {first.url, second.url})
         # The run stood still for longer than its lease, and the other job was there first.
-        lane = run.exchange._members.find_server(second.url)
+        lane = run.exchange._members.find_worker(second.url)
         assert lane is not None
         assert isinstance(lane.worker, HttpWorker)
         assert lane.worker._lease is not None
@@ -250,7 +250,7 @@ def test_a_server_that_another_job_has_is_left_alone_and_taken_when_that_job_has
 def test_a_server_whose_taking_ended_as_nobody_foresaw_is_a_fault_and_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take, failed = Membership.take_server, []
+    take, failed = Membership.take_worker, []
 
     async def broken_once(members: Membership, *arguments: Any) -> Any:
         if not failed:
@@ -258,7 +258,7 @@ def test_a_server_whose_taking_ended_as_nobody_foresaw_is_a_fault_and_is_tried_a
             raise ZeroDivisionError("nobody foresaw this")
         return await take(members, *arguments)
 
-    monkeypatch.setattr(Membership, "take_server", broken_once)
+    monkeypatch.setattr(Membership, "take_worker", broken_once)
 
     async def scenario(servers: list[TwinServer]) -> None:
         first, second = servers
@@ -346,7 +346,7 @@ def test_a_server_that_the_proxy_gave_up_while_it_says_that_it_is_well_is_given_
         first, second = servers
         run = Run(config_of(first.url, second.url, most=2))
         await run.start()
-        lane = run.exchange._members.find_server(second.url)
+        lane = run.exchange._members.find_worker(second.url)
         assert lane is not None
         lane.alive, lane.removed = False, True  # as the end of a recovery that took too long leaves it
         run.proxy._tell_stranded(run.proxy.router.retire_worker(lane.index))

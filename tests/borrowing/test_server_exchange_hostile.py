@@ -152,7 +152,7 @@ def test_a_run_with_nothing_left_to_generate_waits_for_a_server_and_ends_with_wh
         (server,) = servers
         run = Run(config_of(server.url, most=1))
         await run.start()
-        lane = run.exchange._members.find_server(server.url)
+        lane = run.exchange._members.find_worker(server.url)
         assert lane is not None
         assert isinstance(lane.worker, HttpWorker)
         assert lane.worker._lease is not None

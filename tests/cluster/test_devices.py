@@ -3,104 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from orchestrator.api import ConfigError
-from orchestrator.cluster import ActorGen
-from orchestrator.config import Config, load_config
+from orchestrator.api import ConfigError, RetryableError
+from orchestrator.config import load_config
 from orchestrator.resources import Placement, reserve
 from orchestrator.runtime import device_plan, pool_requests
-from orchestrator.runtime.engine_actors import MegatronRank, RayWorker, TrainerRanks, VllmEngine
+from orchestrator.runtime.engine_actors import RayWorker
+from orchestrator.runtime.node_check import NodeCheck
 from tests.support.engines import rollout_worker
 
 ray = pytest.importorskip("ray")
+from tests.support.ray_nodes import GPUS, all_free, nodes, processes_seen  # noqa: E402
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
-NODES, GPUS = 4, 8
-CLASSES = ("H800", "H20")  # two nodes of each
+NODES = 4
+# Of two classes, two nodes each: 4 ranks of 4 devices, 2 engines of TP 2 x PP 2, 4 of TP 2. Every device of the cluster.
 POOLS = ["resources.pools={H800=16, H20=16}", "ray.address=auto"]
-# 4 ranks of 4 devices, 4 engines of TP 2 x PP 2: every device of the cluster.
-WHOLE = [*POOLS, "trainer.tensor_parallel=4", "resources.devices_per_rank=4", "rollout.workers=4"]
-WHOLE += ["rollout.engine.tensor_parallel_size=2", "rollout.engine.pipeline_parallel_size=2"]
+WHOLE = [*POOLS]
+WHOLE += ["trainer.tensor_parallel=4", "resources.devices_per_rank=4"]
+WHOLE += [
+    "rollout.engines=[{count=4, hardware='H20', tensor_parallel_size=2},"
+    "{count=2, hardware='H20', tensor_parallel_size=2, pipeline_parallel_size=2}]"
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nodes() -> Iterator[None]:
-    from ray.cluster_utils import Cluster
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    options = {"num_cpus": 4, "num_gpus": GPUS, "object_store_memory": 80 << 20, "include_log_monitor": False}
-    first = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
-    cluster = Cluster()
-    for number in range(NODES):
-        cluster.add_node(False, resources={CLASSES[number % 2]: GPUS}, **options, **({} if number else first))
-    cluster.wait_for_nodes()
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-    cluster.shutdown()
+def cluster() -> Iterator[None]:
+    with nodes(NODES):
+        yield
 
 
 @pytest.fixture(autouse=True)
 def start_free() -> None:
-    all_free()
-
-
-def all_free() -> None:
-    """Ray takes a while to have everything back."""
-    deadline = time.monotonic() + 30
-    while ray.available_resources().get("GPU") != NODES * GPUS and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
-class Rank(MegatronRank):
-    async def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
-
-
-class Engine(VllmEngine):
-    async def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
-
-
-def seen(config: Config, places: dict[str, Placement]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Worker -> its node and the devices it sees, as started processes report them."""
-    said: dict[str, Sequence[str]] = {}
-    found: dict[str, tuple[str, tuple[str, ...]]] = {}
-    ranks = pool_requests.trainer_ranks(config)
-    named = list(places.items())
-    hear = lambda name, _, devices: said.update({name: devices})  # noqa: E731
-    clusters = [
-        TrainerRanks(Rank, dict(named[:ranks]), None, "trainer", hear),
-        ActorGen(Engine, dict(named[ranks:]), None, "engines", hear),
-    ]
-
-    async def ask() -> None:
-        for cluster in clusters:
-            await cluster.launch()
-        for cluster in clusters:
-            for actor in cluster.actors:
-                await cluster.report_devices(actor)
-                node = await cluster.start_on(actor, "node")
-                found[actor.name] = node, tuple(said[actor.name])
-
-    try:
-        asyncio.run(ask())
-    finally:
-        for cluster in clusters:
-            cluster.close()
-    return found
-
-
-def class_of(node: str) -> str:
-    resources = next(item["Resources"] for item in ray.nodes() if item["NodeID"] == node)
-    return next(name for name in CLASSES if name in resources)
+    assert all_free()
 
 
 def test_a_run_over_nodes_gives_every_device_one_owner_of_its_class_and_an_engine_one_node() -> None:
@@ -108,16 +52,16 @@ def test_a_run_over_nodes_gives_every_device_one_owner_of_its_class_and_an_engin
     manager, places = pool_requests.place(config, None, "job")
     try:
         pool_requests.reserve_all(config, places)
-        found = seen(config, places)
+        found = processes_seen(config, places)
     finally:
         for place in places.values():
             place.release()
-    owners = [(node, device) for node, devices in found.values() for device in devices]
-    assert len(owners) == len(set(owners)) == NODES * GPUS
-    assert all(len(devices) == 4 for _, devices in found.values())  # of one node each, as a process is in one
-    assert {name: class_of(node) for name, (node, _) in found.items()} == {
-        **dict.fromkeys(("trainer", "trainer-1", "trainer-2", "trainer-3"), "H800"),
-        **{f"vllm-{number}": "H20" for number in range(4)},
+    owners = [(seen.node, device) for seen in found.values() for device in seen.devices]
+    assert len(owners) == len(set(owners)) == NODES * GPUS  # each process is in one node
+    assert {name: (seen.hardware, len(seen.devices)) for name, seen in found.items()} == {
+        **dict.fromkeys(("trainer", "trainer-1", "trainer-2", "trainer-3"), ("H800", 4)),
+        **{f"vllm-{number}": ("H20", 2) for number in range(4)},
+        **{f"vllm-{number}": ("H20", 4) for number in (4, 5)},
     }
     assert manager.view().bindings == {}
 
@@ -127,24 +71,24 @@ def test_the_plan_of_a_run_names_a_node_for_every_process_and_gives_all_of_it_ba
     rows = device_plan.rehearse(load_config(None, WHOLE), print)
     assert time.monotonic() - begun < 5
     assert [row.process for row in rows] == [name for name, _, _ in pool_requests.wishes(load_config(None, WHOLE))]
-    assert sum(row.devices for row in rows) == NODES * GPUS
     assert {row.hardware for row in rows if row.process.startswith("trainer")} == {"H800"}
-    by_node = Counter(row.node for row in rows)  # 4 devices of a process, 8 of a node
+    by_node: Counter[str] = Counter()
+    for row in rows:
+        by_node[row.node] += row.devices
     assert len(by_node) == NODES
-    assert set(by_node.values()) == {2}
+    assert set(by_node.values()) == {GPUS}
     lines = device_plan.describe(rows)
-    assert len(lines) == NODES
-    assert sum(bool(re.fullmatch(r".*: vllm-\d, vllm-\d: 4 H20 each", line)) for line in lines) == 2, lines
-    all_free()
-    assert ray.available_resources()["GPU"] == NODES * GPUS
+    assert sum(bool(re.fullmatch(r".*: trainer\S*, trainer-\d: 4 H800 each", line)) for line in lines) == 2, lines
+    assert sum(bool(re.fullmatch(r".*: vllm-\d, vllm-\d: 2 H20 each", line)) for line in lines) == 2, lines
+    assert all_free()
 
 
-def test_a_plan_that_does_not_fit_says_what_had_a_place() -> None:
+def test_a_plan_that_does_not_fit_says_what_had_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_requests, "RESERVE_SECONDS", 1.0)
     config = load_config(None, ["rollout.engine.tensor_parallel_size=12", "ray.address=auto"])
     with pytest.raises(ConfigError, match=r"no node alone has the 12 GPU.*trainer's 1 ranks had their places"):
         device_plan.rehearse(config, print)
-    all_free()
-    assert ray.available_resources()["GPU"] == NODES * GPUS
+    assert all_free()
 
 
 def test_the_plan_says_who_shares_devices() -> None:
@@ -167,12 +111,12 @@ def test_engines_are_spread_over_nodes_and_ranks_are_beside_each_other() -> None
     assert len(places) == 8
     try:
         pool_requests.reserve_all(config, places)
-        found = seen(config, places)
+        found = processes_seen(config, places)
     finally:
         for place in places.values():
             place.release()
-    assert len({found[f"vllm-{number}"][0] for number in range(4)}) == NODES - 1  # the ranks have all CPUs of one
-    assert len({node for name, (node, _) in found.items() if name.startswith("trainer")}) == 1
+    assert len({found[f"vllm-{number}"].node for number in range(4)}) == NODES
+    assert len({seen.node for name, seen in found.items() if name.startswith("trainer")}) == 1
 
 
 def test_what_the_cluster_can_never_hold_is_one_error_with_the_numbers() -> None:
@@ -186,6 +130,60 @@ def test_what_the_cluster_can_never_hold_is_one_error_with_the_numbers() -> None
     heard: list[str] = []
     assert pool_requests.without_pools(load_config(None, ["rollout.workers=32"]), heard.append) == {}
     assert heard == ["the run wants 33 GPUs and Ray has 32: its processes share the devices that they see"]
+
+
+def test_what_a_run_wants_of_a_cluster_without_pools_is_one_error_with_the_numbers() -> None:
+    config = load_config(None, ["rollout.workers=32", "ray.address=auto"])
+    with pytest.raises(ConfigError, match="wants 33 GPUs and this cluster has 32"):
+        device_plan.rehearse(config, print)
+
+
+def test_a_class_that_no_node_has_is_one_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_requests, "RESERVE_SECONDS", 1.0)
+    pools = ["resources.pools={H800=1, B200=2}", "ray.address=auto"]
+    config = load_config(None, [*pools, "rollout.engines=[{hardware='B200'}]"])
+    with pytest.raises(ConfigError, match=r"no node alone has the 1 B200, .*trainer's 1 ranks had their places"):
+        device_plan.rehearse(config, print)
+    assert all_free()
+
+
+def test_the_second_run_of_a_full_cluster_is_told_what_is_free_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_requests, "RESERVE_SECONDS", 1.0)
+    first = load_config(None, [*POOLS, "trainer.tensor_parallel=4", "rollout.engines=[{count=15, hardware='H20'}]"])
+    second = load_config(None, [*POOLS, "rollout.engines=[{count=2, hardware='H20'}]"])
+    _, places = pool_requests.place(first, None, "one")
+    try:
+        pool_requests.reserve_all(first, places)
+        with pytest.raises(RetryableError, match=r"H20: 2 wanted, 1 of 16 free.*trainer's 1 ranks had their places"):
+            device_plan.rehearse(second, print)
+        deadline = time.monotonic() + 10  # what the first has stays, and the second left nothing
+        while ray.available_resources().get("GPU") != NODES * GPUS - 19 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert ray.available_resources().get("GPU") == NODES * GPUS - 19
+    finally:
+        for place in places.values():
+            place.release()
+
+
+def test_a_node_with_another_version_of_an_engine_is_one_error_before_it_loads(tmp_path: Path) -> None:
+    nodes = NodeCheck()
+    for version, folder in (("0.32.0", tmp_path / "a"), ("0.33.1", tmp_path / "b")):
+        found = folder / f"megatron_core-{version}.dist-info"
+        found.mkdir(parents=True)
+        (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n")
+        paths = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        worker = rollout_worker(f"vllm-{folder.name}", environment=paths, heard=nodes.check)
+        worker._target = "builtins:never"  # what it would load
+        try:
+            kind = ConfigError if folder.name == "b" else RetryableError
+            with pytest.raises(kind) as caught:
+                asyncio.run(worker.start())
+        finally:
+            asyncio.run(worker.close())
+    assert "megatron-core = '0.33.1': vllm-b on " in str(caught.value)
+    assert "vllm-a on " in str(caught.value)
 
 
 def test_a_process_that_sees_other_devices_than_its_own_refuses_to_start() -> None:

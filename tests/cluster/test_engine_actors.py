@@ -66,7 +66,7 @@ class Method:
 
 class Handle:
     def __init__(self, host: WorkerHost) -> None:
-        self.call = Method(host.call)
+        self.call, self.seen = Method(host.call), Method(host.seen)
 
 
 def actor() -> tuple[RayWorker, Hosted]:
@@ -181,7 +181,7 @@ def trainer(*fates: BaseException | str) -> tuple[RayTrainer, list[Engine]]:
     ENGINES[:] = [Engine() for _ in fates]
     for actor, made in zip(found.ranks.actors, ENGINES, strict=True):
         host = WorkerHost(MegatronRank, actor.identity)
-        actor._handle = type("Handle", (), {"call": Mortal(host, made)})
+        actor._handle = type("Handle", (), {"call": Mortal(host, made), "seen": Method(host.seen)})
     asyncio.run(found.create({"model": "m"}))
     for made, fate in zip(ENGINES, fates, strict=True):
         made.fate = fate

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import ConfigError, PlacedWorker, RetryableError
+from orchestrator.api import ConfigError, MachineGone, PlacedWorker, RetryableError
+from orchestrator.cluster import ActorGen
 from orchestrator.cluster.actor import Actor
 from orchestrator.config import load_config
 from orchestrator.policies.placement.device_allocation import DeviceBinding, DeviceWish
-from orchestrator.resources import ResourceManager
+from orchestrator.resources import Placement, ResourceManager
 from orchestrator.runtime import pool_requests
 from orchestrator.transfer import MemoryMetadata
 from tests.support.engines import rollout_worker
@@ -83,6 +84,10 @@ class PlacementDouble:
     def __init__(self, places: list[str]) -> None:
         self.left = places
         self.moves = 0
+        self.gone = False
+
+    def machine_gone(self) -> bool:
+        return self.gone
 
     def bind(self) -> DeviceBinding:
         return DeviceBinding(DeviceWish("w", "H800"), self.left[0], (0,))
@@ -111,7 +116,10 @@ def test_a_worker_restarts_in_place_first_and_moves_when_that_failed(monkeypatch
             raise RetryableError("no engine")
         return 1
 
+    async def hear(*_: Any) -> None: ...
+
     monkeypatch.setattr(Actor, "start", lambda self: None)
+    monkeypatch.setattr(ActorGen, "hear", hear)
     monkeypatch.setattr(worker, "_call", create)
 
     async def scenario() -> None:
@@ -128,6 +136,45 @@ def test_a_worker_restarts_in_place_first_and_moves_when_that_failed(monkeypatch
 
     asyncio.run(scenario())
     assert started == ["H800", "H800", "H20", "H20"]
+
+
+def test_a_worker_whose_machine_is_gone_moves_at_once_and_waits_for_it_where_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placement = PlacementDouble(["H800", "H20"])
+    worker = rollout_worker("vllm-0", placement=placement)  # type: ignore[arg-type]
+
+    async def nothing(*_: Any) -> int:
+        return 1
+
+    monkeypatch.setattr(Actor, "start", lambda self: None)
+    monkeypatch.setattr(ActorGen, "hear", nothing)
+    monkeypatch.setattr(worker, "_call", nothing)
+
+    async def scenario() -> None:
+        placement.gone = True
+        await worker.restart()
+        assert (worker.hardware, placement.moves) == ("H20", 1)
+        for _ in range(3):
+            with pytest.raises(MachineGone, match="the machine of vllm-0 is gone"):
+                await worker.restart()
+        placement.gone = False
+        await worker.restart()
+        assert placement.moves == 1, "in its place"
+
+    asyncio.run(scenario())
+
+
+def test_devices_that_are_away_with_their_machine_are_not_marked_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    config = load_config(None, ["resources.pools={H800=1, H20=2}", "resources.compatible={H20=['H20']}"])
+    manager, places = pool_requests.place(config, None, "")
+    monkeypatch.setattr(Placement, "machine_gone", lambda self: True)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    with pytest.raises(RetryableError):
+        places["vllm-0"].move()
+    assert manager.view().free("H20") == [1]
+    assert places["vllm-0"].bind().devices == (0,)
 
 
 def test_the_compatible_classes_of_a_config_are_used() -> None:

@@ -31,7 +31,8 @@ RUN = [
     "evaluation.prompts=4",
     "checkpoint.every=2",
     "trainer.data_parallel=2",
-    "rollout.workers=2",
+    "rollout.engine={}",  # in its place:
+    "rollout.engines=[{hardware='H20', kv_cache_mb=64}, {hardware='H20', kv_cache_mb=32, max_num_seqs=16}]",
     "rollout.environments=8",
     "resources.pools={H800=2, H20=2}",
 ]
@@ -120,6 +121,10 @@ def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     assert len({(node, *devices) for node, devices in seen.values()}) == len(seen) == 4
     assert f"devices: {nodes.others[0].address}: " in said
     closed(run)
+    blocks = {event["name"]: event["kv_capacity"] for event in real_runs.of(run, "worker")}
+    assert blocks["vllm-0"] + 1 == 2 * (
+        blocks["vllm-1"] + 1
+    )  # by the options of its group; vLLM keeps a block for itself
     for name in places:  # what each printed, from its node
         assert f"-- {name}: process " in (run / "logs" / f"{name}.log").read_text(encoding="utf-8")
     assert 3 in {event["version"] for event in real_runs.of(run, "update")}
@@ -142,6 +147,35 @@ def test_a_run_goes_on_without_an_engine_whose_host_died(tmp_path: Path) -> None
     assert code == 0, said[-3000:]
     assert closed(run)["trained"] > 0
     assert any("vllm-" in event["what"] for event in real_runs.of(run, "fault"))
+
+
+@pytest.mark.long
+def test_an_engine_comes_back_with_its_host(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, TRAINER, ENGINES)
+        process = nodes.train(*LONGER, "run.steps=5000", *nodes.config(tmp_path))
+        run = wait_for_step(process, tmp_path, 2)
+        rows = real_runs.of(run, "places")[0]["processes"]
+        [name] = [row["process"] for row in rows if row["node"] == nodes.others[1].address]
+        nodes.others[1].kill()
+        time.sleep(60)  # Ray has noticed, and all restarts that the run allows would have failed
+        nodes.join(1)
+
+        def served() -> bool:
+            """It is back, and has had a weight update since."""
+            back = [event["t"] for event in real_runs.of(run, "recovered") if event["what"] == f"worker {name}"]
+            mine = [event["t"] for event in real_runs.of(run, "worker") if event["name"] == name]
+            return bool(back) and max(mine) > back[0]
+
+        deadline = time.monotonic() + 240
+        while not served() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(1)
+        told = [event for kind in ("fault", "recovered") for event in real_runs.of(run, kind)]
+        [pid] = [line.split()[1] for line in (run / "processes").read_text().splitlines() if line.startswith("orch")]
+        hosts.command("kill", "-TERM", pid)
+        code, said = ended(process, 200)
+    assert f"worker {name}" in {event["what"] for event in told if event["kind"] == "recovered"}, told
+    assert code == 130, said[-3000:]
 
 
 @pytest.mark.long

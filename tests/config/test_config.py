@@ -1,5 +1,6 @@
 """Bad input: one clear error that names field, value and fix; and every TOML of the repository loads."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from orchestrator.api import ConfigError
+from orchestrator.cli import main
 from orchestrator.config import Config, load_config, parse_config, to_json
 
 ROOT = Path(__file__).parents[2]
@@ -25,16 +27,16 @@ def test_every_toml_of_the_repository_loads(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "field", "hint"),
     [
-        ("rollout.alpa=1", "rollout.alpa", "did you mean 'alpha'"),
-        ("rollout.alpha=-1", "rollout.alpha", "greater than or equal to 0"),
-        ("rollout.group_size=1", "rollout.group_size", "greater than or equal to 2"),
-        ("trainer.learning_rate=0", "trainer.learning_rate", "greater than 0"),
+        ("rollout.alpa=1", "rollout.alpa", "did you mean rollout.alpha?"),
+        ("rollout.alpha=-1", "rollout.alpha", "at least 0"),
+        ("rollout.group_size=1", "rollout.group_size", "at least 2"),
+        ("trainer.learning_rate=0", "trainer.learning_rate", "more than 0"),
         ("run.mode=sometimes", "run.mode", "'sync', 'sync_plus', 'one_off', 'areal' or 'async'"),
-        ("nothing.here=1", "nothing", "known keys"),
+        ("nothing.here=1", "nothing", "unknown section"),
         ("relay.port=70000", "relay.port", "65535"),
         ("relay.kind=redis", "relay.kind", "'mooncake' or 'fsspec'"),
-        ("relay.snapshot_every=-1", "relay.snapshot_every", "greater than or equal to 0"),
-        ("reward.function=os.system", "reward.function", "pattern"),
+        ("relay.snapshot_every=-1", "relay.snapshot_every", "at least 0"),
+        ("reward.function=os.system", "reward.function", "must match"),
         ("reward.host=lambda", "reward.host", "'embedded' or 'ray_serve'"),
         ("reward.serve={min_replicas=3, max_replicas=2}", "reward.serve.max_replicas", "must be at least min_replicas"),
         ("rollout.environment_reset_timeout=4000", "rollout.environment_reset_timeout", "trajectory_timeout = 3600"),
@@ -108,10 +110,26 @@ def test_bad_input_ends_with_exit_code_2_and_starts_nothing(arguments: tuple[str
     assert "Traceback" not in done.stderr
 
 
-def test_dry_run_prints_the_resolved_config_and_starts_nothing() -> None:
-    done = command("train", "examples/frozenlake.toml", "run.seed=7", "--dry-run")
+def test_dry_run_prints_the_resolved_config_then_the_plan_and_starts_nothing() -> None:
+    pytest.importorskip("ray")
+    words = ("examples/frozenlake.toml", "run.seed=7")
+    done = command("train", *words, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert '"seed": 7' in done.stdout
+    assert json.loads(done.stdout)["run"]["seed"] == 7
+    assert done.stderr.endswith("\nOK\n")
+    places = done.stderr.removesuffix("OK\n")
+    assert "trainer, vllm-0" in places
+    assert command("plan", *words).stdout.endswith(places)
+
+
+def test_dry_run_says_all_that_is_wrong_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["relay.master=127.0.0.1:9", "evaluation.prompts=5000", "rollout.routing.affinity.default=B200"]
+    assert main(["train", str(ROOT / "examples/frozenlake.toml"), *wrong, "--dry-run"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    first, *others = said.err.splitlines()
+    assert first.startswith("error: evaluation.prompts = 5000: ")
+    assert [line.split(" = ")[0] for line in others] == ["  relay.master", "  rollout.routing.affinity.default"]
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.35.1"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.config import load_config
-from orchestrator.runtime import preflight
+from orchestrator.config import load_config, parse_config, to_json
+from orchestrator.runtime import pool_requests, preflight
 from orchestrator.settings import engine_settings
 from orchestrator.settings.engine_settings import OWNED, EngineSettings, vllm_options
 
@@ -106,6 +107,75 @@ def test_a_share_and_a_size_of_the_memory_exclude_each_other() -> None:
 def test_only_one_says_over_how_many_devices_an_engine_runs(cut: str) -> None:
     with pytest.raises(ConfigError, match="says how many devices each engine has"):
         load_config(None, [f"{ENGINE}tensor_parallel_size=2", cut])
+
+
+GROUPS = (
+    "rollout.engines=[{count=2, tensor_parallel_size=2, quantization='fp8'}, {max_num_seqs=8, hardware='L20'}]",
+    "resources.pools={H800=1, H20=4, L20=1}",
+)
+
+
+def test_groups_of_engines_have_options_and_classes_of_their_own() -> None:
+    config = load_config(None, GROUPS)
+    rollout = config.rollout
+    assert rollout.workers == 3
+    assert [rollout.group_of(number) for number in range(7)] == [
+        0,
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+    ]  # from the fourth on: added to a run
+    wide, _, narrow = (rollout.engine_of(number) for number in range(3))
+    assert (wide.ranks, wide.max_num_seqs, narrow.ranks, narrow.max_num_seqs) == (2, 64, 1, 8)
+    assert wide.vllm_arguments()["quantization"] == "fp8"
+    assert (
+        EngineSettings.from_dict(wide.options()).vllm_arguments() == wide.vllm_arguments()
+    )  # as its process gets them
+    assert "quantization" not in narrow.vllm_arguments()
+    assert [pool_requests.engine_wish(config, number) for number in range(5)] == [
+        ("vllm-0", "H20", 2),
+        ("vllm-1", "H20", 2),
+        ("vllm-2", "L20", 1),
+        ("vllm-3", "H20", 2),
+        ("vllm-4", "L20", 1),
+    ]
+    assert parse_config(json.loads(to_json(config))) == config  # as a resume reads it
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "words"),
+    [
+        ("rollout.engine.max_num_seqs=8", "engines", "leave one of the two out"),
+        ("rollout.workers=4", "workers", "the groups of rollout.engines have 3"),
+        ("rollout.engines=[{quantisation='fp8'}]", "engines.0.quantisation", "did you mean 'quantization'"),
+        ("rollout.engines=[{cuont=2}]", "engines.0.cuont", "did you mean 'count'"),
+        ("rollout.engines=[{count=0}]", "engines.0.count", "must be more than 0"),
+        ("rollout.colocation.enabled=true", "engines", "so does rollout.colocation"),
+        ("rollout.placement.profile='x'", "placement.profile", "engines that are alike"),
+    ],
+)
+def test_groups_exclude_what_is_said_of_all_engines(more: str, field: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(None, [*GROUPS, more])
+    assert caught.value.field == f"rollout.{field}"
+
+
+def test_a_class_of_a_group_needs_pools_and_is_said_once() -> None:
+    with pytest.raises(ConfigError, match="name the pools too"):
+        load_config(None, GROUPS[:1])
+    with pytest.raises(ConfigError, match="says the class of each group"):
+        load_config(None, [*GROUPS, "resources.rollout={H20=3}"])
+
+
+def test_the_shortest_context_of_a_group_is_what_a_trajectory_may_have() -> None:
+    config = load_config(None, ["rollout.engines=[{max_model_len=512}, {max_model_len=8}]"])
+    assert config.rollout.longest_context == 8
+    with pytest.raises(ConfigError, match="a trajectory of task frozenlake may have") as caught:
+        preflight.check(config, preflight.make_task(config))
+    assert caught.value.field == "rollout.engines.max_model_len"
 
 
 def test_without_vllm_options_are_accepted_and_named_as_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,7 @@ def test_the_task_of_a_config_plays_in_another_process() -> None:
         ("environment.backend=docker", "environment.backend"),
         ("environment.backend=kubernetes", "environment.kubernetes.image"),
         ("environment.memory_mb=8", "no Python process fits"),
-        ("environment.sise=3", "did you mean 'size'"),
+        ("environment.sise=3", "did you mean environment.size"),
         ("environment.kubernetes.namespace=Not_Valid", "environment.kubernetes.namespace"),
     ],
 )

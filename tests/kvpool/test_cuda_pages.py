@@ -528,6 +528,7 @@ def test_an_engine_in_such_a_pool_makes_the_tokens_of_a_stock_one_with_a_fake_dr
         "kv_pool_page_kib": PAGE_KIB,
         "kv_pool_mib": 2,
         "kv_pool_role": "serving",
+        "kv_pool_lent": 1.0,
         "kv_pool_keep": 0.0,
     }
     try:

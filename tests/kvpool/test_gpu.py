@@ -189,6 +189,7 @@ def test_an_engine_in_a_pool_makes_the_tokens_of_a_stock_one_on_a_gpu(
         "kv_pool": name,
         "kv_pool_mib": 512,
         "kv_pool_role": "serving",
+        "kv_pool_lent": 1.0,
         "kv_pool_keep": 0.0,
         "kv_pool_supply": supply,
     }
@@ -221,7 +222,8 @@ def test_rollouts_under_mps_are_measured_against_rollouts_in_the_time_that_is_le
             shared: dict[str, Any] = {"kv_pool": name}
             admission = {"kv_pool_admission": "dual" if mode == "dual" else "none"}
             share = {"kv_pool_mps": 100} if mode == "mps" else {}
-            serving = started(engines, model, **shared, **admission, **share, kv_pool_role="serving", kv_pool_mib=512)
+            lending = {"kv_pool_role": "serving", "kv_pool_mib": 512, "kv_pool_lent": 1.0}
+            serving = started(engines, model, **shared, **admission, **share, **lending)
             play(serving, REQUESTS, "warm")
             serving.do(drain=True)
             rolled, worker = {"seconds": 0.0}, None

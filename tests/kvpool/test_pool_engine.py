@@ -310,7 +310,14 @@ def test_engines_of_two_models_share_a_pool_and_serving_takes_pages_from_rollout
     try:
         shared = {"kv_pool": name, "kv_pool_page_kib": PAGE_KIB, "kv_pool_keep": 0.0}
         serving = Driven(
-            models[0], 64, **shared, kv_pool_role="serving", kv_pool_mib=2, kv_pool_window=0.0, kv_pool_admission="none"
+            models[0],
+            64,
+            **shared,
+            kv_pool_role="serving",
+            kv_pool_mib=2,
+            kv_pool_lent=1.0,
+            kv_pool_window=0.0,
+            kv_pool_admission="none",
         )
         engines.append(serving)
         serving.answer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving import pool_lending
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
+from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
 
 pytestmark = pytest.mark.slow
@@ -100,7 +102,7 @@ def test_an_idle_serving_engine_lends_what_the_team_says_and_takes_it_back(
     assert said(capsys, "lend", "--pool", setup.name, "--max", "0.3")[0] == 0
     wait_for(lambda: setup.used() == 32)
     code, found = said(capsys, "reclaim", "--pool", setup.name)
-    assert (code, found) == (0, {"out": 2, "kept": 2, "killed": []})
+    assert (code, found) == (1, {"out": 2, "kept": 2, "killed": []}), "two pages are still out"
     guardian.open_budget()
     time.sleep(0.1)
     assert setup.used() == 2, "the next RL step gives nothing of what was taken back"
@@ -152,11 +154,47 @@ def test_the_status_says_what_is_lent_to_whom_and_what_became_of_the_slos(
     text = capsys.readouterr().out
     for file in setup.path.parent.glob(f"{lease_path(setup.path).name}*"):
         file.unlink()
-    assert "job run-007 has the lease" in text
-    assert "TTFT 70.0 ms, TPOT -" in text
-    assert "late first tokens 2 of 9, 1 by rollouts" in text
-    assert "dry run" in text
+    assert re.match(
+        r"rollouts hold (\d+) pages \([\d.]+ MiB, \d+% of the pool\): roll \1; users' P99 misses TTFT", text
+    )
+    for words in (
+        "misses TTFT (22.2% late) and TPOT (13.3% late)",
+        "lease: job run-007, for 60 s",
+        "TTFT 70.0 ms, TPOT -",
+        "TTFT misses: 2 of 9 tokens (1 caused by rollouts)",
+        "dry run",
+    ):
+        assert words in text, (words, text)
+    setup.pool.publish(ServingWords(ServingState(1.0, 0.07), "dual", 200, 2, 0, 300, 3, 0).pack())
+    os.kill(child, signal.SIGKILL)
+    setup.children.remove(child)
+    os.waitpid(child, 0)
+    assert main(["lend", "--pool", setup.name, "--status"]) == 0
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert verdict == "rollouts hold 0 pages (0 MiB, 0% of the pool); users' P99 is within its SLOs", (
+        "who is dead has nothing"
+    )
     guardian.stop()
+
+
+def test_nothing_is_lent_before_the_serving_team_says_so() -> None:
+    assert PluginOptions().kv_pool_lent == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"out": 0, "kept": 0, "killed": []}, "everything is back"),
+        ({"out": 0, "kept": 0, "killed": [7]}, "everything is back; killed: processes 7"),
+        (
+            {"out": 2, "kept": 2, "killed": []},
+            "2 pages (4 MiB) remain in use, the minimum of running engines; --kill frees them",
+        ),
+        ({"out": 3, "kept": 2, "killed": []}, "3 pages (6 MiB) remain in use, not given back yet"),
+    ],
+)
+def test_what_is_back_and_what_is_not_is_said_in_pages_and_mebibytes(found: dict[str, Any], said: str) -> None:
+    assert pool_lending._describe_reclaimed(found, 2 << 20) == said
 
 
 def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup) -> None:

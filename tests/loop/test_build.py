@@ -79,7 +79,7 @@ def test_engines_are_cut_anew_while_turns_go_over_two_classes_and_a_server_comes
         asked += ask(4, "b")
         await asyncio.sleep(0.3)
         late = Server(LATER, config, weights, moves=moves)
-        taken = await members.take_server(late, Seat("P", 0, True))
+        taken = await members.take_worker(late, Seat("P", 0, True))
         asked += ask(4, "c")
         await asyncio.sleep(0.3)
         await members.give_back(taken)

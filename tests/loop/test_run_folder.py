@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.api import ConfigError, RunError
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.cli import main
@@ -74,7 +75,10 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert folder.lock() == ""
 
 
-def test_who_only_looks_is_not_hindered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_only_looks_is_not_hindered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_placed", lambda config: [])
     folder = make_folder(tmp_path)
     folder.events_file.write_text('{"kind":"run_start","t":0.0,"mode":"async","alpha":1,"steps":4,"name":"run"}\n')
     assert main(["report", str(folder.path), "--json"]) == 0

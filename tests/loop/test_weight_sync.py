@@ -27,12 +27,13 @@ from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.sim.cost_model import SEND_SHARE
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_run import SimResult, simulate
-from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWeights, SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.twins import SimTrainer
 from orchestrator.weight_sync import WeightSync
 from scripts.bench.virtual_run import run
 
 PUBLISH, UPDATE, LIMIT = 10.0, 4.0, 20.0
+RESTART_SECONDS = 5.0  # the default of sim.start_seconds
 
 
 def config(*overrides: str) -> Config:

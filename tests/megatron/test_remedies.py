@@ -135,12 +135,12 @@ def test_masking_and_the_ratio_to_the_rollout_go_together() -> None:
 @pytest.mark.parametrize(
     ("field", "given", "says"),
     [
-        ("dual_clip", {"dual_clip": 1.0}, "greater than 1"),
+        ("dual_clip", {"dual_clip": 1.0}, "more than 1"),
         ("ratio_to", {"ratio_to": "engine"}, "'trainer' or 'rollout'"),
         ("tis_mode", {"tis_mode": "drop"}, "'truncate' or 'mask'"),
         ("lr_decay", {"lr_decay": "step"}, "'linear' or 'cosine'"),
-        ("tis_floor", {"tis_floor": -0.1}, "greater than or equal to 0"),
-        ("reference_samples", {"reference_samples": -1}, "greater than or equal to 0"),
+        ("tis_floor", {"tis_floor": -0.1}, "at least 0"),
+        ("reference_samples", {"reference_samples": -1}, "at least 0"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(field: str, given: dict[str, object], says: str) -> None:

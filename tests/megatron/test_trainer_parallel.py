@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import parallel_layout  # noqa: E402
-from orchestrator.api import RetryableError  # noqa: E402
+from orchestrator.api import ConfigError, RetryableError  # noqa: E402
 from orchestrator.config import Config  # noqa: E402
 from orchestrator.runtime.engine_actors import RayTrainer  # noqa: E402
 from orchestrator.runtime.real_run import TRAINER_CLASS, start_ray  # noqa: E402
@@ -221,6 +221,14 @@ def test_restored_ranks_continue_bit_for_bit(name: str, ranks: Ranks) -> None:
     for restored, whole in zip(ranks.pair(name), ranks.pair(RESTORED[name]), strict=True):
         assert restored["state"] == whole["state"]
         assert restored["weights"] == whole["weights"]
+
+
+def test_an_interface_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    parallel_layout._check_interface("")
+    parallel_layout._check_interface("lo")
+    with pytest.raises(ConfigError, match=r"has none of that name: .*lo") as caught:
+        parallel_layout._check_interface("nic9")
+    assert caught.value.field == "trainer.interface"
 
 
 def test_ranks_that_are_not_the_product_of_the_parallel_sizes_are_refused(ranks: Ranks) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.api import Prompt, Trajectory, Turn
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.view import view_server as server
 from orchestrator.observe.view.runs_page import Runs
 from orchestrator.observe.view.view_server import Hub, Server
+from orchestrator.store import TrajectoryStore
 from tests.support import view_browser as chromium
 from tests.support import view_runs as runs
 
@@ -131,6 +133,70 @@ def test_the_runs_of_a_folder_are_on_one_page_and_each_leads_to_its_own(tmp_path
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+            await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_trajectory_is_chosen_and_read_and_its_text_stays_text(tmp_path: Path) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    vocabulary = {word: token for token, word in enumerate(("<end>", "left", EVIL, "x" * 400))}
+    (folder / "model").mkdir()
+    (folder / "model" / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}}))
+    store = TrajectoryStore(folder / "trajectories")
+    for number in range(250):
+        turn = Turn((1, 3), (1, 2, 0), (-1.0, -1.0, -1.0), ((5, 1), (6, 2)), 1.0)
+        prompt = Prompt("key", "frozenlake", number, "SFFH")
+        made = (
+            f"t{number:03d}",
+            f"g{number // 8}",
+            "frozenlake",
+            prompt,
+            (turn,),
+            number / 250,
+            "1",
+            1,
+            False,
+            (),
+            1.0,
+            2.0,
+            3.0,
+        )
+        store.append(Trajectory(*made), 0, "trained" if number % 2 else "failed: env_timeout")
+    store.close()
+    pictures = Path(os.environ.get("VIEW_PICTURES", tmp_path))
+
+    async def main() -> None:
+        server = Server(Hub(folder), TOKEN)
+        await server.start()
+        try:
+            for dark, width in ((False, 1280), (True, 400)):
+                async with chromium.browser(dark=dark, width=width) as page:
+                    await page.go(server.url)
+                    await page.go(server.url.split("?")[0] + "trajectories#order=best")
+                    await page.until("document.body.dataset.drawn === '#order=best'")
+                    assert "1 to 50 of 250 trajectories" in await page.value("document.body.innerText")
+                    assert await page.value("document.querySelector('tbody a').innerText") == "t249"
+                    await page.value(
+                        "document.querySelector('[name=cause]').value = 'failed'; document.forms[0].requestSubmit()"
+                    )
+                    await page.until("document.getElementById('title').innerText.includes('of 125')")
+                    await page.value("document.querySelector('#pages a').click()")
+                    await page.until("document.getElementById('title').innerText.startsWith('51 to 100')")
+                    await page.value("document.querySelector('#pages a').click()")
+                    await page.until("document.getElementById('title').innerText.startsWith('1 to 50')")
+                    await page.value("document.querySelector('tbody a').click()")
+                    await page.until("document.querySelectorAll('.turn').length === 1")
+                    text = await page.value("document.getElementById('one').innerText")
+                    for words in ("t248 failed: env_timeout", "Its group of 2", f"left {EVIL} <end>", "version 6"):
+                        assert words in text, (words, text)
+                    colours = "[...document.querySelectorAll('.said')].map((span) => getComputedStyle(span).color)"
+                    assert len(set(await page.value(colours))) == 2
+                    assert await page.value("document.querySelectorAll('img').length") == 0
+                    assert await page.value("document.documentElement.scrollWidth <= window.innerWidth")
+                    assert page.complaints == []
+                    await page.picture(pictures / ("trajectories-dark.png" if dark else "trajectories.png"))
+        finally:
             await server.close()
 
     asyncio.run(main())

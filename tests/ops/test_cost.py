@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
 from orchestrator.ops.cost import SIMULATED_STEPS, estimate_cost
 from orchestrator.policies.episodes.run_bottleneck import (
-    TurnSeconds,
     bottleneck_of,
     environments_to_try,
     environments_wanted,
@@ -49,9 +49,9 @@ def analysed(folder: Path, *overrides: str) -> Analysis:
 
 def test_the_example_of_the_notes() -> None:
     """4.3: 5 s of environment and 0.2 s of generation a step: at least 26 environments, one keeps a GPU busy for 3.8 %."""
-    assert environments_wanted(TurnSeconds(20, 20 * 0.2, 20 * 5.0), workers=1) == 26
-    assert environments_wanted(TurnSeconds(20, 20 * 0.2, 20 * 5.0), workers=4) == 104
-    assert environments_wanted(TurnSeconds(1, 0.0, 5.0), workers=1) is None
+    assert environments_wanted(20 * 0.2, 20 * 5.0, workers=1) == 26
+    assert environments_wanted(20 * 0.2, 20 * 5.0, workers=4) == 104
+    assert environments_wanted(0.0, 5.0, workers=1) is None
 
 
 def test_the_borders_of_the_notes() -> None:
@@ -194,7 +194,7 @@ def test_the_report_and_the_summary_say_it(tmp_path: Path) -> None:
     page = render_report(load_run(tmp_path))
     assert "environment-bound; no GPU: engine busy share instead" in page
     assert 'href="#bottleneck"' in page
-    assert summarize(tmp_path)["analysis"] == found.as_dict()
+    assert summarize(tmp_path)["analysis"] == asdict(found)
 
 
 # -- the bill ----------------------------------------------------------------------------------------------------------

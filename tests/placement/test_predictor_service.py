@@ -114,8 +114,7 @@ def test_one_that_hangs_is_not_waited_for_and_one_that_may_not_restart_stays_awa
         await until("dead", lambda: process.pid is None and not process._ready)
         with pytest.raises(RetryableError, match="not up"):
             await process.forecast(outcome(1).before[0])
-        process.learn(outcome(1))
-        assert process.lost == 1
+        process.learn(outcome(1))  # is lost, and says nothing
         await made.close()
         await process.stop()
 

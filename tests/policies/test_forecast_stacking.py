@@ -21,7 +21,6 @@ from orchestrator.policies.prediction.length_predictor import (
     LengthOutcome,
     LengthPredictor,
     ProgressivePredictor,
-    prompt_only,
 )
 from orchestrator.policies.prediction.online_estimators import ForecastStack, best_of_simplex
 from scripts.bench.data.chat_tasks import ChatTask, Chores, Problems, Puzzles
@@ -76,7 +75,7 @@ def test_it_is_never_much_worse_than_a_baseline_whatever_tells_the_length(kind: 
     wrong: dict[str, list[float]] = {}
     made: dict[str, LengthPredictor] = {
         "ours": ProgressivePredictor(50.0, seed=1),
-        "prompt": prompt_only(50.0, seed=1),
+        "prompt": ProgressivePredictor(50.0, seed=1, prompt_only=True),
         "history": HistoryPredictor(50.0),
     }
     for name, predictor in made.items():

@@ -81,7 +81,7 @@ def test_no_two_transmissions_ever_share_an_endpoint() -> None:
                 gone = draw.choice(sorted(running))
                 del running[gone]
                 transmissions.end_move(gone)
-        while transmissions.pending:
+        while transmissions._waiting or transmissions._running:
             running.update({move.trajectory: move for move in transmissions.start_moves()})
             assert running, "nothing starts though something waits"
             gone = sorted(running)[0]
@@ -121,7 +121,7 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[TrajectoryPlacer, Turn
         router.open_worker(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
     lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
-    return TrajectoryPlacer(chosen, router, events, rates_by_name(chosen, lanes, 64), wire), router, sink
+    return TrajectoryPlacer(chosen, router, events, rates_by_name(chosen, lanes, lambda name: 64), wire), router, sink
 
 
 def told(placing: TrajectoryPlacer, name: str, tokens: float, context: int) -> None:

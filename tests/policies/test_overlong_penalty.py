@@ -50,8 +50,8 @@ def test_only_what_the_trainer_is_given_is_lower() -> None:
     [
         ({"buffer": 5}, "lies before a limit"),
         ({"limit": 5, "buffer": 6}, "must not be above limit"),
-        ({"limit": 5, "penalty": 0.0}, "greater than 0"),
-        ({"limit": -1}, "greater than or equal to 0"),
+        ({"limit": 5, "penalty": 0.0}, "more than 0"),
+        ({"limit": -1}, "at least 0"),
         ({"tokens": 5}, "tokens"),
     ],
 )

@@ -334,8 +334,8 @@ def test_whatever_happens_caps_hold_slots_go_to_the_oldest_and_affinity_is_kept(
             model.placed[name] = worker
             model.holder[trajectory] = worker
         for at, seat in enumerate(seats):
-            assert router.load_of(at) == model.load(at)
-            assert not seat.cap or router.load_of(at) <= seat.cap
+            assert router._load[at] == model.load(at)
+            assert not seat.cap or router._load[at] <= seat.cap
         assert router.queued == len(model.waiting)
         assert not [name for name, task in model.waiting.items() if model.fits(task)], "a slot stays empty"
 
@@ -355,7 +355,7 @@ def test_a_worker_that_moves_to_a_new_class_serves_what_waits_for_any() -> None:
     assert router.grant_turn() == ("c", 1)
     router.end_turn("a")
     assert router.grant_turn() == ("d", 0)
-    assert (router.load_of(0), router.load_of(1), router.queued) == (1, 1, 0)
+    assert (router._load[0], router._load[1], router.queued) == (1, 1, 0)
 
 
 def test_a_class_that_its_last_worker_left_is_named() -> None:

@@ -154,7 +154,7 @@ def test_whatever_happens_caps_hold_nothing_is_sent_to_a_closed_server_and_prefi
             model.holder[name.split("/")[1]] = worker
         assert not (model.waiting and model.fits()), "a slot stays empty"
         assert router.queued == len(model.waiting)
-        assert [router.load_of(at) for at in range(len(seats))] == [model.load(at) for at in range(len(seats))]
+        assert [router._load[at] for at in range(len(seats))] == [model.load(at) for at in range(len(seats))]
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8), st.integers(0, 200))
@@ -164,7 +164,7 @@ def test_new_trajectories_fill_all_workers_evenly(kinds: list[tuple[int, bool]],
     router = opened(seats)
     for number in range(turns):
         place(router, f"{number}")
-    loads = [router.load_of(worker) for worker in range(len(seats))]
+    loads = [router._load[worker] for worker in range(len(seats))]
     assert sum(loads) == min(turns, sum(seat.cap for seat in seats))
     for one, seat in zip(loads, seats, strict=True):
         for other, beside in zip(loads, seats, strict=True):

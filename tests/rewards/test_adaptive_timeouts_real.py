@@ -218,7 +218,7 @@ def test_the_config_says_how_long_a_call_may_run() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reward.adaptive={factor=0.5}", "greater than or equal to 1"),
+        ("reward.adaptive={factor=0.5}", "at least 1"),
         ("reward.adaptive={least=5.0, most=3.0}", "must lie between"),
         ("reward.adaptive={whole=10.0}", "must lie between"),
         ("reward.timeout=sometimes", "adaptive"),

@@ -178,12 +178,10 @@ def test_a_folder_keeps_what_a_turn_wrote_and_gives_its_output_and_exit_code() -
             folder, "import os; os.mkdir('d'); open('d/b', 'w').write('2'); os.remove('a'); print('hi'); exit(3)"
         )
         assert (first.stdout, first.exit_code) == (b"hi\n", 3)
-        assert folder.tree() == {"d/b": b"2", "t/test.py": b"assert True", "main.py": folder.read("main.py")}
+        assert folder.tree() == {"d/b": b"2", "t/test.py": b"assert True", "main.py": folder.tree()["main.py"]}
         assert (await _ran(folder, "print(open('d/b').read(), open('t/test.py').read())")).stdout == b"2 assert True\n"
         with pytest.raises(RunError, match=r"does not begin with the task's files: a, d/b, main\.py"):
             folder.check_fresh()
-        folder.reset()
-        assert folder.tree() == {"a": b"1", "t/test.py": b"assert True"}
 
     asyncio.run(turns())
 
@@ -207,9 +205,7 @@ def test_protected_files_are_as_they_were_in_the_next_turn(attack: str) -> None:
 
     folder, second = asyncio.run(turns())
     assert second.stdout == b"assert True\n"
-    assert folder.read("t/test.py") == b"assert True"
-    if "rename" in attack:
-        assert folder.tampered == ["t/test.py"]
+    assert folder.tree()["t/test.py"] == b"assert True"
 
 
 @needs_sandbox

@@ -171,7 +171,6 @@ def test_a_function_is_called_and_its_worker_is_used_again(shared_host: With) ->
 
 def test_whatever_a_function_does_wrong_is_an_error_and_the_next_call_works(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
-        before = await session.stats()
         for what, kind in (
             ("raise", "ValueError"),
             ("exit", "Runtime.ExitError"),
@@ -186,7 +185,6 @@ def test_whatever_a_function_does_wrong_is_an_error_and_the_next_call_works(shar
             assert (answer.status, answer.failed, answer.body["errorType"]) == (200, True, kind), what
             assert (await session.invoke({})).body["reward"] == 0.5, what
         stats = await session.stats()
-        assert stats["errors"] - before["errors"] == 8
         assert stats["live"] == stats["idle"] == 1  # no worker was left behind
 
     shared_host(scenario)
@@ -215,7 +213,6 @@ def test_a_call_that_hangs_is_killed_with_all_it_started(with_host: With, tmp_pa
         assert answer.body["errorType"] == "Sandbox.Timedout"
         assert _ends(int(file.read_text()))
         assert (await session.invoke({})).body["reward"] == 0.5
-        assert (await session.stats())["timeouts"] == 2
 
     with_host(scenario, timeout=0.7)
 
@@ -240,7 +237,6 @@ def test_too_many_waiting_calls_are_refused(with_host: With, monkeypatch: pytest
         statuses = sorted([(await call).status for call in calls])
         assert statuses[0] == 200
         assert statuses[-1] == 429
-        assert (await session.stats())["throttled"] == statuses.count(429)
 
     with_host(scenario, concurrency=1)
 
@@ -255,20 +251,17 @@ def test_an_idle_host_has_no_workers_and_wakes_up_again(with_host: With) -> None
         assert _ends(pid)
         assert _children(session.host.pid or 0) == []
         assert (await session.invoke({})).body["pid"] != pid
-        stats = await session.stats()
-        assert stats["cold_starts"] == 2
-        assert stats["cold_seconds"] > 0
 
     with_host(scenario, idle_seconds=0.3)
 
 
-def test_what_cold_starts_cost_is_counted_on_both_sides(with_host: With) -> None:
+def test_what_cold_starts_cost_is_counted(with_host: With) -> None:
     async def scenario(session: Session) -> None:
         reward = HttpReward(session.host.url, token=session.host.token)
         for _ in range(3):
             await reward.score(_trajectory("map"))
         assert (reward.counts.calls, reward.counts.cold_starts) == (3, 1)
-        assert reward.counts.cold_seconds == pytest.approx((await session.stats())["cold_seconds"], abs=1e-3)
+        assert 0 < reward.counts.cold_seconds < reward.counts.seconds
         await reward.close()
 
     with_host(scenario, idle_seconds=60.0)
@@ -278,27 +271,24 @@ def test_a_worker_that_died_while_idle_costs_no_call(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
         pid = (await session.invoke({})).body["pid"]
         os.kill(pid, signal.SIGKILL)
-        errors = (await session.stats())["errors"]
         await asyncio.sleep(0.2)
         answer = await session.invoke({})
         assert (answer.failed, answer.body["reward"]) == (False, 0.5)
-        assert (await session.stats())["errors"] == errors
 
     shared_host(scenario)
 
 
-def test_nobody_is_answered_without_the_token(shared_host: With) -> None:
+def test_nobody_is_answered_without_the_token(with_host: With) -> None:
     async def scenario(session: Session) -> None:
-        before = await session.stats()
         for token in ("", "wrong", session.host.token + "x", session.host.token[:-1], "ü"):
             answer = await session.invoke({}, token=token)
             assert answer.status == 401
         for path in ("/stats", "/", "/anything"):
             async with session.http.get(session.host.base_url + path) as response:
                 assert response.status == 401
-        assert await session.stats() == before
+        assert (await session.stats())["live"] == 0  # none of them reached a worker
 
-    shared_host(scenario)
+    with_host(scenario)
 
 
 def test_the_token_is_neither_an_argument_nor_known_to_functions(shared_host: With) -> None:
@@ -314,16 +304,15 @@ def test_the_token_is_neither_an_argument_nor_known_to_functions(shared_host: Wi
     shared_host(scenario)
 
 
-def test_bad_requests_are_refused_before_a_worker_is_started(shared_host: With) -> None:
+def test_bad_requests_are_refused_before_a_worker_is_started(with_host: With) -> None:
     async def scenario(session: Session) -> None:
-        before = await session.stats()
         for data in (b"{", b"NaN", b"[" * 100_000, b"\xff\xfe"):
             assert (await session.invoke(data=data)).status == 400, data[:10]
         assert (await session.invoke(data=b"x" * (MAX_BODY_BYTES + 1))).status == 413
         assert (await session.invoke({}, url=session.host.url.replace("/act/", "/other/"))).status == 404
-        assert await session.stats() == before
+        assert (await session.stats())["live"] == 0
 
-    shared_host(scenario)
+    with_host(scenario)
 
 
 def test_it_listens_on_loopback_only(shared_host: With) -> None:

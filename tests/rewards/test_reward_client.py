@@ -198,6 +198,33 @@ def test_no_more_calls_are_in_flight_than_allowed() -> None:
     assert most == 3
 
 
+def test_the_number_of_calls_in_flight_changes_beside_them() -> None:
+    running, most = 0, [0]
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        nonlocal running
+        running += 1
+        most[-1] = max(most[-1], running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return text('{"reward": 1}')
+
+    async def scenario() -> None:
+        async with Server(slow) as server:
+            reward = HttpReward(server.url, concurrency=3)
+            for size in (1, 4, 2, 5):
+                before = asyncio.gather(*(reward.score(TRAJECTORY) for _ in range(6)))
+                await asyncio.sleep(0.01)
+                reward.resize(size)  # with three calls or more in flight
+                await before
+                most.append(0)
+                assert await asyncio.gather(*(reward.score(TRAJECTORY) for _ in range(12))) == [1.0] * 12
+                assert most[-1] == size
+            await reward.close()
+
+    asyncio.run(scenario())
+
+
 def test_waits_grow_have_jitter_and_follow_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "BACKOFF_FIRST", 0.1)
 
@@ -317,7 +344,7 @@ def test_no_more_calls_are_sent_to_the_host_of_a_run_than_it_runs_at_once(
             )
             reward: Any = rewards.function
             assert reward._slots._value == slots
-            assert [options["concurrency"] for options in started] == ([] if url else [slots])
+            assert [options["concurrency"] for options in started] == ([] if url else [config.reward.concurrency])
             assert reward._timeout == config.reward.call_seconds(False) + (0.0 if url else WAIT_SECONDS)
 
     asyncio.run(scenario())

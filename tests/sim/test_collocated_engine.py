@@ -37,7 +37,7 @@ class Rollouts:
         self.computed = 0.0
 
     def demand(self) -> RolloutDemand:
-        return RolloutDemand(0, 4, STEP, 1000)
+        return RolloutDemand(0, 4, STEP)
 
     def set_share(self, share: float) -> None:
         now = asyncio.get_running_loop().time()

@@ -84,7 +84,7 @@ def _step(costs: EngineCosts, running: int, each: int) -> tuple[float, float]:
     return fixed + growing * running * each, growing * running
 
 
-TOY = DeviceSpec("toy", 1.0, 1e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, network_gb_s=1.25, pcie_gb_s=1.25)
+TOY = DeviceSpec("toy", 1.0, 1e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, network_gb_s=1.25, pcie_gb_s=1.25)
 SMALL = ModelSpec("small", 1, 1000, 1000, 10, 5, 1000, head_size=100)
 
 

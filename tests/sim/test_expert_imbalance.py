@@ -96,9 +96,9 @@ def test_an_engine_that_cannot_be_cut_so_is_refused(ep: int, why: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["sim.expert_imbalance=0.9"], r"sim\.expert_imbalance\.0 = 0\.9: .*greater than or equal to 1"),
+        (["sim.expert_imbalance=0.9"], r"sim\.expert_imbalance\.0 = 0\.9: .*at least 1"),
         (["sim.expert_imbalance=nan"], r"sim\.expert_imbalance\.0 = nan"),
-        (["sim.expert_imbalance=even"], r"sim\.expert_imbalance = 'even'.*dictionary"),
+        (["sim.expert_imbalance=even"], r"sim\.expert_imbalance = 'even'.*table"),
         (["sim.expert_imbalance={-1 = 2.0}"], r"sim\.expert_imbalance\.-1"),
         (["sim.expert_imbalance={first = 2.0}"], r"sim\.expert_imbalance\.first"),
         (["sim.expert_unevenness=2"], r"sim\.expert_unevenness"),

@@ -11,11 +11,12 @@ from orchestrator.config import Config, load_config
 from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.fault_injector import FaultInjector, FaultyWorker
 from orchestrator.sim.seeded_draws import END, draw_response
-from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWeights, SimWorker
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from scripts.bench.virtual_run import run
 from tests.support.worker_contract import CHECKS, Rig
 
 STEP, SEQUENCE, PREFILL = 0.02, 0.001, 0.0001
+RESTART_SECONDS = 5.0  # the default of sim.start_seconds
 
 
 def config(*overrides: str) -> Config:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.cluster import ActorGen
+from orchestrator.cluster.cluster import Heard
 from orchestrator.resources import Placement
 from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
 
@@ -18,7 +19,8 @@ def rollout_worker(
     placement: Placement | None = None,
     *,
     kind: type[RayWorker] = RayWorker,
+    heard: Heard | None = None,
     **cut: Any,
 ) -> RayWorker:
-    engines = ActorGen(VllmEngine, {name: placement}, environment)
+    engines = ActorGen(VllmEngine, {name: placement}, environment, heard=heard)
     return kind(engines, engines.actors[0], target, kwargs or {}, **cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -224,3 +225,45 @@ def test_one_stream_serves_the_uploads_of_all_versions(mapping: Any, monkeypatch
             pass
     assert len(used) == 3
     assert len(set(used)) == 1
+
+
+def test_pinned_memory_is_as_large_as_asked_for_and_goes_with_its_last_view_with_a_fake_runtime(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's own is rounded up to a power of two, and kept: GPU hosts lost up to twice the weights."""
+    from vllm_rlplugin.weights.rank_slices import pinned_memory
+
+    calls: list[tuple[str, int, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("register", address, size))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("unregister", address, 0))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    memory = pinned_memory(1000)
+    view = memory[8:24].view(torch.float32)
+    assert calls == [("register", memory.data_ptr(), 1000)]
+    del memory
+    gc.collect()
+    assert len(calls) == 1
+    del view
+    gc.collect()
+    assert [name for name, *_ in calls] == ["register", "unregister"]
+    assert calls[0][1] == calls[1][1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_pinned_memory_is_pinned_on_a_gpu() -> None:
+    from vllm_rlplugin.weights.rank_slices import pinned_memory
+
+    memory = pinned_memory(1000)
+    assert memory.is_pinned()
+    memory.fill_(3)
+    assert int(memory.to("cuda", non_blocking=True).sum()) == 3000

@@ -242,6 +242,30 @@ def test_the_operations_of_a_gpu_run_on_a_cpu_give_the_same_bits(monkeypatch: py
     trainer.publisher.close()
 
 
+def test_on_a_device_no_shard_is_copied_to_the_host_and_weights_that_changed_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a difference is applied to must have the digest of when it was loaded, made where it is."""
+    prepare_process(1)
+    from vllm_rlplugin.weights import delta_update, digests, live_weights, rank_slices
+
+    for module in (delta_update, live_weights, rank_slices):
+        monkeypatch.setattr(module, "digest_for", lambda device: digests.mixsum)
+    monkeypatch.setattr(delta_update, "digest_of_parts", lambda device: digests.mixsum_of_parts)
+    monkeypatch.setattr(digests, "_on_host", lambda tensor: pytest.fail("a copy on the host"))
+    trainer = Trainer("device", 6)
+    rank = Rank(trainer.endpoint)
+    rank.update(0)
+    version = trainer.step()
+    assert rank.update(version).delta is not None
+    assert rank.holds(trainer.models[version])
+    version = trainer.step(["q", "embed"])
+    rank.live["qkv"].view(torch.int16)[1, 3] ^= 1  # of q, a place that may not change
+    assert rank.take(version).delta is None, "it is taken whole"
+    rank.fetcher.close()
+    trainer.publisher.close()
+
+
 def test_what_is_staged_is_as_large_as_the_change_and_no_copy_of_the_weights_stays(made: tuple[Trainer, Rank]) -> None:
     trainer, rank = made
     version = trainer.step(["q", "embed"])

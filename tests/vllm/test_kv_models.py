@@ -10,13 +10,17 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
+
+try:
+    from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
+except ImportError:  # from 0.33 on
+    from vllm.v1.core.kv_cache_planning import unify_hybrid_kv_cache_specs
 
 from orchestrator.api import ConfigError
 from vllm_rlplugin.kv.connector import _require_plain

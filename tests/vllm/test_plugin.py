@@ -243,7 +243,7 @@ def test_wrong_worker_options_are_config_errors_that_name_the_field(tmp_path: Pa
         EngineWorker(model=str(tmp_path / "nothing"))
     assert caught.value.field == "model"
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="greater than 0") as caught:
+    with pytest.raises(ConfigError, match="more than 0") as caught:
         EngineWorker(model=str(tmp_path), max_num_seqs=0)
     assert caught.value.field == "rollout.engine.max_num_seqs"
     with pytest.raises(ConfigError, match="did you mean 'quantization'") as caught:

@@ -1,14 +1,17 @@
-"""Both supported vLLM versions have every hook as we use it: the installed one, and the sources of the other.
+"""Both supported vLLM versions have every hook as we use it, and run: the installed one, and the other on its CPU libraries.
 
-The other one is read from its wheel on pip's index, the needed files only (some megabytes). Without an index the test
-is skipped and says why; ``python scripts/vllm_sources.py --check`` is the same comparison by hand.
+The other one is read from its wheel on pip's index, the needed files only (some megabytes). Without an index its tests
+are skipped and say why; ``python scripts/next_vllm.py`` does the same by hand.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import importlib.util
 import io
+import subprocess
 import sys
 import threading
 import zipfile
@@ -21,23 +24,11 @@ import pytest
 
 from orchestrator.hooks.signatures import signature_mismatches
 from orchestrator.hooks.tested_versions import VLLM, find_version
+from scripts import next_vllm, vllm_sources
 from vllm_rlplugin import hookpoints
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
 ROOT = Path(__file__).parents[2]
-
-
-def _load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("vllm_sources", ROOT / "scripts" / "vllm_sources.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vllm_sources"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-vllm_sources = _load_script()
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +88,73 @@ def test_every_hook_and_import_is_in_the_installed_sources(installed: vllm_sourc
 
 def test_every_hook_and_import_is_in_the_sources_of_the_other_version(other: vllm_sources.SignatureTree) -> None:
     assert vllm_sources.differences(other) == []
+
+
+def wheel(files: dict[str, bytes], recorded: dict[str, bytes]) -> zipfile.ZipFile:
+    """One whose RECORD speaks of other contents."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        lines = []
+        for name, content in recorded.items():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            lines.append(f"{name},sha256={digest},{len(content)}")
+        archive.writestr("vllm-9.9.dist-info/RECORD", "\n".join(lines))
+    return zipfile.ZipFile(data)
+
+
+def test_an_overlay_has_the_python_files_that_the_record_of_the_wheel_names_and_no_other(tmp_path: Path) -> None:
+    files = {"vllm/one.py": b"x = 1\n", "vllm/sub/two.json": b"{}", "vllm/_C.so": b"code", "other/three.py": b"y = 2\n"}
+    next_vllm._unpack(wheel(files, files), "9.9", tmp_path / "whole")
+    found = {str(path.relative_to(tmp_path / "whole")) for path in (tmp_path / "whole").rglob("*") if path.is_file()}
+    assert found == {"vllm/one.py", "vllm/sub/two.json"}
+    with pytest.raises(vllm_sources.UnavailableError, match=r"vllm/one\.py of vLLM 9\.9 is not what"):
+        next_vllm._unpack(wheel(files, files | {"vllm/one.py": b"x = 2\n"}), "9.9", tmp_path / "changed")
+    with pytest.raises(
+        vllm_sources.UnavailableError, match=f"RECORD of vLLM {vllm_sources.OTHER_VERSION} has the sha256"
+    ):
+        next_vllm._unpack(wheel(files, files), vllm_sources.OTHER_VERSION, tmp_path / "forged")
+
+
+def test_a_release_that_nobody_tried_says_that_it_is_the_newest_tested_one_and_one_that_is_not_there_is_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the plugin would be inert there, and nothing would be tried."""
+    next_vllm._describe("99.1.0", tmp_path)
+    (info,) = tmp_path.iterdir()
+    version = info.name.removeprefix("vllm-").removesuffix(".dist-info")
+    assert version in VLLM.tested
+
+    def locate(version: str, options: list[str]) -> None:
+        raise vllm_sources.UnavailableError(f"no vLLM {version} there")
+
+    monkeypatch.setattr(next_vllm.vllm_sources, "locate", locate)
+    assert next_vllm.main(["99.1.0", "--folder", str(tmp_path / "alternates")]) == 3
+    assert "vLLM 99.1.0: not run: no vLLM 99.1.0 there" in capsys.readouterr().err
+
+
+def run_other(*options: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "next_vllm.py"), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 3:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "nothing broke" in done.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_the_other_version_runs_tests_of_each_seam() -> None:
+    run_other()
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.timeout(3000)
+def test_the_other_version_runs_all_tests_of_the_plugin() -> None:
+    run_other("--whole")
 
 
 @pytest.mark.engine

@@ -7,8 +7,10 @@ Runs while the model generates: it reads live weights, which nobody writes then,
   difference names. Of a shard whose digest did not change nothing is fetched.
 * It keeps places, old and new values (:class:`~vllm_rlplugin.weights.slice_edits.SliceEdits`): memory as large as the
   change. To prove what will be there it makes one shard at a time, and drops it.
-* Of a shard that lies wholly in this rank, the live values with the change in them have the digest that was published.
-* Of a shard that lies here only in part no published digest can be computed here. Its bytes are those that were published
+* On a host: of a shard that lies wholly in this rank, the live values with the change in them have the digest that was
+  published.
+* Of a shard that lies here only in part no published digest can be computed here; and of one in a device's memory only by a
+  copy of it to the host, which would be most of the model for each update. Its bytes are those that were published
   (checksum and digest of the encoded shard), what they are applied to has the digest that was taken when it was loaded, the
   steps are exact, and what the update must find in the model afterwards is the digest of the outcome.
 * Tensors that cannot be followed in place (:class:`~vllm_rlplugin.weights.element_places.LivePlaces`: cast, for example)
@@ -211,7 +213,10 @@ class DeltaBuilder:
             self._update.digests[item] = self._digest(made.to(self._device))
 
     def _prove_shard(self, name: str, places: list[LivePlace]) -> bool:
-        """Whether this rank has all of a shard; then it is proved, with a copy of it that is dropped at once."""
+        """Whether a shard was proved by its published digest, with a copy of it that is dropped at once: on a host, where this
+        rank has all of it."""
+        if self._digest is not xxh3:
+            return False
         whole = cover_shard(places)
         if len(whole) > 1:
             assembled = torch.empty(box_shape(box_of(whole[0].key)), dtype=whole[0].view.dtype, device=self._device)
@@ -223,10 +228,9 @@ class DeltaBuilder:
             found = xxh3(made)
             if place.has_whole_shard:
                 self._compare_digest(name, found)
-            digest = found if self._digest is xxh3 else self._digest(made)
-            self._proofs.setdefault(place.slice, []).append(DigestProof(place.slice, place.view, digest))
+            self._proofs.setdefault(place.slice, []).append(DigestProof(place.slice, place.view, found))
             if _same(place.view, place.slice.target):
-                self._update.digests[place.slice] = digest
+                self._update.digests[place.slice] = found
         return bool(whole)
 
     def _predict_place(self, place: LivePlace) -> torch.Tensor:

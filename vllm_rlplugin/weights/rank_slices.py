@@ -6,10 +6,12 @@ made by vLLM's own functions, on a stand-in for the layer. Nothing here writes t
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from orchestrator.transfer.shard_routing import Box
@@ -94,7 +96,25 @@ class SliceCutter:
         twin = self._twins.get(parameter)
         if twin is None:
             live = self._mapping.live[parameter]
-            pinned = self._device.type == "cuda"
-            twin = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype, pin_memory=pinned)
+            if self._device.type == "cuda":
+                elements = 1 + sum(
+                    (count - 1) * stride for count, stride in zip(live.size(), live.stride(), strict=True)
+                )
+                memory = pinned_memory(elements * live.element_size()).view(live.dtype)
+                twin = memory.as_strided(live.size(), live.stride())
+            else:
+                twin = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype)
             self._twins[parameter] = twin
         return twin
+
+
+def pinned_memory(size: int) -> torch.Tensor:
+    """uint8[size] that a device copies from by itself; its memory is free when the last view of it is gone.
+
+    Torch's own (``pin_memory``) is rounded up to a power of two and kept for ever: up to twice the weights.
+    """
+    memory = np.empty(size, np.uint8)
+    cuda = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, size, 0))
+    weakref.finalize(memory, cuda.cudaHostUnregister, memory.ctypes.data)
+    return torch.from_numpy(memory)

@@ -6,13 +6,13 @@ the time in which an engine had work, which says nothing of how well it used its
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.timeline import shares
+from orchestrator.observe.run_figures import number
 from orchestrator.policies.episodes.run_bottleneck import (
-    TurnSeconds,
     bottleneck_of,
     environments_to_try,
     environments_wanted,
@@ -40,10 +40,6 @@ class Analysis:
     trainer_busy: float  # of the time from the first batch to the last
     generation_to_training: float | None  # busy seconds of rollout engines for one of the trainer
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the summary."""
-        return asdict(self)
-
 
 def analyse_bottleneck(run: RunLog) -> Analysis | None:
     """What the run's log says; None where it does not say how busy the engines were (older runs, no step done)."""
@@ -56,11 +52,11 @@ def analyse_bottleneck(run: RunLog) -> Analysis | None:
     workers = max(1, round(seen["usable"] / seen["samples"]))
     engine = seen["busy"] / seen["usable"]
     gpu = seen["gpu"] / seen["gpu_samples"] if seen["gpu_samples"] else None
-    generating = seen["generate_seconds"]
-    turns = TurnSeconds(int(seen["turns"]), generating, max(0.0, seen["episode_seconds"] - generating))
+    turns, generating = int(seen["turns"]), seen["generate_seconds"]
+    acting = max(0.0, seen["episode_seconds"] - generating)
     busy = engine if gpu is None else gpu
-    wanted = environments_wanted(turns, workers)
-    full = environments_wanted(turns, workers, most) if most else None
+    wanted = environments_wanted(generating, acting, workers)
+    full = environments_wanted(generating, acting, workers, most) if most else None
     trainer = run.lanes()["trainer"]
     working = shares(trainer)
     span = sum(working.values())
@@ -69,18 +65,18 @@ def analyse_bottleneck(run: RunLog) -> Analysis | None:
         verdict=bottleneck_of(busy),
         measured_by="NVML" if gpu is not None else "no GPU: engine busy share instead",
         engine_busy=round(engine, 6),
-        gpu_busy=round(gpu, 6) if gpu is not None else None,
+        gpu_busy=number(gpu),
         requests_per_engine=round(seen["requests"] / seen["usable"], 3),
         in_flight=round(seen["in_flight"] / seen["samples"], 3),
-        turns=turns.count,
-        generate_seconds=round(turns.generate / max(1, turns.count), 6),
-        environment_seconds=round(turns.environment / max(1, turns.count), 6),
+        turns=turns,
+        generate_seconds=round(generating / max(1, turns), 6),
+        environment_seconds=round(acting / max(1, turns), 6),
         environments=environments,
         environments_busy=wanted,
         environments_full=full,
         environments_suggested=environments_to_try(busy, environments, wanted, full),
         trainer_busy=round(trained / span, 6) if span else 0.0,
-        generation_to_training=_rounded(generation_ratio(trained, seen["busy"] * run.sample_seconds)),
+        generation_to_training=number(generation_ratio(trained, seen["busy"] * run.sample_seconds)),
     )
 
 
@@ -88,7 +84,3 @@ _TOTALS = (
     "samples", "in_flight", "busy", "usable", "requests", "gpu", "gpu_samples",
     "turns", "generate_seconds", "episode_seconds",
 )  # fmt: skip
-
-
-def _rounded(value: float | None) -> float | None:
-    return round(value, 6) if value is not None else None

@@ -25,7 +25,6 @@ SLACKS = (  # field, colour, words
 SERVERS = 12  # that are drawn; all are in the tables
 _PARTS = 80  # of the time of serving, each with a point
 _COLUMNS = 100  # of the chart of step times; longer runs are averaged
-_LANE_NAMES = {"rollout": "Rollout", "trainer": "Trainer", "weights": "Weights"}
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def typical_steps(run: RunLog, pieces: dict[str, list[Piece]], place: Window, si
     """The lanes during a few steps, each step marked where it ends."""
     margin = 0.02 * (place.end - place.start)
     start, end = place.start - margin, place.end + margin
-    about = "; ".join(f"{_LANE_NAMES[lane]}: {_spoken(clip(pieces[lane], start, end))}" for lane in LANES)
+    about = "; ".join(f"{lane.capitalize()}: {_spoken(clip(pieces[lane], start, end))}" for lane in LANES)
     plot = _lanes(size, LANES, f"Steps {place.first} to {place.last}: who did what", about, 26)
     plot.x_scale(0.0, end - start, "seconds", 4 if size.narrow else 10)
     for step in run.steps:
@@ -252,7 +251,7 @@ def time_shares(pieces: dict[str, list[Piece]], size: Size) -> str:
     rows = [lane for lane in ("rollout", "trainer") if pieces[lane]]
     if not rows:
         return ""
-    about = "; ".join(f"{_LANE_NAMES[lane]}: {_spoken(pieces[lane])}" for lane in rows)
+    about = "; ".join(f"{lane.capitalize()}: {_spoken(pieces[lane])}" for lane in rows)
     plot = _lanes(size, rows, "Where the time went", about, 2)
     plot.x_scale(0.0, 1.0, "share of the time (%)", 4, as_percent)
     for row, lane in enumerate(rows):
@@ -260,7 +259,7 @@ def time_shares(pieces: dict[str, list[Piece]], size: Size) -> str:
         whole, begin = sum(totals.values()), 0.0
         for state, seconds in totals.items():
             share, (name, colour, waits) = seconds / whole, STATES[state]
-            tip = f"{_LANE_NAMES[lane]}, {name}: {percent(share)}, {duration(seconds)}"
+            tip = f"{lane.capitalize()}, {name}: {percent(share)}, {duration(seconds)}"
             plot.block(begin, row + 0.15, share, 0.7, colour, tip, waits)
             label = percent(share, 0)
             if share * plot.unit > 9 * len(label):
@@ -328,7 +327,7 @@ def _lanes(size: Size, names: Sequence[str], title: str, about: str, top: float)
     """One row a lane, the first above."""
     margins = Margins(left=62, right=10, top=top, bottom=40)
     plot = Drawing(size.width, top + 40 + 46 * len(names), title, about, margins)
-    plot.rows([_LANE_NAMES[name] for name in names])
+    plot.rows([name.capitalize() for name in names])
     return plot
 
 

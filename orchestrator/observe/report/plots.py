@@ -278,7 +278,7 @@ class Drawing:
             xs = sorted(left + min(max((x - x0) / (x1 - x0), 0.0), 1.0) * wide for x in (begin, end))
             ys = sorted(bottom - min(max((y - y0) / (y1 - y0), 0.0), 1.0) * tall for y in (low, high))
             places = (xs[0], ys[0], max(xs[1] - xs[0], 0.5), max(ys[1] - ys[0], 0.5))
-            hits.append((*map(_coordinate, places), words))
+            hits.append((*(f"{at:.1f}".removesuffix(".0") for at in places), words))
         drawn = _svg(self.figure, salt=f"{self._title} {self.width}")
         for light, name in _COLOURS.values():
             drawn = drawn.replace(light, f"var(--{name})")
@@ -371,11 +371,6 @@ def _svg(figure: Any, salt: str) -> str:
 def _shorter(text: str) -> str:
     text = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), text)
     return re.sub(r"\s+", " ", text).replace(' "', '"')
-
-
-def _coordinate(value: float) -> str:
-    """A position in a drawing: one decimal, no trailing zero."""
-    return f"{value:.1f}".removesuffix(".0")
 
 
 def _element(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.durable_files import replace_text
-from orchestrator.observe.report import feature_sections, run_sections
+from orchestrator.observe.report import feature_sections, run_sections, trajectory_section
 from orchestrator.observe.report.compare import comparison
 from orchestrator.observe.report.page_templates import fill
 from orchestrator.observe.report.run_log import RunLog, load_run
@@ -43,6 +43,7 @@ def render_report(run: RunLog) -> str:
         ("environments", "Environments", feature_sections.environments(run)),
         ("rounds", "Rounds", feature_sections.rounds(run)),
         ("borrowed", "Borrowed", feature_sections.borrowed(run)),
+        ("trajectories", "Trajectories", trajectory_section.trajectories(run)),
         ("ledger", "Ledger", run_sections.ledger(run, _stored(run))),
         ("incidents", "Incidents", run_sections.incidents(run)),
         ("environment", "Machine", run_sections.environment(run)),

@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "rounds": rounds_of(run),
         "borrowed": borrowed_of(run),
         "serving": serving_of(run),
-        "analysis": found.as_dict() if (found := analyse_bottleneck(run)) else None,
+        "analysis": asdict(found) if (found := analyse_bottleneck(run)) else None,
         "ledger": run.ledger.as_dict(),
         "machine": run.machine,
         "versions": run.versions,

@@ -83,10 +83,6 @@ class _Metrics(Collector):
     def __init__(self, state: RunState) -> None:
         self._state = state
 
-    def describe(self) -> list[Metric]:
-        """Nothing: it is registered alone."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
         figures = self._state.figures
@@ -135,15 +131,14 @@ def _workers(rows: list[dict[str, Any]]) -> Iterator[Metric]:
         return [((str(row["name"]),), float(row[field])) for row in rows if row.get(field) is not None]
 
     yield _family("worker_up", [((str(row["name"]),), float(row.get("state", "up") == "up")) for row in rows])
-    for name, field in (("requests", "requests"), ("running", "running"), ("waiting", "waiting")):
-        yield _family(f"worker_{name}", each(field))
+    for name in ("requests", "running", "waiting", "version"):
+        yield _family(f"worker_{name}", each(name))
     shares = [
         ((str(row["name"]),), row["kv_used"] / row["kv_capacity"])
         for row in rows
         if "kv_used" in row and row.get("kv_capacity")
     ]
     yield _family("worker_kv_used_ratio", shares)
-    yield _family("worker_version", each("version"))
     yield _family("worker_tokens_per_second", each("tokens_per_s"))
     yield _family("worker_lent_pages", each("pages"))
     yield _family("worker_lent_pages_budget", each("budget"))

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse
 from orchestrator.events import read_events
-from orchestrator.observe.view.turn_spans import FILE as TURNS
+from orchestrator.run_folder import TURNS_FILE
 
 MOST = 20_000  # trajectories in a trace
 _LOOP, _TRAJECTORIES, _ENVIRONMENTS, _REWARDS, _WORKERS = 1, 2, 3, 4, 10  # pids; workers from the last on
@@ -261,7 +261,7 @@ def _trajectories(run: Path, begin: float, end: float, found: Written) -> list[_
         found.note = f"of {len(times):,} trajectories the newest {MOST:,} are in it; --steps chooses others"
     names = ["trajectory_id", "task", "outcome", "step", "started_at", "finished_at", "scored_at", "turns"]
     names += ["first_version", "generated_tokens", "total_reward"]
-    measured = _measured(run / TURNS, begin)
+    measured = _measured(run / TURNS_FILE, begin)
     result = []
     for batch in read_trajectories(folder, names, near).to_batches(max_chunksize=512):
         result += [_of_row(row, measured.get) for row in batch.to_pylist()]

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.events import EventLog
+from orchestrator.run_folder import TURNS_FILE
 
 if TYPE_CHECKING:  # who only reads the file needs no rollout
     from orchestrator.envs import Episode
     from orchestrator.proxy.gateway import LLMProxy
 
-FILE = "turns.jsonl"
 _BUFFER = 1 << 16  # bytes
 
 
@@ -27,7 +27,7 @@ class Spans:
     """The writer; one a life of a run. Give :meth:`turn` to :class:`orchestrator.envs.EnvManager`."""
 
     def __init__(self, folder: Path, events: EventLog, proxy: LLMProxy, most: int) -> None:
-        file = folder / FILE
+        file = folder / TURNS_FILE
         before = file.read_bytes() if file.exists() else b""
         self._stream = file.open("a", encoding="utf-8", buffering=_BUFFER)
         if before and not before.endswith(b"\n"):

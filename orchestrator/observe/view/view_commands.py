@@ -1,4 +1,4 @@
-"""The commands that look at a run: ``rl-coserve view | top | trace``."""
+"""The commands that look at a run: ``rl-coserve view | top | trace | show``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from orchestrator.api import ConfigError
 
 FindRun = Callable[[str], Path]
 
@@ -37,12 +40,85 @@ def add_view_commands(commands: Any, find: FindRun) -> None:
     trace.add_argument("--steps", default="", metavar="FIRST-LAST", help="only these training steps")
     trace.set_defaults(run=lambda arguments: _trace(arguments, find))
 
+    show = commands.add_parser("show", help="what the agent saw and said: a list of trajectories, or one turn by turn")
+    show.add_argument("name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest)")
+    show.add_argument("id", nargs="?", default="", metavar="ID", help="of a trajectory, which is shown whole")
+    one = show.add_mutually_exclusive_group()
+    for pick, order in (("best", "highest reward"), ("worst", "lowest reward"), ("longest", "most tokens said")):
+        help_ = f"show the trajectory with the {order}, of those chosen"
+        one.add_argument(f"--{pick}", dest="pick", action="store_const", const=pick, default="", help=help_)
+    one.add_argument("--failed", action="store_true", help="show the last one that failed")
+    show.add_argument("--step", type=int, metavar="N", help="only those of a training step")
+    show.add_argument("--task", default="", metavar="NAME", help="only those of a task")
+    show.add_argument(
+        "--cause", default="", metavar="END", help="only those that ended so: trained, failed, 'failed: ...'"
+    )
+    show.add_argument(
+        "--reward", type=_rewards, default=(None, None), metavar="LOW:HIGH", help="only those from LOW to HIGH"
+    )
+    show.add_argument("--most", type=_count, default=20, metavar="N", help="lines of a list (20)")
+    show.add_argument("--json", action="store_true", help="print it as JSON")
+    show.set_defaults(run=lambda arguments: _show(arguments, find))
+
 
 def _port(text: str) -> int:
     """A port, 0 for a free one."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; give one of 1 to 65535, or 0 for a free one")
     return int(text)
+
+
+def _rewards(text: str) -> tuple[float | None, float | None]:
+    """``LOW:HIGH``, either of which may be left out."""
+    try:
+        low, high = (float(part) if part else None for part in text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of rewards; write 0.5:1, 0.5: or :0") from None
+    return low, high
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines; give one of 1 to 10,000")
+    return int(text)
+
+
+def _show(arguments: argparse.Namespace, find: FindRun) -> int:
+    from rich.console import Console
+
+    from orchestrator.observe.trajectory_reader import TrajectoryChoice, TrajectoryReader
+    from orchestrator.observe.view.trajectory_screen import list_screen, trajectory_screen
+
+    reader = TrajectoryReader(find(arguments.name))
+    cause = "failed" if arguments.failed else arguments.cause
+    chosen = TrajectoryChoice(
+        arguments.task, arguments.step, cause, least=arguments.reward[0], most=arguments.reward[1]
+    )
+    if arguments.id or arguments.pick or arguments.failed:
+        if arguments.id:
+            line = reader.find(arguments.id)
+        else:
+            order = arguments.pick or "newest"
+            found, _ = reader.lines(chosen, order, 0, 1)
+            if not found:
+                wanted = ", ".join([order, *chosen.words()])
+                raise ConfigError("show", wanted, f"there is no such trajectory in {reader.folder.name}")
+            line = found[0]
+        shown = reader.read(line)
+        if arguments.json:
+            print(json.dumps(asdict(shown)))
+        else:
+            Console(soft_wrap=True).print(trajectory_screen(shown, reader.tokens.missing))
+        return 0
+    lines, total = reader.lines(chosen, most=arguments.most)
+    if arguments.json:
+        print(json.dumps({"trajectories": lines, "total": total}))
+        return 0
+    asked = "".join(f", {one}" for one in chosen.words())
+    Console(soft_wrap=True).print(list_screen(lines, total, f" of {reader.folder.name}{asked}"))
+    if lines:
+        print(f"\nread one: rl-coserve show {arguments.name} {lines[0]['trajectory_id']}")
+    return 0
 
 
 def _view(arguments: argparse.Namespace, find: FindRun) -> int:

@@ -22,7 +22,6 @@ from typing import Any
 
 from orchestrator.api import ConfigError, bearer
 from orchestrator.api.listener_limits import EndOfInput
-from orchestrator.observe.view.exporter_queue import Beside
 from orchestrator.observe.view.exporters import config_to_share, start_exporters
 from orchestrator.observe.view.runs_page import Runs
 from orchestrator.observe.view.view_server import Hub, Server
@@ -47,14 +46,15 @@ def read_token(file: str, field: str = "view.token_file") -> str:
 async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
     """Show the run until a signal. ``since``: as a child of the run, until standard input ends, and exporters get what happens
     from this time of the run on. Raises ConfigError for a port that is taken."""
-    beside = _exporters(folder) if since is not None else []
+    config = RunFolder.open(folder).config()
+    beside = [] if since is None else start_exporters(config.logging, folder, config_to_share(config), _say)
 
     def export(event: dict[str, Any]) -> None:
         if float(event.get("t", 0.0)) >= (since or 0.0):
             for exporter in beside:
                 exporter.take(event)
 
-    hub, config = Hub(folder, export), RunFolder.open(folder).config()
+    hub = Hub(folder, export)
     server = Server(hub, token, port, config.view.host, config.tls.files())
     async with _following(server, hub.run()) as ended:
         try:
@@ -105,12 +105,6 @@ async def _listen(server: Server) -> None:
         why = os.strerror(error.errno) if error.errno else error.strerror
         fix = f"cannot be listened on ({why}); choose another, or 0 for a free one"
         raise ConfigError("view.port", server.port, fix) from error
-
-
-def _exporters(folder: Path) -> list[Beside]:
-    run = RunFolder.open(folder)
-    config = run.config()
-    return start_exporters(config.logging, folder, config_to_share(config), _say)
 
 
 def _say(text: str) -> None:

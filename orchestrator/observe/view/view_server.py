@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from http.cookies import Morsel, SimpleCookie
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from orchestrator.api.tls import SYSTEM, Tls, check_listener
 from orchestrator.observe.view.folder_follower import Follower
 from orchestrator.observe.view.run_metrics import exposition
 from orchestrator.observe.view.run_state import RunState
+from orchestrator.observe.view.trajectory_routes import TrajectoryRoutes
 
 SECONDS = 1.0  # between two pictures, at least
 LOOK_SECONDS = 0.5  # between two looks at the folder
@@ -47,6 +47,7 @@ _FILES = {
     "view.css": ("orchestrator.observe.view", "view.css", "text/css"),
     "view.js": ("orchestrator.observe.view", "view.js", "text/javascript"),
     "draw.js": ("orchestrator.observe.view", "draw.js", "text/javascript"),
+    "trajectories.js": ("orchestrator.observe.view", "trajectories.js", "text/javascript"),
     "runs.js": ("orchestrator.observe.view", "runs.js", "text/javascript"),
 }
 Answer = TypeVar("Answer", bound=web.StreamResponse)
@@ -87,6 +88,7 @@ class Hub(PictureFeed):
         super().__init__()
         self.state = RunState(folder)
         self.follower = Follower(folder)
+        self.trajectories = TrajectoryRoutes(folder)
         self._take = take
         self._dirty = self._drawn_over = False
         self._drawn_at = float("-inf")
@@ -159,6 +161,9 @@ class Server:
             app.router.add_get(f"{place}stream", self._stream)
             app.router.add_get(f"{place}state.json", self._state)
             app.router.add_get(f"{place}metrics", self._metrics)
+            app.router.add_get(f"{place}trajectories", self._trajectories)
+            app.router.add_get(f"{place}trajectories.json", self._lines)
+            app.router.add_get(f"{place}trajectory.json", self._trajectory)
             for name in _FILES:
                 app.router.add_get(f"{place}{name}", self._file)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, **SERVER_OPTIONS)
@@ -186,7 +191,9 @@ class Server:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         given = request.query.get("token", "")
         if given and self._token.matches(given) and request.path == "/":
-            return _headed(web.Response(status=303, headers={"Location": "/", "Set-Cookie": self._set_cookie(given)}))
+            home, secure = web.Response(status=303, headers={"Location": "/"}), self._context is not None
+            home.set_cookie(self._cookie, given, httponly=True, samesite="Strict", secure=secure)
+            return _headed(home)
         shown = self._token.matches(request.cookies.get(self._cookie, ""))
         if not (shown or self._token.admits(request.headers.get("Authorization"))):
             return _headed(web.Response(status=401, text=_REFUSED))
@@ -196,14 +203,6 @@ class Server:
             _headed(error)
             raise
         return answer if answer.prepared else _headed(answer)
-
-    def _set_cookie(self, token: str) -> str:
-        jar: SimpleCookie = SimpleCookie()
-        jar[self._cookie] = token
-        cookie: Morsel[str] = jar[self._cookie]
-        cookie["path"], cookie["httponly"], cookie["samesite"] = "/", True, "Strict"
-        cookie["secure"] = self._context is not None
-        return cookie.OutputString()
 
     def _shown(self, request: web.Request) -> PictureFeed:
         """What the address means. Raises HTTPNotFound for a run that is not there."""
@@ -227,10 +226,25 @@ class Server:
         return web.Response(body=self._shown(request).picture, content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=exposition(self._run(request).state), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _trajectories(self, request: web.Request) -> web.Response:
+        self._run(request)
+        return web.Response(text=_text("orchestrator.observe.view", "trajectories.html"), content_type="text/html")
+
+    async def _lines(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._run(request).trajectories.lines(request.query))
+
+    async def _trajectory(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._run(request).trajectories.one(request.query.get("id", "")))
+
+    def _run(self, request: web.Request) -> Hub:
+        """Raises HTTPNotFound where the address means no single run."""
         shown = self._shown(request)
         if not isinstance(shown, Hub):
-            raise web.HTTPNotFound(text="Each run has metrics of its own: run/NAME/metrics\n")
-        return web.Response(body=exposition(shown.state), headers={"Content-Type": CONTENT_TYPE_LATEST})
+            last = request.path.rpartition("/")[2]
+            raise web.HTTPNotFound(text=f"Each run has its own: run/NAME/{last}\n")
+        return shown
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         shown = self._shown(request)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-STRATEGIES = ("keep", "summarise", "restart")
-
 
 @dataclass(frozen=True, slots=True)
 class ContextRules:

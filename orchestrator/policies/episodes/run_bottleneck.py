@@ -8,20 +8,9 @@ environment keeps an engine busy for g / (g + e) of the time, so that (g + e) / 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 ENVIRONMENT_BOUND = 0.5
 GPU_BOUND = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class TurnSeconds:
-    """What the turns of trained trajectories took: seconds in all. ``generate``: waiting in an engine's queue included;
-    ``environment``: all else, the start of the environment included."""
-
-    count: int
-    generate: float
-    environment: float
 
 
 def bottleneck_of(busy: float) -> str:
@@ -31,12 +20,13 @@ def bottleneck_of(busy: float) -> str:
     return "GPU-bound" if busy > GPU_BOUND else "balanced"
 
 
-def environments_wanted(turns: TurnSeconds, workers: int, concurrent: float = 1.0) -> int | None:
+def environments_wanted(generate: float, environment: float, workers: int, concurrent: float = 1.0) -> int | None:
     """Environments that keep ``concurrent`` requests in each engine on average; None where nothing was generated. A lower
-    bound: with them, generation itself may take longer."""
-    if turns.generate <= 0 or workers <= 0:
+    bound: with them, generation itself may take longer. Seconds of all turns: ``generate``: waiting in an engine's queue
+    included; ``environment``: all else, the start of the environment included."""
+    if generate <= 0 or workers <= 0:
         return None
-    return math.ceil(round(workers * concurrent * (turns.generate + turns.environment) / turns.generate, 9))
+    return math.ceil(round(workers * concurrent * (generate + environment) / generate, 9))
 
 
 def environments_to_try(busy: float, environments: int, wanted: int | None, filling: int | None) -> int:

@@ -69,7 +69,6 @@ class DegreeReallocator:
         horizon: int = 4,
         start_seconds: float = 0.0,
         per_server: int = 8,
-        margin: float = MARGIN,
     ) -> None:
         self.devices, self.options = devices, tuple(sorted(set(options), reverse=True))
         self.degrees = tuple(sorted(degrees, reverse=True)) or (1,) * devices
@@ -78,7 +77,7 @@ class DegreeReallocator:
         if horizon < 1 or start_seconds < 0:
             raise ValueError("horizon >= 1, start_seconds >= 0")
         self._rates_of = rates_of
-        self._horizon, self._per_server, self._margin = horizon, per_server, margin
+        self._horizon, self._per_server = horizon, per_server
         self.cost = start_seconds  # that a change is charged with
         self._measured = False
         self._failed: dict[tuple[int, ...], str] = {}
@@ -87,7 +86,7 @@ class DegreeReallocator:
         """Before anything was started: the degrees that are best for these loads."""
         if loads.count:
             rates = {degree: self._rates_of(degree) for degree in self.options}
-            found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
+            found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=MARGIN)
             self.degrees = found.degrees
 
     def state(self) -> dict[str, Any]:
@@ -109,7 +108,7 @@ class DegreeReallocator:
         if not loads.count:
             return DegreePlan(self.degrees, reason="nothing is known of the next step's lengths")
         rates = {degree: self._rates_of(degree) for degree in self.options}
-        found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
+        found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=MARGIN)
         present = place_loads(loads, [rates[degree] for degree in self.degrees])[1]
         share = 1.0 - found.makespan / present if present > 0 else 0.0
         gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)

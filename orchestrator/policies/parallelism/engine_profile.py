@@ -347,16 +347,16 @@ class LearnedCosts:
 class ProfiledCosts:
     """Of a file that ``rl-coserve profile`` made; ``context``: tokens of a typical sequence that decodes."""
 
-    def __init__(self, profile: EngineProfile, context: int, layout: EngineLayout | None = None) -> None:
-        self._profile, self._context, self._layout = profile, context, layout or EngineLayout()
+    def __init__(self, profile: EngineProfile, context: int) -> None:
+        self._profile, self._context = profile, context
 
     def prefill(self, tokens: int) -> float:
         """As :class:`LearnedCosts`."""
-        return self._profile.prefill_seconds(tokens, 1, self._layout) if tokens else 0.0
+        return self._profile.prefill_seconds(tokens) if tokens else 0.0
 
     def decode(self, batch: int) -> float:
         """As :class:`LearnedCosts`."""
-        return self._profile.decode_seconds(batch, self._context, self._layout) if batch else 0.0
+        return self._profile.decode_seconds(batch, self._context) if batch else 0.0
 
     def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
         """Nothing: the profile stands, and the guard of admission covers what it has wrong."""

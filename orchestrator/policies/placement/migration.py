@@ -11,7 +11,6 @@ Pure: the caller knows the time. Beyond the paper: the uncertainty, and the brea
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -36,7 +35,8 @@ class WorkerPartition:
         scale = active / total  # group i ends at rank scale x (sizes of it and those before it)
         ends = list(accumulate(self.sizes))
         place = bisect_right(ends, rank / scale if scale else 0.0)
-        return self.workers[min(place, _last(self.sizes))]
+        last = max(index for index, size in enumerate(self.sizes) if size)
+        return self.workers[min(place, last)]
 
     def target_worker(self, current: int, rank: int, least: int, most: int, active: int) -> int:
         """Where a trajectory of ``rank`` belongs. ``least`` and ``most``: the ranks that it might have by its forecast's
@@ -48,10 +48,6 @@ class WorkerPartition:
         first = self.workers.index(self.worker_of(min(least, rank), active))
         last = self.workers.index(self.worker_of(max(most, rank), active))
         return current if first <= place <= last else wanted
-
-
-def _last(sizes: Sequence[int]) -> int:
-    return max(index for index, size in enumerate(sizes) if size)
 
 
 def choose_transfer(gain: float, transfer: float | None, recompute: float) -> How:
@@ -107,8 +103,3 @@ class TransmissionScheduler:
     def is_moving(self, trajectory: str) -> bool:
         """Whether it is under way."""
         return trajectory in self._running
-
-    @property
-    def pending(self) -> int:
-        """That wait or run."""
-        return len(self._waiting) + len(self._running)

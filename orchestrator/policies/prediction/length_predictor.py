@@ -16,7 +16,7 @@ a median: that is what loads add up from.
 
 Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing
 is long. Intervals are adaptive conformal ones, by the same classes
-(:class:`~orchestrator.policies.prediction.online_estimators.ConformalIntervals`). :func:`prompt_only` and
+(:class:`~orchestrator.policies.prediction.online_estimators.ConformalIntervals`). One that is ``prompt_only`` and
 :class:`HistoryPredictor` are what it is compared with (Heddle 7.2).
 """
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import statistics
 import struct
 import zipfile
 import zlib
@@ -147,11 +148,8 @@ class FinishedStatistics:
 
     def median(self, task: str, prompt: str, turn: int) -> float | None:
         """The logarithm of remaining tokens of the middle one of them; one very long sibling does not move it."""
-        found = sorted(self._left(task, prompt, turn))
-        middle = len(found) // 2
-        if not found:
-            return None
-        return (math.log1p(found[middle]) + math.log1p(found[-1 - middle])) / 2.0
+        found = self._left(task, prompt, turn)
+        return statistics.median(map(math.log1p, found)) if found else None
 
     def _left(self, task: str, prompt: str, turn: int) -> list[int]:
         return [sum(said[turn:]) for said in self.prompts.get(f"{task}\n{prompt}", []) if len(said) > turn]
@@ -189,7 +187,8 @@ class _Row:
 class ProgressivePredictor:
     """The predictor. ``prior_tokens``: of a whole trajectory, until there is something to learn from; ``coverage`` of the
     intervals; ``memory`` in rows (turns) after which one counts a third; solved anew every ``every`` rows; ``encoder`` None: the
-    hashed one. ``prompt_only``: the ridge regression alone, and shown nothing but the prompt."""
+    hashed one. ``prompt_only``: the ridge regression alone, and shown nothing but the prompt (Zhong et al., in Heddle 7.2): one
+    guess for the whole trajectory."""
 
     format = "rl-coserve length predictor"
 
@@ -231,12 +230,11 @@ class ProgressivePredictor:
         shown = _start_of(progress) if self._prompt_only else progress
         past = self.memory.features_of(shown)
         tokens, turns, source = past.prompt, past.turns, past.source
+        seen = self._rows_of((shown,))[0]
         if not self._prompt_only or not progress.turns:
-            seen = self._asked[progress.trajectory, progress.turns] = self._rows_of((shown,))[0]
+            self._asked[progress.trajectory, progress.turns] = seen
             if len(self._asked) > _ASKED:
                 del self._asked[next(iter(self._asked))]
-        else:
-            seen = self._rows_of((shown,))[0]
         if self.ready:
             tokens, turns, source = seen.combined, seen.turns, "model"
         low, high = seen.bounds if self.ready else (-math.inf, math.inf)
@@ -428,11 +426,6 @@ class ProgressivePredictor:
             self._conformal.residuals[kind].extend(values)
         self._conformal.refresh()
         self._conformal.sorted, self._conformal.tails = ordered, tails
-
-
-def prompt_only(prior_tokens: float, *, coverage: float = 0.8, seed: int = 0) -> ProgressivePredictor:
-    """The same regression, shown nothing but the prompt (Zhong et al., in Heddle 7.2): one guess for the whole trajectory."""
-    return ProgressivePredictor(prior_tokens, coverage=coverage, seed=seed, prompt_only=True)
 
 
 class HistoryPredictor:

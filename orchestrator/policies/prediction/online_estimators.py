@@ -28,26 +28,23 @@ class RidgeRegression:
     feature changes nothing); memory and time for a row do not grow.
 
     ``penalties``: one a feature, in rows; feature 0 is constant 1. ``outputs``: how many values are predicted. ``classes`` of
-    rows; ``factors`` of the penalties. For a class there are the weights of all rows and those of its own rows, with each
-    factor; those are used whose predictions were best so far, each made before its row was learned. So what little data says
+    rows. For a class there are the weights of all rows and those of its own rows, with each of four factors of the
+    penalties; those are used whose predictions were best so far, each made before its row was learned. So what little data says
     is believed little, and nothing is tuned to a data set."""
 
-    def __init__(
-        self, penalties: Array, outputs: int, classes: int, memory: float, factors: Sequence[float] = _FACTORS
-    ) -> None:
+    def __init__(self, penalties: Array, outputs: int, classes: int, memory: float) -> None:
         self._penalties = penalties
         self._memory = memory
-        self._factors = factors
         size = len(penalties)
         self.products: Array = np.zeros((classes + 1, size, size))  # of all rows, then of each class
         self.targets: Array = np.zeros((classes + 1, size, outputs))
-        self.weights: Array = np.zeros((classes + 1, len(factors), size, outputs))
-        self.errors: Array = np.zeros((classes, 2 * len(factors)))  # squared, of the first output
+        self.weights: Array = np.zeros((classes + 1, len(_FACTORS), size, outputs))
+        self.errors: Array = np.zeros((classes, 2 * len(_FACTORS)))  # squared, of the first output
         self.counts: Array = np.zeros(classes + 1)  # rows that count
 
     def best(self, kind: int) -> tuple[int, int]:
         """Whose weights, and which factor; the largest of all rows while there is nothing to choose by."""
-        errors, half = self.errors[kind], len(self._factors)
+        errors, half = self.errors[kind], len(_FACTORS)
         order = (*range(half - 1, -1, -1), *range(2 * half - 1, half - 1, -1))
         own, factor = divmod(min(order, key=lambda one: errors[one]), half)
         return own * (kind + 1), factor
@@ -76,7 +73,7 @@ class RidgeRegression:
             products, diagonal = self.products[group], np.diag(self.products[group])
             means = products[0] / self.counts[group]
             spread = np.maximum(diagonal / self.counts[group] - means * means, 0.0)
-            for index, factor in enumerate(self._factors):
+            for index, factor in enumerate(_FACTORS):
                 penalty = factor * self._penalties * spread + 1e-6 * (1.0 + diagonal)
                 penalty[0] = 1e-9
                 self.weights[group, index] = np.linalg.solve(products + np.diag(penalty), self.targets[group])

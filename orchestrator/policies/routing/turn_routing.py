@@ -289,10 +289,6 @@ class TurnRouter:
             self.end_turn(name)
         return stranded
 
-    def load_of(self, worker: int) -> int:
-        """Turns that it has."""
-        return self._load[worker]
-
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def queue_turn(self, request: str, trajectory: str, task: str) -> None:
@@ -521,6 +517,3 @@ class TurnRouter:
         pool = self._pool_of[worker]
         if pool.free >> worker & 1:
             pool.drop(worker, self._level(worker))
-
-
-__all__ = ["ANY", "CACHE_AFFINE", "DEFAULT_TASK", "LEAST_LOADED", "ROUND_ROBIN", "RULES", "Seat", "TurnRouter"]

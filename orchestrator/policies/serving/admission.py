@@ -7,7 +7,7 @@ Guarantees:
   computes meanwhile. So a prompt waits for one admitted step at most, the one under way when the first of its burst came.
 * No rollout step is admitted whose cost exceeds the least slack of serving, less the guard; and of one slack that serving
   published, all steps together take no more than the whole. So serving is delayed by no more than it can spare.
-* What serving published is believed for ``stale_seconds`` after its running step should have ended: older, and there is no slack
+* What serving published is believed for ``STALE_SECONDS`` after its running step should have ended: older, and there is no slack
   where it had requests.
 * The guard grows with every near miss of a step that took longer than was admitted, and decays slowly, also while it keeps steps
   out: a profile that is wrong costs rollout speed, never an SLO twice. A burst that leaves no slack says nothing of the profile.
@@ -31,6 +31,8 @@ from typing import Literal
 Mode = Literal["dual", "ttft", "tpot", "none"]
 MODES: tuple[Mode, ...] = ("dual", "ttft", "tpot", "none")
 CHUNK = 512  # tokens of a rollout's prefill at a time (ROSE 4.1)
+GUARD_MOST = 0.05  # seconds
+STALE_SECONDS = 0.1
 STALL_SECONDS = 2.0  # without progress, after which a rollout is dropped here (ROSE 4.1)
 PROMPTS = 64  # of the latest ones, by which one that arrives is judged
 
@@ -123,20 +125,13 @@ class Admission:
         *,
         mode: Mode = "dual",
         guard: float = 0.002,
-        guard_most: float = 0.05,
-        stale_seconds: float = 0.1,
-        chunk: int = CHUNK,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode = {mode!r}: one of {', '.join(MODES)}")
-        if not 0 <= guard <= guard_most or chunk < 1 or stale_seconds <= 0:
-            raise ValueError(
-                f"guard {guard} to {guard_most}, chunk {chunk}, stale after {stale_seconds} s: no such admission"
-            )
-        self.mode, self.chunk = mode, chunk
-        self.guard = guard
-        self._least, self._most = guard, guard_most
-        self._stale = stale_seconds
+        if not 0 <= guard <= GUARD_MOST:
+            raise ValueError(f"guard {guard}: 0 to {GUARD_MOST} s")
+        self.mode = mode
+        self.guard = self._least = guard
         self._prefill, self._decode = prefill, decode
         self._spent = (-1, 0.0)  # of which tick, how many seconds
 
@@ -150,7 +145,7 @@ class Admission:
         if not state.busy:  # holds until serving says otherwise, however old
             return least / state.sharers - self.guard
         late = now - max(state.at, state.step_end)
-        if late > self._stale:
+        if late > STALE_SECONDS:
             return -math.inf
         least = min(least, self.considered_slack(state))
         spent = self._spent[1] if self._spent[0] == state.tick else 0.0
@@ -177,12 +172,12 @@ class Admission:
         if slack == -math.inf:
             return AdmittedWork(reason="serving has not said anything for too long")
         batch, tokens, seconds = 0, 0, 0.0
-        for count in _halves(min(decoding, self.chunk)):
+        for count in _halves(min(decoding, CHUNK)):
             if (cost := self._decode(count)) <= slack:
                 batch, seconds = count, cost
                 break
         if batch == decoding:
-            for count in _halves(min(prefill_left, self.chunk - batch)):
+            for count in _halves(min(prefill_left, CHUNK - batch)):
                 if seconds + (cost := self._prefill(count)) <= slack:
                     tokens, seconds = count, seconds + cost
                     break
@@ -199,7 +194,7 @@ class Admission:
         if slack_left >= 0:
             self._decay()
         elif overran:
-            self.guard = min(self._most, max(2 * self.guard, 0.001))
+            self.guard = min(GUARD_MOST, max(2 * self.guard, 0.001))
 
     def _decay(self) -> None:
         self.guard = max(self._least, 0.99 * self.guard)

@@ -109,10 +109,7 @@ class KvSharing:
             else:
                 return budget
         if budget.pages and self._burst(serving, budget.pages):
-            pages = budget.pages // self.rules.cut
-            state: State = "frozen" if rollout <= pages else "cut"
-            self._deadline = now + self.rules.deadline
-            self.budget = KvBudget(pages, budget.revision + 1, state)
+            self._cut(now, budget.pages // self.rules.cut, rollout)
         return self.budget
 
     def record_kill(self) -> KvBudget:
@@ -126,10 +123,13 @@ class KvSharing:
         self.rules = replace(self.rules, lent=share)
         most = int(share * self.rules.pages)
         if most < self.budget.pages:
-            state: State = "frozen" if rollout <= most else "cut"
-            self._deadline = now + self.rules.deadline
-            self.budget = KvBudget(most, self.budget.revision + 1, state)
+            self._cut(now, most, rollout)
         return self.budget
+
+    def _cut(self, now: float, pages: int, rollout: int) -> None:
+        """To so many pages."""
+        self._deadline = now + self.rules.deadline
+        self.budget = KvBudget(pages, self.budget.revision + 1, "frozen" if rollout <= pages else "cut")
 
     def _burst(self, serving: int, budget: int) -> bool:
         """Serving uses more of the headroom than the watermark allows."""

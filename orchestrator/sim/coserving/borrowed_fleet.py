@@ -275,21 +275,15 @@ def borrowed_of(config: Config) -> BorrowedFleet | None:
     sim, rollout = config.sim, config.rollout
     if not sim.borrowed.workers:
         return None
-    wrong: list[tuple[str, object, str]] = [
-        ("sim.costs", sim.costs, "borrowed devices are known by their hardware: set it to 'roofline'"),
-        ("rollout.colocation.enabled", True, "lends the run's own workers: not played with borrowed ones"),
-        ("rollout.disaggregation.enabled", True, "not played with borrowed workers"),
-        ("rollout.planner.enabled", True, "cuts the run's own workers: not played with borrowed ones"),
-    ]
-    broken = (
-        sim.costs != "roofline",
-        rollout.colocation.enabled,
-        rollout.disaggregation.enabled,
-        rollout.reshapes,
-    )
-    for (field, value, fix), bad in zip(wrong, broken, strict=True):
-        if bad:
-            raise ConfigError(field, value, fix)
+    if sim.costs != "roofline":
+        raise ConfigError("sim.costs", sim.costs, "borrowed devices are known by their hardware: set it to 'roofline'")
+    for wrong, section, fix in (
+        (rollout.colocation.enabled, "colocation", "lends the run's own workers: not played with borrowed ones"),
+        (rollout.disaggregation.enabled, "disaggregation", "not played with borrowed workers"),
+        (rollout.reshapes, "planner", "cuts the run's own workers: not played with borrowed ones"),
+    ):
+        if wrong:
+            raise ConfigError(f"rollout.{section}.enabled", True, fix)
     _exchanged(config)
     return BorrowedFleet(config)
 

@@ -54,12 +54,11 @@ class UserRequest:
 @dataclass(frozen=True, slots=True)
 class RolloutDemand:
     """What a rollout engine would compute next: ``prefill``: tokens that wait to be prefilled; ``decoding``: sequences;
-    ``step``: seconds of its steps in the mean, as they come; ``context``: tokens in its contexts."""
+    ``step``: seconds of its steps in the mean, as they come."""
 
     prefill: int
     decoding: int
     step: float
-    context: int
 
 
 class RolloutTenant(Protocol):
@@ -256,11 +255,6 @@ class ServingEngine:
         if self.tenant is not None:
             self._sharing.observe(_now(), self.pages, self.tenant.pages)
             self._announce_budget()
-
-    @property
-    def budget(self) -> int:
-        """Pages that its tenant may hold."""
-        return self._sharing.budget.pages
 
     def _record_peak(self) -> None:
         now, used = _now(), self.pages

@@ -92,8 +92,7 @@ class BorrowedSimWorker(SimWorker):
         chunks = math.ceil(prefill / chunk - _LITTLE) if prefill > _LITTLE else 0
         decode = seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
         step = (prefill + decode) / (chunks + self._leap_steps * self._grain)
-        running = len(self._batch.running)
-        return RolloutDemand(chunks * CHUNK, running, step, self._batch.context * self._grain)
+        return RolloutDemand(chunks * CHUNK, len(self._batch.running), step)
 
     @property
     def _greedy(self) -> bool:

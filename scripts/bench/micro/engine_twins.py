@@ -179,7 +179,7 @@ def make_shape(folder: str, **_: Any) -> None:
     Path(folder, "config.json").write_text(json.dumps(shape | {"hidden_size": 128}), encoding="utf-8")
 
 
-def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
+def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, number: int) -> dict[str, Any]:
     return {"config": to_json(config), "relay": endpoint.to_dict()}
 
 
@@ -190,11 +190,11 @@ def _trainer_arguments(config: Config, model: str) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the command line."""
     from orchestrator import cli
-    from orchestrator.runtime import real_run, tiny_model_setup
+    from orchestrator.runtime import own_engines, real_run, tiny_model_setup
 
-    real_run.WORKER_CLASS = f"{_HERE}:TwinWorker"
+    own_engines.WORKER_CLASS = f"{_HERE}:TwinWorker"
     real_run.TRAINER_CLASS = f"{_HERE}:TwinTrainer"
-    real_run._worker_arguments = _worker_arguments
+    own_engines.worker_arguments = _worker_arguments
     real_run.trainer_arguments = _trainer_arguments
     tiny_model_setup.TINY_MODEL = f"{_HERE}:make_shape"
     return cli.main(arguments)

@@ -34,7 +34,8 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
-from orchestrator.runtime.real_run import WORKER_CLASS, start_ray
+from orchestrator.runtime.own_engines import WORKER_CLASS
+from orchestrator.runtime.real_run import start_ray
 from scripts.bench.result import frame, now
 
 NAME = "trajectory-vs-batch"

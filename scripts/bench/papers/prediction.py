@@ -38,7 +38,6 @@ from orchestrator.policies.prediction.length_predictor import (
     LengthOutcome,
     LengthPredictor,
     ProgressivePredictor,
-    prompt_only,
 )
 from scripts.bench.papers.length_sets import Case, built_in, packed, recorded, tau_bench
 from scripts.bench.papers.resampling import paired, words
@@ -76,7 +75,7 @@ def predictors(seed: int) -> dict[str, Callable[[], LengthPredictor]]:
     """Those that are compared."""
     return {
         "progressive": lambda: ProgressivePredictor(_PRIOR, coverage=COVERAGE, seed=seed),
-        "prompt only": lambda: prompt_only(_PRIOR, coverage=COVERAGE, seed=seed),
+        "prompt only": lambda: ProgressivePredictor(_PRIOR, coverage=COVERAGE, seed=seed, prompt_only=True),
         "history": lambda: HistoryPredictor(_PRIOR),
     }
 

@@ -25,10 +25,12 @@ from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
 
 WAIT = 5.0  # seconds that `reclaim` waits until everything is back
 _PART = 1_000_000
+_TOLERATED = 0.01  # share of tokens that may be late where the SLO is of the 99th percentile
 
 
 def lending_status(pool: PagePool) -> dict[str, Any]:
-    """What is lent, by whom and to whom. Plain data; pages, seconds, tokens."""
+    """What is lent, by whom and to whom. Plain data; pages, seconds, tokens. Who is gone is not in it."""
+    pool.reap()
     view, controls = pool.view(), pool.controls()
     serving = view.serving
     said = ServingWords.unpack(pool.read(serving.slot)) if serving is not None else None
@@ -124,37 +126,81 @@ def _open(name: str) -> PagePool:
 
 
 def describe_status(found: dict[str, Any]) -> str:
-    """For people."""
-    mib = found["page_bytes"] / (1 << 20)
-    most = "as the serving engine's flag says" if found["most"] is None else f"{found['most']:.0%}"
-    lines = [
-        f"pool of {found['pages']} pages of {mib:g} MiB, {found['free']} free, headroom {found['headroom']}; lent at most: {most}"
-        + ("; dry run: rollouts compute nothing" if found["dry_run"] else "")
-    ]
-    serving = found["serving"]
-    lines.append(
-        "no serving engine" if serving is None else f"serving: process {serving['pid']}, {serving['pages']} pages"
+    """For people; the first line is the verdict."""
+    serving, slo = found["serving"], found["slo"]
+    held = sum(row["pages"] for row in found["rollouts"])
+    owners = ", ".join(f"{row['name']} {row['pages']}" for row in found["rollouts"] if row["pages"])
+    verdict = f"rollouts hold {_amount(found, held)}{': ' if owners else ''}{owners}"
+    lines = [verdict + (f"; {_kept_slos(slo)}" if slo is not None else "")]
+    most = found["most"]
+    may = (
+        "what --rl-kv-pool-lent of the serving engine says, 0 unless it was given"
+        if most is None
+        else f"{most:.0%}"
+        if most
+        else "nothing, until `rl-coserve lend --max` says otherwise"
     )
-    if (slo := found["slo"]) is not None:
+    dry = "; dry run: rollouts compute nothing" if found["dry_run"] else ""
+    lines.append(f"lent at most: {may}{dry}")
+    lines.append(
+        f"pool: {_amount(found, found['pages'])}; free {found['free']}, {found['headroom']} of them kept for serving's bursts"
+    )
+    lines.append(
+        "serving: no engine"
+        if serving is None
+        else f"serving: process {serving['pid']}, {_amount(found, serving['pages'])}"
+    )
+    if slo is not None:
         state = slo["state"]
         slack = ", ".join(
             f"{what} {'-' if (value := state[name]) is None else f'{1000 * value:.1f} ms'}"
             for what, name in (("TTFT", "ttft_slack"), ("TPOT", "tpot_slack"), ("arriving", "arriving"))
         )
         lines.append(f"  slack: {slack} ({'busy' if state['busy'] else 'idle'}); admission: {slo['mode']}")
-        lines.append(
-            f"  late first tokens {slo['late_first']} of {slo['firsts']}, {slo['blamed_first']} by rollouts; "
-            f"late later ones {slo['late_next']} of {slo['nexts']}, {slo['blamed_next']} by rollouts"
-        )
+        for what, every, late, blamed in _misses(slo):
+            lines.append(f"  {what} misses: {late:,} of {every:,} tokens ({blamed:,} caused by rollouts)")
     if (lease := found.get("lease")) is not None:
-        lines.append(f"job {lease['job']} has the lease, renewed or over within {lease['seconds']:.0f} s")
+        lines.append(f"lease: job {lease['job']}, for {lease['seconds']:.0f} s unless it is renewed")
     for row in found["rollouts"]:
         lines.append(
-            f"rollout {row['name']}: process {row['pid']}, {_state(row)}; {row['tokens']} tokens in "
-            f"{row['steps']} admitted steps, {row['would']} in dry runs, {row['refused']} refusals, {row['stalls']} stalls, "
-            f"{row['returned']} handed back"
+            f"rollout {row['name']}: process {row['pid']}, {_state(row)}; {row['tokens']:,} tokens in "
+            f"{row['steps']:,} admitted steps, {row['would']:,} in dry runs; {row['refused']:,} steps refused, "
+            f"{row['stalls']:,} requests stalled, {row['returned']:,} handed back"
         )
     return "\n".join(lines)
+
+
+def _amount(found: dict[str, Any], pages: int) -> str:
+    size = pages * found["page_bytes"] / (1 << 20)
+    share = "" if pages == found["pages"] else f", {pages / found['pages']:.0%} of the pool"
+    return f"{pages:,} pages ({size:,.4g} MiB{share})"
+
+
+def _misses(slo: dict[str, Any]) -> list[tuple[str, int, int, int]]:
+    """(which SLO, tokens, late ones, those that rollouts made late)."""
+    return [
+        ("TTFT", slo["firsts"], slo["late_first"], slo["blamed_first"]),
+        ("TPOT", slo["nexts"], slo["late_next"], slo["blamed_next"]),
+    ]
+
+
+def _kept_slos(slo: dict[str, Any]) -> str:
+    """The SLO is of the 99th percentile: it is kept while at most one token of a hundred is late."""
+    missed = [(what, late, every) for what, every, late, _ in _misses(slo) if late > _TOLERATED * every]
+    if not missed:
+        return "users' P99 is within its SLOs"
+    return "users' P99 misses " + " and ".join(f"{what} ({late / every:.1%} late)" for what, late, every in missed)
+
+
+def _describe_reclaimed(found: dict[str, Any], page_bytes: int) -> str:
+    killed = f"; killed: processes {', '.join(map(str, found['killed']))}" if found["killed"] else ""
+    if not found["out"]:
+        return f"everything is back{killed}"
+    size = found["out"] * page_bytes / (1 << 20)
+    least = (
+        "the minimum of running engines; --kill frees them" if found["out"] <= found["kept"] else "not given back yet"
+    )
+    return f"{found['out']:,} pages ({size:,.4g} MiB) remain in use, {least}{killed}"
 
 
 def _state(row: dict[str, Any]) -> str:
@@ -169,10 +215,8 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         if options.command == "reclaim":
             found = reclaim_pages(pool, end=options.kill)
-            kept = f", {found['kept']} of them what engines that live cannot give" if found["kept"] else ""
-            text = f"{found['out']} pages are still out{kept}; killed: {found['killed'] or 'nobody'}"
-            print(json.dumps(found) if options.json else text)
-            return 0 if found["out"] <= found["kept"] else 1
+            print(json.dumps(found) if options.json else _describe_reclaimed(found, pool.page_bytes))
+            return 1 if found["out"] else 0
         if not options.status:
             if options.max is None and options.dry_run is None:
                 raise ConfigError("--max", None, "say what is lent: --max SHARE, --dry-run, or --status")

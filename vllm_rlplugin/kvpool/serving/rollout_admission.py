@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.policies.parallelism.engine_profile import StepCosts
-from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, AdmittedWork
+from orchestrator.policies.serving.admission import CHUNK, STALL_SECONDS, Admission, AdmittedWork
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.serving_slack import count_parts
@@ -119,7 +119,7 @@ class RolloutAdmission:
                 tokens += max(0, left)
         if len(scheduler.running) < scheduler.max_num_running_reqs:
             for request in scheduler.waiting:
-                if tokens >= self._admission.chunk:
+                if tokens >= CHUNK:
                     break
                 tokens += max(1, request.num_tokens - request.num_computed_tokens)
         return tokens, decoding

@@ -40,6 +40,10 @@ class Child:
         from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
         plugin, core = settings.pop("plugin"), settings.pop("cpu", None)
+        if "fake_driver" in plugin:
+            from tests.support.kvpool_engine import on_fake_driver
+
+            on_fake_driver(plugin.pop("fake_driver"))
         prepare_process(1, bool(plugin.get("kv_pool")))
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
@@ -52,6 +56,7 @@ class Child:
             dtype="float32",
             enforce_eager=True,
             disable_log_stats=True,
+            gpu_memory_utilization=0.01,  # else vLLM starts on an empty device only
             **settings,
             **engine_arguments(PluginOptions.from_dict(plugin)),
         )

@@ -27,6 +27,8 @@ from typing import Any
 
 from scripts.bench.probes.vllm.coserve_engine import Driven
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
+from vllm_rlplugin.kvpool.pages import page_keeper
+from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY
 
 LENGTHS = (8, 640, 1, 24)  # prompts divided by, at most; answers divided by, at most
 SEQUENCES = 8
@@ -92,19 +94,29 @@ def percentile(values: list[float], share: float) -> float:
 class Pair:
     """The two engines."""
 
-    def __init__(self, folder: Path, name: str, core: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        core: int,
+        page_kib: int = PAGE_KIB,
+        pool_mib: int = POOL_MIB,
+        library: str = LIBRARY,
+    ) -> None:
         shared: dict[str, Any] = {
             "kv_pool": name,
-            "kv_pool_page_kib": PAGE_KIB,
+            "kv_pool_page_kib": page_kib,
             "kv_pool_keep": 1.0,
-            "kv_pool_mib": POOL_MIB,
+            "kv_pool_mib": pool_mib,
         }
+        if library != LIBRARY:
+            shared["fake_driver"] = library
         common: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1088, "block_size": 32}
         common |= {"kv_cache_memory_bytes": 256 << 20}
         common |= {"num_gpu_blocks_override": 512, "cpu": core, "load_format": "dummy"}
         roles: dict[str, dict[str, Any]] = {
-            "serving": {"kv_pool_role": "serving", "kv_pool_window": 5.0},
-            "rollout": {"kv_pool_budget_mib": POOL_MIB // 4},
+            "serving": {"kv_pool_role": "serving", "kv_pool_lent": 1.0, "kv_pool_window": 5.0},
+            "rollout": {"kv_pool_budget_mib": pool_mib // 4},
         }
         models = {role: write_model(folder, role) for role in roles}
         made = {
@@ -192,7 +204,7 @@ def measure(pair: Pair, trace: list[list[int]], options: argparse.Namespace) -> 
         "modes": {mode: summary(found, idle) for mode, found in rows.items()},
         "slo": {"ttft": slo[0], "tpot": slo[1]},
         "rate": rate,
-        "pool_pages": POOL_MIB * 1024 // PAGE_KIB,
+        "pool_pages": options.pool_mib * 1024 // options.page_kib,
         "arrivals": len(arrivals),
         "rollout_alone_tokens_per_s": alone,
         "idle_share_tokens_per_s": idle,
@@ -207,6 +219,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--busy", type=float, default=0.3)
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--page-kib", type=int, default=PAGE_KIB)
+    parser.add_argument("--pool-mib", type=int, default=POOL_MIB)
+    parser.add_argument("--library", default=LIBRARY, help="another driver than NVIDIA's: a stand-in of tests/support")
     options = parser.parse_args()
     trace = json.loads(Path(options.trace).read_text(encoding="utf-8"))
     name = f"probe-{os.getpid()}"
@@ -215,13 +230,14 @@ def main() -> int:
         os.sched_setaffinity(0, set(cores[1:]))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            pair = Pair(Path(folder), name, cores[0])
+            pair = Pair(Path(folder), name, cores[0], options.page_kib, options.pool_mib, options.library)
             try:
                 found = measure(pair, trace, options)
             finally:
                 pair.close()
         finally:
-            pool_path(name).unlink(missing_ok=True)
+            for file in (pool_path(name), page_keeper.socket_path(pool_path(name))):
+                file.unlink(missing_ok=True)
     print(json.dumps({**found, "pid": os.getpid()}))
     return 0
 

@@ -106,6 +106,7 @@ def stock_engine(model: str) -> Any:
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=KV_CACHE_MB << 20,
+        gpu_memory_utilization=0.01,  # else vLLM starts on an empty device only
         enforce_eager=True,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",

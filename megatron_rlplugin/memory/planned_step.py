@@ -1,0 +1,223 @@
+"""The trainer's own step on fake tensors: what one rank needs of memory. A program of its own: JSON in, JSON out.
+
+Guarantees: model, DDP, optimizer, loss, schedule and copies are those of :class:`megatron_rlplugin.trainer.learner.Learner`
+with the run's settings; no weights are read, no memory is taken, no other rank is needed. What has no fake form is said in
+:mod:`megatron_rlplugin.memory.fake_device`; optimizer variants that need CUDA or Transformer Engine are counted by their bytes
+per parameter (:func:`optimizer_bytes`). The peak is that of any step but the first, which makes Adam's moments.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rlplugin.memory.fake_device import LOGITS, FakeDevice, fake_device
+from megatron_rlplugin.memory.storage_ledger import StorageLedger
+from orchestrator.settings.trainer_settings import TrainerSection
+
+# Of the optimizer's options, those that a process without CUDA cannot build.
+_BY_BYTES = (
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_torch_optimizer_for_cpu_offload",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "use_precision_aware_optimizer",
+    "store_param_remainders",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES = "weights", "gradients", "optimizer", "activations", "copies"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """``tokens``: of a row; ``rows``: of a micro-batch. ``imbalance``: see :mod:`megatron_rlplugin.memory.fake_device`."""
+
+    folder: str
+    settings: dict[str, Any]
+    dtype: str
+    rank: int
+    world: int
+    tokens: int
+    rows: int = 1
+    imbalance: float = 1.0
+    as_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank. ``device``: by part, at the peak of a step; ``phase``: when that is. ``host``: by part."""
+
+    rank: int
+    parameters: int
+    device: dict[str, int]
+    host: dict[str, int]
+    phase: str
+    sharded: int  # parameters whose masters and moments this rank keeps
+    phases: dict[str, int] = field(default_factory=dict)  # the peak of each
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Of the device."""
+        return sum(self.device.values())
+
+
+def optimizer_bytes(options: Mapping[str, Any], sharded: int, dtype: str) -> tuple[int, int]:
+    """(on the device, on the host) of masters and moments of ``sharded`` parameters, Adam's.
+
+    fp32 masters beside bf16 weights and two fp32 moments, 12 bytes a parameter; precision-aware: each in its dtype, a master
+    as the 16 bits that bf16 lacks (``store_param_remainders``); on the host also the gradients, in fp32.
+    """
+
+    def width(name: str) -> int:
+        return (
+            torch.finfo(getattr(torch, str(options.get(name, "float32")).removeprefix("torch."), torch.float32)).bits
+            // 8
+        )
+
+    half = dtype == "bfloat16"
+    master, moments = 4 if half else 0, 8
+    if options.get("use_precision_aware_optimizer"):
+        master = width("main_params_dtype") if half else 0
+        if half and master == 4 and options.get("store_param_remainders", True):
+            master = 2
+        moments = width("exp_avg_dtype") + width("exp_avg_sq_dtype")
+    away = float(options.get("optimizer_offload_fraction", 1.0)) if options.get("optimizer_cpu_offload") else 0.0
+    on_host = round(sharded * away)
+    return (sharded - on_host) * (master + moments), on_host * (4 + 4 + 8)
+
+
+def measure(request: StepRequest) -> RankMemory:
+    """Run it, in this process, which is to end afterwards. Raises ConfigError as the trainer's start would."""
+    from megatron_rlplugin.model_families import read_shape
+
+    began = time.perf_counter()
+    settings = TrainerSection.from_dict(request.settings)
+    options = {key: value for key, value in settings.megatron.items() if key not in _BY_BYTES}
+    settings = TrainerSection.from_dict({**request.settings, "megatron": options})
+    chosen = read_shape(request.folder).num_experts_per_tok
+    with fake_device(
+        request.rank, request.world, experts_per_token=chosen, imbalance=request.imbalance, as_run=request.as_run
+    ) as ledger:
+        found = _run(request, settings, ledger)
+    given = request.settings.get("megatron", {})
+    if given.keys() & set(_BY_BYTES):
+        on_device, on_host = optimizer_bytes(given, found["sharded"], request.dtype)
+        found["device"][OPTIMIZER], found["host"][OPTIMIZER] = on_device, on_host
+    return RankMemory(rank=request.rank, seconds=time.perf_counter() - began, **found)
+
+
+def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> dict[str, Any]:
+    from megatron_rlplugin.megatron_options import sort_options
+    from megatron_rlplugin.objective.policy_loss import Coefficients, policy_loss
+    from megatron_rlplugin.trainer.learner import Learner, Rendezvous
+    from megatron_rlplugin.trainer.memory_residency import TrainerResidency
+
+    ranks = Rendezvous(request.rank, request.world)
+    learner = Learner(request.folder, settings, 2, request.dtype, ranks, options=sort_options(settings.megatron))
+    learner.config.variable_seq_lengths = False  # all rows here are of one length, and none can be asked for its own
+    coefficients = Coefficients.from_settings(settings)
+
+    def loss(output: Any, batch: Any) -> Any:
+        return policy_loss(output, batch.tokens, coefficients, group=learner.tensor_group)
+
+    batches = (
+        [longest_micro_batch(request, settings, learner)]
+        * learner.layout.pipeline
+        * (2 if learner.layout.virtual else 1)
+    )
+    residency = TrainerResidency(learner.chunks, learner.optimizer, learner.stream)
+    ledger.move_to_tag(residency._gradients.tensors, GRADIENTS)
+    ledger.move_to_tag(residency._optimizer_tensors(), OPTIMIZER)
+    host = {}
+    with ledger.tag(StorageLedger.HOST):
+        before = ledger.now[StorageLedger.HOST]
+        kept = [learner.snapshot() for asked in (settings.keeps_reference, settings.logprob_gap_samples) if asked]
+        host["copies"] = ledger.now[StorageLedger.HOST] - before
+    peaks: dict[str, Counter[str]] = {}
+
+    def keep_peak(phase: str) -> None:
+        peaks[phase] = Counter({tag: size for tag, size in ledger.at_peak.items() if tag != StorageLedger.HOST})
+        ledger.restart_peak()
+
+    ledger.restart_peak()
+    with ledger.tag(COPIES):
+        if kept:  # the passes under other weights need less than one with a gradient; the exchange is before and after
+            learner._exchange_weights(kept[0])
+        keep_peak("exchange of weights")
+    with ledger.tag(ACTIVATIONS):
+        learner.begin_step()
+        learner.feed(batches, loss)
+        keep_peak("forward and backward")
+        learner.finish_step()
+        ledger.move_to_tag(residency._optimizer_tensors(), OPTIMIZER)
+        keep_peak("optimizer step")
+    static = {tag: ledger.now[tag] for tag in (WEIGHTS, GRADIENTS, OPTIMIZER)}
+    totals = {phase: sum(peak.values()) for phase, peak in peaks.items()}
+    for phase in ("exchange of weights", "forward and backward"):  # in the first step Adam's moments come after these
+        totals[phase] += static[OPTIMIZER] - peaks[phase][OPTIMIZER]
+    phase = max(totals, key=totals.__getitem__)
+    moving = Counter({tag: size for tag, size in peaks[phase].items() if tag not in static})
+    if phase == "optimizer step":
+        moving = Counter({ACTIVATIONS: totals[phase] - sum(static.values())})
+    else:
+        moving[ACTIVATIONS] += sum(peaks[phase][tag] - static[tag] for tag in (WEIGHTS, GRADIENTS))
+    return {
+        "parameters": sum(parameter.numel() for parameter in learner.parameters()),
+        "device": {**static, ACTIVATIONS: moving[ACTIVATIONS], LOGITS: moving[LOGITS], COPIES: moving[COPIES]},
+        "host": host,
+        "phase": phase,
+        "phases": totals,
+        "sharded": static[OPTIMIZER] // (12 if request.dtype == "bfloat16" else 8),
+    }
+
+
+def longest_micro_batch(request: StepRequest, settings: TrainerSection, learner: Any) -> Any:
+    """Rows of the longest kind, all of whose tokens are the policy's."""
+    from megatron_rlplugin.trainer.micro_batches import MicroBatchLimits, TrainRow, micro_batch
+
+    length = request.tokens
+    values = np.zeros(length - 1, dtype=np.float32)
+    flags = np.ones(length - 1, dtype=np.bool_)
+    row = TrainRow(
+        name="",
+        group="",
+        token_ids=np.zeros(length, dtype=np.int64),
+        positions=np.arange(1, length),
+        rollout=values,
+        fresh=flags,
+        kept=flags,
+        advantages=values,
+        old=values if settings.minibatches > 1 else None,
+        reference=values if settings.needs_reference else None,
+    )
+    multiple = learner.layout.tensor if learner.layout.sequence else 1
+    limits = MicroBatchLimits(settings.micro_batch_size, settings.order, None, multiple, settings.micro_batch_tokens)
+    return micro_batch([row] * request.rows, range(request.rows), limits, settings.loss_mean)
+
+
+def main() -> None:
+    """A :class:`StepRequest` on standard input, a :class:`RankMemory` on the last line of standard output; or an error."""
+    from orchestrator.api import ConfigError
+
+    try:
+        answer = asdict(measure(StepRequest(**json.load(sys.stdin))))
+    except ConfigError as error:
+        answer = {"error": [error.field, repr(error.value), error.fix]}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What a run needs of memory, device by device and host by host, before any of it starts.
+
+Guarantees: the trainer's part is its own step, run on fake tensors (:mod:`megatron_rlplugin.memory.trainer_plan`); the engines'
+is what vLLM takes of a device by its own options; the relay's is what its ranks lend to it. What is said to be over names the key
+that cures it. A device whose size nobody said (``resources.memory_gb``, or a class of :data:`DEVICE_GB`) is never over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config
+from orchestrator.config.user_functions import named_function
+from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
+
+GB = 1_000_000_000
+# What a device of a class has, in 10^9 bytes, as it is sold; resources.memory_gb says others.
+DEVICE_GB: Mapping[str, int] = {
+    "A100": 80,
+    "H100": 80,
+    "H800": 80,
+    "H20": 96,
+    "H200": 141,
+    "B200": 180,
+    "L40S": 48,
+    "L20": 48,
+    "A10": 24,
+}
+CONTEXT = 600_000_000  # bytes that an engine or a trainer keeps on a device that another one has; stated, not measured
+UTILIZATION = 0.9  # vLLM's own default of gpu_memory_utilization
+SEGMENT = 256 << 20  # the least that a rank lends to the relay by itself
+LARGE = 1_000_000_000  # parameters; preflight plans no model that is smaller
+_PLAN = "megatron_rlplugin.memory.trainer_plan:plan_trainer"
+_SHAPE = "megatron_rlplugin.model_families:read_shape"
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """What one owner needs of one device, or of its host (``hardware`` "host"), in bytes. ``capacity``: None: not known.
+    ``cure``: what to set where it does not fit."""
+
+    owner: str
+    hardware: str
+    parts: dict[str, int]
+    capacity: int | None = None
+    cure: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def over(self) -> int:
+        """Bytes that are lacking; 0: it fits, or nobody knows."""
+        return 0 if self.capacity is None else max(0, self.total - self.capacity)
+
+
+def device_bytes(config: Config, hardware: str) -> int | None:
+    """What a device of this class has; None where nobody said. ``hardware``: "GPU" where the run names no pools."""
+    named = hardware if config.resources.pools else "GPU"
+    size = config.resources.memory_gb.get(named, DEVICE_GB.get(named))
+    return None if size is None else round(size * GB)
+
+
+def memory_rows(config: Config, path: str) -> list[MemoryRow]:
+    """The trainer's ranks, an engine of each class, and the trainer's host. ``path``: the model's folder, of which only the
+    config is read. Raises ConfigError and RunError; takes minutes for a large model."""
+    return [*_trainer(config, path), *_engines(config, path)]
+
+
+def describe(rows: Sequence[MemoryRow]) -> list[str]:
+    """A table: a line a row, with what is over and what cures it."""
+    lines = []
+    for row in rows:
+        parts = ", ".join(f"{name} {_gb(size)}" for name, size in row.parts.items() if size)
+        limit = f" of {_gb(row.capacity)}" if row.capacity is not None else ""
+        where = "host memory" if row.hardware == "host" else row.hardware or "its device"
+        over = f"; over by {_gb(row.over)}: {row.cure}" if row.over else ""
+        lines.append(f"{row.owner}: {_gb(row.total)} GB{limit} on {where} ({parts}){over}")
+    return lines
+
+
+def check(config: Config) -> None:
+    """Refuse what is known not to fit, where the model is large and the device known. Raises ConfigError."""
+    if not config.model.path:
+        return
+    shape = named_function("model.path", _SHAPE)(config.model.path)
+    needed = relay_segment(config, shape)
+    if 0 < config.relay.segment_mb << 20 < needed:
+        fix = f"is too small for {config.relay.keep_versions + 1} versions of this model: 0, or at least {needed >> 20}"
+        raise ConfigError("relay.segment_mb", config.relay.segment_mb, fix)
+    if shape.parameters < LARGE or device_bytes(config, config.resources.trainer) is None:
+        return
+    for row in memory_rows(config, config.model.path):
+        if row.over:
+            raise ConfigError("model.path", config.model.path, f"does not fit: {describe([row])[0]}")
+
+
+def relay_segment(config: Config, shape: Any) -> int:
+    """Bytes that each trainer rank must lend to the relay: its share of ``keep_versions + 1`` versions. Where a pipeline has
+    stages, that of the fullest one, which has an embedding beside its layers."""
+    trainer = config.trainer
+    stage = (shape.parameters - shape.embedding_parameters) / trainer.pipeline_parallel + shape.embedding_parameters
+    share = stage / (trainer.tensor_parallel * trainer.data_parallel)
+    return round(share * _BYTES[config.model.dtype] * (config.relay.keep_versions + 1) * 1.1)
+
+
+def _trainer(config: Config, path: str) -> list[MemoryRow]:
+    hardware = config.resources.trainer
+    capacity = device_bytes(config, hardware)
+    beside = {"an engine asleep": CONTEXT} if config.rollout.colocation.enabled else {}
+    room = None if capacity is None else capacity - sum(beside.values())
+    settings = config.trainer.model_dump(exclude_defaults=True)
+    plan = named_function("trainer.megatron", _PLAN)(
+        path, settings, config.model.dtype, config.rollout.widest_context, room
+    )
+    cure = f"{plan.cure}; then {_gb(plan.cured)} GB" if plan.cured else plan.cure
+    lent = {"relay": segment_bytes(config)} if config.relay.kind == "mooncake" else {}
+    rows = []
+    for rank in plan.ranks:
+        stage = "" if rank.stage == "all" else f", {rank.stage}"
+        owner = f"trainer ({trainer_ranks(config)} ranks{stage})"
+        if rank.imbalance:
+            owner += f", experts' tokens x {rank.imbalance:g}"
+        parts = {**rank.memory.device, "reserve": rank.reserve, **beside}
+        rows.append(MemoryRow(owner, hardware if config.resources.pools else "", parts, capacity, cure))
+    rows.append(MemoryRow("trainer, each rank", "host", {**plan.fullest.memory.host, **lent}))
+    return rows
+
+
+def segment_bytes(config: Config) -> int:
+    """What each trainer rank lends to the relay: as set, else as the model needs."""
+    if config.relay.segment_mb or not config.model.path:
+        return config.relay.segment_mb << 20 or SEGMENT
+    return max(SEGMENT, relay_segment(config, named_function("model.path", _SHAPE)(config.model.path)))
+
+
+def _engines(config: Config, path: str) -> list[MemoryRow]:
+    rollout, shape = config.rollout, named_function("model.path", _SHAPE)(path)
+    beside = {"a trainer away": CONTEXT} if config.rollout.colocation.enabled else {}
+    rows = []
+    for group, hardware in dict.fromkeys(
+        (rollout.group_of(number), engine_wish(config, number)[1]) for number in range(rollout.workers)
+    ):
+        engine = rollout.engine_groups[group]
+        table, weights = ".".join(engine.table), round(shape.parameters * _BYTES[config.model.dtype] / engine.ranks)
+        capacity = device_bytes(config, hardware)
+        share = engine.passed_on.get("gpu_memory_utilization", UTILIZATION)
+        if engine.kv_cache_mb:
+            parts = {"weights": weights, "KV": engine.kv_cache_mb << 20, "context": CONTEXT}
+            cure = f"lower {table}.kv_cache_mb, or raise {table}.tensor_parallel_size"
+        elif capacity is not None:
+            parts = {"weights": weights, "KV, activations, graphs": max(0, round(capacity * share) - weights)}
+            cure = f"raise {table}.tensor_parallel_size, or lower {table}.gpu_memory_utilization"
+        else:
+            parts, cure = {"weights": weights}, ""
+        named = hardware if config.resources.pools else ""
+        rows.append(MemoryRow(f"engine ({engine.ranks} devices)", named, {**parts, **beside}, capacity, cure))
+    return rows
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.1f}" if size >= GB / 10 else f"{size / GB:.3f}"

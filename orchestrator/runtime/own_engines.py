@@ -1,0 +1,106 @@
+"""The vLLM engines that a run starts itself, by number: each with options, environment and devices of its group.
+
+Those that are added while it runs have a place of their own; without GPUs and pools it is a processor of the cluster's, so that
+what has no room is said, and does not wait in Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ManagedWorker
+from orchestrator.cluster import ActorGen
+from orchestrator.cluster.cluster import Heard
+from orchestrator.config import Config
+from orchestrator.resources import Placement
+from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
+from orchestrator.runtime.engine_cuts import EngineCuts
+from orchestrator.runtime.kv_setup import kv_arguments
+from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.redis_metadata import PASSWORD_FILE
+
+WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
+
+
+class OwnEngines:
+    """``workers``: in order of number, not started. ``endpoint``: the relay, as a worker of this name is told of it. ``places``: by
+    name; those without one share. ``beside``: of their processes' environment, what the config does not say; ``heard``: see
+    :class:`orchestrator.cluster.Cluster`. ``place``: by number, of one that is added."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        endpoint: Callable[[str], RelayEndpoint],
+        places: Mapping[str, Placement],
+        cut: EngineCuts,
+        beside: Mapping[str, str],
+        heard: Heard,
+        place: Callable[[int], Placement],
+    ) -> None:
+        self._config, self._model, self._endpoint, self._beside, self._place = config, model, endpoint, beside, place
+        self._kv = kv_arguments(config)  # one token for all
+        self._cluster = ActorGen(VllmEngine, {}, heard=heard)
+        self._by_number: dict[int, RayWorker] = {}
+        for number in range(config.rollout.workers):
+            self._add(number, places.get(f"vllm-{number}"), **cut.keywords_of(number))
+
+    @property
+    def workers(self) -> list[RayWorker]:
+        """All that were ever made."""
+        return list(self._by_number.values())
+
+    def make(self, number: int) -> RayWorker:
+        """See :class:`orchestrator.proxy.engine_scaling.EngineSource`."""
+        return self._by_number.get(number) or self._add(number, self._place(number))
+
+    async def let_go(self, worker: ManagedWorker) -> None:
+        """See :class:`orchestrator.proxy.engine_scaling.EngineSource`."""
+        assert isinstance(worker, RayWorker)
+        await worker.let_go()
+
+    async def close(self) -> None:
+        """End all processes."""
+        for worker in self.workers:
+            await worker.close()
+
+    def _add(self, number: int, place: Placement | None, **cut: int) -> RayWorker:
+        variables = {**engine_environment(self._config, number), **self._beside}
+        actor = self._cluster.add_worker(f"vllm-{number}", place, variables)
+        arguments = worker_arguments(self._config, self._model, self._endpoint(actor.name), number) | self._kv
+        made = self._by_number[number] = RayWorker(self._cluster, actor, WORKER_CLASS, arguments, **cut)
+        return made
+
+    def pids(self) -> dict[str, int]:
+        """Of those that came up."""
+        return {worker.name: worker.process for worker in self.workers if worker.process and worker.ranks}
+
+
+def worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, number: int) -> dict[str, Any]:
+    """Keywords of an engine's process."""
+    return {
+        **config.rollout.engine_of(number).options(),
+        "model": model,
+        "dtype": config.model.dtype,
+        "seed": config.run.seed + number,
+        "relay": endpoint.to_dict(),
+        "sleep_mode": config.rollout.colocation.enabled,
+    }
+
+
+def engine_environment(config: Config, number: int = 0) -> dict[str, str]:
+    """What an engine's process starts with."""
+    return thread_variables(config.rollout.engine_of(number).threads) | secret_files(config)
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Set before a process starts: thread pools are sized when libraries load."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def secret_files(config: Config) -> dict[str, str]:
+    """Where processes find secrets: a path, never the secret, as Ray keeps what it is told."""
+    file = config.relay.metadata_password_file
+    return {PASSWORD_FILE: str(Path(file).resolve())} if file else {}

@@ -1,0 +1,41 @@
+"""Nodes that are not alike are one error that names both sides. Reports and clock are injected."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.cluster.actor import FirstReport
+from orchestrator.runtime.node_check import CLOCK_LIMIT, NodeCheck
+
+NOW = 1.7e9
+
+
+def report(node: str, off: float = 0.0, **versions: str) -> FirstReport:
+    return FirstReport(node, (), {name.replace("_", "-"): version for name, version in versions.items()}, NOW + off)
+
+
+def test_nodes_that_are_alike_pass_and_a_package_may_be_missing_somewhere() -> None:
+    nodes = NodeCheck(lambda: NOW)
+    nodes.check("trainer", report("10.0.0.1", torch="2.9", megatron_core="0.16.1"))
+    nodes.check("vllm-0", report("10.0.0.2", 5.0, torch="2.9", vllm="0.32.0"))
+    nodes.check("vllm-1", report("10.0.0.3", -5.0, torch="2.9", vllm="0.32.0"))
+
+
+@pytest.mark.parametrize("name", ["vllm", "rl-coserve"])
+def test_another_version_of_an_engine_or_of_the_plugin_is_refused_with_both_nodes(name: str) -> None:
+    nodes = NodeCheck(lambda: NOW)
+    nodes.check("vllm-0", report("10.0.0.2", **{name.replace("-", "_"): "0.32.0"}))
+    with pytest.raises(
+        ConfigError, match=r"vllm-1 on 10.0.0.3 has this version, vllm-0 on 10.0.0.2 has 0.32.0"
+    ) as caught:
+        nodes.check("vllm-1", report("10.0.0.3", **{name.replace("-", "_"): "0.33.0"}))
+    assert (caught.value.field, caught.value.value) == (name, "0.33.0")
+
+
+@pytest.mark.parametrize(("off", "words"), [(180.0, "ahead of"), (-180.0, "behind")])
+def test_a_clock_that_is_minutes_off_is_refused(off: float, words: str) -> None:
+    nodes = NodeCheck(lambda: NOW)
+    nodes.check("vllm-0", report("10.0.0.2", CLOCK_LIMIT - 1))
+    with pytest.raises(ConfigError, match=f"clock = 180: the clock of vllm-1 on 10.0.0.3 is so many seconds {words}"):
+        nodes.check("vllm-1", report("10.0.0.3", off))

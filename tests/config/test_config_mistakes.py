@@ -1,0 +1,60 @@
+"""A mistake in a config is answered with what was meant, or with what a value must be, in words people use."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config, load_config
+from orchestrator.settings import config_mistakes
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rolout.alpha=1", "rolout: unknown section; did you mean [rollout]?"),
+        ("nothing.here=1", "nothing: unknown section; docs/config.md lists all"),
+        ("rollout.worker=2", "rollout.worker = 2: no such key; did you mean rollout.workers?"),
+        ("trainer.lr=1", "trainer.lr = 1: no such key; did you mean trainer.learning_rate?"),
+        ("rollout.lr=1", "rollout.lr = 1: no such key; did you mean trainer.learning_rate?"),
+        ("rollout.tp=2", "rollout.tp = 2: no such key; did you mean rollout.engine.tensor_parallel_size?"),
+        ("trainer.tp=2", "trainer.tp = 2: no such key; did you mean trainer.tensor_parallel?"),
+        ("trainer.temperature=1", "trainer.temperature = 1: no such key; did you mean rollout.temperature?"),
+        ("rollout.zzz=1", "rollout.zzz = 1: no such key; docs/config.md lists all"),
+        ("run.steps=many", "run.steps = 'many': must be a whole number"),
+        ("run.steps=1.5", "run.steps = 1.5: must be a whole number"),
+        ("rollout.alpha=-1", "rollout.alpha = -1: must be at least 0"),
+        ("rollout.temperature=[1]", "rollout.temperature = [1]: must be a number"),
+        ("rollout.served=http://a", "rollout.served = 'http://a': must be a list: 'rollout.served=[\"http://a\"]'"),
+        ("run.folder=3", "run.folder = 3: must be text"),
+        ("view.enabled=perhaps", "view.enabled = 'perhaps': must be true or false"),
+        ("rollout.engine=3", "rollout.engine = 3: must be a section"),
+    ],
+)
+def test_a_mistake_is_answered_with_its_cure(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert str(caught.value).splitlines()[0] == said
+
+
+def test_all_mistakes_are_said_at_once_and_each_on_its_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["run.seed=x", "run.step=3", "rolout.a=1"])
+    assert sorted(line.strip() for line in str(caught.value).splitlines()) == [
+        "rolout: unknown section; did you mean [rollout]?",
+        "run.seed = 'x': must be a whole number",
+        "run.step = 3: no such key; did you mean run.steps?",
+    ]
+
+
+def test_no_more_than_five_keys_are_offered() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["rollout.enabled=1"])
+    assert 2 <= str(caught.value).count(".enabled") - 1 <= config_mistakes.MOST
+
+
+@pytest.mark.parametrize(("alias", "targets"), config_mistakes.ALIASES.items())
+def test_what_other_systems_call_a_key_leads_to_keys_that_there_are(alias: str, targets: tuple[str, ...]) -> None:
+    known = {".".join(path) for path in config_mistakes._paths(Config)}
+    assert {key for key in targets if not key.startswith(config_mistakes._OPEN)} <= known
+    assert not any(key.rpartition(".")[2] == alias for key in targets)

@@ -1,0 +1,292 @@
+"""The plan of memory: what is counted, what a real step of a small model would take, what is over and what cures it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from megatron_rlplugin import tiny_model  # noqa: E402
+from megatron_rlplugin.memory import trainer_plan  # noqa: E402
+from megatron_rlplugin.memory.planned_step import RankMemory, StepRequest, optimizer_bytes  # noqa: E402
+from megatron_rlplugin.memory.storage_ledger import StorageLedger  # noqa: E402
+from megatron_rlplugin.memory.trainer_plan import GB, plan_trainer, run_request  # noqa: E402
+from megatron_rlplugin.model_families import read_shape  # noqa: E402
+from orchestrator import cli  # noqa: E402
+from orchestrator.api import ConfigError  # noqa: E402
+from orchestrator.config import Config, load_config  # noqa: E402
+from orchestrator.runtime import memory_plan  # noqa: E402
+
+WORDS = [f"w{index}" for index in range(512)]
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": WORDS, "max_positions": 256, "seed": 0,
+}  # fmt: skip
+
+
+def dense(folder: Path, dtype: str = "bfloat16", **more: Any) -> str:
+    return tiny_model.create_qwen3(
+        str(folder), **{**SIZES, "intermediate_size": 128, "head_dim": 16, "dtype": dtype, **more}
+    )
+
+
+def experts(folder: Path) -> str:
+    sizes = {"head_dim": 16, "dtype": "bfloat16", "experts": 4, "experts_per_token": 2, "expert_intermediate_size": 96}
+    return tiny_model.create_qwen3_moe(str(folder), **SIZES, **sizes)
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_storage_is_counted_once_until_its_last_view_ends() -> None:
+    with FakeTensorMode(), StorageLedger("a") as ledger:
+        first = torch.empty(1000, dtype=torch.float32)
+        view = first[10:]
+        with ledger.tag("b"):
+            second = first + 1
+        with ledger.tag(StorageLedger.HOST):
+            kept = torch.empty(7000)
+        assert dict(ledger.now) == {"a": 4000, "b": 4000, "host": 28000}
+        assert ledger.peak == 8000  # of the device
+        del first
+        assert ledger.now["a"] == 4000  # the view holds it
+        ledger.move_to_tag([view], "c")
+        del view, second
+        assert ledger.now["a"] == ledger.now["c"] == ledger.now["b"] == 0
+        assert ledger.at_peak["b"] == 4000
+        ledger.restart_peak()
+        assert ledger.peak == 0
+        assert kept.numel() == 7000
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "device", "host"),
+    [
+        ({}, "bfloat16", 12, 0),
+        ({}, "float32", 8, 0),
+        ({"use_precision_aware_optimizer": True}, "bfloat16", 2 + 8, 0),
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": False}, "bfloat16", 12, 0),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float16"},
+            "bfloat16",
+            2 + 2 + 2,
+            0,
+        ),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": "float16"}, "bfloat16", 2 + 8, 0),
+        ({"optimizer_cpu_offload": True}, "bfloat16", 0, 16),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "bfloat16", 6, 8),
+    ],
+)
+def test_the_optimizer_is_counted_by_its_bytes_a_parameter(
+    options: Mapping[str, Any], dtype: str, device: int, host: int
+) -> None:
+    assert optimizer_bytes(options, 1000, dtype) == (device * 1000, host * 1000)
+
+
+def test_the_parameters_of_a_shape_are_those_of_its_files(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    makers = {
+        "dense": dense(tmp_path / "dense"),
+        "tied": dense(tmp_path / "tied", tied=True),
+        "experts": experts(tmp_path / "experts"),
+        "bias": tiny_model.create_qwen2(str(tmp_path / "bias"), **SIZES, intermediate_size=128, dtype="float32"),
+    }
+    for name, folder in makers.items():
+        count = 0
+        for file in Path(folder).glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                count += sum(tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118
+        assert read_shape(folder).parameters == count, name
+
+
+# -- a planned step --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, a pipeline of two with experts, and a vocabulary that cannot be cut, each in its process."""
+    folder, mixture, odd = dense(tmp_path / "d"), experts(tmp_path / "e"), dense(tmp_path / "o", vocabulary=WORDS[:511])
+    tensor = StepRequest(folder, {"tensor_parallel": 2, "kl_coefficient": 0.1}, "bfloat16", 1, 2, 64)
+    stage = {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel": 2, "distributed_optimizer": True}
+    piped = StepRequest(mixture, stage, "bfloat16", 3, 4, 64, imbalance=1.0)
+    asked = [tensor, replace(tensor, rows=2), piped, replace(piped, imbalance=2.0), replace(tensor, folder=odd)]
+
+    def answer(request: StepRequest) -> Any:
+        try:
+            return run_request(request)
+        except ConfigError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        one, two, even, uneven, refused = pool.map(answer, asked)
+
+    hidden = 64  # a rank has half of the vocabulary and of the layers, and all norms
+    layer = (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) // 2 + 2 * hidden + 2 * 16
+    parameters = 2 * (512 // 2) * hidden + 2 * layer + hidden
+    assert one.parameters == parameters
+    assert 2 * parameters <= one.device["weights"] < 2 * parameters + 5000  # beside them: RoPE's frequencies, a mask
+    assert one.device["gradients"] == pytest.approx(4 * parameters, rel=0.01)  # padded buffers
+    assert one.device["optimizer"] == pytest.approx(12 * parameters, rel=0.01)
+    assert one.device["copies"] == 0
+    assert one.host["copies"] == 2 * 2 * parameters  # the reference and the version before
+    assert one.phase == "forward and backward"
+    assert one.total == one.phases[one.phase]
+    assert one.phases["optimizer step"] >= 18 * parameters
+    assert two.device["activations"] > 1.8 * one.device["activations"]  # of twice the rows
+    assert [two.device[name] for name in ("gradients", "optimizer")] == [
+        one.device["gradients"],
+        one.device["optimizer"],
+    ]
+    assert even.parameters == uneven.parameters == read_shape(mixture).parameters - 512 * 64 - _other_stage(mixture)
+    assert uneven.device["activations"] > even.device["activations"]
+    assert isinstance(refused, ConfigError)
+    assert refused.field == "model.vocab_size"
+    assert refused.value == 511
+
+
+def _other_stage(folder: str) -> int:
+    """The parameters of one layer, and those of the other layer's experts that another rank has."""
+    shape = read_shape(folder)
+    expert = 3 * shape.hidden_size * shape.moe_intermediate_size
+    layer = (shape.parameters - shape.embedding_parameters - shape.hidden_size) // 2
+    return layer + 2 * expert
+
+
+# -- what is over ----------------------------------------------------------------------------------------------------
+
+
+def twin(full: int, recomputed: int, sharded: int = 4 * GB) -> Any:
+    """In place of the program: activations with and without recomputation."""
+    seen = []
+
+    def run(request: StepRequest) -> RankMemory:
+        seen.append(request)
+        megatron = request.settings.get("megatron", {})
+        device, host = optimizer_bytes(megatron, sharded, request.dtype)
+        activations = recomputed if "recompute_granularity" in megatron else full
+        parts = {"weights": 8 * GB, "gradients": 16 * GB, "optimizer": device, "activations": activations, "logits": 0}
+        return RankMemory(request.rank, 4 * GB, {**parts, "copies": 0}, {"optimizer": host}, "forward", sharded)
+
+    run.seen = seen  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("full", "recomputed", "cure"),
+    [
+        (1 * GB, 1 * GB, ""),
+        (40 * GB, 1 * GB, 'trainer.megatron.recompute_granularity = "full"'),
+        (
+            40 * GB,
+            20 * GB,
+            'trainer.megatron.recompute_granularity = "full", trainer.megatron.use_precision_aware_optimizer = true',
+        ),
+        (
+            60 * GB,
+            45 * GB,
+            'trainer.megatron.recompute_granularity = "full", trainer.megatron.use_precision_aware_optimizer = true, '
+            "trainer.megatron.optimizer_cpu_offload = true",
+        ),
+        (90 * GB, 70 * GB, "more devices a replica: raise trainer.tensor_parallel or trainer.pipeline_parallel"),
+    ],
+)
+def test_the_cheapest_options_that_cure_it_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int, recomputed: int, cure: str
+) -> None:
+    run = twin(full, recomputed)
+    monkeypatch.setattr(trainer_plan, "run_request", run)
+    settings = {"distributed_optimizer": True, "data_parallel": 2}
+    plan = plan_trainer(dense(tmp_path / "m"), settings, "bfloat16", 128, 80 * GB)
+    assert plan.cure == cure
+    assert plan.cured <= 80 * GB
+    assert bool(plan.cured) == ("megatron" in cure)
+    assert len(run.seen) == (1 if full == GB else 2)  # the optimizer's variants need no run of their own
+    assert {(request.tokens, request.rows) for request in run.seen} == {(128, 64)}
+
+
+def test_first_and_last_stage_and_both_imbalances_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = twin(GB, GB)
+    monkeypatch.setattr(trainer_plan, "run_request", run)
+    settings = {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel": 4, "micro_batch_tokens": 300}
+    plan = plan_trainer(experts(tmp_path / "m"), settings, "bfloat16", 100, None)
+    found = [(rank.stage, rank.memory.rank, rank.imbalance) for rank in plan.ranks]
+    assert found == [("first stage", 0, 1.0), ("first stage", 0, 2.0), ("last stage", 7, 1.0), ("last stage", 7, 2.0)]
+    assert {request.rows for request in run.seen} == {3}
+    groups = 3  # pipeline, data, experts
+    assert plan.fullest.reserve == round(0.6 * GB + groups * 0.3 * GB + 0.04 * GB)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, activations: int) -> None:
+    monkeypatch.setattr(trainer_plan, "run_request", twin(activations, activations))
+
+
+def large(tmp_path: Path, *more: str) -> Config:
+    """A folder whose config says 7 billion parameters; there are no weights."""
+    folder = tmp_path / "large"
+    folder.mkdir(exist_ok=True)
+    shape = {
+        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(shape))
+    return load_config(None, [f"model.path={folder}", "model.dtype=bfloat16", *more])
+
+
+POOLS = ("resources.pools={H800=8,H20=8}", "rollout.engine.gpu_memory_utilization=0.8")
+
+
+def test_a_model_that_does_not_fit_its_devices_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(monkeypatch, 70 * GB)
+    with pytest.raises(
+        ConfigError, match=r"does not fit: trainer \(1 ranks\).*GB of 80.0 on H800.*over by .* raise trainer.tensor"
+    ):
+        memory_plan.check(large(tmp_path, *POOLS))
+    memory_plan.check(large(tmp_path, *POOLS, "resources.memory_gb={H800=200}"))
+    memory_plan.check(large(tmp_path))  # nobody knows the device
+    planned(monkeypatch, GB)
+    memory_plan.check(large(tmp_path, *POOLS))
+
+
+def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(monkeypatch, GB)
+    config = large(tmp_path, *POOLS)
+    trainer, host, engine = memory_plan.memory_rows(config, config.model.path)
+    shape = read_shape(config.model.path)
+    assert shape.parameters == 7_615_616_512  # as its model card says: 7.61 billion
+    assert trainer.capacity == 80 * GB
+    assert host.parts["relay"] == round(shape.parameters * 2 * 3 * 1.1)
+    assert engine.hardware == "H20"
+    assert engine.total == round(0.8 * 96 * GB)
+    assert engine.parts["weights"] == 2 * shape.parameters
+    config = large(tmp_path, *POOLS, "resources.memory_gb={H20=18}")
+    (line,) = [
+        line for line in memory_plan.describe(memory_plan.memory_rows(config, config.model.path)) if "engine" in line
+    ]
+    assert "over by 0.8: raise rollout.engine.tensor_parallel_size" in line or "over" not in line
+    shared = ("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true")
+    config = large(tmp_path, "resources.memory_gb={GPU=80}", *shared)
+    trainer, _, engine = memory_plan.memory_rows(config, config.model.path)
+    assert trainer.parts["an engine asleep"] == engine.parts["a trainer away"] == memory_plan.CONTEXT
+    with pytest.raises(ConfigError, match=r"relay.segment_mb = 100: is too small for 3 versions.*at least 479"):
+        memory_plan.check(large(tmp_path, "relay.segment_mb=100"))
+
+
+@pytest.mark.engine
+def test_the_command_prints_the_plan_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--memory", "--json", "resources.memory_gb={GPU=1}"]) == 0
+    rows = json.loads(capsys.readouterr().out)["memory"]
+    assert [row["owner"] for row in rows] == ["trainer (1 ranks)", "trainer, each rank", "engine (1 devices)"]
+    assert rows[0]["parts"]["weights"] > 0
+    assert [row["over"] for row in rows] == [0, 0, 0]
