@@ -2,9 +2,9 @@
 
 What a version takes is encoding, link and decoding together, from its first shard until the last reader has it verified, so it is
 measured as that: which of the three binds, and how many weights changed, need not be known. Guarantees: after one version of each
-kind the one that took less (median of the last three, per byte of the weights) is chosen; the other is measured anew when the
-chosen one has become slower twice in a row (another link, other densities, other work on the machine), and once in ``AGAIN``
-versions, more rarely the slower it was, but once in ``AGAIN * MOST`` at least: only so is a link that became faster noticed.
+kind the one that took less is chosen (median of the last three, per byte of the weights); when it has become slower than the other
+was (another link, other densities) the other one is; and the one that is not chosen is measured anew once in ``AGAIN`` versions,
+more rarely the slower it was, but once in ``AGAIN * MOST``: only so is a link that became faster noticed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from statistics import median
 
 AGAIN, MOST = 32, 8
 SAMPLES = 3
-DRIFT = 1.5  # times what it took before: then it is slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +32,13 @@ class EncodingChoice:
     def __init__(self) -> None:
         self._took = {whole: deque[float](maxlen=SAMPLES) for whole in (False, True)}  # seconds a byte
         self._since = {False: 0, True: 0}  # versions of the other kind since this one was measured
-        self._before = {False: 0.0, True: 0.0}  # what this kind took when both were compared last
 
     def note(self, took: TransferTime) -> None:
         """A version has arrived."""
         kind, other = took.whole, not took.whole
-        recent = self._took[kind]
         if self._since[kind] >= AGAIN:
-            recent.clear()  # they are of another time
-        recent.append(took.seconds / max(took.raw_bytes, 1))
-        if self._since[kind] or not self._before[kind]:
-            self._before = {which: median(found) if found else 0.0 for which, found in self._took.items()}
-        elif len(recent) > 1 and min(list(recent)[-2:]) > DRIFT * self._before[kind]:
-            last = recent[-1]
-            recent.clear()
-            recent.append(last)
-            self._took[other].clear()
+            self._took[kind].clear()  # they are of another time
+        self._took[kind].append(took.seconds / max(took.raw_bytes, 1))
         self._since[kind] = 0
         self._since[other] += 1
 

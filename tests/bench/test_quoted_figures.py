@@ -258,6 +258,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "site-fanout",
         fan_out,
     ),
+    ("weights", "an update took {:.2f} of the better one's time", "encoding-choice", value),
     ("weights", "standstill of {:.1f} ms for {:.0f} MB", "update-pause", update_pause),
     ("weights", "{:.2f} bytes a changed weight", "delta-bytes", sparse(0.01)),
     (
