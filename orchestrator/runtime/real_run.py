@@ -240,6 +240,8 @@ class _Life:
         events.listen(display.take)
         for repair in records.repairs:
             display.message(repair)
+        if resumed is not None:
+            display.message(resumed.words(config.run.steps))
         sampler = await run_view.show_run(config, folder, events, display.message, stack)
         events.emit(
             "run_start",
@@ -250,6 +252,7 @@ class _Life:
             simulated=False,
             started=started,
             resumed_from=resumed.step if resumed else None,
+            rolled_back=resumed.rolled_back if resumed else 0,
         )
         reason, status = "", "failed"
         try:
