@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_rlplugin.weights.weight_export import as_bytes, serving_shards
 from orchestrator.api import PublishResult, RunError, ShardKey
 from orchestrator.transfer import DeltaCodec, Publisher, RelayEndpoint, Shard, SnapshotPolicy
+from orchestrator.transfer.encoding_choice import EncodingChoice
 from orchestrator.transfer.job_head import FULL
 
 PART_BYTES = 8 << 20  # a shard is read whole: the smaller, the less an engine rank reads that it does not host
@@ -75,6 +76,7 @@ class WeightPublisher:
         self._chunks = list(chunks)
         self._ranks = TorchRanks()
         self._policy = SnapshotPolicy(every=endpoint.snapshot_every)
+        self._choice = EncodingChoice() if endpoint.encoding == "auto" and endpoint.snapshot_every else None
         self._publisher = Publisher(endpoint, ranks=self._ranks, codec=DeltaCodec(threads=endpoint.codec_threads))
         self._kept: dict[tuple[str, int], Any] = {}  # (tensor, start) -> bytes of the version published last
         try:
@@ -85,7 +87,7 @@ class WeightPublisher:
 
     def publish(self, version: int) -> PublishResult:
         """The present weights as this version; the result is that of all ranks. See ``Publisher.publish_shards``."""
-        plan = self._publisher.plan_next(self._policy)
+        plan = self._publisher.plan_next(self._policy, self._choice)
         base = plan.base if plan.base != version else FULL  # the same version again: its relay lost it
         results: list[PublishResult] = []
         try:

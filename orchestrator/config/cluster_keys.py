@@ -50,6 +50,8 @@ class RelaySection(Section):
     signing_key: str = ""
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
+    # with snapshot_every: a version may still travel whole, where that takes less time, or it never does
+    encoding: Literal["auto", "difference"] = "auto"
     codec_threads: Positive = 1  # of each rank that encodes or applies differences
     sites: dict[str, SiteSection] = {}  # by any name; workers of no site read the relay itself
     site_token_file: str = ""  # of the caches, a file on every machine; empty: RL_COSERVE_SITE_TOKEN_FILE, or a new one

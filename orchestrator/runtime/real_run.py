@@ -431,6 +431,7 @@ class _Assembly:
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,
             snapshot_every=settings.snapshot_every,
+            encoding=settings.encoding,
             codec_threads=settings.codec_threads,
             verify_key=Signer(settings.signing_key).verify_key if settings.signing_key else "",
         )

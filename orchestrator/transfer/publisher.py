@@ -30,6 +30,9 @@ import msgpack
 import orchestrator.transfer.job_head as heads
 from orchestrator.api import ConfigError, CoserveError, MetadataStore, PublishResult, Relay, RunError, ShardKey
 from orchestrator.transfer.bucket import Bytes
+from orchestrator.transfer.delta.delta_format import DTYPE_BYTES
+from orchestrator.transfer.encoding_choice import EncodingChoice, TransferTime
+from orchestrator.transfer.fetch_times import slowest_fetch
 from orchestrator.transfer.job_head import FULL, JobHead, PublishAttempt, PublishedVersion
 from orchestrator.transfer.manifest import (
     RankShare,
@@ -39,6 +42,7 @@ from orchestrator.transfer.manifest import (
     encode_share,
     manifest_checksum,
     merge_shares,
+    shard_bytes,
 )
 from orchestrator.transfer.manifest_signing import signer_of
 from orchestrator.transfer.registered_buffers import BufferPool
@@ -137,6 +141,8 @@ class Publisher:
         self._epoch: int | None = None
         self._last: PublishAttempt | None = None  # what this publisher committed last
         self._cuts: Cuts = {}  # of ``_last``; on rank 0
+        self._took: list[tuple[int, bool, float]] = []  # version, whether whole, seconds to publish it; on rank 0
+        self._raw_bytes = 0  # of ``_last``, before they were encoded
         self._failed: list[PublishAttempt] = []  # attempts of ours that ended in an error
 
     @property
@@ -207,11 +213,16 @@ class Publisher:
             failure, message = error, pack_error(error)
         conclude = self._lead if self._ranks.rank == 0 else self._follow
         size, buckets, content = conclude(attempt, message, failure)
-        return PublishResult(version, size, buckets, self._clock() - started, f"{content:016x}")
+        seconds = self._clock() - started
+        if self._ranks.rank == 0:
+            earlier = [one for one in self._took if one[0] == version]  # the difference beside this snapshot
+            self._took = [*earlier, (version, base == FULL, seconds)]
+        return PublishResult(version, size, buckets, seconds, f"{content:016x}")
 
-    def plan_next(self, policy: SnapshotPolicy) -> PublishPlan:
-        """What to publish next; the same on all ranks, each of which calls it."""
-        base, snapshot = self._first(lambda: self._plan(policy))
+    def plan_next(self, policy: SnapshotPolicy, choice: EncodingChoice | None = None) -> PublishPlan:
+        """What to publish next; the same on all ranks, each of which calls it. ``choice``: may take a version whole that could be
+        a difference; it hears what the last one took, its readers included."""
+        base, snapshot = self._first(lambda: self._plan(policy, choice))
         return PublishPlan(base, snapshot)
 
     def collect_garbage(self) -> int:
@@ -273,13 +284,24 @@ class Publisher:
         self._update(changed)
         return found[-1]
 
-    def _plan(self, policy: SnapshotPolicy) -> tuple[int, bool]:
+    def _plan(self, policy: SnapshotPolicy, choice: EncodingChoice | None) -> tuple[int, bool]:
         last, head = self._last, self._head()
         if last is None or last.epoch != head.epoch or head.version != last.version or self._lost(last):
             return FULL, True
         waiting = any(holder.waits_for_snapshot for holder in self._leases.live_holders(head.epoch))
         snapshot = waiting or policy.snapshot_due(head.published, last.version)
+        if choice is not None and self._prefers_whole(choice, last):
+            return FULL, True
         return (FULL if policy.every == 0 else last.version), snapshot
+
+    def _prefers_whole(self, choice: EncodingChoice, last: PublishAttempt) -> bool:
+        """Tells the choice what the last version took; where it was there in both forms, those who follow took the difference."""
+        for version, whole, seconds in self._took[:1]:
+            fetched = slowest_fetch(self._metadata, self._endpoint.job, last.epoch, version, whole)
+            if version == last.version and fetched is not None:
+                choice.note(TransferTime(whole, seconds + fetched, self._raw_bytes))
+                self._took.clear()
+        return choice.choose_whole()
 
     def _follow(self, attempt: PublishAttempt, message: bytes, failure: BaseException | None) -> tuple[int, int, int]:
         self._ranks.gather(message)
@@ -321,6 +343,7 @@ class Publisher:
         retain = self._retain(attempt.epoch)
         self._update(lambda head: heads.commit_version(head, done, retain))
         self._last, self._cuts = done.attempt, cuts
+        self._raw_bytes = sum(shard_bytes(key) for key in share.shards if key.dtype in DTYPE_BYTES)
         return done.payload_bytes, len(share.buckets), done.content
 
     def _store_manifest(self, attempt: PublishAttempt, share: RankShare) -> PublishedVersion:

@@ -34,8 +34,9 @@ class RelayEndpoint:
     is the address that a process is reached at; empty: that of the interface which leads to the master, on whatever machine
     the process is. ``segment_bytes`` is what a publisher lends to the store, each of its ranks: room for
     ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing. ``snapshot_every``: versions
-    travel as differences, with a full snapshot after so many; 0: always whole. ``codec_threads``: processor threads of each
-    rank that encode and apply differences; more help where the link is faster than one core scans (4 to 5 GB/s).
+    travel as differences, with a full snapshot after so many; 0: always whole. ``encoding`` "auto": whole all the same where that
+    takes less time (:mod:`orchestrator.transfer.encoding_choice`). ``codec_threads``: processor threads of each rank that encode
+    and apply differences; more help where the link is faster than one core scans (4 to 5 GB/s).
     ``verify_key``: the Ed25519 public key of the job, in hexadecimal; then versions are signed, and nothing else is taken
     (:mod:`orchestrator.transfer.manifest_signing`); empty: they are not. ``cache``: host:port (tls://host:port) of the cache of
     the reader's site (:mod:`orchestrator.transfer.site_cache`), with ``cache_authority`` the PEM file of whom it trusts there.
@@ -51,6 +52,7 @@ class RelayEndpoint:
     bucket_bytes: int = 64 * MIB
     keep_versions: int = 2
     snapshot_every: int = 0
+    encoding: str = "difference"
     codec_threads: int = 1
     verify_key: str = ""
     cache: str = ""
@@ -77,6 +79,7 @@ class RelayEndpoint:
             ("bucket_bytes", self.bucket_bytes >= SMALLEST_BUCKET_BYTES, f"must be at least {SMALLEST_BUCKET_BYTES}"),
             ("keep_versions", self.keep_versions >= 1, "must be at least 1"),
             ("snapshot_every", self.snapshot_every >= 0, "must be 0 (no differences) or more"),
+            ("encoding", self.encoding in ("auto", "difference"), "must be 'auto' or 'difference'"),
             ("codec_threads", self.codec_threads >= 1, "must be 1 or more"),
             (
                 "cache",

@@ -26,6 +26,7 @@ from typing import TypeVar
 import orchestrator.transfer.version_leases as leases
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey
 from orchestrator.transfer.bucket import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
+from orchestrator.transfer.fetch_times import FetchTime, report_fetch
 from orchestrator.transfer.job_head import FULL, JobHead, PublishAttempt, PublishedVersion, decode_head, head_key
 from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
 from orchestrator.transfer.manifest_signing import Verifier
@@ -136,6 +137,11 @@ class Subscriber:
         while it lives. To be repeated within ``lease_seconds``. RelayError."""
         holder = VersionHolder(version, fetching)
         leases.renew_lease(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
+
+    def report_fetch(self, version: int, whole: bool, seconds: float) -> None:
+        """Say what it took to have a version verified, whole or by differences. RelayError."""
+        took = FetchTime(self.epoch(), version, whole, int(seconds * 1e6))
+        report_fetch(self._metadata, self._endpoint.job, self._name, took)
 
     def ask_snapshot(self) -> None:
         """Say that no chain leads anywhere from what this subscriber has: the next version comes with a full snapshot.

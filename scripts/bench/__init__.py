@@ -55,6 +55,7 @@ BENCHES = {
     "delta-speed": Bench("scripts.bench.micro.delta_speed", "1 min"),
     "transfer-limit": Bench("scripts.bench.micro.transfer_limit", "6 min", MOONCAKE),
     "site-fanout": Bench("scripts.bench.micro.site_fanout", "3 min", f"{MOONCAKE}, {VLLM}, root, iproute2"),
+    "encoding-choice": Bench("scripts.bench.micro.auto_encoding", "2 min", f"{MOONCAKE}, root, iproute2"),
     "delta-peers": Bench("scripts.bench.micro.delta_peers", "2 min", VLLM),
     "kv-migrate": Bench("scripts.bench.micro.kv_migrate", "1 min", VLLM),
     "sim-error": Bench("scripts.bench.papers.sim_error", "8 min", VLLM),

@@ -50,6 +50,11 @@ def update_pause(found: Any) -> tuple[float, ...]:
     return (overlapped["pause_ms"], overlapped["bytes"] / 1e6)
 
 
+def fan_out(found: Any) -> tuple[float, ...]:
+    """Bytes with and without a cache, and the median time over the link's."""
+    return found["value"], found["reference_value"], found["detail"]["time_ratio"]["median"]
+
+
 def sparse(density: float) -> Figures:
     """Bytes a changed weight, the larger of the two models."""
     return lambda found: (max(row["bytes_per_change"] for row in found["detail"]["rows"] if row["density"] == density),)
@@ -247,6 +252,12 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ("vllm", "active {:.3f};", "active-overhead", value),
     ("vllm", "waits {:.3f} of a slot's time", "preemption", value),
     ("vllm", "still {:.1f} ms for {:.0f} MB", "update-pause", update_pause),
+    (
+        "weights",
+        "{:.3f} times the version's bytes come in, {:.2f} without a cache; an update takes {:.2f}",
+        "site-fanout",
+        fan_out,
+    ),
     ("weights", "standstill of {:.1f} ms for {:.0f} MB", "update-pause", update_pause),
     ("weights", "{:.2f} bytes a changed weight", "delta-bytes", sparse(0.01)),
     (

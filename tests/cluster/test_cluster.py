@@ -9,17 +9,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import orchestrator.cluster as rdist
 from orchestrator.api import ProcessDied, RetryableError
+from orchestrator.config import load_config
 from orchestrator.resources import Placement, ResourceManager, cluster_resources
+from orchestrator.runtime.site_caches import start_site_caches
+from orchestrator.transfer import Publisher, RelayEndpoint, Subscriber
+from orchestrator.transfer.proven_link import LinkRefused, connect, parse_place
+from orchestrator.transfer.site_relay import TOKEN_FILE
 from tests.support.engines import rollout_worker
+from tests.support.waiting import wait_for
 
 ray = pytest.importorskip("ray")
+psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples"))
@@ -182,3 +191,41 @@ def test_listing_1_runs_as_a_program() -> None:
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.partition(":")[0] in EXPECTED]
     assert said == [f"{name}: {value}" for name, value in EXPECTED.items()]
+
+
+def test_the_cache_of_a_site_comes_back_at_its_port_and_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TOKEN_FILE, raising=False)
+    config = load_config(None, ["rollout.workers=2", 'relay.sites={far={workers=["vllm-1"]}}'])
+    endpoint = RelayEndpoint("job", "fsspec", f"file://{tmp_path}/relay", f"{tmp_path}/metadata.sqlite")
+    publisher = Publisher(endpoint)
+    publisher.rollback(0)
+    publisher.publish(1, [("w", (4,), "uint8", np.arange(4, dtype=np.uint8))])
+
+    def came_by_the_cache(there: RelayEndpoint) -> bool:
+        reader = Subscriber(there)
+        assert [data.tolist() for _, data in reader.fetch(reader.manifest(1))] == [[0, 1, 2, 3]]
+        return not reader.past_cache()
+
+    async def scenario() -> tuple[str, Path]:
+        async with AsyncExitStack() as stack:
+            caches = await start_site_caches(config, {}, stack)
+            assert caches.endpoint_of("vllm-0", endpoint) == endpoint
+            there, token = caches.endpoint_of("vllm-1", endpoint), Path(caches.variables[TOKEN_FILE])
+            assert token.stat().st_mode & 0o777 == 0o600
+            monkeypatch.setenv(TOKEN_FILE, str(token))
+            assert came_by_the_cache(there)
+            port = parse_place(there.cache)[1]
+            (pid,) = {
+                one.pid for one in psutil.net_connections("tcp") if one.laddr.port == port and one.status == "LISTEN"
+            }
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: came_by_the_cache(there), every=0.2)
+            return there.cache, token
+
+    place, token = asyncio.run(scenario())
+    publisher.close()
+    assert not token.exists()
+    with pytest.raises(LinkRefused, match="unreachable"):
+        wait_for(lambda: connect(place, 1.0, lambda _: False))

@@ -25,6 +25,7 @@ from orchestrator.transfer import (
     MemoryRelay,
     RelayEndpoint,
     announcement,
+    fetch_times,
     kv_wire,
     proven_link,
     publisher,
@@ -224,6 +225,11 @@ def announced(data: bytes) -> tuple[ShardKey, ...]:
 RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any], tuple[type[Exception], ...]]] = {
     "head record": (heads.encode_head(head()), heads.decode_head, (CorruptWeightsError,)),
     "lease record": (version_leases.encode_leases(lease()), version_leases.decode_leases, (CorruptWeightsError,)),
+    "fetch times": (
+        fetch_times.encode_fetches({"a": fetch_times.FetchTime(1, 7, True, 12)}),
+        fetch_times.decode_fetches,
+        (CorruptWeightsError,),
+    ),
     "share of a rank": (share(), lambda data: manifests.merge_shares([data]), (CorruptWeightsError,)),
     "announcement": (announcement.pack_announcement(KEYS)[8:], announced, (CorruptWeightsError,)),
     "answer of a rank": (
@@ -243,6 +249,7 @@ RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any], tuple[type[Exception], .
 @harness(
     "orchestrator/transfer/job_head.py",
     "orchestrator/transfer/version_leases.py",
+    "orchestrator/transfer/fetch_times.py",
     "orchestrator/transfer/manifest.py",
     "orchestrator/transfer/announcement.py",
     "orchestrator/transfer/publisher.py",

@@ -53,7 +53,7 @@ class Host:
     ) -> subprocess.Popen[str]:
         """A process of this host."""
         wrapped = self.hosts.inside("ip", "netns", "exec", self.name, *command)
-        return subprocess.Popen(wrapped, env={**os.environ, **(environment or {})}, text=True, **options)  # type: ignore[no-any-return]
+        return subprocess.Popen(wrapped, env={**os.environ, **(environment or {})}, text=True, **options)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 60) -> str:
         """What it printed. Raises CalledProcessError with its output."""

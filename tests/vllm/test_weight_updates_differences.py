@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from orchestrator.api import RetryableError, ShardKey
-from orchestrator.transfer import DeltaCodec, Publisher, RelayEndpoint
+from orchestrator.transfer import DeltaCodec, MemoryMetadata, Publisher, RelayEndpoint
+from orchestrator.transfer.fetch_times import slowest_fetch
 from orchestrator.transfer.job_head import FULL
 from orchestrator.transfer.publisher import Shard
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, collect, greedy, write_tiny_qwen3
@@ -84,7 +85,15 @@ def test_an_engine_that_follows_differences_equals_a_fresh_one_bit_for_bit(tmp_p
     for version in range(1, 5):
         versions.append(stepped(versions[-1], version))
     save_file(versions[4], str(tmp_path / "new" / "model.safetensors"), metadata={"format": "pt"})
-    endpoint = RelayEndpoint(job="j", kind="memory", master="differences", bucket_bytes=32 << 10, snapshot_every=9)
+    endpoint = RelayEndpoint(
+        job="j", kind="memory", master="differences", bucket_bytes=32 << 10, snapshot_every=9, encoding="auto"
+    )
+    metadata = MemoryMetadata.shared(endpoint.master)
+
+    def said(version: int, whole: bool) -> float | None:
+        """What the engine says that it took, to who chooses the encoding."""
+        return slowest_fetch(metadata, "j", publisher.epoch, version, whole)
+
     relay = RelayTwin.shared(endpoint.master)
     publisher = Publisher(endpoint, codec=DeltaCodec())
 
@@ -100,10 +109,13 @@ def test_an_engine_that_follows_differences_equals_a_fresh_one_bit_for_bit(tmp_p
         for version in (1, 2):
             assert publish(version) < size / 10
         assert report(worker)["touched"]["how"] == "whole"
+        assert said(0, True)
+        assert said(0, False) is None
         assert 0 < await updated(worker, 2) < size / 10  # two versions at once
         elements = sum(int((versions[2][name] != tensor).sum()) for name, tensor in versions[0].items())
         counts = {"tensors": len(versions[0]), "elements": elements, "staged_bytes": 8 * elements}
         assert report(worker)["touched"] == {"how": "differences", **counts}
+        assert said(2, False)
         sums = await worker.checksums()
         publish(3)
         bucket = next(key for key in relay.keys() if "/3/delta-2/0" in key)  # noqa: SIM118

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class VersionFetcher:
 
         self._codec = DeltaCodec(threads=endpoint.codec_threads)
         self._differences = endpoint.snapshot_every > 0
+        self._reports = self._differences and endpoint.encoding == "auto"
         self._resident: tuple[StagingPlan, list[Region], HostedWeights] | None = (
             None  # what is kept of what was published, for which plan
         )
@@ -200,6 +202,7 @@ class VersionFetcher:
         held = self._held
         if held is not None and held.sent and held.version == version and held.plan is plan:
             return held
+        began = time.perf_counter()
         try:
             manifest = subscriber.manifest(version)
             checksum = f"{manifest.content():016x}"
@@ -213,6 +216,9 @@ class VersionFetcher:
             else:
                 self._held = staging.from_snapshot(subscriber, manifest)
             self._held.past_cache = subscriber.past_cache()
+            if self._reports:
+                whole = manifest.base_version == FULL and self._held.delta is None
+                subscriber.report_fetch(version, whole, time.perf_counter() - began)
         except CoserveError as error:
             return _refusal(error, f"weight version {version}")
         except Exception as error:
