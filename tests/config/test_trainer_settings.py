@@ -96,6 +96,7 @@ def test_a_config_and_the_plugin_refuse_the_same_in_the_same_words(given: dict[s
 
 def test_an_unknown_key_in_a_table_of_tables_is_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"^context\.tasks\.maze\.strateg = 'keep': no such key; did you mean context\.tasks\.maze\.strategy"
+        ConfigError,
+        match=r"^context\.tasks\.maze\.strateg = 'keep': no such key; did you mean context\.tasks\.maze\.strategy",
     ):
         parse_config({"context": {"tasks": {"maze": {"strateg": "keep"}}}})
