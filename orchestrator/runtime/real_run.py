@@ -380,8 +380,9 @@ class _Assembly:
         )
         parts.market = market if market.exchanged else None
         tell = {} if rewards.resize is None else {"rewards": rewards.resize}
-        parts.sizes = PoolSizes(lambda: asyncio.to_thread(read_sizes, self.folder.path, config), tell)
-        if any(name.startswith("rollout") for name in pools_of(config)):
+        begins = {name: pool.begins for name, pool in pools_of(config).items()}
+        parts.sizes = PoolSizes(begins, lambda: asyncio.to_thread(read_sizes, self.folder.path, config), tell)
+        if any(name.startswith("rollout") for name in begins):
             parts.engines = engines
         if tools is not None:
             own = tools.client
