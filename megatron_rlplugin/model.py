@@ -99,7 +99,7 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),  # packed rows: the unfused one reads lengths back in every layer
         **{_graph_field(): []},  # the default is a spelling that Megatron warns about
         **mixture,
     )

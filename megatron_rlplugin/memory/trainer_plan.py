@@ -101,9 +101,7 @@ def _cures(settings: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         distributed = section.distributed_optimizer or section.data_parallel > 1
         if not megatron.get(option) and (option != "use_precision_aware_optimizer" or distributed):
             megatron |= change
-            first = next(iter(change))
-            value = f'"{change[first]}"' if isinstance(change[first], str) else str(change[first]).lower()
-            words.append(f"trainer.megatron.{first} = {value}")
+            words += [f"trainer.megatron.{key} = {json.dumps(value)}" for key, value in change.items()]
             yield ", ".join(words), {"megatron": dict(megatron)}
 
 
