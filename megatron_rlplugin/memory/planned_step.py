@@ -1,4 +1,4 @@
-"""The trainer's own step on fake tensors: what one rank needs of memory. A program of its own: JSON in, JSON out.
+"""The trainer's own step on fake tensors: what one rank needs of memory. A program of its own, with JSON in and out.
 
 Guarantees: model, DDP, optimizer, loss, schedule and copies are those of :class:`megatron_rlplugin.trainer.learner.Learner`
 with the run's settings; no weights are read, no memory is taken, no other rank is needed. What has no fake form is said in
@@ -37,6 +37,7 @@ _BY_BYTES = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
+_LOW = ("fp8", "fp4")  # what options of lower precision begin with: counted as without them, which is more
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES = "weights", "gradients", "optimizer", "activations", "copies"
 
 
@@ -103,7 +104,7 @@ def measure(request: StepRequest) -> RankMemory:
 
     began = time.perf_counter()
     settings = TrainerSection.from_dict(request.settings)
-    options = {key: value for key, value in settings.megatron.items() if key not in _BY_BYTES}
+    options = {key: value for key, value in settings.megatron.items() if key not in _BY_BYTES and key[:3] not in _LOW}
     settings = TrainerSection.from_dict({**request.settings, "megatron": options})
     chosen = read_shape(request.folder).num_experts_per_tok
     with fake_device(
@@ -221,11 +222,11 @@ def longest_micro_batch(request: StepRequest, settings: TrainerSection, learner:
 
 
 def main() -> None:
-    """A :class:`StepRequest` on standard input, a :class:`RankMemory` on the last line of standard output; or an error."""
+    """A :class:`StepRequest` as the argument, a :class:`RankMemory` on the last line of standard output; or an error."""
     from orchestrator.api import ConfigError
 
     try:
-        answer = asdict(measure(StepRequest(**json.load(sys.stdin))))
+        answer = asdict(measure(StepRequest(**json.loads(sys.argv[1]))))
     except ConfigError as error:
         answer = {"error": [error.field, repr(error.value), error.fix]}
     print(json.dumps(answer))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from megatron_rlplugin import model, tiny_model  # noqa: E402
 from megatron_rlplugin.memory import trainer_plan  # noqa: E402
 from megatron_rlplugin.memory.planned_step import RankMemory, StepRequest, optimizer_bytes  # noqa: E402
 from megatron_rlplugin.memory.storage_ledger import StorageLedger  # noqa: E402
-from megatron_rlplugin.memory.trainer_plan import GB, plan_trainer, run_request  # noqa: E402
+from megatron_rlplugin.memory.trainer_plan import GB, answer_of, plan_trainer  # noqa: E402
 from megatron_rlplugin.model_families import read_shape  # noqa: E402
 from megatron_rlplugin.parallel_layout import ParallelLayout  # noqa: E402
 from orchestrator import cli  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.config import Config, load_config  # noqa: E402
 from orchestrator.runtime import memory_plan  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 WORDS = [f"w{index}" for index in range(512)]
 SIZES: dict[str, Any] = {
@@ -125,14 +125,10 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     ppo = replace(tensor, settings={**tensor.settings, "objective": "ppo"})
     asked = [tensor, replace(tensor, rows=2), piped, replace(piped, imbalance=2.0), replace(tensor, folder=odd), ppo]
 
-    def answer(request: StepRequest) -> Any:
-        try:
-            return run_request(request)
-        except ConfigError as error:
-            return error
-
-    with ThreadPoolExecutor(2) as pool:
-        one, two, even, uneven, refused, critic = pool.map(answer, asked)
+    ended = [run_forked(request) for request in asked]
+    with pytest.raises(ConfigError) as refused:
+        answer_of(ended[4].out)
+    one, two, even, uneven, critic = (answer_of(each.out) for each in [*ended[:4], ended[5]])
 
     hidden = 64  # a rank has half of the vocabulary and of the layers, and all norms
     layer = (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) // 2 + 2 * hidden + 2 * 16
@@ -157,9 +153,17 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     assert critic.device["gradients"] == pytest.approx(4 * critic.parameters, rel=0.02)
     assert even.parameters == uneven.parameters == read_shape(mixture).parameters - 512 * 64 - _other_stage(mixture)
     assert uneven.device["activations"] > even.device["activations"]
-    assert isinstance(refused, ConfigError)
-    assert refused.field == "model.vocab_size"
-    assert refused.value == "511"
+    assert refused.value.field == "model.vocab_size"
+    assert refused.value.value == "511"
+
+
+def run_forked(request: StepRequest) -> Any:
+    """The program, in a process that has Megatron-Core imported."""
+    (ended,) = wait_for_all(
+        [ForkedRank("-m", "megatron_rlplugin.memory.planned_step", json.dumps(asdict(request)))], 200
+    )
+    assert ended.code == 0, ended.err
+    return ended
 
 
 def _other_stage(folder: str) -> int:

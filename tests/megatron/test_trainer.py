@@ -510,6 +510,13 @@ def test_a_model_of_another_architecture_is_refused(folder: str, tmp_path: Path)
         make_trainer(str(other))
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_a_precision_that_would_be_passed_over_in_silence_is_refused(folder: str, name: str) -> None:
+    value = {"fp8": "hybrid", "fp4": "e2m1"}[name]
+    with pytest.raises(ConfigError, match=rf"^trainer.megatron.{name} = '{value}': needs CUDA and Transformer Engine"):
+        make_trainer(folder, settings={"megatron": {name: value}})
+
+
 def test_an_exported_folder_is_a_model_with_the_present_weights(folder: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     trainer = make_trainer(folder)
