@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from, vocabulary_from
 from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult
 from megatron_rlplugin.stream.rank_agreement import agree_on_step
-from megatron_rlplugin.stream.stock_schedule import part_size
+from megatron_rlplugin.stream.stock_schedule import feed_size, part_size
+from megatron_rlplugin.stream.stream_conditions import check_movable
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from megatron_rlplugin.weights.tensor_places import UNPADDED, chunks_of
 from orchestrator.api import ConfigError, PublishResult
@@ -33,6 +35,9 @@ class RLTraining:
         self.model = list(model)
         self.optimizer = optimizer
         self.settings = settings_from(args)
+        _check_auxiliary(self.model, self.settings.loss_mean)
+        if self.settings.grad_offload:
+            check_movable(self.model)
         self.stream: GradientStream | None = None  # None without --rl-stream-training
         if self.settings.stream:
             self.stream = GradientStream(self.model, optimizer, elastic=True)
@@ -40,6 +45,8 @@ class RLTraining:
             setattr(core, UNPADDED, vocabulary_from(args, core.vocab_size))
         self._relay = relay_from(args)
         self._publisher: WeightPublisher | None = None
+        self._moving = 0.0  # seconds that gradients last took to the host and back
+        self._waited = 0.0  # seconds that the source last let us wait
 
     def step(
         self, forward_step_func: ForwardStep, micro_batches: Iterable[Any], *, seq_length: int, micro_batch_size: int
@@ -58,18 +65,31 @@ class RLTraining:
         self.stream.begin_step()
         try:
             source = iter(micro_batches)  # may block: gradients of what has arrived are taken meanwhile
-            while part := list(islice(source, part_size(self.model))):
-                if self.stream.state == "offloaded":
-                    self.stream.reload()
+            while part := self._next_part(source):
+                self._reload()
                 reports += self.stream.feed(forward_step_func, self._data(part), num_microbatches=len(part), **sizes)
-                if self.settings.grad_offload:
-                    self.stream.offload()
-            if self.stream.state == "offloaded":
-                self.stream.reload()
+                if self.settings.grad_offload and self._waited >= self._moving:  # else the move is the longer pause
+                    self._timed(self.stream.offload, begins=True)
+            self._reload()
         except BaseException:
             self.stream.abandon_step()  # the next step begins anew
             raise
         return self.stream.finish_step(), reports
+
+    def _next_part(self, source: Iterator[Any]) -> list[Any]:
+        began = time.perf_counter()
+        part = list(islice(source, feed_size(self.model)))
+        self._waited = time.perf_counter() - began
+        return part
+
+    def _reload(self) -> None:
+        if self.stream is not None and self.stream.state == "offloaded":
+            self._timed(self.stream.reload)
+
+    def _timed(self, move: Callable[[], None], *, begins: bool = False) -> None:
+        began = time.perf_counter()
+        move()
+        self._moving = (0.0 if begins else self._moving) + time.perf_counter() - began
 
     def publish(self, version: int) -> PublishResult:
         """Put the present weights on the relay of ``--rl-weight-relay`` as this version. Every rank calls it, each
@@ -202,6 +222,17 @@ def _counting(forward_step_func: ForwardStep, counted: list[float]) -> ForwardSt
         return output, noting
 
     return forward_step
+
+
+def _check_auxiliary(chunks: Sequence[Any], mean: str) -> None:
+    """Megatron adds auxiliary losses up by tokens and divides them with the rest: by trajectories that is far too little.
+    Raises ConfigError."""
+    for chunk in chunks:
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers"):
+            value = getattr(chunk.config, name, None)
+            if (any(value) if isinstance(value, list | tuple) else value) and mean != "token-mean":
+                fix = f"must be 0 with {mean}, which divides by trajectories: it is a loss by tokens; or set --rl-loss token-mean"
+                raise ConfigError(f"model.{name}", value, fix)
 
 
 def _flag(name: str) -> str:

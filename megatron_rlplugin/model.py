@@ -99,7 +99,7 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),  # packed rows: the unfused one reads lengths back in every layer
         **{_graph_field(): []},  # the default is a spelling that Megatron warns about
         **mixture,
     )
@@ -143,6 +143,10 @@ def build_model(
     if dtype not in DTYPES:
         raise ConfigError("model.dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     check_layout(shape, layout)
+    for name in ("fp8", "fp4"):  # Megatron-Core itself passes them over in silence
+        if (options or {}).get(name) and not uses_transformer_engine():
+            fix = "needs CUDA and Transformer Engine, which this process does not have; leave it out here"
+            raise ConfigError(f"trainer.megatron.{name}", (options or {})[name], fix)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module

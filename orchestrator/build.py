@@ -494,7 +494,7 @@ def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, H
         for group in range(len(settings.engine_groups)):
             name = f"rollout.{group}" if len(settings.engines) > 1 else "rollout"
             tell[name] = partial(scaling.want, group)
-    return found | {"pool sizes": PoolWatch(parts.sizes.read, tell, parts.events).run}
+    return found | {"pool sizes": PoolWatch(parts.sizes.begins, parts.sizes.read, tell, parts.events).run}
 
 
 def _replanner(

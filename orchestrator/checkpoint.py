@@ -112,6 +112,10 @@ class Checkpoints:
         found = [path for path in self._folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=_step)
 
+    def last_step(self) -> int:
+        """Of the newest by name, 0 without one; it may turn out to be damaged."""
+        return max(map(_step, self.all()), default=0)
+
     def newest(self) -> tuple[Path, CheckpointState, list[str]] | None:
         """The newest intact checkpoint, its state, and what was wrong with newer ones; None when there is none at all. Raises
         RunError when none is intact, and when one is of a newer version: that is no damage, and nothing is gone back on."""

@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", nargs="?", help="TOML file")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     train.add_argument(
-        "--resume", metavar="RUN", help="run folder (or `latest`) to go on with from its newest checkpoint"
+        "--resume",
+        metavar="RUN",
+        help="run folder (or `latest`) to continue from its newest checkpoint, or to extend: run.steps=600",
     )
     train.add_argument("--replay", metavar="RUN", help="train on the trajectories that a run recorded, without engines")
     train.add_argument("--view", action="store_true", help="show the run on a web page (view.enabled=true)")
@@ -245,19 +247,15 @@ def _lend(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from orchestrator.run_folder import RunFolder
-    from orchestrator.runtime import device_plan, preflight
+    from orchestrator.runtime import changed_config, device_plan, preflight
 
     resume = arguments.resume is not None
     if resume:
-        overrides = [text for text in (arguments.config, *arguments.overrides) if text]
-        if overrides:
-            raise ConfigError(
-                "--resume", arguments.resume, f"a resume takes the run's own config; drop {' '.join(overrides)}"
-            )
         folder = RunFolder.open(_run_path(arguments.resume))
         if not arguments.dry_run:
             folder.lock()  # before anything looks at ports and devices, which the run that lives has
-        config = folder.config()
+        changed = [text for text in (arguments.config, *arguments.overrides) if text]
+        config = own = changed_config.config_to_continue(folder, changed)
     else:
         if arguments.config is None and arguments.replay is None and not arguments.dry_run:
             demo = "`rl-coserve train examples/frozenlake.toml` is the demo"
@@ -276,6 +274,10 @@ def _train(arguments: argparse.Namespace) -> int:
         rows = _placed(config) if source is None else []
         print("\n".join([*device_plan.describe(rows), "OK"]), file=sys.stderr)
         return 0
+    if resume and changed:
+        for note in changed_config.notes_of(folder.config(), own):
+            print(note)
+        folder.replace_config(to_json(own) + "\n")
     if not resume:
         folder = RunFolder.create(config)
         folder.write_environment()
@@ -299,7 +301,7 @@ def _train(arguments: argparse.Namespace) -> int:
         _say_report(write_report(folder.path))
         folder.unlock()
     if reason != "completed":
-        print(f"{reason}; go on with: rl-coserve train --resume {folder.path}")
+        print(f"{reason}; resume with: rl-coserve train --resume {folder.path}")
         return 130
     return 0
 

@@ -58,9 +58,10 @@ class ForecastParts:
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """``read``: of the pools that may change, as they are to be (:func:`orchestrator.pool_sizes.read_sizes`); ``tell``: who hears
-    of them beside engines and environments."""
+    """Of the pools that may change. ``begins``: what they have; ``read``: what they are to have
+    (:func:`orchestrator.pool_sizes.read_sizes`); ``tell``: who hears of it beside engines and environments."""
 
+    begins: Mapping[str, int]
     read: Callable[[], Awaitable[Mapping[str, int]]]
     tell: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
 

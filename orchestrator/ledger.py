@@ -15,6 +15,7 @@ cut may take or garble what came after the checkpoint (:func:`intact_lines`), ne
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quote
@@ -89,6 +90,7 @@ class Ledger:
         self._before: list[str] = []  # before it, since the one before
         self._forgotten = 0
         self.groups_started = 0  # of the journal that was restored: numbers go on after them
+        self.rolled_back: Counter[int] = Counter()  # by the restore: trajectories by the step they were trained in
         self.counts = Counts()
         self.sequence = 0
 
@@ -165,6 +167,7 @@ class Ledger:
         returned: list[str] = []
         for trajectory_id, entry in self._entries.items():
             if entry.state == "trained" and entry.step >= checkpoint_step:
+                self.rolled_back[entry.step] += 1
                 self._write({"id": trajectory_id, "state": "rolled_back", "step": entry.step})
                 self._roll_back(entry)
             if entry.state not in LIVE_STATES:

@@ -103,19 +103,21 @@ def _check(pools: Mapping[str, PoolSize], name: str, size: object) -> None:
 
 
 class PoolWatch:
-    """Tells the pools of a run their sizes whenever they change. ``read``: them all, as :func:`read_sizes`; ``tell``: by pool."""
+    """Tells the pools of a run their sizes whenever they change. ``begins``: what they have; ``read``: what all are to have, as
+    :func:`read_sizes`; ``tell``: by pool."""
 
     def __init__(
         self,
+        begins: Mapping[str, int],
         read: Callable[[], Awaitable[Mapping[str, int]]],
         tell: Mapping[str, Callable[[int], None]],
         events: EventLog,
     ) -> None:
-        self._read, self._tell, self._events = read, tell, events
+        self._begins, self._read, self._tell, self._events = begins, read, tell, events
 
     async def run(self) -> None:
         """Until cancelled."""
-        known: dict[str, int] = {}
+        known = dict(self._begins)
         complaint = ""
         while True:
             try:
@@ -126,10 +128,10 @@ class PoolWatch:
                 self._events.emit("fault", what="scale", cause="scale", detail=why[:300])
             complaint = why
             for name, size in sizes.items():
-                if (before := known.get(name)) != size:
+                if known.get(name) != size:
                     known[name] = size
                     if name in self._tell:
                         self._tell[name](size)
-                    elif before is not None:
+                    else:
                         self._events.emit("fault", what="scale", cause="scale", detail=f"nobody can change {name} here")
             await asyncio.sleep(_EVERY)

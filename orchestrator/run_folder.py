@@ -158,6 +158,10 @@ class RunFolder:
             raise ConfigError("run", str(self.config_file), f"is damaged: {error}") from error
         return parse_config(data)
 
+    def replace_config(self, text: str) -> None:
+        """Durably, as a whole or not at all."""
+        write_durably(self.config_file, text)
+
     def job(self, shared: bool) -> str:
         """The job's name in metadata and relay. ``shared``: with runs of other folders, which may have this folder's name;
         then it is made unique once, and kept for a resume."""

@@ -33,6 +33,7 @@ from megatron_rlplugin.flags import add_rl_args, relay_from, temperature_from
 from megatron_rlplugin.install import RLTraining, wrap
 from megatron_rlplugin.objective.advantages import TrajectoryOutcome, advantages_of
 from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
+from megatron_rlplugin.objective.user_loss import token_loss_of
 from megatron_rlplugin.trainer.micro_batches import MicroBatch, MicroBatchLimits, micro_batch, row_of
 from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights.rank_publisher import TorchRanks
@@ -119,6 +120,7 @@ def forward_step_provider(args: argparse.Namespace, rl: RLTraining) -> Any:
     from megatron.core import parallel_state
 
     coefficients, temperature = Coefficients.from_settings(rl.settings), temperature_from(args)
+    token_loss = token_loss_of(rl.settings)
     group = parallel_state.get_tensor_model_parallel_group() if args.tensor_model_parallel_size > 1 else None
 
     def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
@@ -128,7 +130,9 @@ def forward_step_provider(args: argparse.Namespace, rl: RLTraining) -> Any:
         logits_BSV = model(batch.inputs_BS, batch.positions_BS, mask)
 
         def loss_function(logits_BSV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-            loss, totals = policy_loss(batch.select(logits_BSV), batch.tokens, coefficients, temperature, group)
+            loss, totals = policy_loss(
+                batch.select(logits_BSV), batch.tokens, coefficients, temperature, group, token_loss
+            )
             return loss, torch.tensor(batch.tokens.denominator, dtype=torch.int, device=loss.device), totals
 
         return logits_BSV, loss_function

@@ -28,6 +28,7 @@ from megatron_rlplugin.install import RLTraining, wrap
 from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
 from megatron_rlplugin.objective.advantages import TrajectoryOutcome, advantages_of, says_nothing
 from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
+from megatron_rlplugin.objective.user_loss import token_loss_of
 from megatron_rlplugin.parallel_layout import initialize_parallel, shutdown_parallel
 from megatron_rlplugin.trainer.learner import layout_of
 from megatron_rlplugin.trainer.micro_batches import (
@@ -136,6 +137,7 @@ def forward_step_provider(settings: TrainerSettings, temperature: float) -> Call
     from megatron.core import parallel_state
 
     coefficients = Coefficients.from_settings(settings)
+    token_loss = token_loss_of(settings)
     group = parallel_state.get_tensor_model_parallel_group() if settings.tensor_parallel > 1 else None
 
     def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -143,7 +145,9 @@ def forward_step_provider(settings: TrainerSettings, temperature: float) -> Call
         logits_BSV = model(batch.inputs_BS, batch.positions_BS, causal_mask(batch.inputs_BS.shape[1]))
 
         def loss_function(logits_BSV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-            loss, totals = policy_loss(batch.select(logits_BSV), batch.tokens, coefficients, temperature, group)
+            loss, totals = policy_loss(
+                batch.select(logits_BSV), batch.tokens, coefficients, temperature, group, token_loss
+            )
             return loss, torch.tensor(batch.tokens.denominator, dtype=torch.int, device=loss.device), totals
 
         return logits_BSV, loss_function

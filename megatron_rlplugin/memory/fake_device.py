@@ -73,9 +73,12 @@ def fake_device(
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     dist.all_gather_object = _all_gather_object
     torch.nn.Module._apply = _apply
-    gradient_stream.agree_on_step = lambda *args, **kwargs: RankAgreement(1.0, False, None, 0, 0)
-    gradient_stream.any_rank = lambda flag: False
-    hf_bridge.load_hf = lambda model, folder: None
+    agreed: dict[str, Any] = {
+        "agree_on_step": lambda *args, **kwargs: RankAgreement(1.0, False, None, 0, 0),
+        "any_rank": lambda flag: False,
+    }
+    vars(gradient_stream).update(agreed)
+    vars(hf_bridge).update(load_hf=lambda model, folder: None)
     clip_grads.l2_norm_impl = lambda *args: (torch.zeros(1), None)
     _count_logits()
     _replace_dispatch(imbalance)
@@ -125,8 +128,8 @@ def _count_logits() -> None:
 
         return staticmethod(call)
 
-    _VocabSoftmax.forward = tagged(_VocabSoftmax.forward)
-    _VocabSoftmax.backward = tagged(_VocabSoftmax.backward)
+    for name in ("forward", "backward"):
+        setattr(_VocabSoftmax, name, tagged(getattr(_VocabSoftmax, name)))
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The trainer's own step on fake tensors: what one rank needs of memory. A program of its own: JSON in, JSON out.
+"""The trainer's own step on fake tensors: what one rank needs of memory. A program of its own, with JSON in and out.
 
 Guarantees: model, DDP, optimizer, loss, schedule and copies are those of :class:`megatron_rlplugin.trainer.learner.Learner`
 with the run's settings; no weights are read, no memory is taken, no other rank is needed. What has no fake form is said in
@@ -37,6 +37,7 @@ _BY_BYTES = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
+_LOW = ("fp8", "fp4")  # what options of lower precision begin with: counted as without them, which is more
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES = "weights", "gradients", "optimizer", "activations", "copies"
 
 
@@ -57,7 +58,8 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank. ``device``: by part, at the peak of a step; ``phase``: when that is. ``host``: by part."""
+    """Bytes of one rank, its critic's too where it has one. ``device``: by part, at the peak of a step; ``phase``: when that
+    is. ``host``: by part."""
 
     rank: int
     parameters: int
@@ -82,10 +84,7 @@ def optimizer_bytes(options: Mapping[str, Any], sharded: int, dtype: str) -> tup
     """
 
     def width(name: str) -> int:
-        return (
-            torch.finfo(getattr(torch, str(options.get(name, "float32")).removeprefix("torch."), torch.float32)).bits
-            // 8
-        )
+        return int(getattr(torch, str(options.get(name, "float32"))).itemsize)
 
     half = dtype == "bfloat16"
     master, moments = 4 if half else 0, 8
@@ -94,7 +93,7 @@ def optimizer_bytes(options: Mapping[str, Any], sharded: int, dtype: str) -> tup
         if half and master == 4 and options.get("store_param_remainders", True):
             master = 2
         moments = width("exp_avg_dtype") + width("exp_avg_sq_dtype")
-    away = float(options.get("optimizer_offload_fraction", 1.0)) if options.get("optimizer_cpu_offload") else 0.0
+    away = float(options.get("optimizer_offload_fraction", 0.0)) if options.get("optimizer_cpu_offload") else 0.0
     on_host = round(sharded * away)
     return (sharded - on_host) * (master + moments), on_host * (4 + 4 + 8)
 
@@ -105,7 +104,7 @@ def measure(request: StepRequest) -> RankMemory:
 
     began = time.perf_counter()
     settings = TrainerSection.from_dict(request.settings)
-    options = {key: value for key, value in settings.megatron.items() if key not in _BY_BYTES}
+    options = {key: value for key, value in settings.megatron.items() if key not in _BY_BYTES and key[:3] not in _LOW}
     settings = TrainerSection.from_dict({**request.settings, "megatron": options})
     chosen = read_shape(request.folder).num_experts_per_tok
     with fake_device(
@@ -121,26 +120,36 @@ def measure(request: StepRequest) -> RankMemory:
 
 def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> dict[str, Any]:
     from megatron_rlplugin.megatron_options import sort_options
+    from megatron_rlplugin.objective.critic import ValueTokens, install_value_head, value_loss
     from megatron_rlplugin.objective.policy_loss import Coefficients, policy_loss
     from megatron_rlplugin.trainer.learner import Learner, Rendezvous
     from megatron_rlplugin.trainer.memory_residency import TrainerResidency
 
-    ranks = Rendezvous(request.rank, request.world)
-    learner = Learner(request.folder, settings, 2, request.dtype, ranks, options=sort_options(settings.megatron))
-    learner.config.variable_seq_lengths = False  # all rows here are of one length, and none can be asked for its own
+    def made(**more: Any) -> Any:
+        ranks, options = Rendezvous(request.rank, request.world), sort_options(settings.megatron)
+        return Learner(request.folder, settings, 2, request.dtype, ranks, options=options, **more)
+
+    learner = made()
+    critic = made(prepare=install_value_head) if settings.needs_critic else None
     coefficients = Coefficients.from_settings(settings)
 
     def loss(output: Any, batch: Any) -> Any:
         return policy_loss(output, batch.tokens, coefficients, group=learner.tensor_group)
+
+    def value_loss_of(values_T1: Any, batch: Any) -> Any:
+        known = ValueTokens(batch.returns_T, batch.values_T, batch.tokens.weights_T, batch.tokens.denominator)
+        return value_loss(values_T1, known, settings.value_clip)
 
     batches = (
         [longest_micro_batch(request, settings, learner)]
         * learner.layout.pipeline
         * (2 if learner.layout.virtual else 1)
     )
-    residency = TrainerResidency(learner.chunks, learner.optimizer, learner.stream)
-    ledger.move_to_tag(residency._gradients.tensors, GRADIENTS)
-    ledger.move_to_tag(residency._optimizer_tensors(), OPTIMIZER)
+    learners = [learner] if critic is None else [learner, critic]
+    residencies = [TrainerResidency(one.chunks, one.optimizer, one.stream) for one in learners]
+    for residency in residencies:
+        ledger.move_to_tag(residency._gradients.tensors, GRADIENTS)
+        ledger.move_to_tag(residency._optimizer_tensors(), OPTIMIZER)
     host = {}
     with ledger.tag(StorageLedger.HOST):
         before = ledger.now[StorageLedger.HOST]
@@ -158,11 +167,13 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
             learner._exchange_weights(kept[0])
         keep_peak("exchange of weights")
     with ledger.tag(ACTIVATIONS):
-        learner.begin_step()
-        learner.feed(batches, loss)
+        for one in learners:
+            one.begin_step()
+            one.feed(batches, loss if one is learner else value_loss_of)
         keep_peak("forward and backward")
-        learner.finish_step()
-        ledger.move_to_tag(residency._optimizer_tensors(), OPTIMIZER)
+        for one, residency in zip(learners, residencies, strict=True):
+            one.finish_step()
+            ledger.move_to_tag(residency._optimizer_tensors(), OPTIMIZER)
         keep_peak("optimizer step")
     static = {tag: ledger.now[tag] for tag in (WEIGHTS, GRADIENTS, OPTIMIZER)}
     totals = {phase: sum(peak.values()) for phase, peak in peaks.items()}
@@ -175,7 +186,7 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     else:
         moving[ACTIVATIONS] += sum(peaks[phase][tag] - static[tag] for tag in (WEIGHTS, GRADIENTS))
     return {
-        "parameters": sum(parameter.numel() for parameter in learner.parameters()),
+        "parameters": sum(parameter.numel() for one in learners for parameter in one.parameters()),
         "device": {**static, ACTIVATIONS: moving[ACTIVATIONS], LOGITS: moving[LOGITS], COPIES: moving[COPIES]},
         "host": host,
         "phase": phase,
@@ -202,6 +213,8 @@ def longest_micro_batch(request: StepRequest, settings: TrainerSection, learner:
         advantages=values,
         old=values if settings.minibatches > 1 else None,
         reference=values if settings.needs_reference else None,
+        values=values if settings.needs_critic else None,
+        returns=values if settings.needs_critic else None,
     )
     multiple = learner.layout.tensor if learner.layout.sequence else 1
     limits = MicroBatchLimits(settings.micro_batch_size, settings.order, None, multiple, settings.micro_batch_tokens)
@@ -209,11 +222,11 @@ def longest_micro_batch(request: StepRequest, settings: TrainerSection, learner:
 
 
 def main() -> None:
-    """A :class:`StepRequest` on standard input, a :class:`RankMemory` on the last line of standard output; or an error."""
+    """A :class:`StepRequest` as the argument, a :class:`RankMemory` on the last line of standard output; or an error."""
     from orchestrator.api import ConfigError
 
     try:
-        answer = asdict(measure(StepRequest(**json.load(sys.stdin))))
+        answer = asdict(measure(StepRequest(**json.loads(sys.argv[1]))))
     except ConfigError as error:
         answer = {"error": [error.field, repr(error.value), error.fix]}
     print(json.dumps(answer))

@@ -101,9 +101,7 @@ def _cures(settings: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         distributed = section.distributed_optimizer or section.data_parallel > 1
         if not megatron.get(option) and (option != "use_precision_aware_optimizer" or distributed):
             megatron |= change
-            first = next(iter(change))
-            value = f'"{change[first]}"' if isinstance(change[first], str) else str(change[first]).lower()
-            words.append(f"trainer.megatron.{first} = {value}")
+            words += [f"trainer.megatron.{key} = {json.dumps(value)}" for key, value in change.items()]
             yield ", ".join(words), {"megatron": dict(megatron)}
 
 
@@ -158,23 +156,28 @@ def _reserve(section: TrainerSection, memory: RankMemory) -> int:
 
 def run_request(request: StepRequest) -> RankMemory:
     """One planned step in a process of its own. Raises ConfigError; RunError: the program failed."""
-    program = [sys.executable, "-W", "ignore", "-m", "megatron_rlplugin.memory.planned_step"]
+    program = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megatron_rlplugin.memory.planned_step",
+        json.dumps(asdict(request)),
+    ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
-        ended = subprocess.run(
-            program,
-            input=json.dumps(asdict(request)),
-            capture_output=True,
-            text=True,
-            timeout=_LONGEST,
-            env=environment,
-        )
+        ended = subprocess.run(program, capture_output=True, text=True, timeout=_LONGEST, env=environment)
     except subprocess.TimeoutExpired as error:
         raise RunError(f"the plan of rank {request.rank} did not end within {_LONGEST:g} s") from error
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RunError(f"the plan of rank {request.rank} failed: {last}")
-    answer = json.loads(ended.stdout.splitlines()[-1])
+    return answer_of(ended.stdout)
+
+
+def answer_of(printed: str) -> RankMemory:
+    """What the program said. Raises ConfigError where it said so."""
+    answer = json.loads(printed.splitlines()[-1])
     if "error" in answer:
         raise ConfigError(*answer["error"])
     return RankMemory(**answer)

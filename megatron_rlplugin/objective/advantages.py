@@ -149,7 +149,7 @@ def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettin
 
     grpo, dapo, gspo, rloo: one number a trajectory, from its group, which must be complete; other groups do not matter.
     ppo, reinforce++: one number a token; where ``whitens(settings)``, from the whole batch, else from the trajectory
-    alone. Raises RunError when a trajectory lacks the KL or the values that the objective needs.
+    alone. distillation: 0. Raises RunError when a trajectory lacks the KL or the values that the objective needs.
     """
     kind = OBJECTIVES[settings.objective].advantage
     if kind in ("group", "leave-one-out"):
@@ -161,6 +161,8 @@ def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettin
             scalars = group_advantages(rewards, groups, names, normalize=settings.normalize_advantage)
         pairs = zip(outcomes, scalars, strict=True)
         return AdvantageEstimate([np.full(len(outcome.kept_T), scalar, dtype=np.float32) for outcome, scalar in pairs])
+    if kind == "reference":  # the loss has them: they are those of the reference's log-probs
+        return AdvantageEstimate([np.zeros(len(outcome.kept_T), dtype=np.float32) for outcome in outcomes])
     raw: list[Floats] = []
     returns: list[NDArray[np.float32]] = []
     for outcome in outcomes:

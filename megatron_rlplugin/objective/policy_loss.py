@@ -21,6 +21,11 @@ With r_t = pi(t) / pi_old(t), A_t the advantage and w_t = min(pi_old(t) / pi_rol
     reinforce++  discounted return, whitened                token          0.2 / 0.2      token-mean      no      loss or reward
     rloo         R - mean of the others in the group        token          0.2 / 0.2      sequence-sum    no      loss
     gspo         as grpo                                    sequence       3e-4 / 4e-4    sequence-mean   no      loss
+    cispo        as grpo                                    token, below   - / 4          token-mean      no      loss
+    distillation log pi_ref(t) - log pi_old(t), no reward   token          0.2 / 0.2      token-mean      no      always
+
+cispo's token loss is -w_t sg(clip(r_t, 1 - low, 1 + high)) A_t log pi(t): the ratio is a constant, so a clipped token keeps its
+gradient. distillation is the policy gradient of the reverse KL to the reference, token by token: no token is paid for later ones.
 
 ``reference``: where the KL to the reference goes when ``kl_coefficient`` is above 0 (no reference is needed at 0). In the
 loss it is the estimator k2 or k3 (:func:`kl_estimate`); in the reward it is k1, subtracted
@@ -28,7 +33,9 @@ from each token's reward. ``clip``, ``mean`` and (grpo, dapo, gspo, ppo) the nor
 cannot. gspo's ratio is exp(mean over the trajectory's tokens of log r_t), with the gradient of GSPO 4.1 eq. 5 in the
 token form of 4.3, so that w_t stays per token.
 
-Three settings change how far a token may pull. ``dual_clip`` c: where A_t < 0 a token's surrogate is at least c A_t (Ye et
+Settings change how far a token may pull. ``tis_level``: the bounds hold the product of the ratios of a token's trajectory
+("sequence"), or their geometric mean. ``opsm_delta``: a trajectory weighs 0 where A_t < 0 and the mean over its tokens of log
+pi_rollout - log pi is above it. ``dual_clip`` c: where A_t < 0 a token's surrogate is at least c A_t (Ye et
 al. 2020, eq. 5). ``tis_mode`` "mask": w_t is pi_old / pi_rollout itself where that lies within [``tis_floor``, ``tis_cap``], and
 0 elsewhere (IcePop, Ling Team 2025; a token that is left out keeps its place in the denominator, so a batch that is masked
 more is not trained harder). ``ratio_to`` "rollout": r_t = pi(t) / pi_rollout(t) and w_t = 1 (0 where it is masked), so that the
@@ -38,6 +45,8 @@ act at all, since pi is pi_old there.
 Sources: GRPO: DeepSeekMath (2024) eq. 3 and 4, without std Dr. GRPO (2025). DAPO (2025) eq. 8, 3.1 (clip-higher), 3.2
 (dynamic sampling), 3.3 (token-level mean). PPO: Schulman et al. (2017) eq. 7; GAE (2016). REINFORCE++: Hu et al. (2025).
 RLOO: Ahmadian et al. (2024) 3.2, here with PPO's clip for more than one optimizer step a batch. GSPO: Zheng et al. (2025).
+CISPO: MiniMax-M1 (2025) eq. 4 and 5, no lower bound; the upper one as ScaleRL (Khatri et al. 2025) found any of 4 to 8 to do.
+OPSM: DeepSeek-V3.2 (2025) 3.1. Distillation on the student's own tokens: Gu et al. (2024), Agarwal et al. (2024).
 Truncated importance sampling between the rollout's and the trainer's policy of the same weights: RollArt 6.2.
 
 Shapes: ``_T`` counted policy tokens of a micro-batch one after the other, ``_TV`` tokens by vocabulary (this rank's part).
@@ -46,7 +55,7 @@ Shapes: ``_T`` counted policy tokens of a micro-batch one after the other, ``_TV
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any, get_args
@@ -80,7 +89,8 @@ def token_weights(kept: int, loss: str) -> tuple[NDArray[np.float32], int]:
     """(weights[kept], denominator) of a trajectory with ``kept`` tokens that count.
 
     "token-mean": weight 1, one a token. "sequence-mean": weight 1 / kept, one a trajectory. "sequence-sum": weight 1, one
-    a trajectory. A trajectory without a counted token adds nothing to either.
+    a trajectory; "length-normalized" is that with ``Coefficients.loss_scale``. A trajectory without a counted token adds
+    nothing to either.
     """
     if loss not in get_args(LossMean):
         raise ValueError(f"unknown loss mean {loss!r}")
@@ -171,11 +181,17 @@ class Coefficients:
     dual_clip: float | None = None
     tis_floor: float | None = None  # None: truncate at the cap; a number: leave out what is below it or above the cap
     to_rollout: bool = False  # the ratio is to what sampled
+    tis_level: str = "token"
+    opsm_delta: float | None = None
+    clips_weight: bool = False
+    distils: bool = False  # advantages are those of the reference
+    loss_scale: float = 1.0  # of the whole loss
 
     @classmethod
     def from_settings(cls, settings: TrainerSettings) -> Coefficients:
         """Those of ``settings.objective``. A KL inside the reward is not one of the loss."""
         low, high = settings.clip_range
+        objective = OBJECTIVES[settings.objective]
         return cls(
             clip_low=low,
             clip_high=high,
@@ -183,11 +199,21 @@ class Coefficients:
             entropy_coefficient=settings.entropy_coefficient,
             kl_coefficient=0.0 if settings.kl_in_reward else settings.kl_coefficient,
             kl_estimator=settings.kl_estimator,
-            sequence_ratio=OBJECTIVES[settings.objective].sequence_ratio,
+            sequence_ratio=objective.sequence_ratio,
             dual_clip=settings.dual_clip,
             tis_floor=settings.tis_floor if settings.tis_mode == "mask" else None,
             to_rollout=settings.ratio_to == "rollout",
+            tis_level=settings.tis_level,
+            opsm_delta=settings.opsm_delta,
+            clips_weight=objective.clips_weight,
+            distils=objective.advantage == "reference",
+            loss_scale=1.0 / (settings.loss_length or 1),
         )
+
+
+# The seam of objectives: (log-probs of the policy's tokens, what is known of them, the settings) -> (the loss of each token
+# before weights, means and denominators; what is reported of each token, by name). "clipped" and "tis" are the names of ours.
+TokenLossFunction = Callable[[Tensor, Tokens, Coefficients], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 @dataclass(slots=True)
@@ -213,12 +239,15 @@ class Totals:
     fresh_tokens: float = 0.0
     gap_max: float = 0.0
     gap_all: float = 0.0
+    own: tuple[float, ...] = ()  # what a user's loss reports, in the order of its names
 
     def add(self, other: Totals) -> None:
         """Take in another micro-batch."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, tuple):
+            if isinstance(mine, tuple) and not (mine and theirs):
+                value = mine or theirs
+            elif isinstance(mine, tuple):
                 value = tuple(a + b for a, b in zip(mine, theirs, strict=True))
             else:
                 value = max(mine, theirs) if each.name.endswith("_max") else mine + theirs
@@ -258,7 +287,18 @@ def truncated_weights(old_T: Tensor, rollout_T: Tensor, cap: float) -> Tensor:
 def masked_weights(old_T: Tensor, rollout_T: Tensor, floor: float, cap: float) -> Tensor:
     """pi_old / pi_rollout where it lies within [floor, cap], else 0; a constant to the gradient."""
     weights_T = (old_T - rollout_T).detach().exp()
-    return weights_T * ((weights_T >= floor) & (weights_T <= cap))
+    return torch.where((weights_T >= floor) & (weights_T <= cap), weights_T, 0.0)
+
+
+def over_trajectories(values_T: Tensor, segments_T: Tensor | None, *, mean: bool) -> Tensor:
+    """The sum, or the mean, over each token's trajectory. Raises ValueError without ``segments_T``."""
+    if segments_T is None:
+        raise ValueError("what is of a whole trajectory needs segments_T")
+    count = int(segments_T.max()) + 1 if len(segments_T) else 0
+    total_N = values_T.new_zeros(count).index_add_(0, segments_T, values_T)
+    if mean:
+        total_N = total_N / values_T.new_zeros(count).index_add_(0, segments_T, torch.ones_like(values_T))
+    return total_N[segments_T]
 
 
 def sequence_log_ratios(logp_T: Tensor, old_T: Tensor, segments_T: Tensor) -> Tensor:
@@ -267,11 +307,7 @@ def sequence_log_ratios(logp_T: Tensor, old_T: Tensor, segments_T: Tensor) -> Te
     Its gradient is that of the token's own log-prob (GSPO 4.3): with the weight 1 / length on each token, and the same
     advantage, the sum over a trajectory has value and gradient of the sequence-level objective (GSPO 4.1).
     """
-    step_T = (logp_T - old_T).detach()
-    count = int(segments_T.max()) + 1 if len(segments_T) else 0
-    total_N = step_T.new_zeros(count).index_add_(0, segments_T, step_T)
-    length_N = step_T.new_zeros(count).index_add_(0, segments_T, torch.ones_like(step_T))
-    return (total_N / length_N)[segments_T] + (logp_T - logp_T.detach())
+    return over_trajectories((logp_T - old_T).detach(), segments_T, mean=True) + (logp_T - logp_T.detach())
 
 
 def clipped_surrogate(
@@ -289,15 +325,48 @@ def clipped_surrogate(
     return -least_T, removed_T.detach()
 
 
+def objective_loss(logp_T: Tensor, tokens: Tokens, coefficients: Coefficients) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The objectives of this module, as a :data:`TokenLossFunction`. Raises ValueError when the coefficients need what
+    ``tokens`` does not have."""
+    old_T = logp_T.detach() if tokens.old_T is None else tokens.old_T.detach()
+    tis_T = _importance(old_T, tokens, coefficients)
+    anchor_T = tokens.rollout_T if coefficients.to_rollout else old_T
+    log_ratio_T = logp_T - anchor_T
+    if coefficients.sequence_ratio:
+        if tokens.segments_T is None:
+            raise ValueError("a sequence ratio needs segments_T")
+        log_ratio_T = sequence_log_ratios(logp_T, anchor_T, tokens.segments_T)
+    advantages_T = tokens.advantages_T
+    if coefficients.distils:
+        if tokens.reference_T is None:
+            raise ValueError("distillation needs reference_T")
+        advantages_T = tokens.reference_T.detach() - old_T
+    low, high = coefficients.clip_low, coefficients.clip_high
+    if coefficients.clips_weight:
+        ratio_T = log_ratio_T.detach().exp()
+        clipped_T = (ratio_T < 1.0 - low) | (ratio_T > 1.0 + high)
+        surrogate_T = -ratio_T.clamp(1.0 - low, 1.0 + high) * advantages_T * logp_T
+    else:
+        surrogate_T, clipped_T = clipped_surrogate(
+            log_ratio_T, advantages_T, clip_low=low, clip_high=high, dual_clip=coefficients.dual_clip
+        )
+    if coefficients.opsm_delta is not None:
+        left_T = over_trajectories((tokens.rollout_T - logp_T).detach(), tokens.segments_T, mean=True)
+        tis_T = torch.where((advantages_T < 0) & (left_T > coefficients.opsm_delta), 0.0, tis_T)
+    return surrogate_T * tis_T, {"clipped": clipped_T, "tis": tis_T}
+
+
 def policy_loss(
     logits_TV: Tensor | OutputRows,
     tokens: Tokens,
     coefficients: Coefficients,
     temperature: float = 1.0,
     group: Any = None,
+    function: TokenLossFunction = objective_loss,
 ) -> tuple[Tensor, Totals]:
     """The SUM of the loss over a micro-batch, to be divided by the sum of the denominators, and its diagnostics.
 
+    ``function`` makes the token losses; the KL to the reference and the entropy bonus are added here.
     ``group``: the tensor-parallel group when ``logits_TV`` is this rank's part of the vocabulary; loss and diagnostics are
     then the same on all its ranks. Tokens with the denominator 0 weigh nothing (a micro-batch computed only to stay in step
     with other ranks) and are in no diagnostic. Raises ValueError when the coefficients need what ``tokens`` does not have.
@@ -306,22 +375,7 @@ def policy_loss(
     logp_T, entropy_T = logprobs_and_entropy(
         logits_TV, tokens.targets_T, temperature, entropy_gradient=bonus > 0, group=group
     )
-    old_T = logp_T.detach() if tokens.old_T is None else tokens.old_T.detach()
-    tis_T = _importance(old_T, tokens.rollout_T, coefficients)
-    anchor_T = tokens.rollout_T if coefficients.to_rollout else old_T
-    log_ratio_T = logp_T - anchor_T
-    if coefficients.sequence_ratio:
-        if tokens.segments_T is None:
-            raise ValueError("a sequence ratio needs segments_T")
-        log_ratio_T = sequence_log_ratios(logp_T, anchor_T, tokens.segments_T)
-    surrogate_T, clipped_T = clipped_surrogate(
-        log_ratio_T,
-        tokens.advantages_T,
-        clip_low=coefficients.clip_low,
-        clip_high=coefficients.clip_high,
-        dual_clip=coefficients.dual_clip,
-    )
-    loss_T = surrogate_T * tis_T
+    loss_T, said = function(logp_T, tokens, coefficients)
     if coefficients.kl_coefficient > 0:
         if tokens.reference_T is None:
             raise ValueError("a KL in the loss needs reference_T")
@@ -330,9 +384,12 @@ def policy_loss(
     if bonus > 0:
         loss_T = loss_T - bonus * entropy_T
     loss = (loss_T * tokens.weights_T).sum()
+    if coefficients.loss_scale != 1.0:
+        loss = loss * coefficients.loss_scale
     if len(logp_T) and not tokens.denominator:
         return loss, Totals()
-    totals = _totals(logp_T.detach(), entropy_T.detach(), old_T, tis_T, clipped_T, tokens, coefficients)
+    old_T = logp_T.detach() if tokens.old_T is None else tokens.old_T.detach()
+    totals = _totals(logp_T.detach(), entropy_T.detach(), old_T, said, tokens, coefficients)
     totals.loss, totals.denominator, totals.masked = (
         float(loss.detach()),
         float(tokens.denominator),
@@ -341,9 +398,15 @@ def policy_loss(
     return loss, totals
 
 
-def _importance(old_T: Tensor, rollout_T: Tensor, coefficients: Coefficients) -> Tensor:
+def _importance(old_T: Tensor, tokens: Tokens, coefficients: Coefficients) -> Tensor:
     """The weight w_t of each token."""
-    cap, floor = coefficients.tis_cap, coefficients.tis_floor
+    cap, floor, rollout_T = coefficients.tis_cap, coefficients.tis_floor, tokens.rollout_T
+    if coefficients.tis_level != "token":
+        mean = coefficients.tis_level == "geometric"
+        old_T, rollout_T = (
+            over_trajectories(old_T - rollout_T, tokens.segments_T, mean=mean),
+            torch.zeros_like(rollout_T),
+        )
     if floor is None:
         return torch.ones_like(old_T) if coefficients.to_rollout else truncated_weights(old_T, rollout_T, cap)
     weights_T = masked_weights(old_T, rollout_T, floor, cap)
@@ -354,12 +417,13 @@ def _totals(
     logp_T: Tensor,
     entropy_T: Tensor,
     old_T: Tensor,
-    tis_T: Tensor,
-    clipped_T: Tensor,
+    said: Mapping[str, Tensor],
     tokens: Tokens,
     coefficients: Coefficients,
 ) -> Totals:
     """The diagnostics of a micro-batch: fp64 sums, read from the device once."""
+    tis_T, clipped_T = said.get("tis", torch.ones_like(old_T)), said.get("clipped", torch.zeros_like(old_T))
+    own = [said[name] for name in sorted(said.keys() - {"tis", "clipped"})]
     count = logp_T.numel()
     if not count:
         return Totals()
@@ -382,8 +446,9 @@ def _totals(
         added["reference_kl"] = kl_estimate("k3", logp_T, tokens.reference_T)
         added["reference_tokens"] = torch.ones_like(logp_T)
     largest = {"tis_max": tis_T, "gap_max": fresh_T}
-    scalars = [value_T.sum(dtype=torch.float64) for value_T in added.values()]
+    scalars = [value_T.detach().sum(dtype=torch.float64) for value_T in (*own, *added.values())]
     scalars += [value_T.max().double() for value_T in largest.values()]
     read = torch.cat([torch.stack(scalars), drift_counts(drift_T)]).tolist()
-    values = dict(zip([*added, *largest], read[: len(scalars)], strict=True))
-    return Totals(tokens=float(count), drifts=tuple(read[len(scalars) :]), **values)
+    values = dict(zip([*added, *largest], read[len(own) : len(scalars)], strict=True))
+    drifts = tuple(read[len(scalars) :])
+    return Totals(tokens=float(count), drifts=drifts, own=tuple(read[: len(own)]), **values)

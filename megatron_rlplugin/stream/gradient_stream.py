@@ -130,6 +130,8 @@ class GradientStream:
         """Gradients to host memory; their device memory is free until :meth:`reload`."""
         self._require(OPEN, "offload its gradients")
         self.gradients.offload()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # to the driver: who needs the memory meanwhile may be another process
         self.state = OFFLOADED
 
     def reload(self) -> None:

@@ -44,6 +44,13 @@ def part_size(chunks: Sequence[Any]) -> int:
     return int(chunks[0].config.pipeline_model_parallel_size)
 
 
+def feed_size(chunks: Sequence[Any]) -> int:
+    """Micro-batches of one feed from a source that may block: enough that a pipeline of p stages idles for (p - 1) / (5 p - 1) of
+    it, where filling it once would idle for (p - 1) / (2 p - 1)."""
+    stages = part_size(chunks)
+    return 4 * stages if stages > 1 else 1
+
+
 def _parts(total: int, size: int) -> list[int]:
     """``total`` as parts of ``size``; what is left over goes with the last one, which the pipeline could not hold alone."""
     whole, rest = divmod(total, size)

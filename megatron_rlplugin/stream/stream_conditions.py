@@ -59,6 +59,15 @@ def check_streamable(chunks: Sequence[Any], optimizer: Any, *, elastic: bool) ->
         _check_optimizer(optimizer.config)
 
 
+def check_movable(chunks: Sequence[Any]) -> None:
+    """Raises ConfigError where gradients may not leave the device between the parts of a step."""
+    for chunk in chunks:
+        graphs = getattr(chunk.config, "cuda_graph_impl", "none")
+        if str(graphs) != "none" or getattr(chunk.config, "enable_cuda_graph", False):
+            fix = "must be none where gradients are offloaded: a recorded graph writes them to where they were"
+            raise ConfigError("model.cuda_graph_impl", graphs, fix)
+
+
 def _check_ddp(ddp: Any) -> None:
     for name, why in {
         "average_in_collective": "the replicas' shares differ, so their mean is not the batch's",

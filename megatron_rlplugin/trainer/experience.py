@@ -58,8 +58,13 @@ class Experience:
         self._exchanged = settings.minibatches > 1 or self._by_token
 
     def keep_reference(self) -> None:
-        """The present weights are the reference from here on, if one is asked for."""
-        self.reference = self._policy.snapshot() if self._settings.keeps_reference else None
+        """The present weights are the reference from here on, or those of ``reference_path``, if one is asked for."""
+        if not self._settings.keeps_reference:
+            return
+        if not self._settings.reference_path:
+            self.reference = self._policy.snapshot(self.reference)
+        elif self.reference is None:
+            self.reference = self._policy.snapshot_of(self._settings.reference_path)
 
     def rows(
         self, samples: Sequence[TrainSample], version: int
@@ -103,8 +108,10 @@ class Experience:
                 found["old"] = self._by_row(self._policy.logprobs(batches, self._temperature), batches)
             if asked[1]:
                 assert self.reference is not None, "the reference is kept when RL begins"
-                with self._policy.swapped_weights(self.reference):
-                    found["reference"] = self._by_row(self._policy.logprobs(batches, self._temperature), batches)
+                found["reference"] = {}
+                if batches:  # the weights are not moved for nothing
+                    with self._policy.swapped_weights(self.reference):
+                        found["reference"] = self._by_row(self._policy.logprobs(batches, self._temperature), batches)
             if asked[2]:
                 assert self._critic is not None
                 found["values"] = self._by_row(self._critic.forward_only(batches, _values), batches)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,11 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rlplugin.megatron_options import MegatronOptions, make_config, sort_options
-from megatron_rlplugin.model import DTYPES, build_model, causal_mask, check_layout, read_shape, transformer_config
+from megatron_rlplugin.model import (
+    DTYPES,
+    ModelShape,
+    build_model,
+    causal_mask,
+    check_layout,
+    read_shape,
+    transformer_config,
+)
 from megatron_rlplugin.objective.deferred_output import defer_output_layer, keeps_dtype, output_rows
+from megatron_rlplugin.objective.user_loss import token_loss_of
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import ParallelLayout, device, initialize_parallel
 from megatron_rlplugin.stream.gradient_stream import GradientStream
+from megatron_rlplugin.stream.stream_conditions import check_movable
 from megatron_rlplugin.trainer.micro_batches import MicroBatch
 from megatron_rlplugin.trainer.row_packing import block_causal_mask, packed_seq_params, takes_boundaries
 from megatron_rlplugin.weights import hf_bridge
@@ -97,6 +107,8 @@ class Learner:
         (prepare or defer_output_layer)(modules)
         self.config = modules[0].config
         self.chunks = [self._wrapped(module) for module in modules]
+        if settings.grad_offload:
+            check_movable(self.chunks)
         self._thd = takes_boundaries(modules[0])
         self._rate = settings.learning_rate if learning_rate is None else learning_rate
         self.reset_optimizer()
@@ -233,13 +245,16 @@ class Learner:
             group["lr"] = learning_rate
         return self.update_weights(batches, loss)
 
-    def gradient_is_finite(self, batch: MicroBatch, loss: LossFunction) -> bool:
-        """Whether this micro-batch alone has a finite gradient on every rank; all ranks call it with the same one, outside
-        of a step. No gradient stays."""
+    def gradient_is_finite(self, batch: MicroBatch, loss: LossFunction, *, together: bool) -> bool:
+        """Whether this micro-batch alone has a finite gradient on every rank of this replica, or (``together``) of all: then
+        all ranks call it with the same one. Outside of a step; no gradient stays."""
+        from megatron.core import parallel_state
+
         self.begin_step()
         self.feed([batch], loss)
         finite = torch.tensor(float(self.stream.gradients.finite()), device=device())
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        group = None if together else parallel_state.get_model_parallel_group()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
         self.abandon_step()
         return bool(finite > 0)
 
@@ -279,6 +294,18 @@ class Learner:
                 copy.copy_(weight)
         return into
 
+    def snapshot_of(self, folder: str) -> list[Tensor]:
+        """A snapshot of the weights of another folder, of the same shape. Raises ConfigError."""
+        check_same_shape("trainer.reference_path", folder, self.shape)
+        present = self.snapshot()
+        hf_bridge.load_hf([chunk.module for chunk in self.chunks], folder)
+        self._exchange_weights(present)
+        return present
+
+    def pinned(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """A snapshot that was read from a file, where copies to the device are fast."""
+        return [weight.pin_memory() for weight in weights] if torch.cuda.is_available() else list(weights)
+
     @contextlib.contextmanager
     def swapped_weights(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """The model with other weights (a snapshot's) for a while; the present ones come back bit for bit. Meanwhile
@@ -303,6 +330,10 @@ class Learner:
 
     def _schedule(self, batches: Sequence[MicroBatch]) -> dict[str, Any]:
         iterators = [iter(batches) for _ in self.chunks]
+        if self.layout.pipeline > 1:  # ranks tell each other every shape, with a wait each, only where they differ
+            uneven = len({batch.inputs_BS.shape for batch in batches}) > 1
+            for chunk in self.chunks:
+                chunk.config.variable_seq_lengths = uneven
         return {
             "data_iterator": iterators if len(iterators) > 1 else iterators[0],
             "num_microbatches": len(batches),
@@ -315,12 +346,25 @@ def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     """Refuse what cannot be built, before a rank is started: options, layout, and how both fit the model of ``folder``
     ("": a model that the run makes, of which only the options are checked). Raises ConfigError."""
     options = sort_options(settings.megatron)
+    token_loss_of(settings)
     if not folder:
         return
     shape = read_shape(folder)
     layout = layout_of(settings, shape, options)
     check_layout(shape, layout)
+    if settings.reference_path:
+        check_same_shape("trainer.reference_path", settings.reference_path, shape)
     transformer_config(shape, DTYPES[dtype], layout, options.transformer)
+
+
+def check_same_shape(field: str, folder: str, shape: ModelShape) -> None:
+    """Refuse a folder whose weights do not fit a model of this shape. Raises ConfigError."""
+    other = read_shape(folder)
+    for item in fields(shape):
+        mine, theirs = getattr(shape, item.name), getattr(other, item.name)
+        if mine != theirs:
+            fix = f"has {item.name} = {theirs!r}, the model {mine!r}: the reference takes the model's place, so shapes must agree"
+            raise ConfigError(field, folder, fix)
 
 
 def layout_of(settings: TrainerSettings, shape: Any, options: MegatronOptions | None = None) -> ParallelLayout:

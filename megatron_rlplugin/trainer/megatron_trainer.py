@@ -14,7 +14,8 @@ Guarantees
   and, since an asynchronous batch has few of them, those of the previous one in ``logprob_gap_samples`` trajectories
   (which costs a copy of the weights in host memory; 0 switches it off).
 * ``load`` after ``save`` continues bit-identically. RL begins with fresh optimizer state and schedule after a warm-up; the
-  weights it begins with are the reference of the KL, and stay so over checkpoints.
+  weights it begins with are the reference of the KL, and stay so over checkpoints, unless ``reference_path`` says others or
+  ``reference_update_every`` renews them.
 
 Several ranks (tensor * pipeline * data parallel) are one trainer: every rank gets the same calls with the same arguments,
 computes its share, and answers with the same metrics. Each publishes its own shards of the weights, all as one version
@@ -44,6 +45,7 @@ from megatron_rlplugin.megatron_options import sort_options
 from megatron_rlplugin.objective.advantages import group_counts
 from megatron_rlplugin.objective.critic import install_value_head
 from megatron_rlplugin.objective.policy_loss import Totals, kl_estimate
+from megatron_rlplugin.objective.user_loss import UserLoss, token_loss_of
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.stream.batch_feeder import BatchFeeder
@@ -140,7 +142,8 @@ class MegatronTrainer:
         parts = self._learner, self._critic, self._replicas
         self._experience = Experience(settings_, limits, *parts, temperature)
         self._experience.keep_reference()
-        self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature)
+        self._token_loss = token_loss_of(settings_)
+        self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature, self._token_loss)
         self._feeder = BatchFeeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
         self._version = weight_version
         self._step = 0
@@ -169,6 +172,9 @@ class MegatronTrainer:
         trained = self._streamed(rest) if self._settings.stream else self._monolithic(batch.samples)
         self._step += 1
         self._version += 1
+        every = self._settings.reference_update_every
+        if every and not self._step % every:
+            self._experience.keep_reference()
         values = {"learning_rate": rate, **self._metrics(trained, previous_gap), **reference_kl}
         if self._settings.stream:
             values["stream_fed"] = fed / max(len(trained.rows), 1)
@@ -363,6 +369,8 @@ class MegatronTrainer:
             "gradient_not_finite": float(len(faults)),
         }
         values |= {f"skipped_{cause}": float(count) for cause, count in skipped.items()}
+        if isinstance(self._token_loss, UserLoss):
+            values |= self._token_loss.reported(totals)
         if self._critic is not None:
             values |= _critic_metrics(reports)
         if len(taken) < len(reports) or faults:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from megatron_rlplugin.objective.critic import ValueTokens, ValueTotals, value_loss
-from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss, token_weights
+from megatron_rlplugin.objective.policy_loss import Coefficients, TokenLossFunction, Totals, policy_loss, token_weights
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows
 from megatron_rlplugin.trainer.experience import Experience
 from megatron_rlplugin.trainer.learner import Learner, LearnerUpdate, LossFunction
@@ -46,6 +47,7 @@ class Stepper:
         replicas: Replicas,
         experience: Experience,
         temperature: float,
+        token_loss: TokenLossFunction,
     ) -> None:
         self._settings = settings
         self._limits = limits
@@ -54,6 +56,7 @@ class Stepper:
         self._replicas = replicas
         self._experience = experience
         self._temperature = temperature
+        self._token_loss = token_loss
         self._coefficients = Coefficients.from_settings(settings)
         self._dealer: Dealer = replicas.dealer()
         self._expected = 0
@@ -90,7 +93,11 @@ class Stepper:
     def finish_step(self, rows: list[TrainRow]) -> StepReport:
         """Take the step. A policy that does not step keeps its critic from stepping."""
         update = self._policy.finish_step(self._expected)
-        totals, values = Totals(), ValueTotals()
+        names = getattr(self._token_loss, "metrics", ())
+        own = (0.0,) * len(
+            [name for name in names if name not in ("clipped", "tis")]
+        )  # also of a replica that got nothing
+        totals, values = Totals(own=own), ValueTotals()
         for report in update.reports:
             totals.add(report)
         totals = self._replicas.sum_report(totals)
@@ -116,24 +123,39 @@ class Stepper:
         return [self._policy] if self._critic is None else [self._policy, self._critic]
 
     def _blame(self, rows: list[TrainRow], learner: Learner, loss: LossFunction) -> tuple[str, ...]:
-        """The trajectories whose gradient is not finite, when they are computed alone. Every rank computes them all."""
+        """The trajectories whose gradient is not finite, when they are computed alone. Replicas share the search, so that it
+        takes as long as a step; those that share experts cannot, and compute everything together."""
         if self._replicas.world > 1:
             now, own = self._replicas.dealer().deal_micro_batches(self._plans, last=True)
             self._experience.complete_rows(rows, now, own, everywhere=True)
-        faulty = []
-        for members in self._plans:
-            if not self._is_finite(rows, members, learner, loss):
-                alone = [index for index in members if len(members) > 1]
-                faulty += [index for index in alone if not self._is_finite(rows, [index], learner, loss)] or members
+        found = self._not_finite(rows, self._plans, learner, loss)
+        whole = [self._plans[place] for place in found]
+        alone = [[index] for members in whole if len(members) > 1 for index in members]
+        rest = {alone[place][0] for place in self._not_finite(rows, alone, learner, loss)}
+        faulty: list[int] = []
+        for members in whole:
+            faulty += [index for index in members if index in rest] or members
         return tuple(rows[index].name for index in sorted(faulty))
 
-    def _is_finite(self, rows: list[TrainRow], members: list[int], learner: Learner, loss: LossFunction) -> bool:
-        batch = micro_batch(rows, members, self._limits, self._settings.loss_mean)
-        return learner.gradient_is_finite(batch, loss)
+    def _not_finite(
+        self, rows: list[TrainRow], plans: list[list[int]], learner: Learner, loss: LossFunction
+    ) -> list[int]:
+        """Which of these micro-batches have no finite gradient; the same on every rank."""
+        together = self._replicas.in_step
+        mine = [k for k in range(len(plans)) if together or k % self._replicas.count == self._replicas.index]
+        wrong = {}
+        for place in mine:
+            batch = micro_batch(rows, plans[place], self._limits, self._settings.loss_mean)
+            if not learner.gradient_is_finite(batch, loss, together=together):
+                wrong[place] = np.ones(1, dtype=np.float32)
+        if not together:
+            told = self._replicas.exchange(wrong, dict.fromkeys(range(len(plans)), 1))
+            return [place for place, flag in told.items() if flag.any()]
+        return list(wrong)
 
     def _policy_loss(self, logits_TV: OutputRows, batch: MicroBatch) -> tuple[Tensor, Totals]:
         group = self._policy.tensor_group
-        return policy_loss(logits_TV, batch.tokens, self._coefficients, self._temperature, group)
+        return policy_loss(logits_TV, batch.tokens, self._coefficients, self._temperature, group, self._token_loss)
 
     def _value_loss(self, values_T1: Tensor, batch: MicroBatch) -> tuple[Tensor, ValueTotals]:
         tokens = batch.tokens

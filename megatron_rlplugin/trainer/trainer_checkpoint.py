@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,9 +29,11 @@ from megatron_rlplugin.model import read_shape
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights import hf_bridge
+from megatron_rlplugin.weights.tensor_places import tensor_shapes
 from orchestrator.api import CHECKPOINT_DIGESTS, ConfigError, RunError
 
 FORMAT = 2
+FILE_BYTES = 4 << 30  # of an exported file, but for a tensor that is larger
 STATE_FILE = "trainer.pt"
 _BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _OWN_OPTIONS = ("max_lr", "min_lr", "betas")
@@ -65,23 +68,51 @@ def state_file(rank: int) -> str:
 def export(learner: Learner, replicas: Replicas, folder: str | Path) -> None:
     """A Hugging Face folder with the present weights; config and tokenizer are copied from the model's folder.
 
-    Every rank calls it, rank 0 writes; it holds the whole model in host memory."""
+    Every rank calls it, rank 0 writes, in files of :data:`FILE_BYTES`: it holds one of them in host memory at a time."""
+    path, writes = Path(folder), replicas.rank == 0
+    source = Path(learner.folder)
+    names = _file_names(tensor_shapes(learner.chunks), next(learner.parameters()).element_size())
+    if writes:
+        path.mkdir(parents=True, exist_ok=True)
+        with _writing(path / "config.json"):
+            for name in (*_BESIDE_WEIGHTS, *_MORE_BESIDE):
+                if (source / name).is_file() and source.resolve() != path.resolve():
+                    shutil.copyfile(source / name, path / name)
+    held: dict[str, Tensor] = {}
+    last = ""
+    for name, tensor in hf_bridge.export_hf(learner.chunks):
+        if writes:
+            if last and names[name] != last:
+                _write_tensors(path / last, held)
+            held[name], last = tensor.cpu(), names[name]
+    if writes:
+        _write_tensors(path / last, held)
+        if len(set(names.values())) > 1:
+            with _writing(path / "model.safetensors.index.json") as file:
+                file.write_text(json.dumps({"metadata": {}, "weight_map": names}, indent=1), encoding="utf-8")
+
+
+def _file_names(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, str]:
+    """The file of each tensor, in order; transformers' names."""
+    places, filled = {}, 0
+    number = 1
+    for name, shape in shapes.items():
+        size = math.prod(shape) * itemsize
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        places[name], filled = number, filled + size
+    if number == 1:
+        return dict.fromkeys(shapes, "model.safetensors")
+    return {name: f"model-{place:05d}-of-{number:05d}.safetensors" for name, place in places.items()}
+
+
+def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """All of them, which are forgotten then."""
     from safetensors.torch import save_file
 
-    path = Path(folder)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in hf_bridge.export_hf(learner.chunks):
-        if replicas.rank == 0:
-            tensors[name] = tensor.cpu()
-    if replicas.rank:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    source = Path(learner.folder)
-    with _writing(path / "model.safetensors") as file:
-        for name in (*_BESIDE_WEIGHTS, *_MORE_BESIDE):
-            if (source / name).is_file() and source.resolve() != path.resolve():
-                shutil.copyfile(source / name, path / name)
+    with _writing(file):
         save_file(tensors, file, metadata={"format": "pt"})
+    tensors.clear()
 
 
 @contextmanager
@@ -149,7 +180,7 @@ def load(parts: TrainerParts, folder: str | Path) -> TrainerPosition:
     if parts.critic is not None:
         _set_parameters(parts.critic, state["critic"]["weights"])
         _restore(parts.critic, state["critic"])
-    parts.reference = state["reference"]
+    parts.reference = state["reference"] and parts.policy.pinned(state["reference"])
     torch.set_rng_state(state["torch_rng"])
     parts.generator.set_state(state["minibatch_rng"])
     return TrainerPosition(**state["position"])
@@ -266,7 +297,7 @@ def _read_state(path: Path, rank: int) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Copy containers and tensors, so that the file holds nothing that weights_only refuses."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().to("cpu", copy=True)  # not on the device, which has no room for the state twice
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -191,6 +191,7 @@ class Start:
     simulated: bool
     resumed_from: int | None = None
     started: str = ""
+    rolled_back: int = 0  # steps after it that were trained before
 
 
 @dataclass(frozen=True, slots=True)

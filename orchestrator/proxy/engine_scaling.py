@@ -66,7 +66,8 @@ class EngineScaling:
     def _settle(self, group: int) -> None:
         """Begin what brings a group to its size."""
         there = {number: state for number, state in self._states(group) if number not in self._leaving}
-        coming = [number for number in self._coming if self._rollout.group_of(number) == group]
+        mine = [number for number in self._coming if self._rollout.group_of(number) == group]
+        coming = [number for number in mine if not self._coming[number].cancelling()]  # else it is being let go
         more = self._wanted[group] - len(there) - len(coming)
         if more > 0 and asyncio.get_running_loop().time() >= self._rest[group]:
             for number in self._free_numbers(group, more):

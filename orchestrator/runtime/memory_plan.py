@@ -33,6 +33,7 @@ CONTEXT = 600_000_000  # bytes that an engine or a trainer keeps on a device tha
 UTILIZATION = 0.9  # vLLM's own default of gpu_memory_utilization
 SEGMENT = 256 << 20  # the least that a rank lends to the relay by itself
 LARGE = 1_000_000_000  # parameters; preflight plans no model that is smaller
+_MARGIN = 1.1  # of what versions take in the store over their tensors
 _PLAN = "megatron_rlplugin.memory.trainer_plan:plan_trainer"
 _SHAPE = "megatron_rlplugin.model_families:read_shape"
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -89,10 +90,11 @@ def check(config: Config) -> None:
     if not config.model.path:
         return
     shape = named_function("model.path", _SHAPE)(config.model.path)
-    needed = relay_segment(config, shape)
-    if 0 < config.relay.segment_mb << 20 < needed:
-        fix = f"is too small for {config.relay.keep_versions + 1} versions of this model: 0, or at least {needed >> 20}"
-        raise ConfigError("relay.segment_mb", config.relay.segment_mb, fix)
+    needed, relay = relay_segment(config, shape), config.relay
+    whole = relay.kind == "mooncake" and not relay.snapshot_every  # differences are smaller by what nobody knows yet
+    if whole and 0 < relay.segment_mb << 20 < needed / _MARGIN:
+        fix = f"is too small for {relay.keep_versions + 1} versions of this model: 0, or at least {needed >> 20}"
+        raise ConfigError("relay.segment_mb", relay.segment_mb, fix)
     if shape.parameters < LARGE or device_bytes(config, config.resources.trainer) is None:
         return
     for row in memory_rows(config, config.model.path):
@@ -100,13 +102,27 @@ def check(config: Config) -> None:
             raise ConfigError("model.path", config.model.path, f"does not fit: {describe([row])[0]}")
 
 
+def notes(config: Config) -> list[str]:
+    """Of a large model, the defaults that are a small one's and that nobody set."""
+    if not config.model.path or named_function("model.path", _SHAPE)(config.model.path).parameters < LARGE:
+        return []
+    said = {
+        "model.dtype": ("dtype" in config.model.model_fields_set, "bfloat16 is usual for a model of this size"),
+        "trainer.learning_rate": (
+            "learning_rate" in config.trainer.model_fields_set,
+            "1e-6 is usual for a model that can do something already",
+        ),
+    }
+    return [f"{key} has the default of the demo: {why}" for key, (given, why) in said.items() if not given]
+
+
 def relay_segment(config: Config, shape: Any) -> int:
     """Bytes that each trainer rank must lend to the relay: its share of ``keep_versions + 1`` versions. Where a pipeline has
     stages, that of the fullest one, which has an embedding beside its layers."""
     trainer = config.trainer
     stage = (shape.parameters - shape.embedding_parameters) / trainer.pipeline_parallel + shape.embedding_parameters
-    share = stage / (trainer.tensor_parallel * trainer.data_parallel)
-    return round(share * _BYTES[config.model.dtype] * (config.relay.keep_versions + 1) * 1.1)
+    share: float = stage / (trainer.tensor_parallel * trainer.data_parallel)
+    return round(share * _BYTES[config.model.dtype] * (config.relay.keep_versions + 1) * _MARGIN)
 
 
 def _trainer(config: Config, path: str) -> list[MemoryRow]:

@@ -25,8 +25,8 @@ WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
 
 
 class OwnEngines:
-    """``workers``: in order of number, not started. ``endpoint``: the relay, as a worker of this name is told of it. ``places``: by
-    name; those without one share. ``beside``: of their processes' environment, what the config does not say; ``heard``: see
+    """``workers``: in order of number, not started. ``endpoint``: the relay, as a worker of this name is told of it. ``places``:
+    by name; those without one share. ``beside``: of their processes' environment, what the config does not say; ``heard``: see
     :class:`orchestrator.cluster.Cluster`. ``place``: by number, of one that is added."""
 
     def __init__(

@@ -85,7 +85,8 @@ def check(config: Config, task: Task) -> list[str]:
         raise ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)])) from first
     names = ", ".join(dict.fromkeys(name for group in config.rollout.engine_groups for name in group.unchecked))
     why = "vLLM is not installed here; each engine checks them when it starts"
-    return [f"{'.'.join(config.rollout.engine_groups[0].table)}: {names} could not be checked: {why}"] if names else []
+    table = ".".join(config.rollout.engine_groups[0].table)
+    return [*memory_plan.notes(config), *([f"{table}: {names} could not be checked: {why}"] if names else [])]
 
 
 def _heldout(config: Config) -> None:
@@ -151,7 +152,9 @@ def _model(config: Config, task: Task) -> None:
 def _trainer(config: Config) -> None:
     trainer = config.trainer
     sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.expert_parallel
-    if trainer.megatron or sizes > 1:  # what one rank of the defaults does is known
+    if (
+        trainer.megatron or sizes > 1 or trainer.loss_function or trainer.reference_path
+    ):  # what one rank of the defaults does is known
         named_function("trainer.megatron", _TRAINER)(config.model.path, trainer, config.model.dtype)
 
 

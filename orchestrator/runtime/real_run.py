@@ -240,6 +240,8 @@ class _Life:
         events.listen(display.take)
         for repair in records.repairs:
             display.message(repair)
+        if resumed is not None:
+            display.message(resumed.words(config.run.steps))
         sampler = await run_view.show_run(config, folder, events, display.message, stack)
         events.emit(
             "run_start",
@@ -250,6 +252,7 @@ class _Life:
             simulated=False,
             started=started,
             resumed_from=resumed.step if resumed else None,
+            rolled_back=resumed.rolled_back if resumed else 0,
         )
         reason, status = "", "failed"
         try:
@@ -377,8 +380,9 @@ class _Assembly:
         )
         parts.market = market if market.exchanged else None
         tell = {} if rewards.resize is None else {"rewards": rewards.resize}
-        parts.sizes = PoolSizes(lambda: asyncio.to_thread(read_sizes, self.folder.path, config), tell)
-        if any(name.startswith("rollout") for name in pools_of(config)):
+        begins = {name: pool.begins for name, pool in pools_of(config).items()}
+        parts.sizes = PoolSizes(begins, lambda: asyncio.to_thread(read_sizes, self.folder.path, config), tell)
+        if any(name.startswith("rollout") for name in begins):
             parts.engines = engines
         if tools is not None:
             own = tools.client

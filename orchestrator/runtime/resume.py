@@ -44,11 +44,23 @@ class Resumed:
     damaged: tuple[str, ...]
     elapsed: float = 0.0  # seconds of the run at the checkpoint
     cut: str = ""
+    rolled_back: int = 0  # steps after it that were trained, and are trained again
+    dropped: int = 0  # trajectories that were trained in them
 
     @property
     def step(self) -> int:
         """Training steps done."""
         return self.position.step
+
+    def words(self, steps: int) -> str:
+        """Where the run, of so many steps, continues; for people."""
+        begun = (
+            f"from its checkpoint after step {self.step:,}"
+            if self.checkpoint is not None
+            else "from the start: there is no checkpoint"
+        )
+        lost = f"; {self.rolled_back:,} later steps ({self.dropped:,} trajectories) are rolled back and trained again"
+        return f"continuing {begun}, of {steps:,} steps{lost if self.rolled_back else ''}"
 
 
 def remember(resumed: Resumed, stored: Iterable[Trajectory], last: int) -> None:
@@ -87,4 +99,5 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Journal, store: Re
         degrees=state.degrees,
         entropies=state.entropies,
     )
-    return Resumed(folder, position, tuple(damaged), state.elapsed, cut)
+    lost = ledger.rolled_back
+    return Resumed(folder, position, tuple(damaged), state.elapsed, cut, len(lost), lost.total())

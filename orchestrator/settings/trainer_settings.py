@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ from orchestrator.policies.training.objective_table import (
     LrDecay,
     ObjectiveName,
     RatioTo,
+    TisLevel,
     TisMode,
     whitens_advantages,
 )
@@ -30,6 +31,7 @@ from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, S
 
 Rate = Annotated[float, Field(gt=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+LossName = Annotated[str, Field(pattern=rf"^({'|'.join(get_args(LossMean))}|[\w.]+:\w+)$")]
 OWN = "the objective's own"
 
 
@@ -104,11 +106,22 @@ class TrainerSettings(Section):
     tis_floor: Annotated[NotNegative, Flag("lower bound of that weight, with --rl-tis-mode mask")] = 0.0
     # tokens outside of the bounds: held at the cap, or left out
     tis_mode: Annotated[TisMode, Flag("tokens outside of the bounds: held at the cap, or left out")] = "truncate"
+    # whose ratio the bounds hold: a token's, its trajectory's (a product), or their geometric mean
+    tis_level: Annotated[TisLevel, Flag("whose ratio that is: a token's, or its trajectory's")] = "token"
+    # leave out trajectories with a negative advantage that pi left by more than this, in the mean over their tokens of log
+    # pi_rollout - log pi (OPSM)
+    opsm_delta: Annotated[
+        NotNegative | None, Flag("trajectories with a negative advantage that pi left by more are left out")
+    ] = None
     entropy_coefficient: Annotated[NotNegative, Flag("weight of the entropy bonus")] = 0.0
     # divide by the group's standard deviation; ppo: whiten over the batch
     normalize_advantage: Annotated[bool, Flag("divide advantages by their standard deviation")] = True
-    # None: the objective's own
-    loss: Annotated[LossMean | None, Flag("how token losses become one number", unset=OWN)] = None
+    # how token losses become one number, None: the objective's own; or a function of yours that makes them (module:function)
+    loss: Annotated[
+        LossName | None,
+        Flag(f"how token losses become one number: {', '.join(get_args(LossMean))}, or module:function", unset=OWN),
+    ] = None
+    loss_length: Annotated[Positive | None, Flag("tokens, of --rl-loss length-normalized")] = None
     minibatches: Annotated[Positive, Flag("optimizer steps a batch")] = 1
     micro_batch_size: Annotated[Positive, Flag(megatron="micro_batch_size")] = 64  # trajectories a forward and backward
     # and at most so many tokens, padding included (a longer trajectory is alone): what bounds the memory of a step
@@ -160,7 +173,13 @@ class TrainerSettings(Section):
     @property
     def loss_mean(self) -> LossMean:
         """How token losses become one number: as set, else the objective's own."""
-        return OBJECTIVES[self.objective].loss if self.loss is None else self.loss
+        named = next((mean for mean in get_args(LossMean) if mean == self.loss), None)
+        return OBJECTIVES[self.objective].loss if named is None else named
+
+    @property
+    def loss_function(self) -> str:
+        """The function that makes token losses, ``module:function``; "": the objective."""
+        return self.loss if self.loss is not None and ":" in self.loss else ""
 
     @property
     def order(self) -> str:
@@ -170,7 +189,7 @@ class TrainerSettings(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference weights are needed."""
-        return self.kl_coefficient > 0
+        return self.kl_coefficient > 0 or OBJECTIVES[self.objective].advantage == "reference"
 
     @property
     def needs_critic(self) -> bool:
@@ -204,11 +223,29 @@ class TrainerSection(TrainerSettings):
     interface: str = (
         ""  # network interface of the ranks' collectives, on every node; empty: the one that reaches rank 0
     )
+    # a Hugging Face folder of the model's own shape whose weights are the reference; empty: those that RL began with
+    reference_path: str = ""
+    # steps after which the present weights become the reference; 0: it stays
+    reference_update_every: Annotated[int, Field(ge=0)] = 0
     reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
     entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off
     tis_alarm: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of tokens at the cap or left out; 0: off
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        for name in ("reference_path", "reference_update_every"):
+            if getattr(self, name) and not self.keeps_reference:
+                fix = "nothing here needs a reference: set trainer.kl_coefficient or trainer.reference_samples, or leave it out"
+                yield name, getattr(self, name), fix
+        if self.reference_path and self.reference_update_every:
+            fix = "the reference is trainer.reference_path: leave one of the two out"
+            yield "reference_update_every", self.reference_update_every, fix
+        if OBJECTIVES[self.objective].advantage == "reference" and not (
+            self.reference_path or self.reference_update_every
+        ):
+            yield "reference_path", "", f"{self.objective} needs a teacher: a model folder of the same shape"
 
     @property
     def keeps_reference(self) -> bool:
@@ -240,6 +277,8 @@ def _loss_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if OBJECTIVES[trainer.objective].sequence_ratio and trainer.loss not in (None, "sequence-mean"):
         fix = f"{trainer.objective} is defined over whole sequences: leave it out, or 'sequence-mean'"
         yield "loss", fix
+    if (trainer.loss == "length-normalized") != (trainer.loss_length is not None):
+        yield "loss_length", "belongs to trainer.loss = 'length-normalized': set both, or neither"
     for name, (default, readers) in USED_BY.items():
         if trainer.objective not in readers and getattr(trainer, name) != default:
             yield name, f"is read by {' and '.join(readers)} only; leave it out with {trainer.objective}"
@@ -257,6 +296,9 @@ def _ratio_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
             yield "tis_cap", fix
     elif trainer.tis_floor >= trainer.tis_cap:
         yield "tis_floor", f"must be below trainer.tis_cap = {trainer.tis_cap:g}: no token would be left"
+    if trainer.tis_level != "token" and trainer.tis_mode != "mask" and trainer.ratio_to == "rollout":
+        fix = "weighs nothing where the ratio is to the rollout itself: 'token', or set trainer.tis_mode = 'mask'"
+        yield "tis_level", fix
     if trainer.lr_decay != "linear" and trainer.final_learning_rate is None:
         yield "lr_decay", "is the way to trainer.final_learning_rate: set that too, or leave this out"
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
 from orchestrator.settings import config_mistakes
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,16 @@ def test_no_more_than_five_keys_are_offered() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["rollout.enabled=1"])
     assert 2 <= str(caught.value).count(".enabled") - 1 <= config_mistakes.MOST
+
+
+def test_the_page_for_users_of_other_systems_names_keys_that_there_are() -> None:
+    known = {".".join(path) for path in config_mistakes._paths(Config)}
+    table = PAGE.read_text(encoding="utf-8").partition("## Keys")[2].partition("\n## ")[0]
+    named = {
+        key for cell in re.findall(r"^\| [^|]+ \| ([^|]+) \|", table, re.M) for key in re.findall(r"`([^`]+)`", cell)
+    }
+    assert len(named) > 15
+    assert named <= known
 
 
 @pytest.mark.parametrize(("alias", "targets"), config_mistakes.ALIASES.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -260,17 +261,18 @@ def test_a_run_survives_its_engine_and_its_trainer_and_resumes_after_its_own_dea
         os.killpg(process.pid, signal.SIGKILL)  # the orchestrator itself, with its children
     assert [event["what"] for event in of(run, "recovered")][-1:] == ["run"]
 
-    with running(launch(command("train", "--resume", str(run)))) as process:
+    with running(launch(command("train", "--resume", str(run), "run.steps=11"))) as process:  # and one step more
         output = finish(process)
     assert process.returncode == 0, output
+    assert re.search(r"continuing from its checkpoint after step \d+, of 11 steps", output), output
     resumes = [event["resumed_from"] for event in of(run, "run_start")]
     assert (resumes[0], len(resumes)) == (None, 3)
     assert all(isinstance(step, int) and step >= 1 for step in resumes[1:])
-    summary = check_books(run, 10)
+    summary = check_books(run, 11)
     assert summary["ledger"]["in_flight"] == 0
     versions = [event["version"] for event in of(run, "step")]
-    assert versions[-1] == 10
-    check_rounds(run, 10)
+    assert versions[-1] == 11
+    check_rounds(run, 11)
 
 
 def check_rounds(run: Path, steps: int) -> None:

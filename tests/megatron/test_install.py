@@ -22,6 +22,7 @@ from megatron_rlplugin import (  # noqa: E402
 from megatron_rlplugin.flags import add_rl_args  # noqa: E402
 from megatron_rlplugin.install import RLTraining, install, wrap  # noqa: E402
 from megatron_rlplugin.patches import REGISTER  # noqa: E402
+from megatron_rlplugin.stream import stock_schedule  # noqa: E402
 from megatron_rlplugin.trainer import learner  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
@@ -240,3 +241,59 @@ def test_a_megatron_without_pretrain_or_untested_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"patch stream_training = 'Megatron-Core 0\.16"):
         REGISTER.apply("stream_training")
     assert not any(REGISTER.status().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("moe_z_loss_coeff", 1e-3), ("moe_aux_loss_coeff", [0.0, 0.01]), ("mtp_num_layers", 1)]
+)
+def test_losses_by_tokens_are_refused_where_the_mean_is_by_trajectories(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(built.config, name, value, raising=False)
+    for words in ((), ("--rl-objective", "rloo"), ("--rl-loss", "sequence-sum")):
+        with pytest.raises(ConfigError, match=rf"^model.{name} = .*divides by trajectories"):
+            wrap(built.chunks, built.optimizer, parse(*words))
+    wrap(built.chunks, built.optimizer, parse("--rl-loss", "token-mean"))
+
+
+def test_gradients_that_a_recorded_graph_writes_are_not_moved(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built.config, "cuda_graph_impl", "local")
+    wrap(built.chunks, built.optimizer, parse(STREAM))
+    with pytest.raises(
+        ConfigError, match=r"^model.cuda_graph_impl = 'local': must be none where gradients are offloaded"
+    ):
+        wrap(built.chunks, built.optimizer, parse(STREAM, "--rl-grad-offload"))
+
+
+def test_gradients_leave_the_device_only_for_pauses_longer_than_the_move(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, moves = [0.0], []
+    monkeypatch.setattr("megatron_rlplugin.install.time", type("Clock", (), {"perf_counter": lambda: clock[0]}))
+    rl = wrap(built.chunks, built.optimizer, parse(STREAM, "--rl-grad-offload"))
+    assert rl.stream is not None
+    original = rl.stream.offload
+
+    def offload() -> None:
+        moves.append(clock[0])
+        clock[0] += 5.0
+        original()
+
+    def waiting() -> Iterator[int]:
+        for number, pause in enumerate((0.0, 1.0, 20.0, 4.0, 6.0), 1):
+            clock[0] += pause
+            yield number
+
+    monkeypatch.setattr(rl.stream, "offload", offload)
+    assert step(rl, waiting())[0].taken
+    assert moves == [0.0, 26.0, 41.0]  # unknown at first; then after a pause of 20 s and one of 6, not of 1 or 4
+
+
+def test_a_pipeline_is_filled_several_times_a_feed(built: learner.Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stock_schedule.feed_size(built.chunks) == 1
+    monkeypatch.setattr(built.config, "pipeline_model_parallel_size", 4)
+    size = stock_schedule.feed_size(built.chunks)
+    assert size % 4 == 0  # whole rounds of an interleaved schedule
+    assert 3 / (size + 3) < 0.16  # the part of a feed in which a stage idles; 0.43 with four

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ pytest.importorskip("megatron.core")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from megatron_rlplugin import tiny_model  # noqa: E402
+from megatron_rlplugin import model, tiny_model  # noqa: E402
 from megatron_rlplugin.memory import trainer_plan  # noqa: E402
 from megatron_rlplugin.memory.planned_step import RankMemory, StepRequest, optimizer_bytes  # noqa: E402
 from megatron_rlplugin.memory.storage_ledger import StorageLedger  # noqa: E402
-from megatron_rlplugin.memory.trainer_plan import GB, plan_trainer, run_request  # noqa: E402
+from megatron_rlplugin.memory.trainer_plan import GB, answer_of, plan_trainer  # noqa: E402
 from megatron_rlplugin.model_families import read_shape  # noqa: E402
+from megatron_rlplugin.parallel_layout import ParallelLayout  # noqa: E402
 from orchestrator import cli  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.config import Config, load_config  # noqa: E402
 from orchestrator.runtime import memory_plan  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 WORDS = [f"w{index}" for index in range(512)]
 SIZES: dict[str, Any] = {
@@ -82,7 +84,8 @@ def test_a_storage_is_counted_once_until_its_last_view_ends() -> None:
             0,
         ),
         ({"use_precision_aware_optimizer": True, "main_params_dtype": "float16"}, "bfloat16", 2 + 8, 0),
-        ({"optimizer_cpu_offload": True}, "bfloat16", 0, 16),
+        ({"optimizer_cpu_offload": True}, "bfloat16", 12, 0),  # Megatron-Core's own fraction is 0
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}, "bfloat16", 0, 16),
         ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "bfloat16", 6, 8),
     ],
 )
@@ -119,16 +122,13 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     tensor = StepRequest(folder, {"tensor_parallel": 2, "kl_coefficient": 0.1}, "bfloat16", 1, 2, 64)
     stage = {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel": 2, "distributed_optimizer": True}
     piped = StepRequest(mixture, stage, "bfloat16", 3, 4, 64, imbalance=1.0)
-    asked = [tensor, replace(tensor, rows=2), piped, replace(piped, imbalance=2.0), replace(tensor, folder=odd)]
+    ppo = replace(tensor, settings={**tensor.settings, "objective": "ppo"})
+    asked = [tensor, replace(tensor, rows=2), piped, replace(piped, imbalance=2.0), replace(tensor, folder=odd), ppo]
 
-    def answer(request: StepRequest) -> Any:
-        try:
-            return run_request(request)
-        except ConfigError as error:
-            return error
-
-    with ThreadPoolExecutor(2) as pool:
-        one, two, even, uneven, refused = pool.map(answer, asked)
+    ended = [run_forked(request) for request in asked]
+    with pytest.raises(ConfigError) as refused:
+        answer_of(ended[4].out)
+    one, two, even, uneven, critic = (answer_of(each.out) for each in [*ended[:4], ended[5]])
 
     hidden = 64  # a rank has half of the vocabulary and of the layers, and all norms
     layer = (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) // 2 + 2 * hidden + 2 * 16
@@ -147,11 +147,23 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
         one.device["gradients"],
         one.device["optimizer"],
     ]
+    assert (
+        critic.parameters == 2 * parameters - 256 * hidden + hidden
+    )  # a critic has a number in place of the vocabulary
+    assert critic.device["gradients"] == pytest.approx(4 * critic.parameters, rel=0.02)
     assert even.parameters == uneven.parameters == read_shape(mixture).parameters - 512 * 64 - _other_stage(mixture)
     assert uneven.device["activations"] > even.device["activations"]
-    assert isinstance(refused, ConfigError)
-    assert refused.field == "model.vocab_size"
-    assert refused.value == 511
+    assert refused.value.field == "model.vocab_size"
+    assert refused.value.value == "511"
+
+
+def run_forked(request: StepRequest) -> Any:
+    """The program, in a process that has Megatron-Core imported."""
+    (ended,) = wait_for_all(
+        [ForkedRank("-m", "megatron_rlplugin.memory.planned_step", json.dumps(asdict(request)))], 200
+    )
+    assert ended.code == 0, ended.err
+    return ended
 
 
 def _other_stage(folder: str) -> int:
@@ -181,35 +193,34 @@ def twin(full: int, recomputed: int, sharded: int = 4 * GB) -> Any:
     return run
 
 
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+PRECISE = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
+OFFLOAD = ("optimizer_cpu_offload", "optimizer_offload_fraction")
+
+
 @pytest.mark.parametrize(
     ("full", "recomputed", "cure"),
     [
-        (1 * GB, 1 * GB, ""),
-        (40 * GB, 1 * GB, 'trainer.megatron.recompute_granularity = "full"'),
-        (
-            40 * GB,
-            20 * GB,
-            'trainer.megatron.recompute_granularity = "full", trainer.megatron.use_precision_aware_optimizer = true',
-        ),
-        (
-            60 * GB,
-            45 * GB,
-            'trainer.megatron.recompute_granularity = "full", trainer.megatron.use_precision_aware_optimizer = true, '
-            "trainer.megatron.optimizer_cpu_offload = true",
-        ),
-        (90 * GB, 70 * GB, "more devices a replica: raise trainer.tensor_parallel or trainer.pipeline_parallel"),
+        (1 * GB, 1 * GB, ()),
+        (40 * GB, 1 * GB, RECOMPUTE),
+        (40 * GB, 20 * GB, (*RECOMPUTE, *PRECISE)),
+        (60 * GB, 45 * GB, (*RECOMPUTE, *PRECISE, *OFFLOAD)),
+        (90 * GB, 70 * GB, None),
     ],
 )
 def test_the_cheapest_options_that_cure_it_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int, recomputed: int, cure: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int, recomputed: int, cure: tuple[str, ...] | None
 ) -> None:
     run = twin(full, recomputed)
     monkeypatch.setattr(trainer_plan, "run_request", run)
     settings = {"distributed_optimizer": True, "data_parallel": 2}
     plan = plan_trainer(dense(tmp_path / "m"), settings, "bfloat16", 128, 80 * GB)
-    assert plan.cure == cure
+    if cure is None:
+        assert plan.cure == "more devices a replica: raise trainer.tensor_parallel or trainer.pipeline_parallel"
+    else:
+        assert re.findall(r"trainer\.megatron\.(\w+) = ", plan.cure) == list(cure)
     assert plan.cured <= 80 * GB
-    assert bool(plan.cured) == ("megatron" in cure)
+    assert bool(plan.cured) == bool(cure)
     assert len(run.seen) == (1 if full == GB else 2)  # the optimizer's variants need no run of their own
     assert {(request.tokens, request.rows) for request in run.seen} == {(128, 64)}
 
@@ -281,6 +292,22 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     assert trainer.parts["an engine asleep"] == engine.parts["a trainer away"] == memory_plan.CONTEXT
     with pytest.raises(ConfigError, match=r"relay.segment_mb = 100: is too small for 3 versions.*at least 479"):
         memory_plan.check(large(tmp_path, "relay.segment_mb=100"))
+
+
+def test_a_large_model_is_told_which_defaults_are_the_demos(tmp_path: Path) -> None:
+    notes = memory_plan.notes(load_config(None, [f"model.path={large(tmp_path).model.path}"]))
+    assert [note.partition(" has ")[0] for note in notes] == ["model.dtype", "trainer.learning_rate"]
+    assert memory_plan.notes(large(tmp_path, "trainer.learning_rate=1e-6")) == []
+    assert memory_plan.notes(load_config(None, [f"model.path={dense(tmp_path / 'small')}"])) == []
+
+
+def test_rope_is_one_kernel_where_transformer_engine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unfused form reads the lengths of packed rows back from the device in every layer."""
+    shape, layout = read_shape(dense(tmp_path / "m")), ParallelLayout()
+    assert not model.transformer_config(shape, torch.float32, layout).apply_rope_fusion
+    monkeypatch.setattr(model, "uses_transformer_engine", lambda: True)
+    with pytest.raises(ValueError, match="apply_rope_fusion is not available"):  # Megatron-Core is asked for it
+        model.transformer_config(shape, torch.float32, layout)
 
 
 @pytest.mark.engine

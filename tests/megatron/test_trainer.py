@@ -19,13 +19,17 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from megatron_rlplugin import (  # noqa: E402
     model,
     parallel_layout,
     tiny_model,
 )
+from megatron_rlplugin.trainer import trainer_checkpoint  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
+from megatron_rlplugin.trainer.micro_batches import micro_batch  # noqa: E402
+from megatron_rlplugin.trainer.replicas import MicroBatchShare  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge  # noqa: E402
 from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, TrainMetrics, TrainSample  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
@@ -506,6 +510,13 @@ def test_a_model_of_another_architecture_is_refused(folder: str, tmp_path: Path)
         make_trainer(str(other))
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_a_precision_that_would_be_passed_over_in_silence_is_refused(folder: str, name: str) -> None:
+    value = {"fp8": "hybrid", "fp4": "e2m1"}[name]
+    with pytest.raises(ConfigError, match=rf"^trainer.megatron.{name} = '{value}': needs CUDA and Transformer Engine"):
+        make_trainer(folder, settings={"megatron": {name: value}})
+
+
 def test_an_exported_folder_is_a_model_with_the_present_weights(folder: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     trainer = make_trainer(folder)
@@ -515,6 +526,93 @@ def test_an_exported_folder_is_a_model_with_the_present_weights(folder: str, tmp
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.equal(theirs.lm_head.weight, weights_of(trainer)["lm_head.weight"])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("w5") == [5]
+
+
+def test_a_large_export_is_several_files_of_which_one_is_held_at_a_time(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    trainer, limit = make_trainer(folder), 12_000
+    monkeypatch.setattr(trainer_checkpoint, "FILE_BYTES", limit)
+    held: list[int] = []
+    write = trainer_checkpoint._write_tensors
+
+    def counting(file: Path, tensors: dict[str, Any]) -> None:
+        held.append(sum(tensor.nbytes for tensor in tensors.values()))
+        write(file, tensors)
+
+    monkeypatch.setattr(trainer_checkpoint, "_write_tensors", counting)
+    run(trainer.export(str(tmp_path / "out")))
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(names) == len(held) > 2
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    assert max(held) <= limit
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.equal(theirs.lm_head.weight, weights_of(trainer)["lm_head.weight"])
+    assert same(weights_of(make_trainer(str(tmp_path / "out"))), weights_of(trainer))
+
+
+def test_what_is_saved_is_copied_to_the_host_and_not_on_the_device() -> None:
+    with FakeTensorMode():
+        on_device = torch.empty(3, device="cuda")
+        kept = trainer_checkpoint._plain({"state": [on_device]})["state"][0]
+    assert (on_device.device.type, kept.device.type) == ("cuda", "cpu")
+    here = torch.ones(3)
+    assert trainer_checkpoint._plain(here).data_ptr() != here.data_ptr()
+
+
+def test_the_reference_takes_the_models_place_only_where_something_is_computed(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(folder, settings={"kl_coefficient": 0.1})
+    rows, _, _ = trainer._experience.rows(make_batch(0).samples, 0)
+    moved: list[int] = []
+    exchange = trainer._learner._exchange_weights
+    monkeypatch.setattr(trainer._learner, "_exchange_weights", lambda weights: (moved.append(1), exchange(weights)))
+    trainer._experience.complete_rows(rows, [], [])
+    assert not moved
+    trainer._experience.complete_rows(rows, [[0, 1]], [MicroBatchShare([0, 1])])
+    assert len(moved) == 2
+    assert rows[0].reference is not None
+
+
+def test_stages_tell_each_other_shapes_only_where_they_differ(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(folder)
+    rows, _, _ = trainer._experience.rows(make_batch(0).samples, 0)
+    batches = [micro_batch(rows, [index], trainer._limits, "token-mean") for index in range(8)]
+    widths = [batch.inputs_BS.shape[1] for batch in batches]
+    alike = [batch for batch, width in zip(batches, widths, strict=True) if width == widths[0]]
+    assert len(alike) < len(batches)
+    built = trainer._learner
+    monkeypatch.setattr(built, "layout", replace(built.layout, pipeline=2))
+    told = []
+    for some in (batches, alike, batches):
+        built._schedule(some)
+        told.append(built.config.variable_seq_lengths)
+    assert told == [True, False, True]
+
+
+def test_replicas_share_the_search_for_a_gradient_that_is_not_finite(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(folder)
+    stepper, replicas = trainer._stepper, trainer._replicas
+    rows, _, _ = trainer._experience.rows(make_batch(0).samples, 0)
+    looked: list[int] = []
+
+    def is_finite(batch: Any, loss: Any, *, together: bool) -> bool:
+        looked.append(batch.indices[0])
+        return batch.indices[0] != 4
+
+    monkeypatch.setattr(trainer._learner, "gradient_is_finite", is_finite)
+    monkeypatch.setattr(replicas, "count", 4)
+    plans = [[index] for index in range(8)]
+    assert stepper._not_finite(rows, plans, trainer._learner, stepper._policy_loss) == [4]
+    assert looked == [0, 4]  # every fourth
+    monkeypatch.setattr(replicas, "in_step", True)  # they share experts: all compute all
+    looked.clear()
+    assert stepper._not_finite(rows, plans, trainer._learner, stepper._policy_loss) == [4]
+    assert looked == list(range(8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

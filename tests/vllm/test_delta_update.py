@@ -266,6 +266,53 @@ def test_on_a_device_no_shard_is_copied_to_the_host_and_weights_that_changed_are
     trainer.publisher.close()
 
 
+@pytest.mark.parametrize("version", [0, 2])
+def test_without_a_mapping_a_version_is_read_while_it_is_loaded_whole_or_put_together_from_differences(
+    version: int,
+) -> None:
+    prepare_process(1)
+    from vllm_rlplugin.weights.checkpoint_mapping import TensorSpec
+    from vllm_rlplugin.weights.version_fetch import VersionFetcher
+    from vllm_rlplugin.weights.version_staging import StagedVersion, StagingPlan
+
+    trainer = Trainer(f"streamed-{version}", 7)
+    trainer.step()
+    trainer.step()
+    layout = {name: TensorSpec(shape, BF16) for name, shape in SHAPES.items()}
+    fetcher = VersionFetcher(trainer.endpoint)
+    staged = fetcher.take_staged(version, StagingPlan("a model", torch.device("cpu"), layout, False, None))
+    assert isinstance(staged, StagedVersion)
+    assert staged.layers is not None
+    assert (staged.staged_bytes, staged.layers.tensors) == (0, len(SHAPES))
+    found = dict(staged.layers.read_tensors())
+    for name, expected in trainer.models[version].items():
+        assert np.array_equal(found[name].view(torch.int16).numpy(), expected.view(np.int16)), name
+    fetcher.close()
+    trainer.publisher.close()
+
+
+def test_layers_are_the_numbered_modules_in_the_order_in_which_the_model_has_them() -> None:
+    from orchestrator.transfer import Region
+    from vllm_rlplugin.weights.layer_stream import split_layers
+
+    names = [
+        "embed.weight",
+        "m.layers.0.a",
+        "m.layers.1.mlp.experts.3.up",
+        "m.layers.0.b",
+        "v.blocks.0.x",
+        "m.layers.10.a",
+    ]
+    found = split_layers([Region(name, ((0, 1),)) for name in names])
+    assert [[region.tensor for region in layer] for layer in found] == [
+        ["embed.weight"],
+        ["m.layers.0.a", "m.layers.0.b"],
+        ["m.layers.1.mlp.experts.3.up"],
+        ["v.blocks.0.x"],
+        ["m.layers.10.a"],
+    ]
+
+
 def test_what_is_staged_is_as_large_as_the_change_and_no_copy_of_the_weights_stays(made: tuple[Trainer, Rank]) -> None:
     trainer, rank = made
     version = trainer.step(["q", "embed"])

@@ -20,9 +20,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Fill, Slice
 from vllm_rlplugin.weights.delta_update import DeltaUpdate
@@ -167,24 +169,45 @@ class MappedWeights:
 
 
 class ReloadedWeights:
-    """Through vLLM's own reload, which allocates and takes seconds for a large model."""
+    """Through vLLM's own reload, a layer at a time, which allocates that layer anew and takes seconds for a large model.
+
+    After a failure vLLM's bookkeeping is as before it, so that another version can be loaded, unless ``broken``.
+    """
 
     how = RELOAD
 
     def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
         self._model = model
         self._model_config = model_config
+        self._on_cpu = device.type == "cpu"
         self._digest = digest_for(device)
         self._expected: dict[str, int] = {}
+        self.broken = False
+        self.touched = False  # the latest load wrote into the model
 
     def load(self, staged: StagedVersion) -> dict[str, float]:
         started = time.perf_counter()
+        self.touched = False
         # Of a model with LoRA adapters the checkpoint's loader says the names of the layers inside, as stock's reload knows.
         expected = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
+        tensors = staged.layers.read_tensors() if staged.layers is not None else iter(staged.tensors.items())
+        self.broken = True
         initialize_layerwise_reload(self._model)
-        loaded = self._model.load_weights(iter(staged.tensors.items()))
-        with _quiet_reload():
-            finalize_layerwise_reload(self._model, self._model_config)
+        # What vLLM made of loaded weights (MLA's absorbed projections, scales of online quantisation) is not there now.
+        expected &= {name for name, _ in self._model.named_parameters()}
+        waiting = self._waiting_layers()
+        with self._experts_packed_anew():
+            try:
+                loaded = self._model.load_weights(tensors)
+            except BaseException:
+                self.touched = self._waiting_layers() < waiting
+                self._give_up_reload()
+                self.broken = False
+                raise
+            self.touched = True
+            with _quiet_reload():
+                finalize_layerwise_reload(self._model, self._model_config)
+        self.broken = False
         if loaded is not None and (missing := sorted(expected - loaded)):
             raise WeightMismatch(f"the version lacks weights that the model has: {', '.join(missing[:8])}")
         self._repack_tied_heads()
@@ -210,6 +233,38 @@ class ReloadedWeights:
 
     def _digests(self) -> dict[str, int]:
         return {name: self._digest(parameter) for name, parameter in self._model.named_parameters()}
+
+    def _waiting_layers(self) -> int:
+        """That vLLM has not put in place yet."""
+        return sum(get_layerwise_info(layer).can_load() for layer in self._model.modules())
+
+    def _give_up_reload(self) -> None:
+        """What a layer has of a version that did not come whole is dropped: it keeps the weights that it had."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        with _quiet_reload():
+            finalize_layerwise_reload(self._model, self._model_config)
+
+    @contextlib.contextmanager
+    def _experts_packed_anew(self) -> Iterator[None]:
+        """On CPU experts compute with packed weights, which vLLM packs only when it makes their kernel: a reload would put plain
+        ones where packed ones belong, silently. Without a kernel it makes one, as at its start."""
+        methods = [getattr(module, "quant_method", None) for module in self._model.modules()]
+        kernels = {
+            method: method.moe_kernel
+            for method in methods
+            if self._on_cpu and isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None
+        }
+        for method in kernels:
+            method.moe_kernel = None
+        try:
+            yield
+        finally:
+            for method, kernel in kernels.items():
+                method.moe_kernel = method.moe_kernel or kernel
 
     def _repack_tied_heads(self) -> None:
         """Let a tied lm_head pack the new embedding.

@@ -256,10 +256,11 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             self.touched = {"how": "differences", **counts}
         else:
             tensors = len({piece.slice.tensor for piece in staged.pieces}) or len(staged.tensors)
+            tensors = tensors if staged.layers is None else staged.layers.tensors
             elements = sum(piece.source.numel() for piece in staged.pieces)
             elements = elements or sum(tensor.numel() for tensor in staged.tensors.values())
             self.touched = {
-                "how": "whole",
+                "how": "whole" if staged.layers is None else "layer by layer",
                 "tensors": tensors,
                 "elements": elements,
                 "staged_bytes": staged.staged_bytes,
@@ -271,10 +272,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
     def _undo_load(self, staged: StagedVersion, failure: str) -> None:
         """Bring back the weights of before, where that can be done; all ranks come here together."""
         problem = failure
-        if staged.delta is not None:
+        if staged.delta is not None or staged.layers is not None:
             try:
-                found = self.live_weights().undo(staged)
-                problem = describe_mismatches(found) if found else ""
+                problem = self._take_back(staged)
             except Exception as error:  # as in _apply
                 _logger.exception("weight version %d could not be taken back", staged.version)
                 problem = str(error) or type(error).__name__
@@ -285,6 +285,24 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             return
         self.damage = problem or f"{failure}; another rank could not take it back"
         self.refusal = RunError(self.damage)
+
+    def _take_back(self, staged: StagedVersion) -> str:
+        """Undo a load; returns why that cannot be."""
+        loaded = self.live_weights()
+        if not isinstance(loaded, ReloadedWeights):
+            found = loaded.undo(staged)
+            return describe_mismatches(found) if found else ""
+        if not loaded.touched:
+            return ""
+        if self.version < 0 or self._fetcher is None:
+            return "the weights of before came from no relay"
+        before = self._fetcher.take_staged(self.version, staged.plan)
+        if isinstance(before, FetchRefusal):
+            return before.error
+        if before.checksum != self.checksum:
+            return f"weight version {self.version} is another one on the relay by now"
+        loaded.load(before)
+        return ""
 
     def _take_staged(self, version: int) -> StagedVersion | None:
         """The staged version, or None with the reason noted."""
@@ -337,7 +355,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         try:
             seconds = loaded.load(staged)
         except Exception as error:  # whatever a copy or vLLM's loader raises, all ranks must hear of it
-            self._broken = isinstance(loaded, ReloadedWeights)
+            self._broken = isinstance(loaded, ReloadedWeights) and loaded.broken
             _logger.exception("weight version %d could not be loaded", staged.version)
             return f"rank {self.ranks.number}: weight version {staged.version}: {error or type(error).__name__}"
         self.seconds = {**staged.seconds, **seconds}

@@ -10,8 +10,7 @@ Guarantees:
 * Where versions travel as differences and there is a mapping, a version is followed from what is live
   (:mod:`vllm_rlplugin.weights.delta_update`): what is staged is as large as the change. Where that cannot be (the first
   update, damaged weights, a chain that is gone, a full snapshot that is smaller) all of it is staged, and nothing stays
-  behind. Without a mapping what differences are applied to stays on the host (:class:`HostedWeights`): this rank's shards,
-  once, as published.
+  behind. Without a mapping the version is read while it is loaded, layer by layer, each put together by itself.
 * Nothing here writes to the model.
 """
 
@@ -40,6 +39,7 @@ from orchestrator.transfer import (
 from orchestrator.transfer.job_head import FULL
 from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
 from vllm_rlplugin.weights.delta_update import DeltaBase
+from vllm_rlplugin.weights.layer_stream import Tensors
 from vllm_rlplugin.weights.version_staging import StagedVersion, StagingPlan, VersionStaging
 
 CLOSE_SECONDS = 10.0  # how long ``close`` waits for a transfer in flight; it is a daemon, so nothing hangs on it
@@ -74,6 +74,7 @@ class VersionFetcher:
         self._cancel = threading.Event()
         self._prepared: Future[StagedVersion | FetchRefusal] | None = None
         self._version = -1  # of ``_prepared``
+        self._loaded = -1  # that is live; of the thread
         self._thread = threading.Thread(target=self._run_jobs, name="rl-coserve-weights", daemon=True)
         self._thread.start()
 
@@ -144,6 +145,7 @@ class VersionFetcher:
         """Say that this version is live now, so that the way on from it is kept. Returns at once."""
 
         def hold() -> None:
+            self._loaded = version
             if self._subscriber is not None and self._differences:
                 try:
                     self._subscriber.hold(version)
@@ -211,7 +213,11 @@ class VersionFetcher:
                 return held
             self._held = held = None  # two versions at a time would be too much memory
             staging = VersionStaging(manifest, checksum, plan, cancel)
-            if self._differences:
+            if plan.mapping is None and plan.layout is not None:
+                if self._differences:
+                    subscriber.hold(self._loaded, fetching=version)
+                self._held = staging.by_layers(lambda layer: self._read_layer(staging, manifest, layer))
+            elif self._differences:
                 self._held = self._fetch_by_differences(subscriber, manifest, staging, base)
             else:
                 self._held = staging.from_snapshot(subscriber, manifest)
@@ -225,6 +231,17 @@ class VersionFetcher:
             _logger.exception("fetching weight version %d failed in an unforeseen way", version)
             return FetchRefusal(f"weight version {version}: {error!r}", False)
         return self._held
+
+    def _read_layer(self, staging: VersionStaging, manifest: StoredManifest, layer: Sequence[Region]) -> Tensors:
+        """In whatever thread loads it, which waits. Raises CoserveError."""
+
+        def read() -> Tensors:
+            if self._subscriber is None:
+                raise RetryableError("the relay is not connected")
+            return staging.read_layer(self._subscriber, manifest, self._codec, layer)
+
+        found: Tensors = self._submit(read).result()
+        return found
 
     def _receive(
         self,

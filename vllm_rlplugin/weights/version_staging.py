@@ -7,6 +7,8 @@ Guarantees:
 * With a mapping only what this rank's slices are cut from is asked for, shard by shard, whatever the trainer's layout; only
   the slices are kept, cast to the parameter's dtype, each with the digest that the live slice must have after the update.
   On CPU the packed copies that layers compute with are made here, too: packing takes several times as long as copying.
+* Without one, where the checkpoint's layout is known, nothing is staged: the version is read while it is loaded
+  (:mod:`vllm_rlplugin.weights.layer_stream`).
 * Nothing here writes to the model.
 """
 
@@ -14,9 +16,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +41,7 @@ from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, Checkpoin
 from vllm_rlplugin.weights.collective_receiver import Transmission
 from vllm_rlplugin.weights.delta_update import DeltaBase, DeltaBuilder, DeltaUpdate, WeightsOrigin, make_origin
 from vllm_rlplugin.weights.element_places import LivePlaces
+from vllm_rlplugin.weights.layer_stream import LayerStream, Tensors, split_layers
 from vllm_rlplugin.weights.rank_slices import PackedLayer, SliceCutter, StagedSlice
 
 # ShardKey.dtype (numpy's and torch's common names) -> torch. What a checkpoint may hold; vLLM casts on load.
@@ -72,7 +76,8 @@ class StagingPlan:
 
 @dataclass(slots=True, eq=False)
 class StagedVersion:
-    """A verified version: with a mapping ``delta``, or ``pieces`` and what CPU layers pack of them; else ``tensors``."""
+    """A verified version: with a mapping ``delta``, or ``pieces`` and what CPU layers pack of them; else ``layers``, verified as
+    they come, or ``tensors``."""
 
     version: int
     checksum: str  # of its content, in hexadecimal: equal for equal weights, whatever way they came
@@ -82,6 +87,7 @@ class StagedVersion:
     pieces: list[StagedSlice] = field(default_factory=list)
     packed: list[PackedLayer] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
+    layers: LayerStream | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     delta: DeltaUpdate | None = None  # by differences from what was live when it was made
     past_cache: str = ""  # what of it did not come from the cache of the site although there is one, and why
@@ -133,6 +139,28 @@ class VersionStaging:
         with _own_stream(self.plan.device):
             self._add_snapshot(subscriber, manifest, self.regions)
             return self._finish()
+
+    def by_layers(self, read: Callable[[Sequence[Region]], Tensors]) -> StagedVersion:
+        """Nothing is fetched yet. ``read``: see :class:`LayerStream`."""
+        self._staged.layers = LayerStream(split_layers(self.regions), read)
+        specs = (self._published[region.tensor] for region in self.regions)
+        self._staged.bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        return self._staged
+
+    def read_layer(
+        self, subscriber: Subscriber, manifest: StoredManifest, codec: DeltaCodec, regions: Sequence[Region]
+    ) -> Tensors:
+        """All tensors of a layer, verified. Raises CorruptWeightsError or RelayError."""
+        if manifest.base_version == FULL:
+            found = {
+                region.tensor: self._tensor_of(region, data)
+                for region, data in subscriber.fetch_regions(manifest, regions)
+            }
+        else:
+            made = HostedWeights(subscriber, regions, codec)
+            made.advance(self.version)
+            found = {region.tensor: self._tensor_of(region, made.region(region)) for region in regions}
+        return [(region.tensor, found[region.tensor]) for region in regions]
 
     def from_anything(
         self, subscriber: Subscriber, manifest: StoredManifest, codec: DeltaCodec, kept: HostedWeights | None
@@ -213,16 +241,20 @@ class VersionStaging:
 
     def _add_tensor(self, region: Region, data: Bytes) -> None:
         since = time.perf_counter()
-        spec = self._published[region.tensor]
-        part = torch.from_numpy(data).view(spec.dtype).view(box_shape(region.box))
         if self._cutter is None:
-            self._staged.tensors[region.tensor] = part.clone()
+            self._staged.tensors[region.tensor] = self._tensor_of(region, data)
         else:
+            spec = self._published[region.tensor]
+            part = torch.from_numpy(data).view(spec.dtype).view(box_shape(region.box))
             self._staged.pieces.extend(self._cutter.cut_tensor(region.tensor, part, spec.shape, region.box))
             cut = time.perf_counter()
             self._cutter.pack_complete()
             self._packing += time.perf_counter() - cut
         self._cutting += time.perf_counter() - since
+
+    def _tensor_of(self, region: Region, data: Bytes) -> torch.Tensor:
+        """Memory of its own: that of the relay is used again."""
+        return torch.from_numpy(data).view(self._published[region.tensor].dtype).view(box_shape(region.box)).clone()
 
     def _finish(self) -> StagedVersion:
         fetched = time.perf_counter()

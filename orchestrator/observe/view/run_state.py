@@ -51,6 +51,7 @@ class RunState:
                 "steps": figures.planned_steps,
                 "started": start.started if start else "",
                 "resumed_from": start.resumed_from if start else None,
+                "rolled_back": start.rolled_back if start else 0,
                 "reason": figures.reason[:500],
             },
             "t": round(figures.seconds, 3),

@@ -15,7 +15,7 @@ function header(now) {
   const status = run.status === "unfinished" ? "running" : run.status;
   const parts = [html("span", { class: `status-${run.status === "unfinished" ? "completed" : run.status}`, id: "status" }, status)];
   if (run.mode) parts.push(html("span", {}, `${run.mode}, α = ${run.alpha}`));
-  if (run.resumed_from !== null) parts.push(html("span", {}, `resumed from step ${run.resumed_from}`));
+  if (run.resumed_from !== null) parts.push(html("span", {}, `resumed from step ${run.resumed_from}${run.rolled_back ? `, ${run.rolled_back} rolled back` : ""}`));
   if (run.started) parts.push(html("span", {}, `started ${run.started.replace("T", " ").replace("+00:00", " UTC")}`));
   put("meta", ...parts);
 }

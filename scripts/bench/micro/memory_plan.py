@@ -7,7 +7,8 @@ free; Qwen3-32B on 8 devices at TP8 with the optimizer offloaded, on 16 without;
 128; our own copies 0 bytes of the device. Calibration (real): the plan with attention as it runs on a CPU, over VmHWM above its
 start, of every rank of nine layouts on gloo, each at least 2 GB: within 5 %.
 
-``python -m scripts.bench.micro.memory_plan --table`` prints the table of docs/megatron.md from docs/results/memory-plan.json.
+``python -m scripts.bench.micro.memory_plan --table`` prints the table of docs/megatron.md from docs/results/memory-plan.json;
+``--part N FOLDER`` measures one of its parts, ``--result FOLDER`` puts them together.
 ``--quick`` plans a small model and calibrates one layout with a fifth of the memory: it shows that the measurement works.
 """
 
@@ -125,7 +126,6 @@ PLANS = (
     PlannedLayout("Qwen3-32B", {"tensor_parallel": 8, "megatron": {**_SP, **_FULL, **_OFFLOAD}}),
     PlannedLayout("Qwen3-32B", {"tensor_parallel": 8, "data_parallel": 2, "megatron": {**_SP, **_FULL}}),
     PlannedLayout("Qwen3-30B-A3B", {"expert_parallel": 8, "data_parallel": 8, "megatron": {**_FULL, **_PRECISE}}),
-    PlannedLayout("Qwen3-30B-A3B", {"expert_parallel": 8, "data_parallel": 8, "megatron": {**_FULL, **_OFFLOAD}}),
     PlannedLayout(
         "Qwen3-235B-A22B",
         {
@@ -174,6 +174,13 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rl-coserve-memory-") as folder:
         plans = [planned(layout, Path(folder)) for layout in (QUICK if quick else PLANS)]
         measured = [row for layout in (REAL[:1] if quick else REAL) for row in real(layout, Path(folder), quick)]
+    return result(plans, measured, quick, nonce, begun)
+
+
+def result(
+    plans: list[dict[str, Any]], measured: list[dict[str, Any]], quick: bool, nonce: str = "", begun: str = ""
+) -> dict[str, Any]:
+    """The figure, from its rows."""
     furthest = max(measured, key=lambda row: abs(row["ratio"] - 1.0))
     misses = [f"{row['model']} {row['layout']}: {row['free_gb']:.1f} GB free" for row in plans if not row["holds"]]
     misses += [f"{row['layout']} rank {row['rank']}: {row['ratio']:.3f}" for row in measured if not row["holds"]]
@@ -322,24 +329,39 @@ def _said(section: TrainerSection) -> dict[str, Any]:
     return section.model_dump(exclude_defaults=True)
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """The plans as a table of a page."""
-    parts = "weights | gradients | optimizer | activations | logits | our copies | reserve"
-    lines = [f"| model | devices | layout | with | {parts} | free of 80 |", "|" + " --- |" * 12]
-    for row in result["detail"]["plans"]:
-        parts = [f"{row['gb'][name]:.1f}" for name in ("weights", "gradients", "optimizer", "activations", "logits")]
-        parts += [f"{row['gb']['copies']:.0f}", f"{row['gb']['reserve']:.1f}", f"{row['free_gb']:.1f}"]
-        lines.append(
-            " | ".join([f"| {row['model']}", str(row["devices"]), row["layout"], row["options"], *parts]) + " |"
-        )
+    columns = "weights | gradients | optimizer | activations | logits | our copies | reserve"
+    lines = [f"| model | devices | layout | with | {columns} | free of 80 |", "|" + " --- |" * 12]
+    for row in found["detail"]["plans"]:
+        sizes = [f"{row['gb'][name]:.1f}" for name in ("weights", "gradients", "optimizer", "activations", "logits")]
+        sizes += [f"{row['gb']['copies']:.0f}", f"{row['gb']['reserve']:.1f}", f"{row['free_gb']:.1f}"]
+        words = [row["model"], str(row["devices"]), row["layout"], row["options"], *sizes]
+        lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
 
 
+def part(number: int, folder: Path) -> None:
+    """Adds plan ``number``, or the rows of a calibration (numbers go on), to ``folder``: the whole takes long in one go."""
+    with tempfile.TemporaryDirectory(prefix="rl-coserve-memory-") as made:
+        if number < len(PLANS):
+            rows = [planned(PLANS[number], Path(made))]
+        else:
+            rows = real(REAL[number - len(PLANS)], Path(made), False)
+    (folder / f"{number:02d}.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def put_together(folder: Path) -> dict[str, Any]:
+    """The figure, from all its parts."""
+    parts = [json.loads((folder / f"{n:02d}.json").read_text(encoding="utf-8")) for n in range(len(PLANS) + len(REAL))]
+    rows = [row for rows in parts for row in rows]
+    return result(rows[: len(PLANS)], rows[len(PLANS) :], False)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--table"]:
+    if sys.argv[1] == "--table":
         print(table(json.loads((CHECKOUT / "docs/results/memory-plan.json").read_text(encoding="utf-8"))))
-    elif sys.argv[1:] == ["--calibrate"]:
-        with tempfile.TemporaryDirectory() as where:
-            for each in REAL:
-                for found in real(each, Path(where), False):
-                    print(json.dumps(found), flush=True)
+    elif sys.argv[1] == "--part":
+        part(int(sys.argv[2]), Path(sys.argv[3]))
+    elif sys.argv[1] == "--result":
+        print(json.dumps(put_together(Path(sys.argv[2])), indent=1, sort_keys=True))

@@ -1,0 +1,56 @@
+"""What of a run's config may change when it goes on: how long it runs, what it tells and to whom, how patient it is.
+
+Guarantees: a key that shapes what was trained (model, task, loss, seed, mode, staleness, layouts) is refused by name, since the
+checkpoint, the ledger and the stored trajectories were made with the old one; nothing is written here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from orchestrator.api import ConfigError
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.config import Config, apply_override, parse_config, to_json
+from orchestrator.run_folder import RunFolder
+
+# A name that ends with a dot is all of a section.
+CHANGEABLE = (
+    "run.steps", "run.minutes", "run.restarts", "run.sync_seconds", "run.trainer_start_timeout", "run.trainer_timeout",
+    "checkpoint.", "evaluation.every", "logging.", "view.", "rollout.start_timeout", "rollout.prepare_timeout",
+    "rollout.update_timeout", "rollout.restart_timeout", "rollout.restart_window", "rollout.first_token_timeout",
+    "rollout.stall_timeout", "rollout.heartbeat_seconds", "rollout.heartbeat_misses", "rollout.trajectory_timeout",
+    "rollout.environment_reset_timeout", "rollout.environment_step_timeout",
+)  # fmt: skip
+
+
+def notes_of(before: Config, after: Config) -> list[str]:
+    """What a change means that one might not expect."""
+    rate = after.trainer
+    if before.run.steps == after.run.steps or rate.final_learning_rate is None:
+        return []
+    return [
+        f"the learning rate decays to {rate.final_learning_rate:g} over {after.run.steps} steps now, not {before.run.steps}"
+    ]
+
+
+def config_to_continue(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """The run's config with these values changed. Raises ConfigError: for a key that may not change, and for a run that has done
+    all its steps and is not given more."""
+    config = folder.config()
+    data = json.loads(to_json(config))
+    for override in overrides:
+        apply_override(data, override)
+        name = override.partition("=")[0].strip()
+        if not any(name == key or (key.endswith(".") and name.startswith(key)) for key in CHANGEABLE):
+            known = ", ".join(key + "*" * key.endswith(".") for key in CHANGEABLE)
+            raise ConfigError(
+                name, override.partition("=")[2], f"a resume keeps the run's own; what may change: {known}"
+            )
+    changed = parse_config(data)
+    done = Checkpoints(folder.checkpoints, 1).last_step()
+    if done >= changed.run.steps:
+        extend = f"extend it with run.steps={2 * done}, for example"
+        fix = f"the run is complete: {done} of {config.run.steps} steps are done; {extend}"
+        raise ConfigError("--resume", str(folder.path), fix)
+    return changed

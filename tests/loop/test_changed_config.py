@@ -1,0 +1,101 @@
+"""A run can continue, longer if one likes, with what may change changed; everything else is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.cli import main
+from orchestrator.components import Position
+from orchestrator.config import Config, load_config
+from orchestrator.run_folder import RunFolder
+from orchestrator.runtime.changed_config import CHANGEABLE, config_to_continue, notes_of
+from orchestrator.runtime.resume import Resumed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Of a run of 40 steps, of which so many are done as a test says."""
+    made = RunFolder.create(load_config(None, [f"run.folder={tmp_path}", "run.steps=40", "rollout.alpha=2"]))
+    made.write_environment()
+    made.unlock()
+    return made
+
+
+def did(folder: RunFolder, steps: int) -> None:
+    (folder.checkpoints / f"step-{steps:06d}").mkdir(parents=True)
+
+
+def test_a_run_continues_with_its_own_config_and_what_was_changed(folder: RunFolder) -> None:
+    did(folder, 30)
+    before = folder.config()
+    assert config_to_continue(folder, []) == before
+    after = config_to_continue(folder, ["run.steps=60", "checkpoint.every=5", "rollout.stall_timeout=900"])
+    assert (after.run.steps, after.checkpoint.every, after.rollout.stall_timeout) == (60, 5, 900)
+    assert after.rollout.alpha == 2
+    assert folder.config() == before, "nothing is written before it starts"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["run.seed=3", "run.mode=sync", "task.name=nim", "trainer.lr_decay=cosine", "rollout.workers=9"],
+)
+def test_what_shaped_the_training_is_refused_by_name(folder: RunFolder, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"what may change: run\.steps, ") as caught:
+        config_to_continue(folder, [override])
+    assert caught.value.field == override.partition("=")[0]
+
+
+def test_a_complete_run_is_not_started_again_unless_it_is_given_more(folder: RunFolder) -> None:
+    did(folder, 40)
+    with pytest.raises(ConfigError, match=r"40 of 40 steps are done; extend it with run\.steps=80"):
+        config_to_continue(folder, [])
+    with pytest.raises(ConfigError, match="40 of 40 steps are done"):
+        config_to_continue(folder, ["run.steps=39"])
+    assert config_to_continue(folder, ["run.steps=41"]).run.steps == 41
+
+
+def test_the_command_refuses_with_status_2_and_leaves_the_folder_as_it_is(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    did(folder, 40)
+    files = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.name != "lock"}
+    for arguments in ([], ["run.seed=9"], ["run.stepz=9"]):
+        assert main(["train", "--resume", str(folder.path), *arguments]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    assert {path: path.read_bytes() for path in files} == files
+
+
+def test_a_decay_over_more_steps_is_said() -> None:
+    before = load_config(None, ["run.steps=40", "trainer.final_learning_rate=0.00001"])
+    after = load_config(None, ["run.steps=60", "trainer.final_learning_rate=0.00001"])
+    assert notes_of(before, after) == ["the learning rate decays to 1e-05 over 60 steps now, not 40"]
+    assert notes_of(before, before) == notes_of(Config(), load_config(None, ["run.steps=7"])) == []
+
+
+@pytest.mark.parametrize(
+    ("resumed", "said"),
+    [
+        (Resumed(Path("c"), Position(7, 7), ()), "continuing from its checkpoint after step 7, of 9 steps"),
+        (
+            Resumed(Path("c"), Position(7, 7), (), rolled_back=2, dropped=1024),
+            "continuing from its checkpoint after step 7, of 9 steps; 2 later steps (1,024 trajectories) are rolled back and "
+            "trained again",
+        ),
+        (Resumed(None, Position(), ()), "continuing from the start: there is no checkpoint, of 9 steps"),
+    ],
+)
+def test_a_resume_says_from_where_it_continues_and_what_it_took_back(resumed: Resumed, said: str) -> None:
+    assert resumed.words(9) == said
+
+
+def test_what_may_change_is_there() -> None:
+    known = {
+        f"{name}.{key}"
+        for name, field in Config.model_fields.items()
+        for key in getattr(field.annotation, "model_fields", {})
+    }
+    assert {key for key in CHANGEABLE if not key.endswith(".")} <= known
+    assert all(any(name.startswith(key) for name in known) for key in CHANGEABLE)

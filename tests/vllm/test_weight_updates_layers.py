@@ -1,0 +1,244 @@
+"""Models whose loader does more than copies of views, updated layer by layer from the relay: a tiny MoE, and one with MLA."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vllm_rlplugin
+from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
+from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish
+from tests.vllm.test_weight_updates_in_place import Server
+from vllm_rlplugin.worker.inprocess_engine import prepare_process
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+RELOAD = "layerwise reload, tensors verified before loading"
+COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "tie_word_embeddings": False}
+LAYERS = 8
+SLACK = 6 << 20  # buckets of the relay, and what Python and the allocator keep
+
+
+def moe_config(hidden: int, experts: int) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        **COMMON,
+    )
+
+
+def mla_config() -> Any:
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        head_dim=64,
+        topk_method="group_limited_greedy",
+        n_group=1,
+        topk_group=1,
+        **COMMON,
+    )
+
+
+def write_model(folder: Path, config: Any, seed: int) -> dict[str, Any]:
+    """A random fp32 model as a Hugging Face folder; returns its tensors."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    return {name: part for file in folder.glob("*.safetensors") for name, part in load_file(str(file)).items()}
+
+
+class Layers:
+    """An engine of random model 1, and a relay; model N has the weights of seed N."""
+
+    def __init__(self, folder: Path, config: Any, **endpoint: Any) -> None:
+        self.folder = folder
+        self.seeds = {seed: write_model(folder / str(seed), config, seed) for seed in (1, 2)}
+        given = {"kind": "memory", "master": f"layers-{folder}", "bucket_bytes": 32 << 10} | endpoint
+        self.relay = RelayEndpoint(job="layers", **given)
+        self.publisher = Publisher(self.relay)
+        self.version = 0
+        self.server = Server(folder / "1", self.relay)
+
+    def publish(self, seed: int) -> int:
+        self.version += 1
+        publish(self.publisher, self.version, self.seeds[seed])
+        return self.version
+
+    def close(self) -> None:
+        self.server.close()
+        self.publisher.close()
+
+
+@pytest.fixture(scope="module")
+def started() -> None:
+    prepare_process(1)
+    vllm_rlplugin.activate()
+    vllm_rlplugin.register_backend()
+
+
+@pytest.fixture(scope="module")
+def moe(started: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layers]:
+    made = Layers(tmp_path_factory.mktemp("moe"), moe_config(64, 4))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def damaged(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """ "after": so many more objects are read whole; what comes then has a flipped bit, once for each of "times"."""
+    plan = {"after": 1 << 30, "times": 0}
+    stock = MemoryRelay.get_into
+
+    def get_into(relay: MemoryRelay, key: str, buffer: memoryview) -> int:
+        read = stock(relay, key, buffer)
+        if len(buffer) > 20_000:  # a bucket
+            plan["after"] -= 1
+            if plan["after"] < 0 < plan["times"]:
+                plan["times"] -= 1
+                buffer[read // 2] ^= 1
+        return read
+
+    monkeypatch.setattr(MemoryRelay, "get_into", get_into)
+    return plan
+
+
+def test_a_moe_model_is_updated_layer_by_layer_and_answers_as_a_fresh_one(moe: Layers) -> None:
+    server = moe.server
+    first = server.answers()
+    report = server.update(moe.publish(2))
+    assert report["verified"]["how"] == RELOAD
+    assert (report["touched"]["how"], report["touched"]["tensors"]) == ("layer by layer", len(moe.seeds[2]))
+    assert report["touched"]["staged_bytes"] == 0
+    second = server.answers()
+    assert second != first
+    server.update(moe.publish(1))
+    assert server.answers() == first
+
+
+def test_a_layer_that_does_not_come_whole_is_not_written_and_the_version_of_before_comes_back_from_the_relay(
+    moe: Layers, damaged: dict[str, int]
+) -> None:
+    server = moe.server
+    server.update(moe.publish(1))
+    before, sums = server.answers(), server.call("compute_weight_checksums")
+    damaged |= {"after": 12, "times": 1}  # some layers are written by then
+    version = moe.publish(2)
+    server.start(version)
+    with pytest.raises(Exception, match="the weights of before are back"):
+        server.call("finish_weight_update")
+    assert damaged["times"] == 0
+    report = server.call("rl_report")
+    assert (report["state"], report["kind"], report["version"]) == ("intact", "retryable", version - 1)
+    assert server.call("compute_weight_checksums") == sums
+    assert server.answers() == before
+    assert server.update(version)["state"] == "intact"
+    assert server.answers() != before
+
+
+def test_without_a_way_back_the_engine_says_that_it_is_not_ready_until_an_update_succeeds(
+    moe: Layers, damaged: dict[str, int]
+) -> None:
+    server = moe.server
+    server.update(moe.publish(1))
+    before = server.answers()
+    damaged |= {"after": 12, "times": 1 << 20}  # of this version, and of the one before it
+    server.start(moe.publish(2))
+    with pytest.raises(Exception, match="could not be taken back"):
+        server.call("finish_weight_update")
+    damaged["times"] = 0
+    assert server.call("rl_report")["state"] == "unusable"
+    assert server.update(moe.publish(1))["state"] == "intact"
+    assert server.answers() == before
+
+
+def test_a_model_with_mla_is_updated_layer_by_layer_and_answers_as_a_fresh_one(started: None, tmp_path: Path) -> None:
+    made = Layers(tmp_path, mla_config())
+    try:
+        report = made.server.update(made.publish(2))
+        assert report["touched"]["how"] == "layer by layer"
+        second = made.server.answers()
+    finally:
+        made.close()
+    fresh = Server(tmp_path / "2", None)
+    assert fresh.answers() == second
+    fresh.close()
+
+
+def test_the_host_has_two_layers_at_most_beside_the_live_weights(started: None, tmp_path: Path) -> None:
+    made = Layers(
+        tmp_path,
+        moe_config(384, 8),
+        kind="fsspec",
+        master=f"file://{tmp_path / 'relay'}",
+        metadata=str(tmp_path / "metadata.sqlite"),
+        bucket_bytes=1 << 20,
+    )
+    sizes: dict[str, int] = {}
+    for name, tensor in made.seeds[2].items():
+        layer = ".".join(name.split(".")[:3]) if ".layers." in name else name
+        sizes[layer] = sizes.get(layer, 0) + tensor.nbytes
+    largest, whole = max(sizes.values()), sum(sizes.values())
+    assert whole > 7 * largest
+    made.server.update(made.publish(1))  # what an engine does once
+    version = made.publish(2)
+    made.seeds.clear()
+    with Peak() as peak:
+        report = made.server.update(version)
+    made.close()
+    assert report["touched"]["how"] == "layer by layer"
+    assert peak.bytes <= 2 * largest + SLACK, f"{peak.bytes / largest:.2f} of the largest layer"
+
+
+class Peak:
+    """The most memory of this process beyond what it had, seen every millisecond."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self.bytes, self._begun, self._over = 0, self._now(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.001):
+            self.bytes = max(self.bytes, self._now() - self._begun)
+
+    def _now(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
