@@ -1,10 +1,10 @@
 """Whether the next version travels whole or as a difference to the one before: by what versions of both kinds took. Pure.
 
-What a version takes is encoding, link and decoding together, from its first shard until the last reader has it verified, so it is
-measured as that: which of the three binds, and how many weights changed, need not be known. Guarantees: after one version of each
-kind the one that took less is chosen (median of the last three, per byte of the weights); when it has become slower than the other
-was (another link, other densities) the other one is; and the one that is not chosen is measured anew once in ``AGAIN`` versions,
-more rarely the slower it was, but once in ``AGAIN * MOST``: only so is a link that became faster noticed.
+What a version takes is encoding, link and decoding together, from its first shard until the last reader has it verified, so it
+is measured as that: which of the three binds, and how many weights changed, need not be known. Guarantees: after one version of
+each kind the one that took less is chosen (median of the last three, per byte of the weights); when it has become slower than
+the other was (another link, other densities) the other one is; and the one that is not chosen is measured anew once in ``AGAIN``
+versions, more rarely the slower it was, but once in ``AGAIN * MOST``: only so is a link that became faster noticed.
 """
 
 from __future__ import annotations
