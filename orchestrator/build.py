@@ -57,7 +57,6 @@ from orchestrator.policies.batching.trajectory_filters import (
 from orchestrator.policies.prediction.prompt_lengths import PromptLengthPredictor as LengthPredictor
 from orchestrator.policies.training.learning_alarms import AlarmBars, LearningWatch, PromptRepeats
 from orchestrator.policies.training.sample_weights import LagWeight
-from orchestrator.pool_sizes import PoolWatch
 from orchestrator.proxy import router_setup
 from orchestrator.proxy.engine_scaling import EngineScaling
 from orchestrator.proxy.gateway import LLMProxy
@@ -66,6 +65,7 @@ from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.prefill_decode import PrefillDecode
 from orchestrator.proxy.resize import EngineResizing, require_resizable
 from orchestrator.proxy.worker_state import WorkerLimits
+from orchestrator.resources.pool_sizes import PoolWatch
 from orchestrator.rollout import BatchSize, Rollout
 from orchestrator.tail_batching import PROGRESSIVE, PromptLengths, Rounds
 from orchestrator.trainer_calls import TrainerCalls

@@ -337,7 +337,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _scale(arguments: argparse.Namespace) -> int:
-    from orchestrator.pool_sizes import change_sizes, read_sizes
+    from orchestrator.resources.pool_sizes import change_sizes, read_sizes
     from orchestrator.run_folder import RunFolder
 
     folder = RunFolder.open(_run_path(arguments.name))

@@ -59,7 +59,7 @@ class ForecastParts:
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
     """Of the pools that may change. ``begins``: what they have; ``read``: what they are to have
-    (:func:`orchestrator.pool_sizes.read_sizes`); ``tell``: who hears of it beside engines and environments."""
+    (:func:`orchestrator.resources.pool_sizes.read_sizes`); ``tell``: who hears of it beside engines and environments."""
 
     begins: Mapping[str, int]
     read: Callable[[], Awaitable[Mapping[str, int]]]

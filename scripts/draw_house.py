@@ -95,9 +95,7 @@ LOOP = (
     *("pipeline", "rollout", "buffer", "ledger", "envs", "evaluation", "tail_batching", "weight_sync"),
     *("train_samples", "trainer_calls", "components"),
 )
-RECORDS = (
-    "checkpoint", "child_process", "durable_files", "events", "pool_sizes", "process_watcher", "run_folder", "store",
-)  # fmt: skip
+RECORDS = ("checkpoint", "child_process", "durable_files", "events", "process_watcher", "run_folder", "store")
 GROUND = ("hooks", "policies", "settings", "transfer", "api")
 WIDTH, TALL, PITCH, TOP = 136, 44, 68, 16
 

@@ -528,7 +528,7 @@ class LLMProxy:
             state.away = False
             state.restarts.append(begun)
             if isinstance(state.worker, PlacedWorker) and state.worker.hardware:  # it may have moved to another pool
-                self._tell_stranded(self.router.reseat_worker(state.index, state.worker.hardware))
+                self.tell_stranded(self.router.reseat_worker(state.index, state.worker.hardware))
             self.open_worker(state)
             state.wake.set()
             how, since = ("taken back", began) if state.borrowed else (f"restart {restarts + 1}", begun)
@@ -541,9 +541,9 @@ class LLMProxy:
             why, last = why or f"it failed {restarts + 1} times", f"the last time: {state.failed[:300]}"
             self.on_fatal(RunError(f"no rollout worker left: {state.worker.name}: {why}, {last}"))
         else:
-            self._tell_stranded(self.router.retire_worker(state.index))
+            self.tell_stranded(self.router.retire_worker(state.index))
 
-    def _tell_stranded(self, requests: Sequence[str]) -> None:
+    def tell_stranded(self, requests: Sequence[str]) -> None:
         """Nobody is left who may serve them."""
         left = requests if self.split is None else self.split.take_stranded(requests)
         if left:

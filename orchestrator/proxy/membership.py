@@ -49,6 +49,7 @@ class Membership:
         if state.removed:  # it was given up, and is there after all
             state.removed = False
             proxy.router.readmit_worker(state.index)
+        proxy.tell_stranded(proxy.router.reseat_worker(state.index, seat.hardware))  # it may have another class now
         state.worker, state.full = worker, False
         state.restarts.clear()
         state.lives += 1

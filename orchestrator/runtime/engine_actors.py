@@ -262,8 +262,12 @@ class RayWorker(EnginePort):
             await asyncio.to_thread(placement.move)
         except RetryableError as error:
             if gone:
+                self._failed_here = (
+                    False  # nothing is wrong with the place: it is where it starts when the machine is back
+                )
                 raise MachineGone(f"the machine of {self.name} is gone") from error
             raise RetryableError(f"{self.name} did not come up, and has nowhere else to go: {error}") from error
+        self._failed_here = False  # nor is it known of the new one
 
     async def resize(self, ranks: int) -> None:
         """See :class:`orchestrator.api.ResizableWorker`. It takes the devices from its own on."""

@@ -22,7 +22,7 @@ from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
-from orchestrator.pool_sizes import pools_of
+from orchestrator.resources.pool_sizes import pools_of
 from orchestrator.rewards.host_launch import PATIENCE, FunctionHost, JudgeHost, RewardHost
 from orchestrator.rewards.llm_judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.ray_serve import Elasticity, RayServeHost

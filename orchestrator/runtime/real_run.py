@@ -56,8 +56,8 @@ from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import DeviceBinding
-from orchestrator.pool_sizes import pools_of, read_sizes
 from orchestrator.resources import Placement, cluster_resources
+from orchestrator.resources.pool_sizes import pools_of, read_sizes
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import (
     device_plan,

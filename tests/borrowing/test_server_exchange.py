@@ -349,7 +349,7 @@ def test_a_server_that_the_proxy_gave_up_while_it_says_that_it_is_well_is_given_
         lane = run.exchange._members.find_worker(second.url)
         assert lane is not None
         lane.alive, lane.removed = False, True  # as the end of a recovery that took too long leaves it
-        run.proxy._tell_stranded(run.proxy.router.retire_worker(lane.index))
+        run.proxy.tell_stranded(run.proxy.router.retire_worker(lane.index))
         assert run.servers == {first.url}
         async with asyncio.timeout(10):
             await until(lambda: run.told("returned") == [(second.url, "gone")])

@@ -145,8 +145,12 @@ def test_a_worker_whose_machine_is_gone_moves_at_once_and_waits_for_it_where_it_
     worker = rollout_worker("vllm-0", placement=placement)  # type: ignore[arg-type]
 
     async def nothing(*_: Any) -> int:
+        if dies:
+            placement.gone = dies.pop()
+            raise RetryableError("the node died meanwhile")
         return 1
 
+    dies: list[bool] = []
     monkeypatch.setattr(Actor, "start", lambda self: None)
     monkeypatch.setattr(ActorGen, "hear", nothing)
     monkeypatch.setattr(worker, "_call", nothing)
@@ -158,6 +162,10 @@ def test_a_worker_whose_machine_is_gone_moves_at_once_and_waits_for_it_where_it_
         for _ in range(3):
             with pytest.raises(MachineGone, match="the machine of vllm-0 is gone"):
                 await worker.restart()
+        placement.gone = False
+        dies.append(True)  # while it starts
+        with pytest.raises(MachineGone):
+            await worker.restart()
         placement.gone = False
         await worker.restart()
         assert placement.moves == 1, "in its place"

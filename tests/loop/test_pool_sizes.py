@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import pool_sizes
 from orchestrator.api import ConfigError
 from orchestrator.cli import main
 from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.pool_sizes import FILE, PoolWatch, change_sizes, pools_of, read_sizes
+from orchestrator.resources import pool_sizes
+from orchestrator.resources.pool_sizes import FILE, PoolWatch, change_sizes, pools_of, read_sizes
 from orchestrator.run_folder import RunFolder
 
 CONFIG = parse_config({"rollout": {"workers": 2, "environments": 16}, "reward": {"concurrency": 3}})
 
+JUDGE = {"url": "http://127.0.0.1:1", "model": "m", "criterion": "c"}
 REWARDS = min(3, 2 * (os.cpu_count() or 1))
 
 
@@ -43,7 +44,7 @@ def test_groups_of_engines_are_pools_of_their_own() -> None:
 
 
 def test_what_scores_elsewhere_is_no_pool_of_the_run() -> None:
-    for more in ({"url": "http://127.0.0.1:1/f"}, {"host": "ray_serve"}, {"judge": {"url": "http://127.0.0.1:1"}}):
+    for more in ({"url": "http://127.0.0.1:1/f"}, {"host": "ray_serve"}, {"judge": JUDGE}):
         assert "rewards" not in pools_of(parse_config({"reward": more}))
     assert "rewards" not in pools_of(parse_config({"task": {"name": "agent"}}))
 

@@ -142,8 +142,10 @@ def test_what_an_engine_had_goes_on_elsewhere_with_its_tokens_when_it_is_taken_a
             run.first[0].answer(name)
         answers = await asyncio.gather(*turns)
         assert sorted(answer.token_ids for answer in answers) == [(5, 1), (5, 1), (7, 5, 1), (7, 5, 1)]
+        run.source.make(1).hardware = "L20"  # type: ignore[attr-defined]  # its devices are of another class now
         await run.settle(0, 2)  # under the same number
         assert [state.worker.name for state in run.proxy.states] == ["vllm-0", "vllm-1"]
+        assert [seat.hardware for seat in run.proxy.router._seats] == ["any", "L20"]
 
     play(scenario, monkeypatch)
 
