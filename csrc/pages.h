@@ -13,7 +13,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define RLC_POOL_ABI 4
+#define RLC_POOL_ABI 5
 #define RLC_POOL_SCHEMA 4
 #define RLC_POOL_MAGIC 0x314c4f4f50564b52ull /* "RKVPOOL1" */
 #define RLC_TENANTS 16

@@ -300,19 +300,14 @@ static int unmap(rlc_cuda *cuda, address base, const uint64_t *places, uint64_t 
     return worst;
 }
 
-/* What touches these places afterwards is an illegal address to the device. */
-EXPORT int rlc_cuda_unmap(rlc_cuda *cuda, address base, const uint64_t *places, uint64_t count) {
-    return unmap(cuda, base, places, count);
-}
-
-/* `handles[i]` appears at `places[i]` of the range (in pages), all or none. */
-EXPORT int rlc_cuda_map(rlc_cuda *cuda, address base, const uint64_t *places, const handle *handles, uint64_t count) {
+/* `handles[i]`, or where there are none `one` everywhere, at `places[i]`, which have nothing; all or none. */
+static int map(rlc_cuda *cuda, address base, const uint64_t *places, const handle *handles, handle one, uint64_t count) {
     const access_desc both = {{ON_DEVICE, cuda->device}, READ_WRITE};
     uint64_t size = cuda->page_bytes, done = 0;
     int code = 0;
     for (; !code && done < count; done += !code) {
         int result;
-        IN_CONTEXT(result, cuda, cuda->cuMemMap(base + places[done] * size, size, 0, handles[done], 0));
+        IN_CONTEXT(result, cuda, cuda->cuMemMap(base + places[done] * size, size, 0, handles ? handles[done] : one, 0));
         if (result) code = refused(cuda, "cuMemMap", result);
     }
     for (uint64_t at = 0; !code && at < count;) {
@@ -326,6 +321,35 @@ EXPORT int rlc_cuda_map(rlc_cuda *cuda, address base, const uint64_t *places, co
         char kept[sizeof why];
         memcpy(kept, why, sizeof why);
         if (unmap(cuda, base, places, done)) strncat(kept, "; and not all of it was undone", sizeof kept - strlen(kept) - 1);
+        memcpy(why, kept, sizeof why);
+    }
+    return code;
+}
+
+/* Where `dummy` is a page, it stands behind every place that has no other: a kernel that reads by an old block table reads
+ * that page, and does not end the process. */
+
+/* The dummy at all of these places, which have nothing yet. */
+EXPORT int rlc_cuda_fill(rlc_cuda *cuda, address base, const uint64_t *places, uint64_t count, handle dummy) {
+    return map(cuda, base, places, NULL, dummy, count);
+}
+
+/* Without a dummy, what touches these places afterwards is an illegal address to the device. */
+EXPORT int rlc_cuda_unmap(rlc_cuda *cuda, address base, const uint64_t *places, uint64_t count, handle dummy) {
+    int code = unmap(cuda, base, places, count);
+    return code || !dummy ? code : map(cuda, base, places, NULL, dummy, count);
+}
+
+/* `handles[i]` appears at `places[i]` of the range (in pages), all or none. */
+EXPORT int rlc_cuda_map(rlc_cuda *cuda, address base, const uint64_t *places, const handle *handles, uint64_t count,
+                        handle dummy) {
+    int code = dummy ? unmap(cuda, base, places, count) : 0;
+    if (!code) code = map(cuda, base, places, handles, 0, count);
+    if (code && dummy) {
+        char kept[sizeof why];
+        memcpy(kept, why, sizeof why);
+        if (map(cuda, base, places, NULL, dummy, count))
+            strncat(kept, "; and not all of it was undone", sizeof kept - strlen(kept) - 1);
         memcpy(why, kept, sizeof why);
     }
     return code;

@@ -116,8 +116,8 @@ def _unpack(archive: zipfile.ZipFile, version: str, folder: Path) -> None:
 def _describe(version: str, folder: Path) -> None:
     """Its metadata. A release that is not among the tested ones says that it is the last of them: else the plugin is inert."""
     if version not in VLLM.tested:
-        *most, last = VLLM.tested.spans[-1][1]
-        version = ".".join(map(str, [*most, last - 1, 999]))
+        most, _, last = str(VLLM.tested).rpartition("<")[2].rpartition(".")
+        version = f"{most}.{int(last) - 1}.999"
     info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")

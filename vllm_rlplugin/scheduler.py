@@ -96,6 +96,12 @@ class CoserveScheduler(PriorityPreemption):
             self._rl_step_kv += self._rl_kv_used
         return output
 
+    def get_grammar_bitmask(self, *args: Any, **kwargs: Any) -> Any:
+        if self._rl_pages is not None:  # vLLM calls it when a batch was given to the device, before it waits for one
+            self._rl_pages.map_ahead()
+        stock: Any = super()
+        return stock.get_grammar_bitmask(*args, **kwargs)
+
     def add_request(self, request: Any) -> None:
         if self._rl_salted:  # whatever version its front end knew, it must carry the present one
             self._rl_salt(request)

@@ -1,4 +1,4 @@
-"""The KV cache's memory from a device's pool instead of ``torch.zeros``."""
+"""The KV cache's memory from a device's pool instead of ``torch.zeros``, all layers of a block together where that can be."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def _apply() -> None:
     for name in _MODULES:
         importlib.import_module(name).allocate_kv_cache = allocate_kv_cache  # type: ignore[attr-defined]
 
+    from vllm.v1.worker import worker_base
+
+    layouts = worker_base.get_supported_kv_cache_layouts
+
+    @functools.wraps(layouts)
+    def get_supported_kv_cache_layouts(*args: Any) -> list[Any]:
+        """A page then holds whole blocks, whose number is free; with layers outermost it holds blocks of one layer, and
+        fewest blocks that come and go together have a page of every layer. VLLM_KV_CACHE_LAYOUT still wins."""
+        return sorted(layouts(*args), key=lambda layout: not layout.is_block_outermost)
+
+    worker_base.get_supported_kv_cache_layouts = get_supported_kv_cache_layouts
+
 
 def _is_live() -> bool:
     modules = [sys.modules.get(name) for name in _MODULES]
@@ -37,7 +49,8 @@ def _is_live() -> bool:
 
 PATCH = Patch(
     name="kv_range",
-    target="vllm.v1.worker.utils:allocate_kv_cache (as imported by its two model runners)",
+    target="vllm.v1.worker.utils:allocate_kv_cache (as imported by its two model runners), "
+    "vllm.v1.worker.worker_base:get_supported_kv_cache_layouts",
     reason="the KV cache of two engines comes and goes page by page behind fixed addresses; vLLM allocates it with one "
     "torch.zeros, and its memory-pool contexts map whole allocations. Applied only where --rl-kv-pool is given",
     tested=VersionRange(">=0.32,<0.34"),

@@ -77,10 +77,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A device of 16 pages, and no pool yet."""
+    """A device of 16 pages, two more for the engines' own, and no pool yet."""
     name = f"/dev/shm/rl-coserve-test-{os.getpid()}-{random.randrange(10**9)}"
     device = Path(f"{name}-device")
-    for key, value in fake_cuda.make_device(device, 16, PAGE).items():
+    for key, value in fake_cuda.make_device(device, 18, PAGE).items():
         monkeypatch.setenv(key, value)
     fake_cuda.reset(library)
     yield Place(request.param, Path(name), library)
@@ -209,11 +209,14 @@ def test_a_tenant_that_is_killed_gives_its_pages_and_their_memory_back(place: Pl
     pool.close()
 
 
-def test_touching_a_place_without_a_page_ends_the_process_that_does(place: Place) -> None:
+def test_touching_a_place_without_a_page_ends_the_process_on_host_memory_and_reaches_no_page_of_a_pool(
+    place: Place,
+) -> None:
+    """Here a wrong number is found at once; on a device what follows an old row of a block table has a page of its own."""
     pool = place.pool()
     child = tenant(place)
     assert child.communicate(b"go\n", timeout=30)[0] == b""
-    assert child.returncode == -signal.SIGSEGV
+    assert child.returncode == (-signal.SIGSEGV if place.kind == "host" else 0)
     pool.reap()
     assert not pool.view().tenants
     pool.close()

@@ -434,7 +434,7 @@ def test_pages_of_a_request_that_a_cut_displaced_stay_until_its_batch_is_over_wi
     for _ in range(6):
         rig.step()
     held = rig.pool.memory.mapped
-    assert held == 3
+    assert held == 4, "three that they use, one for the blocks that they begin next"
     assert len(rig.runner.queue) == 1, "a batch is in flight"
     rig.budget(1)
     rig.scheduler.rl_command("page_pool", {})
@@ -445,6 +445,33 @@ def test_pages_of_a_request_that_a_cut_displaced_stay_until_its_batch_is_over_wi
     rig.check()
     rig.step()
     assert rig.pool.memory.mapped == 1, "as soon as its output is there, whatever waits for pages"
+    rig.finish()
+
+
+def test_pages_for_the_next_steps_are_mapped_while_a_batch_computes_and_not_before_it(rig: Rig) -> None:
+    scheduling, mapped = [False], {True: 0, False: 0}
+    schedule, map_groups = rig.pages.schedule, rig.pool.map_groups
+
+    def scheduled(*args: Any) -> Any:
+        scheduling[0] = True
+        try:
+            return schedule(*args)
+        finally:
+            scheduling[0] = False
+
+    def counted(groups: list[int]) -> bool:
+        mapped[scheduling[0]] += len(groups)
+        return map_groups(groups)
+
+    rig.pages.schedule, rig.pool.map_groups = scheduled, counted  # type: ignore[method-assign]
+    rig.add("long", [1, 2, 3], 200)
+    while not rig.got["long"]:
+        rig.step()
+    mapped.update({True: 0, False: 0})
+    while len(rig.got["long"]) < 190:
+        rig.step()
+    assert mapped[False] > 2
+    assert mapped[True] == 0
     rig.finish()
 
 

@@ -34,7 +34,8 @@ from vllm_rlplugin.kvpool.pages.page_backends import CudaBackend, HostBackend
 from vllm_rlplugin.kvpool.pages.page_keeper import KeeperGone, KeptPages
 
 CSRC = Path(__file__).parents[2] / "csrc"
-PAGE, PAGES = 4096, 12  # of the fake device
+PAGE, PAGES = 4096, 12  # of a pool
+DEVICE = PAGES + 2  # of the fake device: two engines have a page of their own each
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="no C compiler here")
 
 
@@ -52,7 +53,7 @@ def path(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of a pool that is not there yet, beside a fake device."""
     found = Path(f"/dev/shm/rl-coserve-test-{os.getpid()}-{random.randrange(10**9)}")
     device = found.with_name(found.name + "-device")
-    for key, value in fake_cuda.make_device(device, PAGES, PAGE).items():
+    for key, value in fake_cuda.make_device(device, DEVICE, PAGE).items():
         monkeypatch.setenv(key, value)
     fake_cuda.reset(library)
     yield found
@@ -155,10 +156,38 @@ def test_a_run_of_places_is_one_call_for_access_and_one_to_unmap_with_a_fake_dri
     path: Path, driver: CudaDriver, library: Path
 ) -> None:
     with created(path, driver) as memory:
-        assert memory.map_places(places(0, 1, 2, 3, 7, 8, 20))
-        assert (fake_cuda.calls(library, "cuMemMap"), fake_cuda.calls(library, "cuMemSetAccess")) == (7, 3)
-        memory.unmap_places(places(0, 1, 2, 3, 7, 8, 20))
-        assert fake_cuda.calls(library, "cuMemUnmap") == 3
+        names = ("cuMemMap", "cuMemSetAccess", "cuMemUnmap")
+        for change in (memory.map_places, memory.unmap_places):
+            before = [fake_cuda.calls(library, name) for name in names]
+            change(places(0, 1, 2, 3, 7, 8, 20))
+            assert [fake_cuda.calls(library, name) - was for name, was in zip(names, before, strict=True)] == [7, 3, 3]
+
+
+def test_places_without_a_page_have_one_page_of_this_process_behind_them_with_a_fake_driver(
+    path: Path, driver: CudaDriver, library: Path
+) -> None:
+    """A kernel that follows an old row of a block table neither ends the process nor reaches a page of anybody."""
+    with created(path, driver) as memory:
+        assert ctypes.string_at(memory.address, 32 * PAGE) == bytes(32 * PAGE)
+        assert memory.map_places(places(3))
+        ctypes.memset(memory.address + 3 * PAGE, 7, PAGE)
+        ctypes.memset(memory.address + 9 * PAGE, 1, 8)
+        assert ctypes.string_at(memory.address + 20 * PAGE, 8) == bytes([1]) * 8, "all of them are the same one"
+        assert ctypes.string_at(memory.address + 3 * PAGE, PAGE) == bytes([7]) * PAGE
+        memory.unmap_places(places(3))
+        assert ctypes.string_at(memory.address + 3 * PAGE, 8) == bytes([1]) * 8
+        assert fake_cuda.left(library) == (1, 32)
+    assert fake_cuda.left(library) == (0, 0)
+
+
+def test_an_engine_that_has_no_room_for_its_own_page_is_refused_with_a_fake_driver(
+    path: Path, driver: CudaDriver, library: Path
+) -> None:
+    everything = driver.create_pages(DEVICE)
+    with pytest.raises(ConfigError, match="one page beside those of the pool is needed") as caught:
+        created(path, driver)
+    assert (caught.value.field, fake_cuda.left(library)) == ("kv_pool", (DEVICE, 0))
+    driver.release_handles(everything)
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
@@ -176,7 +205,7 @@ def test_what_the_driver_refuses_in_the_middle_is_undone_with_a_fake_driver(
             else:
                 with pytest.raises(PoolError, match=rf"{call}: an error without a name \(999\)"):
                     memory.map_places(places(1, 2, 3, 5))
-            assert (memory.mapped, fake_cuda.left(library)) == (1, (1, 1))
+            assert (memory.mapped, fake_cuda.left(library)) == (1, (2, 32))
         assert sum("no memory for pages" in text for text in caplog.messages) == full
         assert memory.map_places(places(1, 2, 3, 5)), "and it goes on"
         assert not memory.map_places(np.arange(10, 20, dtype=np.uint64)), "the device is smaller than the pool"
@@ -226,6 +255,8 @@ def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fa
     """A drafter's kernels still run when the output of its step is here: an idle or deactivated engine waits for them."""
     from tests.kvpool.test_pool_engine import parking_of
 
+    driver.synchronize()
+    assert fake_cuda.settled(library) == 0, "nothing was computed yet, and no context is made for that"
     with created(path, driver) as memory:
 
         class Groups:
@@ -240,8 +271,6 @@ def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fa
 
         assert memory.map_places(places(0))
         _, parking = parking_of(Groups(), after=1)
-        driver.synchronize()
-        assert fake_cuda.settled(library) == 0, "nothing was computed yet, and no context is made for that"
         parking.ensure_free(6)
         fake_cuda.work(library)
         with pytest.raises(PoolError, match="cuMemUnmap"):
@@ -275,13 +304,13 @@ def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: C
     ):
         with pytest.raises(PoolError, match="CUDA_ERROR_INVALID_VALUE"):
             wrong()
-    with pytest.raises(DeviceFull, match=rf"room for {PAGES - 2} of {PAGES} pages"):
-        driver.create_pages(PAGES)
+    with pytest.raises(DeviceFull, match=rf"room for {DEVICE - 2} of {DEVICE} pages"):
+        driver.create_pages(DEVICE)
     driver.release_handles(np.array([one, two], np.uint64))
-    with pytest.raises(DeviceFull, match=f"room for {PAGES - 1} of"):
-        driver.create_pages(PAGES)  # what is mapped is held, handle or not
+    with pytest.raises(DeviceFull, match=f"room for {DEVICE - 1} of"):
+        driver.create_pages(DEVICE)  # what is mapped is held, handle or not
     driver.unmap(base, places(0))
-    driver.release_handles(driver.create_pages(PAGES))
+    driver.release_handles(driver.create_pages(DEVICE))
     driver.free(base, 4 * PAGE)
 
 
@@ -303,7 +332,7 @@ def test_the_doctor_names_the_driver_and_what_it_cannot_do_with_a_fake_driver(
 def test_pages_go_from_process_to_process_by_the_probe_with_a_fake_driver(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for key, value in fake_cuda.make_device(tmp_path / "device", 8, PAGE_BYTES).items():
+    for key, value in fake_cuda.make_device(tmp_path / "device", 10, PAGE_BYTES).items():
         monkeypatch.setenv(key, value)
     found = run_probe("remap", ["--mib", "16", "--rounds", "2", "--kind", kind, "--library", str(library)])
     assert (found["kind"], found["rounds"]) == (kind, 2)
@@ -401,7 +430,7 @@ def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
 ) -> None:
     pool = kept_pool(path, driver, library, linger=0.1)
     with pytest.raises(DeviceFull):
-        driver.create_pages(1)
+        driver.create_pages(DEVICE - PAGES + 1)
     deadline = time.monotonic() + 10
     while page_keeper.is_keeper_alive(pool):
         assert time.monotonic() < deadline
@@ -410,12 +439,12 @@ def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
     while page_keeper.socket_path(path).with_suffix(".log").exists():  # a clean end leaves nothing
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    driver.release_handles(driver.create_pages(PAGES))
+    driver.release_handles(driver.create_pages(DEVICE))
     pool.close()
     again = kept_pool(path, driver, library, pages=8)
     made_anew = kept_pool(path, driver, library, pages=4)
     assert (made_anew.made, page_keeper.is_keeper_alive(again)) == (True, True)
-    driver.release_handles(driver.create_pages(PAGES - 4))
+    driver.release_handles(driver.create_pages(DEVICE - 4))
     again.close()
     made_anew.close()
 
@@ -423,8 +452,8 @@ def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
 def test_a_pool_that_the_device_has_no_room_for_says_how_much_there_is_with_a_fake_driver(
     path: Path, driver: CudaDriver, library: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"room for {PAGES} of {PAGES + 1} pages") as caught:
-        kept_pool(path, driver, library, pages=PAGES + 1)
+    with pytest.raises(ConfigError, match=rf"room for {DEVICE} of {DEVICE + 1} pages") as caught:
+        kept_pool(path, driver, library, pages=DEVICE + 1)
     assert caught.value.field == "kv_pool_mib"
 
 
@@ -518,7 +547,7 @@ def test_an_engine_in_such_a_pool_makes_the_tokens_of_a_stock_one_with_a_fake_dr
     from tests.kvpool.test_pool_engine import PAGE_KIB, REQUESTS, Driven, play
     from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 
-    os.environ |= fake_cuda.make_device(Path(os.environ["FAKE_CUDA_DEVICE"]), 64, PAGE_KIB << 10)
+    os.environ |= fake_cuda.make_device(Path(os.environ["FAKE_CUDA_DEVICE"]), 66, PAGE_KIB << 10)
     shape: dict[str, Any] = {"intermediate_size": 128, "head_dim": 32, "hidden_size": 64, "layers": 2, "heads": 2}
     shape |= {"kv_heads": 1, "seed": 1, "max_positions": 512, "dtype": "float32"}
     model = Path(create_qwen3(str(tmp_path / "m"), vocabulary=[chr(33 + at) for at in range(93)], **shape))

@@ -193,9 +193,9 @@ def test_a_reload_of_a_model_with_lora_adapters_knows_the_names_of_the_layers_in
     monkeypatch.setattr(live_weights, "initialize_layerwise_reload", lambda model: None)
     monkeypatch.setattr(live_weights, "finalize_layerwise_reload", lambda model, config: None)
     loaded = live_weights.ReloadedWeights(Adapted(), None, torch.device("cpu"))
-    loaded.load(SimpleNamespace(tensors={"proj.weight": torch.zeros(2, 2)}))  # type: ignore[arg-type]
+    loaded.load(SimpleNamespace(layers=None, tensors={"proj.weight": torch.zeros(2, 2)}))  # type: ignore[arg-type]
     with pytest.raises(live_weights.WeightMismatch, match=r"lacks weights that the model has: proj\.weight"):
-        loaded.load(SimpleNamespace(tensors={}))  # type: ignore[arg-type]
+        loaded.load(SimpleNamespace(layers=None, tensors={}))  # type: ignore[arg-type]
 
 
 def test_weights_that_vllm_quantises_are_refused_with_the_relay(mapping: Any) -> None:

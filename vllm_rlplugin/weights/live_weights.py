@@ -188,13 +188,12 @@ class ReloadedWeights:
     def load(self, staged: StagedVersion) -> dict[str, float]:
         started = time.perf_counter()
         self.touched = False
-        # Of a model with LoRA adapters the checkpoint's loader says the names of the layers inside, as stock's reload knows.
-        expected = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
+        expected = self._loaded_names()
         tensors = staged.layers.read_tensors() if staged.layers is not None else iter(staged.tensors.items())
         self.broken = True
         initialize_layerwise_reload(self._model)
         # What vLLM made of loaded weights (MLA's absorbed projections, scales of online quantisation) is not there now.
-        expected &= {name for name, _ in self._model.named_parameters()}
+        expected &= self._loaded_names()
         waiting = self._waiting_layers()
         with self._experts_packed_anew():
             try:
@@ -233,6 +232,10 @@ class ReloadedWeights:
 
     def _digests(self) -> dict[str, int]:
         return {name: self._digest(parameter) for name, parameter in self._model.named_parameters()}
+
+    def _loaded_names(self) -> set[str]:
+        """Of its parameters, as the checkpoint's loader says them: with LoRA adapters those of the layers inside."""
+        return {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
 
     def _waiting_layers(self) -> int:
         """That vLLM has not put in place yet."""

@@ -77,6 +77,11 @@ class ParkedBlocks:
         return len(self._used) + len(self._leaving)
 
     @property
+    def free_blocks(self) -> int:
+        """That stock may hand out."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
     def steps_in_flight(self) -> int:
         """Steps that were scheduled, and whose outputs are not there yet."""
         return self._scheduled - self._ended

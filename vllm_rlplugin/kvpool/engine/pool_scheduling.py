@@ -34,6 +34,7 @@ from vllm_rlplugin.patches.register import REGISTER
 
 POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held", "loading")
 _LOOK_SECONDS = 0.25  # between two looks at all blocks
+_AHEAD = 8  # steps
 _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
 
 
@@ -64,6 +65,7 @@ class PoolScheduler:
         self._block_tokens = [group.block_size for group in manager.coordinator.single_type_managers]
         self._looked = 0.0
         self._partition = 0.0
+        self._allowed: int | None = None  # groups, in the latest step
         self._guardian, self._meter, self._admission = guardian, meter, admission
         self._displaced: set[str] = set()  # to be handed back
         self.displaced = 0  # requests whose pages were taken for the budget's sake
@@ -222,14 +224,23 @@ class PoolScheduler:
 
     def before_step(self) -> None:
         """Comply, then have what the next step may allocate."""
-        allowed = self._comply_with_budget()
+        self._allowed = self._comply_with_budget()
         if self._guardian is not None:
             self._guardian.tick()
-        self._parked.ensure_free(self._blocks_wanted(), allowed)
+        self._parked.ensure_free(self._blocks_wanted(), self._allowed)
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             self._parked.park_idle()
+
+    def map_ahead(self) -> None:
+        """While a batch computes: pages for what the next step may allocate, and for the blocks that requests begin in the
+        next ``_AHEAD`` steps, so that a step finds its pages there. What there is not is not waited for."""
+        running = self._scheduler.running
+        if not self._scheduler.waiting and self._parked.free_blocks >= 3 * len(running) * len(self._block_tokens):
+            return  # two for each are wanted, and one is begun at most
+        soon = sum(-request.num_computed_tokens % size < _AHEAD for request in running for size in self._block_tokens)
+        self._parked.ensure_free(self._blocks_wanted() + soon, self._allowed)
 
     def check_pages(self, opened: bool = False) -> dict[str, Any]:
         """The same without a step, for an engine that has nothing to do. ``opened``: an RL step begins, rollout engines get their

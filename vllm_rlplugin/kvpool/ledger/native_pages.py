@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.api import RunError
 
-ABI = 4
+ABI = 5
 TENANTS, WORDS, NAME, CONTROLS = 16, 14, 64, 8
 DRIVER, FULL_DEVICE, PAGE_SIZE, NO_DEVICE, NO_LIBRARY = range(-34, -29)
 BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM, STUCK, NAMESPACE = range(-10, -22, -1)
@@ -70,8 +70,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rlc_cuda_import": (_INT, [_P, _P, _U64, _P]),
     "rlc_cuda_reserve": (_INT, [_P, _U64, _P]),
     "rlc_cuda_free": (_INT, [_P, _U64, _U64]),
-    "rlc_cuda_map": (_INT, [_P, _U64, _P, _P, _U64]),
-    "rlc_cuda_unmap": (_INT, [_P, _U64, _P, _U64]),
+    "rlc_cuda_fill": (_INT, [_P, _U64, _P, _U64, _U64]),
+    "rlc_cuda_map": (_INT, [_P, _U64, _P, _P, _U64, _U64]),
+    "rlc_cuda_unmap": (_INT, [_P, _U64, _P, _U64, _U64]),
     "rlc_cuda_zero": (_INT, [_P, _U64, _P, _U64]),
     "rlc_cuda_settle": (_INT, [_P]),
     "rlc_range_reserve": (_INT, [_U64, _P]),

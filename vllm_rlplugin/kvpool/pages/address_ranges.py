@@ -1,7 +1,8 @@
 """A range of addresses of this process, behind which pages of a pool come and go: what every kind of memory has in common.
 
-Guarantees: the range keeps its address for life; a place with no page behind it faults when it is touched; a page is mapped
-here only while this tenant owns it, and released only after it is unmapped.
+Guarantees: the range keeps its address for life; what touches a place with no page behind it reaches no page
+of the pool (in host memory it faults); a page is mapped here only while this tenant owns it, and released only after it is
+unmapped.
 :class:`~vllm_rlplugin.kvpool.pages.host_pages.HostRange` and :class:`~vllm_rlplugin.kvpool.pages.cuda_pages.CudaRange`
 say how pages are mapped.
 """

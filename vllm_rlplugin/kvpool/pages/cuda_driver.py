@@ -85,17 +85,21 @@ class CudaDriver:
         """Give them back."""
         self._check(self._library.rlc_cuda_free(self._handle, address, size))
 
-    def map(self, address: int, places: Pages, handles: Handles) -> None:
-        """These pages at these places of the range, all or none."""
+    def fill(self, address: int, places: Pages, dummy: int) -> None:
+        """The same page behind all of these places, which have none."""
+        self._check(self._library.rlc_cuda_fill(self._handle, address, places.ctypes.data, places.size, dummy))
+
+    def map(self, address: int, places: Pages, handles: Handles, dummy: int = 0) -> None:
+        """These pages at these places of the range, all or none. ``dummy``: the page that is there now; 0: none is."""
         self._check(
             self._library.rlc_cuda_map(
-                *(self._handle, address, places.ctypes.data, handles.ctypes.data, places.size),
+                *(self._handle, address, places.ctypes.data, handles.ctypes.data, places.size, dummy),
             )
         )
 
-    def unmap(self, address: int, places: Pages) -> None:
-        """What touches them afterwards is an illegal address."""
-        self._check(self._library.rlc_cuda_unmap(self._handle, address, places.ctypes.data, places.size))
+    def unmap(self, address: int, places: Pages, dummy: int = 0) -> None:
+        """``dummy`` is there afterwards; 0: what touches them is an illegal address."""
+        self._check(self._library.rlc_cuda_unmap(self._handle, address, places.ctypes.data, places.size, dummy))
 
     def zero(self, address: int, places: Pages) -> None:
         """Zeros, there when this returns."""

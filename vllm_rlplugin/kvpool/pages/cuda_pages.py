@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool.ledger import native_pages
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Pages, PoolError
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
@@ -69,14 +70,32 @@ class CreatedPages:
 
 
 class CudaRange(PageRange):
-    """``places`` pages of device addresses. ``scrub``: what appears here is zeroed before."""
+    """``places`` pages of device addresses. ``scrub``: what appears here is zeroed before.
+
+    Places without a page have one page of this process behind them, all the same one, of zeros at first: a kernel that follows
+    an old row of a block table (windows, rows beyond a request's blocks) ends in it, not with an illegal address. While a page
+    comes or goes its place has nothing, for some microseconds.
+    """
 
     def __init__(
         self, pool: PagePool, places: int, driver: CudaDriver, memory: PageSource, *, scrub: bool = False
     ) -> None:
         self._driver, self._memory, self._scrub = driver, memory, scrub
         self._said = ""
+        self._dummy = 0
         super().__init__(pool, places)
+        try:
+            (handle,) = driver.create_pages(1)
+        except DeviceFull as error:
+            self._free()
+            self.address = 0
+            raise ConfigError(
+                "kv_pool", str(pool.path), f"{error}: one page beside those of the pool is needed"
+            ) from error
+        everywhere = np.arange(places, dtype=np.uint64)
+        driver.fill(self.address, everywhere, int(handle))
+        driver.zero(self.address, everywhere[:1])
+        self._dummy = int(handle)
 
     def close(self) -> None:
         """See the base class. Lets go of the handles, not of the driver."""
@@ -92,6 +111,10 @@ class CudaRange(PageRange):
         return self._driver.reserve(self.bytes)
 
     def _free(self) -> None:
+        if self._dummy:
+            self._driver.unmap(self.address, np.arange(self.places, dtype=np.uint64))
+            self._driver.release_handles(np.array([self._dummy], np.uint64))
+            self._dummy = 0
         self._driver.free(self.address, self.bytes)
 
     def _map(self, places: Pages, pages: Pages) -> bool:
@@ -103,7 +126,7 @@ class CudaRange(PageRange):
         done = False
         try:
             self._mark(pages, True)
-            self._driver.map(self.address, places, handles)
+            self._driver.map(self.address, places, handles, self._dummy)
             if self._scrub:
                 self._zero(places)
             done = True
@@ -119,11 +142,11 @@ class CudaRange(PageRange):
         try:
             self._driver.zero(self.address, places)
         except PoolError:
-            self._driver.unmap(self.address, places)
+            self._driver.unmap(self.address, places, self._dummy)
             raise
 
     def _unmap(self, places: Pages, pages: Pages) -> None:
-        self._driver.unmap(self.address, places)
+        self._driver.unmap(self.address, places, self._dummy)
         self._memory.release_handles(pages)
         self._mark(pages, False)
 

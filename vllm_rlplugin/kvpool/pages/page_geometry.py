@@ -2,7 +2,7 @@
 
 A *group* is the least run of blocks that begins and ends at a page in every layer: its pages come and go together, and hold
 nothing else. In a layer-outermost layout these are some pages of each layer's region; where all layers of a block lie together
-it is one run.
+it is one run, and the last group may have fewer blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PageGeometry:
             raise ValueError("there is no KV cache")
         group = math.lcm(*(page_bytes // math.gcd(page_bytes, stride) for _, stride in found))
         wrong = [offset for offset, _ in found if offset % page_bytes]
-        if blocks % group or wrong:
+        if wrong or (blocks % group and len(found) > 1):
             best = max(group, blocks // group * group)
             raise ValueError(
                 f"{blocks} blocks of {found[0][1]} bytes do not lie in whole pages of {page_bytes} bytes: give "
@@ -49,11 +49,11 @@ class PageGeometry:
     @property
     def groups(self) -> int:
         """How many there are."""
-        return self.blocks // self.group_blocks
+        return -(-self.blocks // self.group_blocks)
 
     @property
     def pages_a_group(self) -> int:
-        """Pages that come and go together."""
+        """Pages that come and go together, at most."""
         return sum(self.group_blocks * stride // self.page_bytes for _, stride in self.regions)
 
     def places(self, groups: Iterable[int]) -> Pages:
@@ -63,14 +63,15 @@ class PageGeometry:
             if not 0 <= group < self.groups:
                 raise ValueError(f"group {group} of {self.groups}")
             for offset, stride in self.regions:
-                count = self.group_blocks * stride // self.page_bytes
-                begin = offset // self.page_bytes + group * count
+                each = self.group_blocks * stride // self.page_bytes
+                begin = offset // self.page_bytes + group * each
+                count = -(-len(self.blocks_of(group)) * stride // self.page_bytes)
                 runs.append(np.arange(begin, begin + count, dtype=np.uint64))
         return np.concatenate(runs) if runs else np.empty(0, np.uint64)
 
     def blocks_of(self, group: int) -> range:
         """Block ids."""
-        return range(group * self.group_blocks, (group + 1) * self.group_blocks)
+        return range(group * self.group_blocks, min(self.blocks, (group + 1) * self.group_blocks))
 
 
 def regions_of(tensors: Sequence[Any], layout: Any) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -41,9 +42,7 @@ class Child:
 
         plugin, core = settings.pop("plugin"), settings.pop("cpu", None)
         if "fake_driver" in plugin:
-            from tests.support.kvpool_engine import on_fake_driver
-
-            on_fake_driver(plugin.pop("fake_driver"))
+            importlib.import_module("tests.support.kvpool_engine").on_fake_driver(plugin.pop("fake_driver"))
         prepare_process(1, bool(plugin.get("kv_pool")))
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs

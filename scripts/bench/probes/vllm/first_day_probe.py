@@ -41,14 +41,14 @@ class LackingError(Exception):
 
 @contextmanager
 def driver_library(dry: bool, pages: int) -> Iterator[str]:
-    """NVIDIA's; or a stand-in of a device with so many pages, named in the environment for the processes that follow."""
+    """NVIDIA's; or a stand-in, named in the environment, of a device with so many pages and one more for each of two engines."""
     if not dry:
         yield LIBRARY
         return
     from tests.support import fake_cuda
 
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(fake_cuda.make_device(Path(folder) / "device", pages, _PAGE))
+        os.environ.update(fake_cuda.make_device(Path(folder) / "device", pages + 2, _PAGE))
         yield str(fake_cuda.library(Path(folder)))
 
 
@@ -81,7 +81,7 @@ def driver(dry: bool) -> dict[str, Any]:
         timed("map_one_page_everywhere", lambda: device.map(base, places, np.full(count, imported[0])))
         device.unmap(base, places)
         device.free(base, count * _PAGE)
-        timed("release", lambda: (device.release_handles(handles), device.release_handles(imported)))
+        timed("release", lambda: device.release_handles(np.concatenate([handles, imported])))
         return {
             "cuda": found.version,
             "devices": [asdict(gpu) for gpu in found.devices],
