@@ -22,6 +22,8 @@ RUN_ONLY = {
     "collective_timeout",
     "interface",
     "reference_samples",
+    "reference_path",
+    "reference_update_every",
     "logprob_gap_samples",
     "logprob_gap_alarm",
     "entropy_alarm",
