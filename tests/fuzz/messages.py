@@ -280,7 +280,7 @@ def environment_request(folder: Path) -> Drawn:
     from orchestrator.environments.environment_process import EnvironmentService
 
     loop = asyncio.new_event_loop()
-    valid = {"id": 1, "call": "reset", "prompt": environment_wire.prompt_fields(Prompt("k", "nim", 1, ""))}
+    valid = {"id": 1, "call": "reset", "prompt": asdict(Prompt("k", "nim", 1, ""))}
 
     def check(data: bytes) -> None:
         with inputs.bounded():

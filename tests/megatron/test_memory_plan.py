@@ -148,8 +148,8 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
         one.device["optimizer"],
     ]
     assert (
-        critic.parameters == 2 * parameters - 256 * hidden + hidden
-    )  # a critic has a number in place of the vocabulary
+        critic.parameters == 2 * parameters - 256 * hidden + hidden + 1
+    )  # a critic has a number, and its bias, in place of the vocabulary
     assert critic.device["gradients"] == pytest.approx(4 * critic.parameters, rel=0.02)
     assert even.parameters == uneven.parameters == read_shape(mixture).parameters - 512 * 64 - _other_stage(mixture)
     assert uneven.device["activations"] > even.device["activations"]
