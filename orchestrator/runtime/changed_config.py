@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from orchestrator.api import ConfigError
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config, apply_override, parse_config, to_json
+from orchestrator.events import read_events
 from orchestrator.run_folder import RunFolder
 
 # A name that ends with a dot is all of a section.
@@ -22,6 +23,13 @@ CHANGEABLE = (
     "rollout.stall_timeout", "rollout.heartbeat_seconds", "rollout.heartbeat_misses", "rollout.trajectory_timeout",
     "rollout.environment_reset_timeout", "rollout.environment_step_timeout",
 )  # fmt: skip
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    """Whether its last life said that it was complete. One that was killed after its last checkpoint has yet to be evaluated and
+    exported."""
+    said = [one for one in read_events(folder.events_file) if one.get("kind") in ("run_start", "run_end")]
+    return bool(said) and said[-1].get("status") == "completed"
 
 
 def notes_of(before: Config, after: Config) -> list[str]:
@@ -49,7 +57,7 @@ def config_to_continue(folder: RunFolder, overrides: Sequence[str]) -> Config:
             )
     changed = parse_config(data)
     done = Checkpoints(folder.checkpoints, 1).last_step()
-    if done >= changed.run.steps:
+    if done > changed.run.steps or (done == changed.run.steps and _has_ended(folder)):
         extend = f"extend it with run.steps={2 * done}, for example"
         fix = f"the run is complete: {done} of {config.run.steps} steps are done; {extend}"
         raise ConfigError("--resume", str(folder.path), fix)

@@ -101,7 +101,8 @@ def _unknown(place: tuple[str, ...], item: Any, model: type[BaseModel], prefix: 
         near = difflib.get_close_matches(name, fields, n=1)
         return f"unknown section; did you mean [{near[0]}]?" if near else "unknown section; docs/config.md lists all"
     keys = {".".join((*prefix, *path)) for path in _paths(model)}
-    own = [key for key in ALIASES.get(name, ()) if key in keys or key.startswith(_OPEN)]
+    there = tuple(section for section in _OPEN if section.removesuffix(".") in keys)
+    own = [key for key in ALIASES.get(name, ()) if key in keys or (there and key.startswith(there))]
     if any(key.startswith(f"{above}.") for key in own):  # the section was right
         own = [key for key in own if key.startswith(f"{above}.")]
     near = [f"{above}.{key}".lstrip(".") for key in difflib.get_close_matches(name, fields, n=3)]

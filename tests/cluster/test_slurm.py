@@ -110,7 +110,8 @@ class Slurm:
         path = real_runs.ROOT / "deploy" / "slurm" / script
         environment = self.variables | {"RL_COSERVE_VENV": os.environ.get("VIRTUAL_ENV", str(Path(sys.prefix)))}
         output = self.folder / f"{script}.out"
-        said = self.first.run(["sbatch", "--parsable", f"--output={output}", str(path), *arguments], environment)
+        where = [f"--chdir={self.folder}", f"--output={output}"]  # its servers' logs lie where the job runs
+        said = self.first.run(["sbatch", "--parsable", *where, str(path), *arguments], environment)
         job = said.strip()
         deadline = time.monotonic() + 420
         while (state := self._state(job)) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):

@@ -26,7 +26,7 @@ DOCUMENTS = [
 ]
 PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin", "patches")
 LONGEST = 1000  # lines: one role a file, however long, but no longer than a reader can hold
-TEXT = {".py", ".sh", ".md", ".toml", ".yml", ".yaml", ".cfg", ".html", ".css", ".js", ".json", ".txt", ""}
+TEXT = {".py", ".sh", ".md", ".toml", ".yml", ".yaml", ".cfg", ".html", ".css", ".js", ".json", ".txt", ".log", ""}
 
 # Written in pieces, so that this file does not contain what it looks for.
 MACHINE_PATHS = ["/" + path for path in ("work/", "opt/wheels", "root/", "opt/pypi")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,12 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def did(folder: RunFolder, steps: int) -> None:
+def did(folder: RunFolder, steps: int, status: str = "completed") -> None:
     (folder.checkpoints / f"step-{steps:06d}").mkdir(parents=True)
+    events = [{"kind": "run_start"}, {"kind": "step"}, *([{"kind": "run_end", "status": status}] if status else [])]
+    folder.events_file.write_text(
+        "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in events) + '{"kind":"run_e'
+    )
 
 
 def test_a_run_continues_with_its_own_config_and_what_was_changed(folder: RunFolder) -> None:
@@ -55,6 +60,14 @@ def test_a_complete_run_is_not_started_again_unless_it_is_given_more(folder: Run
     with pytest.raises(ConfigError, match="40 of 40 steps are done"):
         config_to_continue(folder, ["run.steps=39"])
     assert config_to_continue(folder, ["run.steps=41"]).run.steps == 41
+
+
+@pytest.mark.parametrize("status", ["", "failed", "interrupted"])
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_brought_to_its_end(folder: RunFolder, status: str) -> None:
+    did(folder, 40, status)
+    assert config_to_continue(folder, []).run.steps == 40
+    with pytest.raises(ConfigError, match="40 of 40 steps are done"):
+        config_to_continue(folder, ["run.steps=39"])
 
 
 def test_the_command_refuses_with_status_2_and_leaves_the_folder_as_it_is(
