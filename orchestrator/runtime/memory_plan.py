@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
 from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
@@ -85,10 +85,11 @@ def describe(rows: Sequence[MemoryRow]) -> list[str]:
     return lines
 
 
-def check(config: Config) -> None:
-    """Refuse what is known not to fit, where the model is large and the device known. Raises ConfigError."""
+def check(config: Config) -> list[str]:
+    """Refuse what is known not to fit, where the model is large and the device known; what was not planned, in words: a mixture
+    of experts takes minutes, and a node without Megatron-Core can plan nothing. Raises ConfigError."""
     if not config.model.path:
-        return
+        return []
     shape = named_function("model.path", _SHAPE)(config.model.path)
     needed, relay = relay_segment(config, shape), config.relay
     whole = relay.kind == "mooncake" and not relay.snapshot_every  # differences are smaller by what nobody knows yet
@@ -96,10 +97,18 @@ def check(config: Config) -> None:
         fix = f"is too small for {relay.keep_versions + 1} versions of this model: 0, or at least {needed >> 20}"
         raise ConfigError("relay.segment_mb", relay.segment_mb, fix)
     if shape.parameters < LARGE or device_bytes(config, config.resources.trainer) is None:
-        return
-    for row in memory_rows(config, config.model.path):
+        return []
+    command = "`rl-coserve plan CONFIG --memory` plans it"
+    if shape.num_experts:
+        return [f"the memory of this mixture of experts was not planned, which takes minutes: {command}"]
+    try:
+        rows = memory_rows(config, config.model.path)
+    except RunError as error:
+        return [f"the memory of this model was not planned ({error}): {command} where Megatron-Core is installed"]
+    for row in rows:
         if row.over:
             raise ConfigError("model.path", config.model.path, f"does not fit: {describe([row])[0]}")
+    return []
 
 
 def notes(config: Config) -> list[str]:

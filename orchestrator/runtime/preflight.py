@@ -48,6 +48,7 @@ def make_task(config: Config) -> Task:
 def check(config: Config, task: Task) -> list[str]:
     """Run all checks; returns what could not be checked here, in words. Nothing is started or written. Raises one ConfigError:
     the first that a check found, with the others below its fix."""
+    unplanned: list[str] = []
     checks: list[Callable[[], object]] = [
         *(partial(tested_versions.check_version, item) for item in requirements.required_components(config)),
         lambda: requirements.require_packages(config),
@@ -68,7 +69,7 @@ def check(config: Config, task: Task) -> list[str]:
         lambda: kv_setup.check(config),
         lambda: pool_requests.check(config),
         lambda: run_view.check_view(config),
-        lambda: memory_plan.check(config),
+        lambda: unplanned.extend(memory_plan.check(config)),
         lambda: discovery.check(config, task),
     ]
     found: dict[str, ConfigError] = {}  # one cause may fail two checks
@@ -86,7 +87,11 @@ def check(config: Config, task: Task) -> list[str]:
     names = ", ".join(dict.fromkeys(name for group in config.rollout.engine_groups for name in group.unchecked))
     why = "vLLM is not installed here; each engine checks them when it starts"
     table = ".".join(config.rollout.engine_groups[0].table)
-    return [*memory_plan.notes(config), *([f"{table}: {names} could not be checked: {why}"] if names else [])]
+    return [
+        *unplanned,
+        *memory_plan.notes(config),
+        *([f"{table}: {names} could not be checked: {why}"] if names else []),
+    ]
 
 
 def _heldout(config: Config) -> None:

@@ -24,7 +24,7 @@ from megatron_rlplugin.memory.trainer_plan import GB, answer_of, plan_trainer  #
 from megatron_rlplugin.model_families import read_shape  # noqa: E402
 from megatron_rlplugin.parallel_layout import ParallelLayout  # noqa: E402
 from orchestrator import cli  # noqa: E402
-from orchestrator.api import ConfigError  # noqa: E402
+from orchestrator.api import ConfigError, RunError  # noqa: E402
 from orchestrator.config import Config, load_config  # noqa: E402
 from orchestrator.runtime import memory_plan  # noqa: E402
 from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
@@ -267,7 +267,24 @@ def test_a_model_that_does_not_fit_its_devices_is_refused_before_anything_starts
     memory_plan.check(large(tmp_path, *POOLS, "resources.memory_gb={H800=200}"))
     memory_plan.check(large(tmp_path))  # nobody knows the device
     planned(monkeypatch, GB)
-    memory_plan.check(large(tmp_path, *POOLS))
+    assert memory_plan.check(large(tmp_path, *POOLS)) == []
+
+
+def test_a_start_waits_for_no_plan_that_takes_minutes_and_needs_no_megatron_where_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(request: StepRequest) -> Any:
+        raise RunError("there is no Megatron-Core")
+
+    monkeypatch.setattr(trainer_plan, "run_request", run)
+    (said,) = memory_plan.check(large(tmp_path, *POOLS))
+    assert "was not planned (there is no Megatron-Core)" in said
+    config = large(tmp_path, *POOLS)
+    file = Path(config.model.path) / "config.json"
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 8, "head_dim": 128}
+    file.write_text(json.dumps(json.loads(file.read_text()) | experts | {"moe_intermediate_size": 768}))
+    (said,) = memory_plan.check(config)
+    assert "mixture of experts was not planned, which takes minutes" in said
 
 
 def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
