@@ -49,10 +49,7 @@ class CheckpointWriter:
         with _no_queue_process():
             dist_checkpointing.save(state, str(folder), strategy, **options)
         writer, metadata = strategy.planned
-        buckets = [
-            (file, key, (texts, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
-            for file, key, (texts, tensors) in writer.write_buckets
-        ]
+        buckets = [_on_host(bucket) for bucket in writer.write_buckets]
         if self._group is None and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._limit))
 
@@ -140,6 +137,12 @@ def _planning_strategy() -> Any:
             return super()._get_save_and_finalize_callbacks(writer, planned, *more)
 
     return PlanningStrategy("torch_dist", 1, thread_count=1)
+
+
+def _on_host(bucket: Any) -> Any:
+    """A copy of what goes into one file; not on the device, which has no room for the state twice."""
+    file, key, (texts, tensors) = bucket
+    return file, key, (texts, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors])
 
 
 def _write_bucket(writer: Any, bucket: Any) -> list[Any]:

@@ -67,9 +67,7 @@ class TrainerParts:
 def export(learner: Learner, replicas: Replicas, folder: str | Path) -> None:
     """A Hugging Face folder with the present weights; config and tokenizer are copied from the model's folder. Every rank calls
     it."""
-    together(
-        replicas, "write the Hugging Face folder", lambda: export_folder(learner.chunks, learner.folder, folder)
-    )
+    together(replicas, "write the Hugging Face folder", lambda: export_folder(learner.chunks, learner.folder, folder))
 
 
 def begin_save(parts: TrainerParts, position: TrainerPosition, folder: str | Path, writer: CheckpointWriter) -> None:
@@ -124,9 +122,7 @@ def load(parts: TrainerParts, folder: str | Path) -> TrainerPosition:
         parts.reference = parts.policy.snapshot()
     rank, world = replicas.rank, ours["world"]
     state = _sharded(parts, rank if world == replicas.world else 0, world, ours)
-    loaded = _reading(
-        path, lambda: dist_checkpointing.load(state, str(path), validate_access_integrity=False)
-    )
+    loaded = _reading(path, lambda: dist_checkpointing.load(state, str(path), validate_access_integrity=False))
     for learner, prefix in zip(_learners(parts), ("", _CRITIC), strict=False):
         for chunk, name in zip(learner.chunks, _names(learner, prefix), strict=True):
             chunk.module.load_state_dict(loaded[name])
@@ -241,7 +237,9 @@ def _reading(path: Path, act: Callable[[], Any]) -> Any:
 
 
 def _foreign(path: Path, why: str) -> ConfigError:
-    return ConfigError("checkpoint", str(path), f"is no checkpoint of this trainer; give a folder that it saved ({why})")
+    return ConfigError(
+        "checkpoint", str(path), f"is no checkpoint of this trainer; give a folder that it saved ({why})"
+    )
 
 
 class _IndexReader(pickle.Unpickler):

@@ -121,7 +121,9 @@ def weights_digest(learner: Learner) -> str:
 def state_digest(learner: Learner) -> str:
     """Of this rank's weights and optimizer state: masters, moments, steps."""
     found = [parameter.detach() for parameter in learner.parameters()]
-    found += [kept.tensors[name] for kept in sharded_state.kept_state(learner.optimizer) for name in sorted(kept.tensors)]
+    found += [
+        kept.tensors[name] for kept in sharded_state.kept_state(learner.optimizer) for name in sorted(kept.tensors)
+    ]
     return _digest([*found, torch.tensor(sharded_state.steps_of(learner.optimizer))])
 
 
