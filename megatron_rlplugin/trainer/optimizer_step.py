@@ -74,7 +74,7 @@ class Stepper:
     ) -> None:
         """Add the gradients of these micro-batches. ``last``: no more will come. ``complete``: what needs forward passes
         is filled into ``rows`` first."""
-        now, own = self._dealer.deal_micro_batches(plans, last=last)
+        now, own = self._dealer.deal_micro_batches(plans, self._experience.work(rows, plans), last=last)
         if complete:
             self._experience.complete_rows(rows, now, own)
         loss = self._settings.loss_mean
@@ -126,7 +126,8 @@ class Stepper:
         """The trajectories whose gradient is not finite, when they are computed alone. Replicas share the search, so that it
         takes as long as a step; those that share experts cannot, and compute everything together."""
         if self._replicas.world > 1:
-            now, own = self._replicas.dealer().deal_micro_batches(self._plans, last=True)
+            work = self._experience.work(rows, self._plans)
+            now, own = self._replicas.dealer().deal_micro_batches(self._plans, work, last=True)
             self._experience.complete_rows(rows, now, own, everywhere=True)
         found = self._not_finite(rows, self._plans, learner, loss)
         whole = [self._plans[place] for place in found]

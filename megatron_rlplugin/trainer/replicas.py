@@ -1,8 +1,9 @@
 """What this rank does of a step, and how the ranks' parts become one again.
 
-Guarantees: every rank is given the same trajectories; which data-parallel replica computes a micro-batch depends on its
-number only (uneven shares are fine); what was summed is equal on all ranks, bit for bit. With one rank nothing is
-communicated. With expert parallelism, replicas that share experts run the same number of micro-batches, idle ones added.
+Guarantees: every rank is given the same trajectories; which data-parallel replica computes a micro-batch depends on it and on
+those before it, not on how they come in (uneven shares are fine); what was summed is equal on all ranks, bit for bit. With one
+rank nothing is communicated. With expert parallelism, replicas that share experts run the same number of micro-batches, idle
+ones added.
 """
 
 from __future__ import annotations
@@ -102,23 +103,38 @@ class Replicas:
 
 
 class Dealer:
-    """Micro-batch ``k`` of a step goes to replica ``k % count``, however the micro-batches come in."""
+    """Each micro-batch of a step goes to the replica with the least work so far, however the micro-batches come in: longest
+    first, this is at most 4/3 of the best split (Graham, 1969). Equal work goes round."""
 
     def __init__(self, index: int, count: int, *, in_step: bool) -> None:
         self._index, self._count, self._in_step = index, count, in_step
-        self._dealt = 0
-        self._waiting: list[list[int]] = []
+        self._work = [0.0] * count  # that each replica was dealt
+        self._waiting: list[tuple[list[int], float]] = []
 
     def deal_micro_batches(
-        self, plans: Sequence[list[int]], *, last: bool = False
+        self, plans: Sequence[list[int]], work: Sequence[float] = (), *, last: bool = False
     ) -> tuple[list[list[int]], list[MicroBatchShare]]:
-        """(the micro-batches that replicas compute now, those of this one). Replicas in step wait for a whole round,
-        except for the ``last``, which idle copies make whole."""
-        now = [*self._waiting, *plans]
+        """(the micro-batches that replicas compute now, those of this one). ``work``: of each, in any unit; none: all the same.
+        Replicas in step wait for a whole round, in which each gets one, except for the ``last``, which idle copies make whole."""
+        now = [*self._waiting, *zip(plans, work or [1.0] * len(plans), strict=True)]
         whole = len(now) if last or not self._in_step else len(now) // self._count * self._count
         now, self._waiting = now[:whole], now[whole:]
-        own = [MicroBatchShare(members) for k, members in enumerate(now, self._dealt) if k % self._count == self._index]
-        self._dealt += len(now)
-        if last and self._in_step and self._dealt % self._count and self._index >= self._dealt % self._count:
-            own.append(MicroBatchShare(now[-1], idle=True))
-        return now, own
+        own: list[MicroBatchShare] = []
+        for start in range(0, whole, self._count):
+            own += self._deal_round(now[start : start + self._count])
+        return [members for members, _ in now], own
+
+    def _deal_round(self, dealt: Sequence[tuple[list[int], float]]) -> list[MicroBatchShare]:
+        own: list[MicroBatchShare] = []
+        free = list(range(self._count))
+        order = sorted(dealt, key=lambda one: -one[1]) if self._in_step else dealt
+        for members, work in order:
+            replica = min(free, key=lambda index: (self._work[index], index))
+            self._work[replica] += work
+            if self._in_step:
+                free.remove(replica)
+            if replica == self._index:
+                own.append(MicroBatchShare(members))
+        if self._in_step and self._index in free:
+            own.append(MicroBatchShare(order[-1][0], idle=True))
+        return own
