@@ -224,7 +224,10 @@ class LLMProxy:
 
         async def one(state: WorkerState) -> str:
             limit = self.limits.prepare
-            if why := await failure_of(state.worker.prepare(version), limit, f"no answer for {limit} s"):
+            why = await failure_of(state.worker.prepare(version), limit, f"no answer for {limit} s")
+            if why and (state.parked or state.lent):  # it was taken away meanwhile
+                return ""
+            if why:
                 self.note_fault(f"prepare {state.worker.name}", why)
             return why
 

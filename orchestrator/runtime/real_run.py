@@ -156,7 +156,7 @@ def _remove_unless_locked(lock: Path) -> None:
 
 def _start_local_ray(**options: Any) -> None:
     """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception. Two that
-    start at once may choose one port: the other's head refuses this one's token. Neither lasts, so both are tried again."""
+    start at once may choose one port. Neither lasts, so both are tried again."""
     folder = _ray_folder()
     if "ray" not in sys.modules:  # it looks at its mode when it is imported; a later start switches tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -164,6 +164,7 @@ def _start_local_ray(**options: Any) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
     import ray
 
+    _forget_ray_token()
     # "local": a new one, whatever an earlier Ray of this process left in the folder, which Ray makes 0777; nobody gets as far
     options |= {"address": "local", "_temp_dir": f"{folder}/r"}
     if ray.is_initialized():  # what runs there is not ours to shut down
@@ -176,6 +177,14 @@ def _start_local_ray(**options: Any) -> None:
             ray.shutdown()
             if last or isinstance(error, ValueError | TypeError):  # of the options
                 raise RuntimeError(str(error)) from error
+
+
+def _forget_ray_token() -> None:
+    """Ray reads its token once per process. An earlier Ray of this process may have had another, which the new head refuses."""
+    from ray import _raylet
+
+    if loader := getattr(_raylet, "AuthenticationTokenLoader", None):  # not in every version
+        loader.instance().reset_cache()
 
 
 async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
