@@ -50,6 +50,13 @@ def test_a_link_has_its_rate_and_counts_its_bytes(hosts: list[Host]) -> None:
     assert BYTES * 8 / seconds < 1.2 * 200e6  # and a burst of 1 MB
 
 
+def test_a_rank_that_ran_alone_in_the_test_leaves_nothing_to_a_host(
+    hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert "GLOO_SOCKET_IFNAME" not in hosts[0].run(["env"])
+
+
 def test_a_host_that_dies_and_a_link_that_is_cut_leave_the_others_alone(hosts: list[Host]) -> None:
     sleepers = [host.start(["sleep", "60"]) for host in hosts]
     deadline = time.monotonic() + 10

@@ -53,7 +53,10 @@ class Host:
     ) -> subprocess.Popen[str]:
         """A process of this host."""
         wrapped = self.hosts.inside("ip", "netns", "exec", self.name, *command)
-        return subprocess.Popen(wrapped, env={**os.environ, **(environment or {})}, text=True, **options)
+        own = {
+            name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"
+        }  # "lo" since a rank ran here
+        return subprocess.Popen(wrapped, env={**own, **(environment or {})}, text=True, **options)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 60) -> str:
         """What it printed. Raises CalledProcessError with its output."""
