@@ -293,7 +293,7 @@ class RayWorker(EnginePort):
         """End the process, and give its devices back; ``restart`` asks for others."""
         await self.close()
         if self._actor.placement is not None:
-            await asyncio.to_thread(self._actor.placement.hand_in)
+            await asyncio.to_thread(self._actor.placement.release)
 
 
 class RayTrainer(TrainerPort):
