@@ -38,7 +38,7 @@ from orchestrator.api import (
     Trainer,
 )
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
-from orchestrator.cluster.actor import Actor
+from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
 
 if TYPE_CHECKING:
@@ -207,16 +207,19 @@ class RayWorker(EnginePort):
         target: str,
         kwargs: Mapping[str, Any],
         *,
+        there: Callable[[FirstReport], Mapping[str, Any]] = lambda report: {},
         first_device: int = -1,
         ranks: int | None = None,
     ) -> None:
-        """``target``: the plugin's class. ``first_device``: where the devices begin that it may have, of this machine's, where
-        it has no place in Ray; -1: nobody says. ``ranks``: how many it begins with, 0 for none (None: what ``kwargs`` say)."""
+        """``target``: the plugin's class. ``there``: keywords that depend on where it started. ``first_device``: where the
+        devices begin that it may have, of this machine's, where it has no place in Ray; -1: nobody says. ``ranks``: how many it
+        begins with, 0 for none (None: what ``kwargs`` say)."""
         self.name = actor.name
         self._engines = engines
         self._actor = actor
         self._target = target
         self._kwargs = {**kwargs, "name": self.name}
+        self._there = there
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
         self._first_device = first_device if actor.placement is None else -1
         if ranks is not None:
@@ -237,8 +240,8 @@ class RayWorker(EnginePort):
             return
         await asyncio.to_thread(self._actor.place)
         self._actor.start()
-        await self._engines.hear(self._actor)
-        self.process = await self._call("create", self._target, self._kwargs)
+        there = self._there(await self._engines.hear(self._actor))
+        self.process = await self._call("create", self._target, {**self._kwargs, **there})
 
     async def restart(self) -> None:
         """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8). Raises MachineGone
@@ -293,7 +296,7 @@ class RayWorker(EnginePort):
         """End the process, and give its devices back; ``restart`` asks for others."""
         await self.close()
         if self._actor.placement is not None:
-            await asyncio.to_thread(self._actor.placement.hand_in)
+            await asyncio.to_thread(self._actor.placement.release)
 
 
 class RayTrainer(TrainerPort):

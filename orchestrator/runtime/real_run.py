@@ -24,11 +24,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -354,7 +353,12 @@ class _Assembly:
         for name, at in caches.places.items():
             self.display.message(f"{name} reads weights at the cache of its site, {at}")
         beside = {**rewards.beside, **printed, **caches.variables}
-        told = partial(caches.endpoint_of, endpoint=endpoint)
+        for label, at in caches.labels.items():
+            self.display.message(f"engines on nodes with {label} read weights at the cache of their site, {at}")
+
+        def told(worker: str, labels: Mapping[str, str]) -> RelayEndpoint:
+            return caches.endpoint_of(worker, endpoint, labels)
+
         engines = OwnEngines(config, model, told, places, cut, beside, self._hear, later)
         self.stack.push_async_callback(engines.close)
         workers = engines.workers
