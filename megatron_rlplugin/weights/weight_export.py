@@ -45,9 +45,9 @@ def serving_shards(
     """(key, contiguous tensor on the model's device) of what this rank exports, in the model's order.
 
     ``chunks``: this rank's model chunks. ``dtype`` None: each weight in the dtype that the model has it in, so that nothing
-    is cast (a router may be float32 in a bfloat16 model). ``bucket_bytes``: parts are at most this large, and
-    ``ShardKey.bucket`` numbers the buckets of this rank that they fill, from 0. Parts of an unchanged model are the same in
-    every call.
+    is cast (a router may be float32 in a bfloat16 model); the bias of a router never is. ``bucket_bytes``: parts are at most
+    this large, and ``ShardKey.bucket`` numbers the buckets of this rank that they fill, from 0. Parts of an unchanged model
+    are the same in every call.
     """
     for _, cuts in groupby(_cuts(chunks, dtype, bucket_bytes), key=lambda cut: cut[1].piece):
         value: Tensor | None = None
@@ -69,7 +69,7 @@ def _cuts(
     chunks: Sequence[Any], dtype: str | None, bucket_bytes: int
 ) -> Iterator[tuple[TensorPiece, ShardPart, ShardKey]]:
     mine = list(tensor_pieces(chunks))
-    dtypes = [piece.parameter.dtype if dtype is None else _dtype(dtype) for piece in mine]
+    dtypes = [piece.parameter.dtype if dtype is None or piece.keeps_dtype else _dtype(dtype) for piece in mine]
     bucket = filled = 0
     for part in own_parts(mine, [wanted.itemsize for wanted in dtypes], bucket_bytes):
         piece, named = mine[part.piece], str(dtypes[part.piece]).removeprefix("torch.")
