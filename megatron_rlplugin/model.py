@@ -11,7 +11,7 @@ were not run.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +48,7 @@ def transformer_config(
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or shape.latent is not None,
         gated_linear_unit=True,
         activation_func=_ACTIVATIONS[shape.family.activation],
         add_bias_linear=shape.family.bias,
@@ -145,6 +145,9 @@ def _mixture(shape: ModelShape) -> dict[str, Any]:
 
 def _latent(shape: ModelShape) -> dict[str, Any]:
     assert shape.latent is not None
+    if shape.latent.q_lora_rank is None and importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config"):
+        fix = "must be given: this Megatron-Core puts a norm before queries that are not compressed; 0.16.1 does not"
+        raise ConfigError("model.q_lora_rank", None, fix)
     found: dict[str, Any] = {
         "q_lora_rank": shape.latent.q_lora_rank,
         "kv_lora_rank": shape.latent.kv_lora_rank,
@@ -308,6 +311,7 @@ def _layers(shape: ModelShape, config: Any, stage: int | None) -> Any:
 def _layer(shape: ModelShape, experts: int | None) -> Any:
     """One layer, with experts or dense."""
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.identity_op import IdentityOp
 
     from megatron_rlplugin.model_layers import (
         BiasedExpertLinear,
@@ -337,14 +341,21 @@ def _layer(shape: ModelShape, experts: int | None) -> Any:
         if norms:
             for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
                 setattr(attention.submodules, name, RMSNorm)
+        if shape.latent and shape.latent.q_lora_rank is None:
+            attention.submodules.q_layernorm = IdentityOp  # queries that are not compressed have none
         if shape.windowed_layers or latent:
             attention.submodules.core_attention = LocalAttention
     if shape.family.bias and experts:
-        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
+        _submodules(_submodules(layer.submodules.mlp).experts).linear_fc2 = BiasedExpertLinear
     if shape.family.gemma:
         attention.module = WindowRopeAttention
-        attention.submodules.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        attention.submodules.linear_proj = _submodules(layer.submodules.mlp).linear_fc2 = NormedRowParallelLinear
     return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Of a feed forward: a specification in 0.16.1, a ``functools.partial`` in 0.19.2."""
+    return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
 
 def _mark_shards(model: Any) -> None:

@@ -225,7 +225,7 @@ FAMILIES = [  # beyond those above; the folders are transformers'
     ("tensor-glm", "glm", {"tensor": 2, "sequence": True}),
     ("tensor-qwen2-moe", "qwen2-moe", {"tensor": 2, "sequence": True}),
     ("expert-deepseek", "deepseek-v3", {"expert": 2}),
-    ("pipeline-deepseek", "deepseek-yarn", {"pipeline": 2}),
+    ("pipeline-deepseek", "deepseek-v3", {"pipeline": 2}),
     ("expert-gpt-oss", "gpt-oss", {"expert": 2}),
     ("pipeline-gpt-oss", "gpt-oss", {"pipeline": 2}),
     ("virtual-qwen3-moe-dense", "qwen3-moe-dense", {"pipeline": 2, "virtual": 2}),
