@@ -36,6 +36,9 @@ def transformer_config(
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if (rate := (options or {}).get("moe_router_bias_update_rate")) and layout.sequence and layout.pipeline > 1:
+        fix = "must be unset with sequence and pipeline parallelism: Megatron-Core cannot tell padding there, which would count"
+        raise ConfigError("trainer.megatron.moe_router_bias_update_rate", rate, fix)
     mixture = _mixture(shape) if shape.num_experts else {}
     if layout.virtual is not None:  # without overlap the interleaved schedule needs another order of sends
         mixture |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -224,7 +227,7 @@ def build_model(
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_rlplugin.model_layers import scale_embeddings, scale_rope
+    from megatron_rlplugin.model_layers import count_load, scale_embeddings, scale_rope
 
     config = transformer_config(shape, DTYPES[dtype], layout, options)
     chunks = []
@@ -252,10 +255,9 @@ def build_model(
         _mark_shards(model)
         model.to(device())
         chunks.append(Float16Module(config, model) if config.bf16 else model)
-        for module in model.modules():  # Float16Module rounds what must stay fp32 until the first forward pass
+        for module in model.modules():
             if isinstance(module, TopKRouter) and module.expert_bias is not None:
-                module.expert_bias.data = module.expert_bias.data.float()
-                module.local_tokens_per_expert.data = module.local_tokens_per_expert.data.float()
+                count_load(module)
     return chunks
 
 

@@ -484,6 +484,9 @@ class _Reader:
             "final_logit_softcapping": data.get("final_logit_softcapping") is not None,
             "attn_logit_softcapping": data.get("attn_logit_softcapping") is not None,
             "use_bidirectional_attention": bool(data.get("use_bidirectional_attention", False)),
+            "topk_method": family.sigmoid_router and data.get("topk_method", "noaux_tc") != "noaux_tc",
+            "scoring_func": family.sigmoid_router and data.get("scoring_func", "sigmoid") != "sigmoid",
+            "moe_layer_freq": data.get("moe_layer_freq", 1) != 1,
             "swiglu_alpha": data.get("swiglu_alpha", 1.702) != 1.702,
         }
         for name, wrong in refused.items():

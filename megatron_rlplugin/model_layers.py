@@ -26,6 +26,7 @@ __all__ = [
     "NormedRowParallelLinear",
     "RMSNorm",
     "WindowRopeAttention",
+    "count_load",
     "scale_embeddings",
     "scale_rope",
 ]
@@ -115,6 +116,23 @@ class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
         return output.clone(), bias
+
+
+def count_load(router: Any) -> None:
+    """Let this ``TopKRouter`` count, of its experts' load, what is no padding: 0.16.1's own counting cannot take a mask.
+
+    In a bfloat16 model its counts and bias are fp32, from now on: Megatron makes them so in the first forward pass only.
+    """
+    router.expert_bias.data = router.expert_bias.data.float()
+    router.local_tokens_per_expert.data = router.local_tokens_per_expert.data.float()
+    router._apply_expert_bias = partial(_add_load, router)
+
+
+def _add_load(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    if torch.is_grad_enabled():  # not in passes without a gradient, nor when activations are computed again
+        with torch.no_grad():
+            counted = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
+            router.local_tokens_per_expert += counted.sum(dim=0)
 
 
 def scale_embeddings(model: Any, factor: float) -> None:

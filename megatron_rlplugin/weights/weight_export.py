@@ -79,6 +79,28 @@ def _cuts(
         yield piece, part, ShardKey(piece.name, part.dim, part.start, part.stop, piece.shape, named, ENCODING, bucket)
 
 
+def converted_shards(
+    converter: Any, chunks: Sequence[Any], rank: int, size: int, *, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[ShardKey, Tensor]]:
+    """As :func:`serving_shards`, of a model whose Hugging Face tensors somebody else's converter makes: one with
+    Megatron-Bridge's ``export_hf_weights(model, cpu=, show_progress=)``, which gathers each tensor on every rank, as
+    (name, tensor). This rank, of ``size``, gives every ``size``-th of them; it takes all, since gathering is collective."""
+    bucket = filled = 0
+    for index, (name, value) in enumerate(converter.export_hf_weights(list(chunks), cpu=False, show_progress=False)):
+        if index % size != rank:
+            continue
+        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        rows = max(bucket_bytes // max(value[:1].nbytes, 1), 1) if value.dim() else 1
+        whole = not value.dim() or rows >= shape[0]
+        for start in [0] if whole else range(0, shape[0], rows):
+            part = value if whole else value[start : start + rows]
+            if filled and filled + part.nbytes > bucket_bytes:
+                bucket, filled = bucket + 1, 0
+            filled += part.nbytes
+            dim, first, last = (-1, 0, 0) if whole else (0, start, start + len(part))
+            yield ShardKey(name, dim, first, last, shape, dtype, ENCODING, bucket), part.detach().contiguous()
+
+
 def own_parts(mine: Sequence[TensorPiece], itemsize: int | Sequence[int], bucket_bytes: int) -> list[ShardPart]:
     """What of these pieces this rank exports, in their order. A pure function. ``itemsize``: of all, or of each.
 

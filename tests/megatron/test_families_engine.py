@@ -65,7 +65,9 @@ prepare_process(1)
 vllm_rlplugin.activate()
 vllm_rlplugin.register_backend()
 folders, prompts = json.loads(sys.argv[1])
-sampling = SamplingParams(max_tokens=10, temperature=1.0, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False, seed=1)
+sampling = SamplingParams(
+    max_tokens=10, temperature=1.0, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False, seed=1
+)
 found = []
 for folder, relay, version in folders:
     server = Server(folder, RelayEndpoint.from_dict(relay))

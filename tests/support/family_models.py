@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 VOCABULARY = 60
-LENGTH = 24  # longer than a window, shorter than max_position_embeddings
+LENGTH = 24  # longer than a window and than what yarn scales from
 _ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 48,
+    "hidden_size": 128,
     "intermediate_size": 80,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
+    "head_dim": 32,  # the least that vLLM computes on a CPU
+    "max_position_embeddings": 256,  # what the engine tests ask vLLM for
     "rope_parameters": _ROPE,
     "tie_word_embeddings": False,
     "bos_token_id": None,
@@ -41,6 +41,7 @@ _SIGMOID = {
     "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
 }
+_DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # keys of the published folders, which vLLM reads
 _YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -49,7 +50,7 @@ _YARN = {
     "beta_slow": 1.0,
 }
 _LATENT = {
-    "num_key_value_heads": 6,
+    "num_key_value_heads": 4,
     "q_lora_rank": 20,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
@@ -59,11 +60,10 @@ _LATENT = {
 
 # name -> (transformers' config class, what differs from _COMMON)
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"head_dim": 8}),
+    "llama": ("LlamaConfig", {}),
     "llama3-rope": (
         "LlamaConfig",
         {
-            "head_dim": 8,
             "tie_word_embeddings": True,
             "rope_parameters": {
                 "rope_type": "llama3",
@@ -75,7 +75,7 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "linear-rope": ("LlamaConfig", {"head_dim": 8, "rope_parameters": _ROPE | {"rope_type": "linear", "factor": 2.0}}),
+    "linear-rope": ("LlamaConfig", {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 2.0}}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {"head_dim": None}),
@@ -86,11 +86,12 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3MoeConfig", _EXPERTS),
     "qwen3-moe-dense": ("Qwen3MoeConfig", _EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
-    "deepseek-v3": ("DeepseekV3Config", _SIGMOID | _LATENT | {"head_dim": None}),
+    "deepseek-v3": ("DeepseekV3Config", _SIGMOID | _LATENT | _DEEPSEEK | {"head_dim": None}),
     "deepseek-yarn": (
         "DeepseekV3Config",
         _SIGMOID
         | _LATENT
+        | _DEEPSEEK
         | {
             "head_dim": None,
             "q_lora_rank": None,
