@@ -86,13 +86,19 @@ class MicroBatch:
     counts: tuple[int, ...]  # policy tokens of each trajectory
     indices: tuple[int, ...]  # which rows these are
     packed: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # tokens that are no padding, of each row; of a packed one, all
     values_T: Tensor | None = None  # the critic's, at the step's start
     returns_T: Tensor | None = None  # what the critic is trained towards
 
     def idle_copy(self) -> MicroBatch:
         """The same to compute, weighing nothing in loss and denominator: where a schedule wants more micro-batches."""
         tokens = replace(self.tokens, weights_T=torch.zeros_like(self.tokens.weights_T), denominator=0)
-        return replace(self, tokens=tokens)
+        return replace(self, tokens=tokens, lengths=(0,) * len(self.lengths))
+
+    def padding_BS(self) -> Tensor:
+        """True where there is nothing: padding, and all of what only fills a schedule."""
+        place = torch.arange(self.inputs_BS.shape[1], device=self.inputs_BS.device)
+        return place >= torch.tensor(self.lengths, device=place.device)[:, None]
 
     def select(self, logits_BSV: Tensor) -> Tensor:
         """The logits (or values) that predict the policy's tokens."""
@@ -331,6 +337,7 @@ def micro_batch(
         counts=tuple(len(row.positions) for row in members),
         indices=tuple(indices),
         packed=tuple(lengths) if packed else (),
+        lengths=tuple(0 if idle else length for length in ([sum(lengths)] if packed else lengths)),
         values_T=_tensor_or_none(_optional(members, "values")),
         returns_T=_tensor_or_none(_optional(members, "returns")),
     )

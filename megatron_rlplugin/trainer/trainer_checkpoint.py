@@ -266,7 +266,7 @@ def _chain(optimizer: Any) -> list[Any]:
 
 def _set_parameters(learner: Learner, weights: list[Tensor]) -> None:
     with torch.no_grad():
-        for parameter, value in zip(learner.parameters(), weights, strict=True):
+        for parameter, value in zip(learner.weights(), weights, strict=True):
             parameter.copy_(value)
 
 
