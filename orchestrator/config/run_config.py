@@ -83,6 +83,12 @@ class Config(Section):
             yield "rollout.alpha", rollout.alpha, fix
         if self.task.name == "agent":
             yield from self._agent_conflicts()
+        if self.task.name == "dataset":
+            if self.model.path and not self.task.data.tokenizer:
+                yield "task.data.tokenizer", "", "name the folder with the tokenizer of model.path (often the same)"
+            if self.environment.backend != "in-process":
+                fix = "a data set has no environment that works: leave it at 'in-process' for task 'dataset'"
+                yield "environment.backend", self.environment.backend, fix
         yield from self._network_conflicts()
         yield from self._size_conflicts()
         if rollout.colocation.enabled:

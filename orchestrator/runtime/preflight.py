@@ -27,6 +27,7 @@ from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
 from orchestrator.tasks.chat_task import ChatTask
+from orchestrator.tasks.dataset import DatasetTask
 from orchestrator.tasks.game_memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 from orchestrator.transfer.redis_metadata import PASSWORD_FILE, RedisMetadata
@@ -88,6 +89,7 @@ def check(config: Config, task: Task) -> list[str]:
     why = "vLLM is not installed here; each engine checks them when it starts"
     table = ".".join(config.rollout.engine_groups[0].table)
     return [
+        *([task.about()] if isinstance(task, DatasetTask) else []),
         *unplanned,
         *memory_plan.notes(config),
         *([f"{table}: {names} could not be checked: {why}"] if names else []),
@@ -151,7 +153,9 @@ def _model(config: Config, task: Task) -> None:
     shape = named_function("model.path", _SHAPE)(config.model.path)
     if shape.vocab_size < len(task.vocabulary):
         fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its tokenizer"
-        raise ConfigError("model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer)")
+        raise ConfigError(
+            "model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer, task.data.tokenizer)"
+        )
 
 
 def _trainer(config: Config) -> None:
