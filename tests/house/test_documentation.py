@@ -48,7 +48,11 @@ NEEDS = {
     "a GPU": "an NVIDIA GPU",
     "a cluster": "Kubernetes or Slurm",
 }
-PLACES = {"CONFIG": "examples/frozenlake.toml", "run.toml": "examples/frozenlake.toml"}
+PLACES = {
+    "CONFIG": "examples/frozenlake.toml",
+    "run.toml": "examples/frozenlake.toml",
+    "rows.toml": "examples/frozenlake.toml",
+}
 WRITTEN = {"guess.toml": "examples/frozenlake.toml"}  # a page has it; it lies in the checkout where commands run
 OPTIONS = {field.name for kind in (PluginOptions, FrontendOptions) for field in dataclasses.fields(kind)}
 
