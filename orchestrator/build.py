@@ -86,7 +86,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
 
     rollout, resizing = build_rollout(config, parts, position, keep, control.fail)
     calls = TrainerCalls(config.run.trainer_timeout)
-    turns = _stream_training(config, parts, rollout.proxy)
+    turns = _stream_training(config, parts, rollout)
     if turns is not None:
         parts.trainer, rollout.on_played = turns.trainer, turns.finished
     feeder = GroupFeeder(
@@ -122,7 +122,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         LagWeight(config.rollout.staleness_decay),
         helpers=_helpers(config, parts, rollout),
         turns=turns,
-        replanner=_replanner(config, parts, resizing, rollout.forecasts),
+        replanner=_replanner(config, parts, resizing, rollout),
     )
 
 
@@ -498,7 +498,7 @@ def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, H
 
 
 def _replanner(
-    config: Config, parts: Components, resizing: EngineResizing | None, forecasts: LengthTracker | None
+    config: Config, parts: Components, resizing: EngineResizing | None, rollouts: Rollout
 ) -> Replanner | None:
     """Who cuts the engines of a run anew between steps: the planner, the resource manager, or nobody (None)."""
     rollout, events = config.rollout, parts.events
@@ -506,14 +506,15 @@ def _replanner(
         return None
     if not rollout.placement.degrees.enabled:
         planner = parts.planner or make_planner(rollout, parts.task)
-        return Replanner(StepPlanner(planner, resizing, events), resizing, events, config.run.steps)
+        rule = StepPlanner(planner, resizing, events, lambda: rollouts.round_kind)
+        return Replanner(rule, resizing, events, config.run.steps)
     policy = parts.reallocation or make_reallocation(rollout)
-    in_flight = tuple if forecasts is None else forecasts.remaining
-    rule = DegreePlanner(policy, resizing, events, in_flight, rollout.engine.max_model_len)
-    return Replanner(rule, resizing, events, config.run.steps)
+    in_flight = tuple if rollouts.forecasts is None else rollouts.forecasts.remaining
+    degrees = DegreePlanner(policy, resizing, events, in_flight, rollout.engine.max_model_len)
+    return Replanner(degrees, resizing, events, config.run.steps)
 
 
-def _stream_training(config: Config, parts: Components, proxy: LLMProxy) -> StreamTraining | None:
+def _stream_training(config: Config, parts: Components, rollouts: Rollout) -> StreamTraining | None:
     """Where trainer and workers share devices; None: each has its own."""
     rollout = config.rollout
     if not rollout.colocation.enabled:
@@ -523,9 +524,9 @@ def _stream_training(config: Config, parts: Components, proxy: LLMProxy) -> Stre
     return StreamTraining(
         rollout.colocation,
         parts.trainer,
-        proxy,
+        rollouts.proxy,
         parts.events,
-        requests=math.ceil(config.batch_trajectories * config.redundancy),
+        under_way=rollouts.episodes.values,
         training=training_units(config),
         limit=KvLimit(bytes_each, engine.kv_cache_mb << 20, engine.block_size),
         block_size=engine.block_size,
