@@ -167,7 +167,7 @@ class Pipeline:
         if self.replanner is not None:
             self.replanner.begin_rollout()
         if self.turns is not None:
-            self.turns.begin_rollout()
+            self.turns.begin_rollout(self.rollout.launches)
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()

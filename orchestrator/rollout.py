@@ -9,6 +9,7 @@ nothing here knows about training.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 
@@ -203,6 +204,18 @@ class Rollout:
             self._cancel(episode.id, "deferred", "")
         return [episode.id for episode in under_way]
 
+    @property
+    def launches(self) -> int:
+        """Trajectories that the present batch is collected from: what speculation adds is of short rounds only."""
+        if self.rounds is not None:
+            return self.rounds.launches
+        return math.ceil(self.size.trajectories * self.size.redundancy)
+
+    @property
+    def round_kind(self) -> str:
+        """Of the round under way, "" where there are none."""
+        return "" if self.rounds is None else self.rounds.kind
+
     def hand_over(self) -> None:
         """The batch goes into training; ``get_batch`` may collect the next one."""
         batch = self.buffer.hand_over()
@@ -285,6 +298,7 @@ class Rollout:
         """Play, score, buffer."""
         sampling = self._sampling.get(episode.prompt.task, self._sampling[self.task.name])
         await self.environments.play(episode, sampling)
+        episode.context_tokens = None
         if self.on_played is not None:
             self.on_played(episode.trajectory(self.events.time()))
         if self.mode.batch_rewards:

@@ -617,6 +617,11 @@ class LLMProxy:
         return [pending for pending in self._pending.values() if pending.worker is None]
 
     @property
+    def generating(self) -> set[str]:
+        """Trajectories whose turn is under way or waits."""
+        return {pending.request.trajectory_id for pending in self._pending.values()}
+
+    @property
     def in_flight(self) -> int:
         """Requests without a completion."""
         return len(self._pending)
