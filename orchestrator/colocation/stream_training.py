@@ -76,6 +76,10 @@ class LendingTrainer:
         """Between steps too: then all devices change hands for it."""
         await self._with_devices(lambda: self._trainer.save(folder))
 
+    async def saved(self) -> None:
+        """On no device: what is written was copied."""
+        await self._trainer.saved()
+
     async def load(self, folder: str) -> int:
         """See the protocol."""
         return await self._trainer.load(folder)

@@ -70,6 +70,7 @@ class TrainerPort:
     feed = register(aggregate="first")(_passed_on(Trainer.feed))
     publish = register(aggregate="first")(_passed_on(Trainer.publish))
     save = register(aggregate="first")(_passed_on(Trainer.save))
+    saved = register(aggregate="first")(_passed_on(Trainer.saved))
     load = register(aggregate="first")(_passed_on(Trainer.load))
 
 

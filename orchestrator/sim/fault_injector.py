@@ -343,6 +343,9 @@ class FaultyTrainer:
 
         await self._faults.inject_fault(kind, "trainer.feed", act, self._inner.die, lambda: 0)
 
+    async def saved(self) -> None:
+        await self._inner.saved()
+
     async def load(self, folder: str) -> int:
         return await self._inner.load(folder)
 

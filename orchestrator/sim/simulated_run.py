@@ -115,7 +115,7 @@ class _AuditedTrainer:
         self._version = -1  # of the last step, -1: none yet
         if isinstance(inner, ResidentTrainer):
             self.residency = inner.residency
-        self.save = inner.save
+        self.save, self.saved = inner.save, inner.saved
         self.load = inner.load
         self.close = inner.close
 

@@ -353,6 +353,9 @@ class SimTrainer:
         self._check()
         (Path(folder) / "trainer.json").write_text(state, encoding="utf-8")
 
+    async def saved(self) -> None:
+        """It is at once."""
+
     async def load(self, folder: str) -> int:
         self._check()
         await asyncio.sleep(0)

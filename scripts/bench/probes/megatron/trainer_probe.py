@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_rlplugin import parallel_layout
 from megatron_rlplugin.model import unwrap
 from megatron_rlplugin.tiny_model import create_qwen3, create_qwen3_moe
-from megatron_rlplugin.trainer import trainer_checkpoint
+from megatron_rlplugin.trainer import sharded_state
 from megatron_rlplugin.trainer.colocated_trainer import ColocatedTrainer
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
@@ -134,21 +134,10 @@ def weights_digest(learner: Learner) -> str:
 def state_digest(learner: Learner) -> str:
     """Of this rank's weights and optimizer state: masters, moments, steps."""
     found = [parameter.detach() for parameter in learner.parameters()]
-    found += list(_tensors(trainer_checkpoint.optimizer_state(learner.optimizer)))
-    return _digest(found)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for key in value:
-            yield from _tensors(value[key])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield torch.tensor(float(value), dtype=torch.float64)
+    found += [
+        kept.tensors[name] for kept in sharded_state.kept_state(learner.optimizer) for name in sorted(kept.tensors)
+    ]
+    return _digest([*found, torch.tensor(sharded_state.steps_of(learner.optimizer))])
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -202,7 +191,7 @@ def play(scenario: dict[str, Any], rank: int, world_size: int, init_method: str)
             answer["metrics"].append({**comparable(metrics), "fed": metrics.values.get("stream_fed", 0.0)})
             if step == scenario.get("save_after"):
                 _run(trainer.save(scenario["folder"]))
-                _run(trainer.train_step(make_batch(step + 1, seed=7)))  # must leave no trace
+                _run(trainer.train_step(make_batch(step + 1, seed=7)))  # beside the writing; must leave no trace
                 _run(trainer.load(scenario["folder"]))
         answer["faulty"] = _run(trainer.status())["faulty"]
         answer["weights"] = weights_digest(trainer._learner)
