@@ -189,15 +189,18 @@ class SampleBuffer:
 
     # -- get_batch ---------------------------------------------------------------------------------------------------
 
-    async def get_batch(self, groups: int, on_take: Callable[[list[Trajectory]], None]) -> list[Taken]:
+    async def get_batch(
+        self, groups: int, on_take: Callable[[list[Trajectory]], None], *, streamed: bool = False
+    ) -> list[Taken]:
         """Wait for ``groups`` complete groups (RollArt 6.2, step 1), taking each as soon as it is complete: ``on_take`` is
-        told of each group then, in the order of the batch. Cancelled, it keeps what it took: the next call goes on."""
+        told of each group then, in the order of the batch. Cancelled, it keeps what it took: the next call goes on. What lost
+        its tokens meanwhile ends, unless what is taken is ``streamed``: then the trainer has it."""
         self._wanted = groups
         try:
             while True:
                 self._fill(groups, on_take)
                 if len(self._taken) >= groups:
-                    if self._drop_lost():
+                    if not streamed and self._drop_lost():
                         continue
                     return [taken for members in self._taken.values() for taken in members]
                 self._changed.clear()

@@ -117,6 +117,8 @@ class ShardFolder:
     """The shards of one process. ``disk``: a folder of the run's own, for what finds no room in ``memory``."""
 
     def __init__(self, disk: Path, memory: Path = SHARED_MEMORY) -> None:
+        import pyarrow  # noqa: F401  a quarter of a second, and not of the first trajectory's
+
         shutil.rmtree(disk, ignore_errors=True)
         self._folders = [disk]
         self._lock = -1

@@ -45,7 +45,7 @@ async def _measure(folder: Path, number: int, tokens: int, trainer: int) -> dict
     for step, name in ((1, "whole"), (2, "killed")):
         partial = checkpoints.begin(step)
         (partial / "trainer" / "weights.bin").write_bytes(bytes(trainer))
-        watch, began = StallWatch(0.004).start(), time.perf_counter()
+        watch, began = StallWatch(0.001).start(), time.perf_counter()
         for trajectory in buffer[: number // 3] if step == 1 else ():
             store.append(trajectory, step, "trained", position=0)
         await store.flushed()
