@@ -18,6 +18,7 @@ from orchestrator.api import (
     Prompt,
     RetryableError,
     RolloutWorker,
+    RunError,
     TrainBatch,
     Trainer,
     TrainSample,
@@ -36,6 +37,7 @@ from orchestrator.runtime.engine_actors import (
     meeting_point,
 )
 from orchestrator.runtime.real_run import start_ray
+from orchestrator.runtime.shard_objects import NodeObjects, NodeShard
 from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.train_samples import to_samples
 from tests.support.engines import rollout_worker
@@ -267,6 +269,28 @@ def test_samples_in_shards_cross_as_references_and_every_rank_reads_them(
         token_ids, positions, logprobs = batch.samples[0].source.read()
         assert (len(token_ids), len(positions), set(logprobs.tolist())) == (tokens + 2, tokens, {-0.5})
     shards.close()
+
+
+def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+
+    def refuse(_: Any) -> Any:
+        raise ray.exceptions.RayError("gone or full")
+
+    monkeypatch.setattr(ray, "get", refuse)
+    monkeypatch.setattr(ray, "put", refuse)
+    with pytest.raises(RunError, match="shard /a is lost: Ray cannot fetch it: gone or full"):
+        NodeShard("/a", 8, "0", "object").open()
+    shards = ShardFolder(tmp_path / "disk", tmp_path)
+    turn = Turn((1,), (2,), (-0.5,), ((4, 1),))
+    finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))
+    with pytest.raises(RunError, match="finds no room in Ray's object store: gone or full"):
+        NodeObjects().refer([], to_samples(finished))
+    shards.close()
+    with pytest.raises(RunError, match="is lost: "):
+        NodeObjects().refer([], to_samples(finished))
 
 
 @pytest.mark.parametrize(

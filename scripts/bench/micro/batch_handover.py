@@ -27,6 +27,7 @@ import numpy as np
 
 from orchestrator.api import Prompt, TrainBatch, TrainMetrics, TrainSample, Trajectory, Turn
 from orchestrator.config import parse_config
+from orchestrator.runtime import garbage_collector
 from orchestrator.runtime.engine_actors import RayTrainer
 from orchestrator.runtime.real_run import start_ray
 from orchestrator.shards.sample_references import SampleReference, pack
@@ -129,6 +130,7 @@ async def hand_over(samples: Sequence[TrainSample], ranks: int, spread: bool) ->
 
 
 async def _measure(folder: Path, number: int, tokens: int, ranks: int) -> dict[str, Any]:
+    garbage_collector.calm()  # as in a run
     shards = ShardFolder(folder)
     made = [a_trajectory(index, tokens) for index in range(8)]
     plain = [replace(made[index % 8], id=f"t{index:08d}", group_id=f"g{index // 8:07d}") for index in range(number)]

@@ -19,6 +19,7 @@ from typing import Any
 
 from orchestrator.api import RunError, Trajectory
 from orchestrator.checkpoint import CheckpointState
+from orchestrator.runtime import garbage_collector
 from orchestrator.runtime.record_writer import RecordWriter
 from orchestrator.runtime.run_records import BesideTheLoop
 from orchestrator.shards.shard_folder import ShardFolder
@@ -35,6 +36,7 @@ _TRAINER = 256 << 20  # bytes
 
 
 async def _measure(folder: Path, number: int, tokens: int, trainer: int) -> dict[str, Any]:
+    garbage_collector.calm()  # as in a run
     shards, writer = ShardFolder(folder / "shards"), RecordWriter(folder / "record-writer.log")
     store = TrajectoryStore(folder / "trajectories", finish=shards.finish, writer=writer)
     checkpoints = BesideTheLoop(folder / "checkpoints", 2, writer=writer)
