@@ -205,6 +205,7 @@ def build_rollout(
         forecasts=forecasts,
         rounds=build_rounds(config, task, events, position.rounds, known) if settings.rounds.enabled else None,
         prompts=PromptRepeats(task.prompts("train", config.run.seed)),
+        shards=parts.shards,
         keep=keep,
         fail=fail,
         life=position.life,

@@ -155,7 +155,8 @@ class SimSection(Section):
         ""  # file of seconds, of which the environment steps of a file of lengths are drawn; empty: its own
     )
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = (
+    # of which kinds; "lose", which is not among the default ones, takes the shard of a scored trajectory away
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose"], ...] = (
         "crash",
         "delay",
         "drop",

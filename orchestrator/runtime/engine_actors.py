@@ -35,11 +35,16 @@ from orchestrator.api import (
     ResidentTrainer,
     RetryableError,
     RolloutWorker,
+    TrainBatch,
     Trainer,
+    TrainMetrics,
+    TrainSample,
 )
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
 from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
+from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
+from orchestrator.shards.sample_references import pack
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
@@ -131,6 +136,23 @@ class MegatronRank(TrainerPort, PluginWorker, ActorTrainCls):
     """One rank of a trainer."""
 
     residency = register()(_passed_on(ResidentTrainer.residency))
+
+    @register(aggregate="first")
+    async def train_step(self, batch: TrainBatch, references: BatchReferences | None = None) -> TrainMetrics:
+        """``references``: the batch's samples, where it has none itself."""
+        if references is not None:
+            batch = replace(batch, samples=await asyncio.to_thread(references.samples))
+        metrics: TrainMetrics = await self._call("train_step", batch)
+        return metrics
+
+    @register(aggregate="first")
+    async def feed(
+        self, samples: Sequence[TrainSample], version: int, references: BatchReferences | None = None
+    ) -> None:
+        """The same of ``samples``."""
+        if references is not None:
+            samples = await asyncio.to_thread(references.samples)
+        await self._call("feed", samples, version)
 
     @register()
     async def join(self, target: str, kwargs: Mapping[str, Any], meeting: str) -> None:
@@ -317,6 +339,7 @@ class RayTrainer(TrainerPort):
         :class:`orchestrator.cluster.Cluster`."""
         self._target = target
         self._spread = spread
+        self._objects = NodeObjects() if spread else None
         places: Sequence[Placement | None] = placements or [None] * ranks
         named = dict(zip(trainer_names(ranks), places, strict=True))
         self.ranks = TrainerRanks(MegatronRank, named, environment, "trainer", heard)
@@ -334,6 +357,27 @@ class RayTrainer(TrainerPort):
         await asyncio.gather(*map(self.ranks.hear, self.ranks.actors))
         meeting = await self.function(_MEETING_POINT, {}) if len(self.ranks.actors) > 1 else ""
         await self._call("join", self._target, kwargs, meeting)
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """See the protocol. What lies in shards goes by reference."""
+        references = await self._references(batch.samples)
+        if references is not None:
+            batch = replace(batch, samples=())
+        metrics: TrainMetrics = await self._call("train_step", batch, references)
+        return metrics
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol. What lies in shards goes by reference."""
+        references = await self._references(samples)
+        await self._call("feed", samples if references is None else (), version, references)
+
+    async def _references(self, samples: Sequence[TrainSample]) -> BatchReferences | None:
+        parts = pack(samples)
+        if parts is None:
+            return None
+        if self._objects is None:
+            return BatchReferences(parts)
+        return await asyncio.to_thread(self._objects.refer, parts, samples)
 
     async def call(self, method: str, *args: Any) -> Any:
         """A method beyond the port (warm-up, export, status), of all ranks; rank 0's answer."""

@@ -13,7 +13,8 @@ kind means depends on the port:
 |           |                               | fed twice        |                                    |                    |
 | cancel    |                               |                  | the trajectory's task is cancelled at a later await        |
 
-The host of tools is one more place: gone, slow, silent, or called twice.
+The host of tools is one more place: gone, slow, silent, or called twice. One more kind, ``lose``, is of shards alone: a scored
+trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`).
 
 Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
 calls: the loop makes that order a function of the seed.
@@ -22,7 +23,7 @@ calls: the loop makes that order a function of the seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.api import (
@@ -442,6 +443,26 @@ class FaultyTools:
         await self._inner.call()
         if kind == "duplicate":
             await self._inner.call()
+
+
+class FaultyShards:
+    """Shards of which some are lost. Its draws are its own: the other faults of a run stay what they are without it."""
+
+    def __init__(self, config: Config, faults: FaultInjector, life: int) -> None:
+        self._rate = config.sim.fault_rate
+        self._faults = faults
+        self._rng = random_stream(config.run.seed, "faults", "shards", life)
+
+    def finish(self, trajectory: Trajectory) -> Trajectory:
+        """They stay in memory."""
+        return trajectory
+
+    def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
+        """See :class:`orchestrator.components.Shards`."""
+        found = [trajectory.id for trajectory in trajectories if self._rng.random() < self._rate]
+        for _ in found:
+            self._faults.record_fault("lose", "shard")
+        return found
 
 
 class FaultyReward:

@@ -36,7 +36,7 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.build import build_environment_pool, build_pipeline
-from orchestrator.components import Components, Position
+from orchestrator.components import Components, InMemory, Position, Shards
 from orchestrator.config import Config, to_json
 from orchestrator.environments.environment_pool import EnvPool
 from orchestrator.events import EventLog
@@ -50,6 +50,7 @@ from orchestrator.sim.device_sharing import LendingSimWorker, ResidentSimTrainer
 from orchestrator.sim.fault_injector import (
     FaultInjector,
     FaultyReward,
+    FaultyShards,
     FaultyTask,
     FaultyTools,
     FaultyTrainer,
@@ -364,6 +365,7 @@ class _Simulation:
         reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
         audited: Trainer = trainer
+        shards: Shards = InMemory()
         if self._faulty and self.life < 2 * FAULTY_LIVES:
             faults = FaultInjector(config, events, self.life, self.injected)
             self._task.tools = FaultyTools(self._task.tools, faults)
@@ -374,6 +376,8 @@ class _Simulation:
             )
             if self.life < FAULTY_LIVES:
                 audited = FaultyTrainer(trainer, faults)
+            if "lose" in config.sim.faults:
+                shards = FaultyShards(config, faults, self.life)
         self._pool = pool = build_environment_pool(config, task, f"sim-{self.life}", events)
         if pool is not None:
             await pool.open()
@@ -382,7 +386,7 @@ class _Simulation:
         workers = workers if market is None else market.open(workers)
         keeps = checkpoints if self._faulty else None
         parts = Components(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
-        parts.market = market
+        parts.market, parts.shards = market, shards
         equip(parts, config, self._workers)
         hand_over(parts, cutter)
         return parts, position
