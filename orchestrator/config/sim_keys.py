@@ -149,7 +149,8 @@ class SimSection(Section):
     trace: str = ""  # run folder whose trajectories are played again: lengths, environments, rewards; empty: drawn ones
     trace_rows: Positive = 100_000  # at most so many of them
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = (
+    # Those by default, and evict (a worker forgets contexts), damage (turns arrive with another token).
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "evict", "damage"], ...] = (
         "crash",
         "delay",
         "drop",

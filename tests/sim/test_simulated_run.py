@@ -189,7 +189,7 @@ def test_every_trajectory_is_accounted_for_in_seeded_fault_runs(seeds: range) ->
         assert sum(count for name, count in kinds.items() if name.startswith(f"{kind} ")) > len(seeds) / 4, kind
 
 
-@pytest.mark.parametrize("kind", ["crash", "delay", "drop", "duplicate", "cancel"])
+@pytest.mark.parametrize("kind", ["crash", "delay", "drop", "duplicate", "cancel", "evict", "damage"])
 def test_each_kind_of_fault_alone_is_survived(kind: str) -> None:
     for seed in range(4):
         result = simulate(config("sim.fault_rate=0.1", f'sim.faults=["{kind}"]', f"run.seed={seed}"))
@@ -199,6 +199,8 @@ def test_each_kind_of_fault_alone_is_survived(kind: str) -> None:
         logged = [event for event in events if event["kind"] == "injected"]
         assert len(logged) == sum(result.injected.values()) or result.lives > 1
         assert all(event["what"] == kind and event["where"] and event["t"] >= 0 for event in logged)
+        resent = [event for event in events if event["kind"] == "contexts_resent"]
+        assert bool(resent) is (kind in ("evict", "damage")), kind
 
 
 # -- mutations: each must be caught ------------------------------------------------------------------------------------
