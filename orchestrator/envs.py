@@ -244,7 +244,7 @@ class EnvManager:
             request_id=f"{episode.id}/{turn}{attempt}",
             trajectory_id=episode.id,
             turn=turn,
-            token_ids=tuple(context.tokens),
+            token_ids=context.tokens,
             sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
             task=episode.prompt.task,
             group_id=episode.group_id,
@@ -284,7 +284,7 @@ class EnvManager:
             return
         if summarise is not None:
             try:
-                summary = tuple(summarise(context.tokens)[: rules.summary])
+                summary = tuple(summarise(context.tokens.to_list())[: rules.summary])
             except (Exception, SystemExit) as error:  # third-party code, as above
                 raise TrajectoryError("summary_error", error_text(error)) from error
             context.begin_anew("function", observation, summary)

@@ -6,7 +6,7 @@ one per published update. *Version spans* say run-length which version made whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -39,12 +39,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One turn to generate: the whole context in token ids, never text."""
+    """One turn to generate: the whole context in token ids, never text. A context that grows from turn to turn is a
+    :class:`~orchestrator.api.tokens.TokenSequence`, of which nothing is copied on the way; a tuple does as well."""
 
     request_id: str
     trajectory_id: str
     turn: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     sampling: Sampling
     task: str
     priority: int = 0  # as in vLLM: the lower number goes first

@@ -155,8 +155,9 @@ class SimSection(Section):
         ""  # file of seconds, of which the environment steps of a file of lengths are drawn; empty: its own
     )
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
-    # of which kinds; "lose", which is not among the default ones, takes the shard of a scored trajectory away
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose"], ...] = (
+    # of which kinds; by default not: "lose" (the shard of a scored trajectory goes), "evict" (a worker forgets contexts), "damage"
+    # (turns arrive with another token)
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"], ...] = (
         "crash",
         "delay",
         "drop",

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from orchestrator.api import (
     CollectiveWorker,
     CommandError,
+    Completion,
     ConfigError,
+    GenerationRequest,
     KvWorker,
     MachineGone,
     Meeting,
@@ -45,6 +47,13 @@ from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
 from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
 from orchestrator.shards.sample_references import pack
+from orchestrator.transfer.turns import (
+    ContextSession,
+    HeldContexts,
+    decode_completions,
+    decode_turns,
+    encode_completions,
+)
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
@@ -169,7 +178,22 @@ class MegatronRank(TrainerPort, PluginWorker, ActorTrainCls):
 
 
 class VllmEngine(EnginePort, PluginWorker, ActorGenCls):
-    """One inference engine."""
+    """One inference engine. Its proxy sends it turns as bytes, of what is new in them (:mod:`orchestrator.transfer.turns`)."""
+
+    def __init__(self) -> None:
+        self._contexts = HeldContexts()
+
+    @register(aggregate="first")
+    async def add_turns(self, message: bytes) -> list[str]:
+        """ADD. Returns what :meth:`HeldContexts.take` does."""
+        requests, digests = self._contexts.take(decode_turns(message))
+        await self._call("add", requests)
+        return digests
+
+    @register(aggregate="first")
+    async def finished_turns(self) -> bytes:
+        """COMPLETIONS."""
+        return encode_completions(0, await self._call("completions"))
 
 
 def _resolve(target: str) -> Any:
@@ -249,6 +273,29 @@ class RayWorker(EnginePort):
             self._resize(ranks)
         self._failed_here = False  # the last restart in this place
         self.process = 0  # its process id, 0 while it has none
+        self._contexts = ContextSession(self.name, self._send_turns)
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        await self._contexts.add(requests)
+
+    async def _send_turns(self, message: bytes) -> list[object]:
+        return list(await self._call("add_turns", message))
+
+    async def completions(self) -> list[Completion]:
+        """See the protocol."""
+        try:
+            return decode_completions(await self._call("finished_turns"))[1]
+        except ValueError as error:
+            raise RetryableError(f"{self.name}: its completions are malformed: {error}") from error
+
+    def forget(self, trajectory_id: str) -> None:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        self._contexts.forget(trajectory_id)
+
+    def take_resent(self) -> tuple[int, int]:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        return self._contexts.take_resent()
 
     @property
     def hardware(self) -> str:
@@ -259,6 +306,7 @@ class RayWorker(EnginePort):
     async def start(self) -> None:
         """Start the process and the engine in it; with no ranks, nothing."""
         self.process = 0
+        self._contexts.clear()
         if not self.ranks:
             return
         await asyncio.to_thread(self._actor.place)

@@ -12,6 +12,8 @@ kind means depends on the port:
 | duplicate | command or completion twice   | publishes or is  | answers garbage (NaN, too long...) | NaN or infinite    |
 |           |                               | fed twice        |                                    |                    |
 | cancel    |                               |                  | the trajectory's task is cancelled at a later await        |
+| evict     | forgets contexts that it had  |                  |                                    |                    |
+| damage    | turns are damaged on the way  |                  |                                    |                    |
 
 The host of tools is one more place: gone, slow, silent, or called twice. One more kind, ``lose``, is of shards alone: a scored
 trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`).
@@ -31,6 +33,7 @@ from orchestrator.api import (
     CollectiveWorker,
     Completion,
     Environment,
+    GenerationRequest,
     KvWorker,
     ManagedWorker,
     Observation,
@@ -63,6 +66,7 @@ EPISODE = ("crash", "delay", "drop", "duplicate", "cancel")
 TRAINER = ("crash", "delay")
 PUBLISH = ("crash", "delay", "duplicate")
 FEED = ("crash", "delay", "drop", "duplicate")
+TURNS = (*CALL, "evict", "damage")
 NO_TWICE = ("crash", "delay", "drop")
 TRAJECTORY_TASK = "trajectory "  # how the names of the tasks begin that `cancel` may hit
 
@@ -225,7 +229,6 @@ class FaultyWorker:
             f"worker.{name}", possible, act, crash or inner.die, lambda: inner.incarnation
         )
 
-    add = _struck(RolloutWorker.add)
     abort = _struck(RolloutWorker.abort)
     prioritize = _struck(RolloutWorker.prioritize)
     suspend = _struck(RolloutWorker.suspend)
@@ -235,6 +238,26 @@ class FaultyWorker:
     fetch_kv = _struck(KvWorker.fetch_kv)
     resume = _struck(RolloutWorker.resume)
     stats = _struck(RolloutWorker.stats, NO_TWICE)
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        faults, inner = self._faults, self._inner
+        kind = faults.draw_fault("worker.add", TURNS)
+        if kind == "evict":
+            held = inner.held.trajectories()
+            for trajectory in held if faults.rng.random() < 0.5 else held[::2]:
+                inner.held.forget(trajectory)
+        if kind == "damage":
+            inner.damaged = faults.rng.randrange(1 << 16)
+        await faults.inject_fault(kind, "worker.add", lambda: inner.add(requests), inner.die, lambda: inner.incarnation)
+
+    def forget(self, trajectory_id: str) -> None:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        self._inner.forget(trajectory_id)
+
+    def take_resent(self) -> tuple[int, int]:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        return self._inner.take_resent()
 
     async def completions(self) -> list[Completion]:
         """See the protocol. A duplicate delivers an earlier completion again, beside the new ones."""

@@ -13,12 +13,17 @@ import orchestrator.cluster as rdist
 from orchestrator.api import (
     COMMAND_STATUS,
     CommandError,
+    Completion,
     ConfigError,
+    GenerationRequest,
     ProcessDied,
     Prompt,
     RetryableError,
     RolloutWorker,
     RunError,
+    Sampling,
+    SessionWorker,
+    TokenSequence,
     TrainBatch,
     Trainer,
     TrainSample,
@@ -136,6 +141,46 @@ def test_every_command_reaches_the_engine_with_its_arguments() -> None:
         ("release", ("asleep",), {}),
         ("reclaim", (), {}),
     ]
+
+
+def test_turns_and_completions_cross_as_bytes_and_an_engine_that_lost_contexts_is_sent_them_whole() -> None:
+    worker, hosted = actor()
+    assert isinstance(worker, SessionWorker)
+    context, given = TokenSequence(range(1000)), []
+    done = Completion("r0", (5, 6), (-0.5, -1 / 3), ((3, 2),), "stop")
+
+    async def add(requests: Any) -> None:
+        given.extend(requests)
+
+    async def completions() -> list[Completion]:
+        return [done]
+
+    hosted.add, hosted.completions = add, completions
+
+    async def main() -> list[int]:
+        nonlocal context
+        sizes = []
+        for turn in range(3):
+            if turn == 2:
+                worker._actor._handle.call._function.__self__._worker._contexts.clear()
+            request = GenerationRequest(f"r{turn}", "t", turn, context, Sampling(4), "task")
+            carried = worker._contexts._send
+
+            async def send(message: bytes, carried: Any = carried) -> Any:
+                sizes.append(len(message))
+                return await carried(message)
+
+            worker._contexts._send = send
+            await worker.add([request])
+            worker._contexts._send = carried
+            assert given[-1] == request
+            context += (7,)
+        assert await worker.completions() == [done]
+        return sizes
+
+    first, second, third, fourth = asyncio.run(main())
+    assert second == third < 200 < 4000 < first < fourth  # the third was in vain
+    assert worker.take_resent() == (1, 1002)
 
 
 # -- several ranks of one trainer ------------------------------------------------------------------------------------
