@@ -88,7 +88,7 @@ def transformer_config(
         **{_graph_field(): []},  # the default is a spelling that Megatron warns about
         **mixture,
     )
-    if shape.windowed_layers:
+    if shape.windowed_layers and shape.window is not None:
         ours["window_size"] = (shape.window - 1, 0)  # tokens before and behind the one that looks
         ours["window_attn_skip_freq"] = [
             int(layer in shape.windowed_layers) for layer in range(shape.num_hidden_layers)

@@ -57,7 +57,7 @@ class Replicas:
     @property
     def units(self) -> int:
         """How many parts can compute without each other."""
-        return self.count // self._each
+        return int(self.count // self._each)
 
     @property
     def here(self) -> bool:

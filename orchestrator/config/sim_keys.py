@@ -151,12 +151,11 @@ class SimSection(Section):
     # docs/simulator.md); empty: drawn ones
     trace: str = ""
     trace_rows: Positive = 100_000  # at most so many trajectories of a run, rows of a file
-    tool_trace: str = (
-        ""  # file of seconds, of which the environment steps of a file of lengths are drawn; empty: its own
-    )
+    # file of seconds, of which the environment steps of a file of lengths are drawn; empty: its own
+    tool_trace: str = ""
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
-    # of which kinds; by default not: "lose" (the shard of a scored trajectory goes), "evict" (a worker forgets contexts), "damage"
-    # (turns arrive with another token)
+    # of which kinds; by default not: "lose" (the shard of a scored trajectory goes), "evict" (a worker forgets contexts),
+    # "damage" (turns arrive with another token)
     faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"], ...] = (
         "crash",
         "delay",

@@ -4,8 +4,8 @@ Guarantees: the decisions are those of :class:`orchestrator.policies.serving.kv_
 engines together; each of them that is active gets an equal share. The serving engine never waits here: a tick reads the
 ledger, and now and then writes a budget. A rollout engine that does not give back in time is killed, if its process can
 be seen and holds this pool's file (a process number may mean another process in another namespace); else that is said
-once, and its pages stay where they are. One of several ranks of which one died has BROKEN seconds to end. One that says that it loads weights has LOADING seconds for that first: its thread
-cannot give anything back meanwhile.
+once, and its pages stay where they are. One of several ranks of which one died has BROKEN seconds to end. One that says
+that it loads weights has LOADING seconds for that first: its thread cannot give anything back meanwhile.
 
 Opened when a rollout engine joins, by :meth:`Guardian.open_budget`, and when a rollout engine says that an RL step
 begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Looks

@@ -51,7 +51,7 @@ def whole_state(learner: Learner) -> dict[str, str]:
     dist.all_gather_object(everywhere, told)
     whole: dict[tuple[str, str], dict[int, Tensor]] = {}
     seen: dict[tuple[str, str, int], Tensor] = {}
-    dims = {}
+    dims: dict[str, int] = {}
     for name, said, dim, start, held, mask in (item for items in everywhere for item in items):
         parts_of = whole.setdefault((name, said), {})
         dims[name] = max(dim, dims.get(name, -1))
@@ -103,7 +103,7 @@ def play(scenario: dict[str, Any], rank: int, world: int, init_method: str) -> d
 
 
 def _told(trainer: MegatronTrainer) -> dict[str, Any]:
-    found = {"weights": weights_digest(trainer._learner), "state": state_digest(trainer._learner)}
+    found: dict[str, Any] = {"weights": weights_digest(trainer._learner), "state": state_digest(trainer._learner)}
     found["whole"] = whole_state(trainer._learner)
     if trainer._critic is not None:
         found["critic"] = state_digest(trainer._critic)
