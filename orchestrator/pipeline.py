@@ -169,7 +169,7 @@ class Pipeline:
         if self.replanner is not None:
             self.replanner.begin_rollout()
         if self.turns is not None:
-            self.turns.begin_rollout()
+            self.turns.begin_rollout(self.rollout.launches)
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
@@ -204,7 +204,8 @@ class Pipeline:
     async def _get_batch(self) -> list[Taken]:
         """Step 1, interrupted when the training step that runs beside it fails."""
         wanted = self.settings.groups_per_step
-        batch = asyncio.ensure_future(self.rollout.buffer.get_batch(wanted, self._on_take))
+        collecting = self.rollout.buffer.get_batch(wanted, self._on_take, streamed=self.settings.stream)
+        batch = asyncio.ensure_future(collecting)
         try:
             while not batch.done():
                 watched: list[asyncio.Future[Any]] = [batch]

@@ -1,13 +1,14 @@
 """What this rank does of a step, and how the ranks' parts become one again.
 
 Guarantees: every rank is given the same trajectories; which data-parallel replica computes a micro-batch depends on it and on
-those before it, not on how they come in (uneven shares are fine); what was summed is equal on all ranks, bit for bit. With one
-rank nothing is communicated. With expert parallelism, replicas that share experts run the same number of micro-batches, idle
-ones added.
+those before it that were dealt to the replicas that compute then, not on how they come in (uneven shares are fine); what was
+summed is equal on all ranks, bit for bit. With one rank nothing is communicated. With expert parallelism, replicas that share
+experts run the same number of micro-batches, idle ones added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.trainer.micro_batches import Floats
-from orchestrator.api import RunError
+from orchestrator.api import ConfigError, RunError
 
 Report = TypeVar("Report")
 
@@ -33,7 +34,8 @@ class MicroBatchShare:
 
 
 class Replicas:
-    """This rank's place among the data-parallel replicas. Made once Megatron's groups exist."""
+    """This rank's place among the data-parallel replicas. Made once Megatron's groups exist. ``present``: those that compute;
+    while only a part does (RollPacker 4.4), the others take part in what is exchanged, and touch no weight."""
 
     def __init__(self) -> None:
         from megatron.core import parallel_state as groups
@@ -42,9 +44,40 @@ class Replicas:
         self.index = groups.get_data_parallel_rank(with_context_parallel=False)
         self.count = groups.get_data_parallel_world_size(with_context_parallel=False)
         self.in_step = groups.get_expert_model_parallel_world_size() > 1
+        ranks = groups.get_tensor_model_parallel_world_size() * groups.get_context_parallel_world_size()
+        sharing = groups.get_tensor_model_parallel_world_size() * groups.get_expert_model_parallel_world_size()
+        self._each = (
+            math.lcm(ranks, sharing) // ranks
+        )  # replicas of a unit, as stream_units has them: they share experts
+        self.present: tuple[int, ...] = tuple(range(self.count))
         first = groups.get_tensor_model_parallel_rank() == 0 and groups.get_context_parallel_rank() == 0
         # One rank a replica has the reports of its last pipeline stage.
         self.speaks = first and groups.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def units(self) -> int:
+        """How many parts can compute without each other."""
+        return int(self.count // self._each)
+
+    @property
+    def here(self) -> bool:
+        """Whether this one computes now."""
+        return self.index in self.present
+
+    def is_of(self, units: Sequence[int] | None) -> bool:
+        """Whether this rank is of one of these units (None: of any). Raises ConfigError for a unit that there is not."""
+        if units is None:
+            return True
+        if strange := [unit for unit in units if not 0 <= unit < self.units]:
+            fix = f"there are {self.units}, from 0: a replica, or those that share experts"
+            raise ConfigError("replicas", strange[0], fix)
+        return self.index // self._each in units
+
+    def compute_on(self, units: Sequence[int] | None) -> None:
+        """Only the replicas of these units compute from now on (None: all). Raises ConfigError as :meth:`is_of`."""
+        self.is_of(units)
+        everyone = range(self.count)
+        self.present = tuple(everyone if units is None else (one for one in everyone if one // self._each in units))
 
     def dealer(self) -> Dealer:
         """Deals the micro-batches of one optimizer step."""
@@ -103,33 +136,44 @@ class Replicas:
 
 
 class Dealer:
-    """Each micro-batch of a step goes to the replica with the least work so far, however the micro-batches come in: longest
-    first, this is at most 4/3 of the best split (Graham, 1969). Equal work goes round."""
+    """Each micro-batch goes to the replica with the least work so far of those that compute, however the micro-batches come in:
+    longest first, this is at most 4/3 of the best split (Graham, 1969). Equal work goes round."""
 
     def __init__(self, index: int, count: int, *, in_step: bool) -> None:
-        self._index, self._count, self._in_step = index, count, in_step
-        self._work = [0.0] * count  # that each replica was dealt
+        self._index, self._in_step = index, in_step
+        self._all = tuple(range(count))
+        self._work = dict.fromkeys(self._all, 0.0)  # that each of those that compute was dealt
         self._waiting: list[tuple[list[int], float]] = []
 
     def deal_micro_batches(
-        self, plans: Sequence[list[int]], work: Sequence[float] = (), *, last: bool = False
+        self,
+        plans: Sequence[list[int]],
+        work: Sequence[float] = (),
+        *,
+        last: bool = False,
+        among: tuple[int, ...] | None = None,
     ) -> tuple[list[list[int]], list[MicroBatchShare]]:
         """(the micro-batches that replicas compute now, those of this one). ``work``: of each, in any unit; none: all the same.
-        Replicas in step wait for a whole round, in which each gets one, except for the ``last``, which idle copies make whole."""
+        ``among``: the replicas that compute, in order (None: all). Replicas in step wait for a whole round, in which each gets
+        one, except for the ``last``, which idle copies make whole."""
+        among = self._all if among is None else among
+        if among != tuple(self._work):
+            self._work = dict.fromkeys(among, 0.0)
         now = [*self._waiting, *zip(plans, work or [1.0] * len(plans), strict=True)]
-        whole = len(now) if last or not self._in_step else len(now) // self._count * self._count
+        size = len(among)
+        whole = len(now) if last or not self._in_step else len(now) // size * size
         now, self._waiting = now[:whole], now[whole:]
         own: list[MicroBatchShare] = []
-        for start in range(0, whole, self._count):
-            own += self._deal_round(now[start : start + self._count])
+        for start in range(0, whole, size):
+            own += self._deal_round(now[start : start + size])
         return [members for members, _ in now], own
 
     def _deal_round(self, dealt: Sequence[tuple[list[int], float]]) -> list[MicroBatchShare]:
         own: list[MicroBatchShare] = []
-        free = list(range(self._count))
+        free = list(self._work)
         order = sorted(dealt, key=lambda one: -one[1]) if self._in_step else dealt
         for members, work in order:
-            replica = min(free, key=lambda index: (self._work[index], index))
+            replica = min(free, key=lambda index: (self._work[index], free.index(index)))
             self._work[replica] += work
             if self._in_step:
                 free.remove(replica)

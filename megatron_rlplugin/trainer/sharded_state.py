@@ -76,11 +76,11 @@ def optimizer_shards(learner: Learner, model: Mapping[str, Any], master: str | N
 
 
 def weight_shards(learner: Learner, model: Mapping[str, Any], weights: Sequence[Tensor], prefix: str) -> dict[str, Any]:
-    """Other weights of the same model, in the order of its parameters."""
+    """Other weights of the same model, in the order of ``Learner.weights``."""
     places = _places(model)
     shards = [
         shard
-        for parameter, value in zip(learner.parameters(), weights, strict=True)
+        for parameter, value in zip(learner.weights(), weights, strict=True)
         for shard in _cut(places[id(parameter)], prefix, value, 0, value.numel(), own=False)
     ]
     return {str(place): shard for place, shard in enumerate(shards)}

@@ -29,10 +29,16 @@ def load_hf(model: Any, folder: str | Path) -> None:
     Raises ConfigError before any weight was changed.
     """
     path = Path(folder)
-    tied = chunks_of(model)[0].share_embeddings_and_output_weights
+    core = chunks_of(model)[0]
+    tied, layers, extra = (
+        core.share_embeddings_and_output_weights,
+        core.config.num_layers,
+        getattr(core, "extra_layers", 0),
+    )
+    left_out = tuple(f"model.layers.{layers + index}." for index in range(extra))
     mine = list(tensor_pieces(model))
     with _Folder(path) as files:
-        _check(files, tensor_shapes(model), path, tied=tied)
+        _check(files, tensor_shapes(model), path, tied=tied, left_out=left_out)
         with torch.no_grad():
             for piece in mine:
                 piece.write(files.get(piece.name, piece.dim, piece.start, piece.stop))
@@ -46,16 +52,11 @@ def export_hf(model: Any, receivers: Mapping[str, int] | None = None) -> Iterato
     """
     group = model_group(model)
     held = {(piece.name, piece.start): piece for piece in tensor_pieces(model)}
-    if group.size() == 1:
-        sources = {name: [(0, 0, -1, shape)] for name, shape in tensor_shapes(model).items()}
-    else:
-        sources = _sources(list(held.values()), group)
+    sources = _sources(list(held.values()), group)
     with torch.no_grad():
         for name, shape in tensor_shapes(model).items():
             to = None if receivers is None else receivers[name]
-            parts = [
-                _from(held.get((name, start)), rank, to, part, model, group) for start, rank, _, part in sources[name]
-            ]
+            parts = [_from(held.get((name, source[0])), source, to, model, group) for source in sources[name]]
             if to is not None and to != group.rank():
                 continue
             dim = sources[name][0][2]
@@ -64,32 +65,34 @@ def export_hf(model: Any, receivers: Mapping[str, int] | None = None) -> Iterato
             yield name, full
 
 
-Source = tuple[int, int, int, tuple[int, ...]]  # start, rank in the group, dim, shape of the part
+Source = tuple[
+    int, int, int, tuple[int, ...], torch.dtype
+]  # start, rank in the group, dim, shape and dtype of the part
 
 
 def _sources(mine: list[TensorPiece], group: Any) -> dict[str, list[Source]]:
     """For each tensor, its parts in order and for each the first rank of the group that holds it."""
     told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, [(piece.name, piece.start, piece.dim, piece.held) for piece in mine], group=group)
+    own = [(piece.name, piece.start, piece.dim, piece.held, piece.parameter.dtype) for piece in mine]
+    dist.all_gather_object(told, own, group=group)
     parts: dict[str, dict[int, Source]] = {}
     for rank, theirs in enumerate(told):
-        for name, start, dim, held in theirs:
-            parts.setdefault(name, {}).setdefault(start, (start, rank, dim, held))
+        for name, start, dim, held, dtype in theirs:
+            parts.setdefault(name, {}).setdefault(start, (start, rank, dim, held, dtype))
     return {name: [by_start[start] for start in sorted(by_start)] for name, by_start in parts.items()}
 
 
-def _from(
-    piece: TensorPiece | None, rank: int, to: int | None, shape: tuple[int, ...], model: Any, group: Any
-) -> Tensor:
-    """The part that ``rank`` of the group holds, on every rank of it, or on ``to``; elsewhere nothing that is of use."""
-    like = next(chunks_of(model)[0].parameters())
+def _from(piece: TensorPiece | None, source: Source, to: int | None, model: Any, group: Any) -> Tensor:
+    """The part that one rank of the group holds, on every rank of it, or on ``to``; elsewhere nothing that is of use."""
+    _, rank, _, shape, dtype = source
+    device = next(chunks_of(model)[0].parameters()).device
     if group.rank() == rank:
         assert piece is not None
         part = piece.read()
     elif to in (None, group.rank()):
-        part = torch.empty(shape, dtype=like.dtype, device=like.device)
+        part = torch.empty(shape, dtype=dtype, device=device)
     else:
-        return like
+        return torch.empty(0, dtype=dtype, device=device)
     if group.size() == 1 or rank == to:
         return part
     if to is None:
@@ -156,8 +159,10 @@ class _Folder:
         return part
 
 
-def _check(files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool) -> None:
-    found = files.names()
+def _check(
+    files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool, left_out: tuple[str, ...]
+) -> None:
+    found = [name for name in files.names() if not name.startswith(left_out or ("\0",))]
     if tied and "lm_head.weight" in found:  # some folders store the tied tensor twice
         embedding, head = (files.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
         if not torch.equal(embedding, head):

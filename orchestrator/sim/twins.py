@@ -76,6 +76,8 @@ class SimTask:
             key = f"{split}-{seed}-{place}" if split == "train" else f"{split}-{number}"
             kind = number % self.costs.kinds
             task = f"{TASK}-{kind + 1}" if kind else TASK
+            if self.traces is not None and self.traces.tasks:
+                task = self.traces.tasks[place % len(self.traces.tasks)]
             task = task if self.workload is None else self.workload.assign_task(key)
             yield Prompt(key, task, zlib.crc32(key.encode()), "")
             number += 1

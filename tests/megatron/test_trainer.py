@@ -32,7 +32,21 @@ from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: 
 from megatron_rlplugin.trainer.micro_batches import micro_batch  # noqa: E402
 from megatron_rlplugin.trainer.replicas import MicroBatchShare  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge, hf_export  # noqa: E402
-from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, TrainMetrics, TrainSample  # noqa: E402
+from orchestrator.api import (  # noqa: E402
+    ConfigError,
+    Prompt,
+    RunError,
+    TrainBatch,
+    Trainer,
+    TrainMetrics,
+    TrainSample,
+    Trajectory,
+    Turn,
+    merge_spans,
+)
+from orchestrator.shards.sample_references import SampleReference  # noqa: E402
+from orchestrator.shards.shard_folder import ShardFolder  # noqa: E402
+from orchestrator.train_samples import to_samples  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import state_digest  # noqa: E402
 from tests.support.trainer_logits import plain_logits  # noqa: E402
@@ -131,7 +145,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def comparable(metrics: TrainMetrics) -> dict[str, float]:
     """All but what depends on the clock, or on the weights before the last ones (a checkpoint holds only the last)."""
     gap = ("logprob_gap_mean", "logprob_gap_max", "logprob_gap_tokens")
-    return {name: value for name, value in metrics.values.items() if name != "seconds" and name not in gap}
+    return {name: value for name, value in metrics.values.items() if name not in ("seconds", "stream_seconds", *gap)}
 
 
 # -- the step --------------------------------------------------------------------------------------------------------
@@ -232,6 +246,58 @@ def test_the_same_seed_gives_the_same_bits(folder: str) -> None:
         results.append((metrics, weights_of(trainer)))
     assert results[0][0] == results[1][0]
     assert same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_references_are_trained_on_as_the_samples_themselves_and_read_for_their_micro_batches_alone(
+    folder: str, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, groups that are fed before the batch included, and with the passes that other objectives need."""
+    shards, read = ShardFolder(tmp_path / "disk", tmp_path), list[str]()
+    settings = {"stream": stream, "kl_coefficient": 0.1, "max_token_lag": 3}
+    one, other = (make_trainer(folder, settings=settings) for _ in range(2))
+    look = SampleReference.read
+    monkeypatch.setattr(SampleReference, "read", lambda self: (read.append(self.shard.path), look(self))[1])
+    for step in range(3):
+        batch = by_group(change(make_batch(step), 5, reward=NAN))
+        referred = replace(batch, samples=tuple(sample for one in batch.samples for sample in reference(one, shards)))
+        if stream:
+            run(one.feed(batch.samples[:8], step))
+            run(other.feed(referred.samples[:8], step))
+        read.clear()
+        assert comparable(run(one.train_step(batch))) == comparable(run(other.train_step(referred)))
+        lost = next(index for index, sample in enumerate(batch.samples) if sample.reward != sample.reward)
+        source = referred.samples[lost].source
+        assert isinstance(source, SampleReference)
+        assert source.shard.path not in read, "nobody reads what nobody computes"
+        assert read
+    assert same(weights_of(one), weights_of(other))
+    shards.close()
+
+
+def by_group(batch: TrainBatch) -> TrainBatch:
+    return replace(batch, samples=tuple(sorted(batch.samples, key=lambda sample: sample.group_id)))
+
+
+def reference(sample: TrainSample, shards: ShardFolder) -> list[TrainSample]:
+    """The same in a shard: a turn for each run of tokens of the environment and of the policy."""
+    turns, at, spans = list[Turn](), 0, [version for version, count in sample.versions for _ in range(count)]
+    while at < len(sample.token_ids):
+        begin = at
+        while at < len(sample.token_ids) and not sample.loss_mask[at]:
+            at += 1
+        end = at
+        while end < len(sample.token_ids) and sample.loss_mask[end]:
+            end += 1
+        versions = merge_spans((version, 1) for version in spans[: end - at])
+        del spans[: end - at]
+        turns.append(Turn(sample.token_ids[begin:at], sample.token_ids[at:end], sample.logprobs[at:end], versions))
+        at = end
+    prompt = Prompt("key", "task", 0, "")
+    trajectory = Trajectory(
+        sample.trajectory_id, sample.group_id, "task", prompt, tuple(turns), sample.reward, "1", 0, False
+    )
+    return to_samples(shards.finish(trajectory), sample.weight)
 
 
 def test_a_rewarded_token_becomes_more_probable(folder: str) -> None:

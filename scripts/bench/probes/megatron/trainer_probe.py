@@ -24,6 +24,7 @@ from megatron_rlplugin import parallel_layout
 from megatron_rlplugin.model import unwrap
 from megatron_rlplugin.tiny_model import create_qwen3, create_qwen3_moe
 from megatron_rlplugin.trainer import sharded_state
+from megatron_rlplugin.trainer.colocated_trainer import ColocatedTrainer
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
 from megatron_rlplugin.weights import hf_bridge
@@ -99,10 +100,22 @@ def chunked(samples: Sequence[TrainSample], sizes: Iterable[int]) -> list[list[T
     return answer
 
 
-def train(trainer: MegatronTrainer, batch: TrainBatch, feeds: Iterable[int] = ()) -> TrainMetrics:
-    """One step, with the first groups fed before in parts of these sizes."""
+def train(
+    trainer: MegatronTrainer, batch: TrainBatch, feeds: Iterable[int] = (), units: Sequence[int] | None = None
+) -> TrainMetrics:
+    """One step, with the first groups fed before in parts of these sizes. ``units``: of replicas that compute what is fed; a
+    trainer that can leave its devices has only those there meanwhile."""
+    if isinstance(trainer, ColocatedTrainer):
+        for level, which in (("away", None), ("stream", units)):
+            _run(trainer.residency(level, which))
+    elif units is not None:
+        trainer._replicas.compute_on(units)
     for part in chunked(batch.samples, feeds):
         _run(trainer.feed(part, batch.version))
+    if isinstance(trainer, ColocatedTrainer):
+        _run(trainer.residency("step"))
+    else:
+        trainer._replicas.compute_on(None)
     metrics: TrainMetrics = _run(trainer.train_step(batch))
     return metrics
 
@@ -169,12 +182,13 @@ def play(scenario: dict[str, Any], rank: int, world_size: int, init_method: str)
     }
     answer: dict[str, Any] = {"metrics": []}
     try:
-        trainer = MegatronTrainer(model=scenario["model"], settings=scenario["settings"], **arguments)
+        kind = ColocatedTrainer if scenario.get("lends") else MegatronTrainer
+        trainer = kind(model=scenario["model"], settings=scenario["settings"], **arguments)
         for step in range(scenario.get("steps", 2)):
             batch = make_batch(step, seed=scenario.get("seed", 0))
             if "spoil" in scenario and step == 1:
                 batch = _spoilt(trainer, batch, scenario["spoil"])
-            metrics = train(trainer, batch, scenario.get("feeds", ()))
+            metrics = train(trainer, batch, scenario.get("feeds", ()), scenario.get("units"))
             answer["metrics"].append({**comparable(metrics), "fed": metrics.values.get("stream_fed", 0.0)})
             if step == scenario.get("save_after"):
                 _run(trainer.save(scenario["folder"]))
