@@ -21,7 +21,7 @@ Several ranks (tensor * pipeline * data parallel) are one trainer: every rank ge
 computes its share, and answers with the same metrics. Each publishes its own shards of the weights, all as one version
 (:mod:`megatron_rlplugin.weights.rank_publisher`), and may send them to workers meanwhile
 (:mod:`megatron_rlplugin.weights.collective_sender`). Each writes its shards of a checkpoint, beside what comes next
-(:mod:`megatron_rlplugin.trainer.checkpoint_writer`).
+(:mod:`megatron_rlplugin.trainer.sharded_writer`).
 
 Methods are coroutines because the port's are (the trainer lives in a Ray actor); they compute without yielding.
 """
@@ -52,7 +52,6 @@ from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.stream.batch_feeder import BatchFeeder
 from megatron_rlplugin.trainer import trainer_checkpoint
-from megatron_rlplugin.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rlplugin.trainer.experience import Experience
 from megatron_rlplugin.trainer.learner import Learner, Rendezvous
 from megatron_rlplugin.trainer.micro_batches import (
@@ -70,6 +69,7 @@ from megatron_rlplugin.trainer.micro_batches import (
 )
 from megatron_rlplugin.trainer.optimizer_step import Stepper, StepReport
 from megatron_rlplugin.trainer.replicas import MicroBatchShare, Replicas
+from megatron_rlplugin.trainer.sharded_writer import ShardedWriter
 from megatron_rlplugin.weights.collective_sender import CollectiveSender, sender_of
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
@@ -155,7 +155,7 @@ class MegatronTrainer:
         self._token_loss = token_loss_of(settings_)
         self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature, self._token_loss)
         self._feeder = BatchFeeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
-        self._writer = CheckpointWriter(settings_.collective_timeout)
+        self._writer = ShardedWriter(settings_.collective_timeout)
         self._version = weight_version
         self._step = 0
         self._warming_up = False

@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import parallel_layout  # noqa: E402
-from megatron_rlplugin.trainer import checkpoint_writer, sharded_state  # noqa: E402
+from megatron_rlplugin.trainer import sharded_state, sharded_writer  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
 from orchestrator.api import ConfigError, RunError  # noqa: E402
 from scripts.bench.probes.megatron.checkpoint_probe import play  # noqa: E402
@@ -184,7 +184,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_i
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, disk, order = make_trainer(folder), threading.Event(), []
-    write = checkpoint_writer._write_bucket
+    write = sharded_writer._write_bucket
 
     def slow(*arguments: Any) -> Any:
         order.append("begun")
@@ -193,7 +193,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_i
         order.append("written")
         return answer
 
-    monkeypatch.setattr(checkpoint_writer, "_write_bucket", slow)
+    monkeypatch.setattr(sharded_writer, "_write_bucket", slow)
     run(trainer.save(str(tmp_path / "first")))
     run(trainer.train_step(make_batch(0)))  # the disk stands still
     assert not (tmp_path / "first" / ".metadata").exists()
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_error_with_its_cause(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "_write_bucket", full)
+        patch.setattr(sharded_writer, "_write_bucket", full)
         run(trainer.save(str(tmp_path / "full")))
         with pytest.raises(RunError, match=r"full cannot be written \(\d+ MB free there\): .*No space left"):
             run(trainer.saved())
