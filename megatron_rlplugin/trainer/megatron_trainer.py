@@ -52,7 +52,7 @@ from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.stream.batch_feeder import BatchFeeder
 from megatron_rlplugin.trainer import trainer_checkpoint
-from megatron_rlplugin.trainer.checkpoint_writer import CheckpointWriter
+from megatron_rlplugin.trainer.checkpoint_writer import RankCheckpointWriter
 from megatron_rlplugin.trainer.experience import Experience
 from megatron_rlplugin.trainer.learner import Learner, Rendezvous
 from megatron_rlplugin.trainer.micro_batches import (
@@ -148,7 +148,7 @@ class MegatronTrainer:
         self._token_loss = token_loss_of(settings_)
         self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature, self._token_loss)
         self._feeder = BatchFeeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
-        self._writer = CheckpointWriter(settings_.collective_timeout)
+        self._writer = RankCheckpointWriter(settings_.collective_timeout)
         self._version = weight_version
         self._step = 0
         self._warming_up = False
