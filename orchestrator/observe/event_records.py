@@ -216,7 +216,7 @@ class Borrowing:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class ScaledEngine:
     """An own engine that was ``added`` or ``removed`` while the run went on: what its group has since, the requests that it
     handed over, and how long it took."""
 
@@ -310,7 +310,7 @@ def _serving(event: Mapping[str, Any]) -> dict[str, Any]:
 _READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "run_start": partial(_of, Start), "run_end": partial(_of, End), "update": partial(_of, Update),
     "worker": partial(_of, WorkerSnapshot), "warmup": partial(_of, Warmup), "environments": partial(_of, PoolSnapshot),
-    "scaled": partial(_of, Scaling),
+    "scaled": partial(_of, ScaledEngine),
     "stage": lambda event: _of(Stage, event, name=str(event["stage"])),
     "step": lambda event: _of(Step, event, number=int(event["step"]) + 1, period=0.0),
     "evaluation": lambda event: _of(Evaluation, event, value=float(event["success"])),

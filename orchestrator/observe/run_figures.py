@@ -29,7 +29,7 @@ from orchestrator.observe.event_records import (
     Incident,
     LedgerCounts,
     PoolSnapshot,
-    Scaling,
+    ScaledEngine,
     Stage,
     Start,
     Step,
@@ -149,7 +149,7 @@ class EventFigures:
                 _count(self.incidents_total, record.kind, record.cause or record.what)
             case Borrowing():
                 self._take_borrowing(record)
-            case Scaling():
+            case ScaledEngine():
                 self.scaled_total[record.what] += 1
                 self._note_incident(Incident("scaled", record.t, record.worker, "", record.words))
             case End():

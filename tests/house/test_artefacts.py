@@ -160,7 +160,7 @@ def newer_msgpack(file: Path) -> bytes:
 
 def run_folder(made: Path) -> None:
     newer_json(made / "run" / "environment.json")
-    with pytest.raises(ConfigError, match="format 99, this version reads 2"):
+    with pytest.raises(ConfigError, match="format 99, this version reads 1"):
         load_run(made / "run")
     RunFolder.open(made / "run")
 
@@ -190,9 +190,9 @@ def sending(made: Path) -> None:
 
 
 NEWER: dict[str, tuple[Callable[[Path], Any], type[CoserveError], str]] = {
-    "run folder": (run_folder, ConfigError, "format 99, this version reads 2"),
+    "run folder": (run_folder, ConfigError, "format 99, this version reads 1"),
     "checkpoint": (state, RunError, "format 99, this version reads 2"),
-    "trajectories": (trajectories, ConfigError, "format 99, this version reads 2"),
+    "trajectories": (trajectories, ConfigError, "format 99, this version reads 1"),
     "bucket": (bucket, CorruptWeightsError, "of another format"),
     "sending": (sending, CorruptWeightsError, "of another format"),
     "head record": (
