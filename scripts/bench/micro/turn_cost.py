@@ -251,11 +251,14 @@ async def play(url: str, context: int, trajectories: int, turns: int, seed: str)
         proxy.start()
         playing = asyncio.gather(*map(episode, range(trajectories)))
         try:
-            await asyncio.wait([failed, asyncio.ensure_future(start.here.wait())], return_when=asyncio.FIRST_COMPLETED)
-            before = time.process_time(), time.perf_counter(), worker.sent, worker.received, worker.messages
+            ready: list[asyncio.Future[Any]] = [failed, asyncio.ensure_future(start.here.wait())]
+            await asyncio.wait(ready, return_when=asyncio.FIRST_COMPLETED)
+            begun, before = (time.process_time(), time.perf_counter()), (worker.sent, worker.received, worker.messages)
             start.go()
-            await asyncio.wait([failed, playing], return_when=asyncio.FIRST_COMPLETED)
-            after = time.process_time(), time.perf_counter(), worker.sent, worker.received, worker.messages
+            ended: list[asyncio.Future[Any]] = [failed, playing]
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            processor, wall = time.process_time() - begun[0], time.perf_counter() - begun[1]
+            after = worker.sent, worker.received, worker.messages
             if failed.done():
                 failed.result()
             playing.result()
@@ -266,7 +269,7 @@ async def play(url: str, context: int, trajectories: int, turns: int, seed: str)
             for sink in sinks:
                 sink.close()
     ledger.check()
-    processor, wall, sent, received, messages = (now - then for now, then in zip(after, before, strict=True))
+    sent, received, messages = (now - then for now, then in zip(after, before, strict=True))
     counted = trajectories * turns
     closes = ledger.counts.in_flight == 0 and ledger.counts.ended["trained"] == trajectories
     return Played(counted, processor, wall, sent, received, messages, closes)
