@@ -58,6 +58,7 @@ class Episode:
     truncated: bool = False
     waiting_for: str = "start"
     requests: int = 0
+    context_tokens: int | None = 0  # that its next turn goes on from, in a tool or not begun too; None: it is played
     heldout: bool = False  # of an evaluation: what it took says nothing of the prompts that are trained
     environment_in_order: bool = True  # no call into it is open, and its last answer passed the checks
 
@@ -250,7 +251,9 @@ class EnvManager:
         )
         if self.forecasts is not None:
             request = await self.forecasts.rank(request)
+        episode.context_tokens = len(request.token_ids)
         completion = await self._proxy.generate(request)
+        episode.context_tokens += len(completion.token_ids)
         episode.requests += 1
         return completion
 

@@ -58,6 +58,8 @@ from orchestrator.api.types import (
     Observation,
     Prompt,
     PublishResult,
+    SampleFacts,
+    SampleSource,
     Sampling,
     ShardKey,
     SharedDevice,

@@ -228,7 +228,10 @@ class LLMProxy:
 
         async def one(state: WorkerState) -> str:
             limit = self.limits.prepare
-            if why := await failure_of(state.worker.prepare(version), limit, f"no answer for {limit} s"):
+            why = await failure_of(state.worker.prepare(version), limit, f"no answer for {limit} s")
+            if why and (state.parked or state.lent):  # it was taken away meanwhile
+                return ""
+            if why:
                 self.note_fault(f"prepare {state.worker.name}", why)
             return why
 
@@ -623,6 +626,11 @@ class LLMProxy:
     def waiting(self) -> list[Pending]:
         """Requests that no worker has."""
         return [pending for pending in self._pending.values() if pending.worker is None]
+
+    @property
+    def generating(self) -> set[str]:
+        """Trajectories whose turn is under way or waits."""
+        return {pending.request.trajectory_id for pending in self._pending.values()}
 
     @property
     def in_flight(self) -> int:

@@ -37,11 +37,16 @@ from orchestrator.api import (
     ResidentTrainer,
     RetryableError,
     RolloutWorker,
+    TrainBatch,
     Trainer,
+    TrainMetrics,
+    TrainSample,
 )
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
-from orchestrator.cluster.actor import Actor
+from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
+from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
+from orchestrator.shards.sample_references import pack
 from orchestrator.transfer.turns import (
     ContextSession,
     HeldContexts,
@@ -79,6 +84,7 @@ class TrainerPort:
     feed = register(aggregate="first")(_passed_on(Trainer.feed))
     publish = register(aggregate="first")(_passed_on(Trainer.publish))
     save = register(aggregate="first")(_passed_on(Trainer.save))
+    saved = register(aggregate="first")(_passed_on(Trainer.saved))
     load = register(aggregate="first")(_passed_on(Trainer.load))
 
 
@@ -139,6 +145,23 @@ class MegatronRank(TrainerPort, PluginWorker, ActorTrainCls):
     """One rank of a trainer."""
 
     residency = register()(_passed_on(ResidentTrainer.residency))
+
+    @register(aggregate="first")
+    async def train_step(self, batch: TrainBatch, references: BatchReferences | None = None) -> TrainMetrics:
+        """``references``: the batch's samples, where it has none itself."""
+        if references is not None:
+            batch = replace(batch, samples=await asyncio.to_thread(references.samples))
+        metrics: TrainMetrics = await self._call("train_step", batch)
+        return metrics
+
+    @register(aggregate="first")
+    async def feed(
+        self, samples: Sequence[TrainSample], version: int, references: BatchReferences | None = None
+    ) -> None:
+        """The same of ``samples``."""
+        if references is not None:
+            samples = await asyncio.to_thread(references.samples)
+        await self._call("feed", samples, version)
 
     @register()
     async def join(self, target: str, kwargs: Mapping[str, Any], meeting: str) -> None:
@@ -231,16 +254,19 @@ class RayWorker(EnginePort):
         target: str,
         kwargs: Mapping[str, Any],
         *,
+        there: Callable[[FirstReport], Mapping[str, Any]] = lambda report: {},
         first_device: int = -1,
         ranks: int | None = None,
     ) -> None:
-        """``target``: the plugin's class. ``first_device``: where the devices begin that it may have, of this machine's, where
-        it has no place in Ray; -1: nobody says. ``ranks``: how many it begins with, 0 for none (None: what ``kwargs`` say)."""
+        """``target``: the plugin's class. ``there``: keywords that depend on where it started. ``first_device``: where the
+        devices begin that it may have, of this machine's, where it has no place in Ray; -1: nobody says. ``ranks``: how many it
+        begins with, 0 for none (None: what ``kwargs`` say)."""
         self.name = actor.name
         self._engines = engines
         self._actor = actor
         self._target = target
         self._kwargs = {**kwargs, "name": self.name}
+        self._there = there
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
         self._first_device = first_device if actor.placement is None else -1
         if ranks is not None:
@@ -285,8 +311,8 @@ class RayWorker(EnginePort):
             return
         await asyncio.to_thread(self._actor.place)
         self._actor.start()
-        await self._engines.hear(self._actor)
-        self.process = await self._call("create", self._target, self._kwargs)
+        there = self._there(await self._engines.hear(self._actor))
+        self.process = await self._call("create", self._target, {**self._kwargs, **there})
 
     async def restart(self) -> None:
         """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8). Raises MachineGone
@@ -341,7 +367,7 @@ class RayWorker(EnginePort):
         """End the process, and give its devices back; ``restart`` asks for others."""
         await self.close()
         if self._actor.placement is not None:
-            await asyncio.to_thread(self._actor.placement.hand_in)
+            await asyncio.to_thread(self._actor.placement.release)
 
 
 class RayTrainer(TrainerPort):
@@ -361,6 +387,7 @@ class RayTrainer(TrainerPort):
         :class:`orchestrator.cluster.Cluster`."""
         self._target = target
         self._spread = spread
+        self._objects = NodeObjects() if spread else None
         places: Sequence[Placement | None] = placements or [None] * ranks
         named = dict(zip(trainer_names(ranks), places, strict=True))
         self.ranks = TrainerRanks(MegatronRank, named, environment, "trainer", heard)
@@ -378,6 +405,27 @@ class RayTrainer(TrainerPort):
         await asyncio.gather(*map(self.ranks.hear, self.ranks.actors))
         meeting = await self.function(_MEETING_POINT, {}) if len(self.ranks.actors) > 1 else ""
         await self._call("join", self._target, kwargs, meeting)
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """See the protocol. What lies in shards goes by reference."""
+        references = await self._references(batch.samples)
+        if references is not None:
+            batch = replace(batch, samples=())
+        metrics: TrainMetrics = await self._call("train_step", batch, references)
+        return metrics
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol. What lies in shards goes by reference."""
+        references = await self._references(samples)
+        await self._call("feed", samples if references is None else (), version, references)
+
+    async def _references(self, samples: Sequence[TrainSample]) -> BatchReferences | None:
+        parts = pack(samples)
+        if parts is None:
+            return None
+        if self._objects is None:
+            return BatchReferences(parts)
+        return await asyncio.to_thread(self._objects.refer, parts, samples)
 
     async def call(self, method: str, *args: Any) -> Any:
         """A method beyond the port (warm-up, export, status), of all ranks; rank 0's answer."""

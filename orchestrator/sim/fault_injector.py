@@ -15,7 +15,8 @@ kind means depends on the port:
 | evict     | forgets contexts that it had  |                  |                                    |                    |
 | damage    | turns are damaged on the way  |                  |                                    |                    |
 
-The host of tools is one more place: gone, slow, silent, or called twice.
+The host of tools is one more place: gone, slow, silent, or called twice. One more kind, ``lose``, is of shards alone: a scored
+trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`).
 
 Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
 calls: the loop makes that order a function of the seed.
@@ -24,7 +25,7 @@ calls: the loop makes that order a function of the seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.api import (
@@ -366,6 +367,9 @@ class FaultyTrainer:
 
         await self._faults.inject_fault(kind, "trainer.feed", act, self._inner.die, lambda: 0)
 
+    async def saved(self) -> None:
+        await self._inner.saved()
+
     async def load(self, folder: str) -> int:
         return await self._inner.load(folder)
 
@@ -462,6 +466,26 @@ class FaultyTools:
         await self._inner.call()
         if kind == "duplicate":
             await self._inner.call()
+
+
+class FaultyShards:
+    """Shards of which some are lost. Its draws are its own: the other faults of a run stay what they are without it."""
+
+    def __init__(self, config: Config, faults: FaultInjector, life: int) -> None:
+        self._rate = config.sim.fault_rate
+        self._faults = faults
+        self._rng = random_stream(config.run.seed, "faults", "shards", life)
+
+    def finish(self, trajectory: Trajectory) -> Trajectory:
+        """They stay in memory."""
+        return trajectory
+
+    def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
+        """See :class:`orchestrator.components.Shards`."""
+        found = [trajectory.id for trajectory in trajectories if self._rng.random() < self._rate]
+        for _ in found:
+            self._faults.record_fault("lose", "shard")
+        return found
 
 
 class FaultyReward:

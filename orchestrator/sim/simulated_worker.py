@@ -350,6 +350,7 @@ class SimWorker:
             kv_used=sum(math.ceil(sequence.context / block) for sequence in running),
             kv_capacity=longest if capacity is None else capacity // block,
             preemptions=held.preemptions,
+            outranked=held.outranked,
             tokens_per_s=self.generated / self.busy_seconds if self.busy_seconds else 0.0,
             version=held.version,
             prefix_queries=held.prompt_tokens,
