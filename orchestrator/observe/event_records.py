@@ -205,7 +205,8 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
-    """A server that was ``borrowed`` or ``returned``, or ``handed_back`` requests."""
+    """A server that was ``borrowed`` or ``returned``, or ``handed_back`` requests; or a worker, borrowed or not, that lacked the
+    contexts of some (``contexts_resent``)."""
 
     kind: str
     worker: str
@@ -315,7 +316,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "step": lambda event: _of(Step, event, number=int(event["step"]) + 1, period=0.0),
     "evaluation": lambda event: _of(Evaluation, event, value=float(event["success"])),
     **dict.fromkeys(("alarm", "fault", "recovered"), partial(_of, Incident)),
-    **dict.fromkeys(("borrowed", "returned", "handed_back"), partial(_of, Borrowing)),
+    **dict.fromkeys(("borrowed", "returned", "handed_back", "contexts_resent"), partial(_of, Borrowing)),
     "occupancy": _occupancy, "serving": _serving, "round": lambda event: {**event, "step": int(event["step"])},
     "tools": lambda event: {str(name): dict(found) for name, found in (event.get("tools") or {}).items()},
     "rewards": lambda event: {name: value for name, value in event.items() if name not in ("kind", "t", "step")},

@@ -110,6 +110,7 @@ class EventFigures:
         self.incidents_total: dict[tuple[str, str], int] = {}  # by kind and cause
         self.exchanges_total: dict[tuple[str, str], int] = {}  # by kind (borrowed or returned) and reason
         self.handed_back: dict[str, list[int]] = {}  # server -> requests, tokens that they kept
+        self.contexts_resent: dict[str, list[int]] = {}  # worker -> contexts that it lacked, their tokens
         self.scaled_total: Counter[str] = Counter()  # engines that were added, removed
         self.updates_total = [0] * (len(UPDATE_BUCKETS) + 1)  # by how long they took
         self.update_seconds = 0.0
@@ -202,10 +203,11 @@ class EventFigures:
                 curve.add(step, *values)
 
     def _take_borrowing(self, event: Borrowing) -> None:
-        if event.kind == "handed_back":
-            if event.worker in self.handed_back or len(self.handed_back) < WORKERS:
-                requests, tokens = self.handed_back.get(event.worker, (0, 0))
-                self.handed_back[event.worker] = [requests + event.requests, tokens + event.tokens]
+        counted = {"handed_back": self.handed_back, "contexts_resent": self.contexts_resent}.get(event.kind)
+        if counted is not None:
+            if event.worker in counted or len(counted) < WORKERS:
+                requests, tokens = counted.get(event.worker, (0, 0))
+                counted[event.worker] = [requests + event.requests, tokens + event.tokens]
             return
         _count(self.exchanges_total, event.kind, event.reason)
         self._note_incident(Incident(event.kind, event.t, event.worker, "", event.reason))

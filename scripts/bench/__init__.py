@@ -36,6 +36,7 @@ BENCHES = {
     "power-cuts": Bench("scripts.bench.micro.power_cuts", "4 min"),
     "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min"),
+    "turn-cost": Bench("scripts.bench.micro.turn_cost", "1 min"),
     "event-loop": Bench("scripts.bench.micro.event_loop", "31 min"),
     "learning-parity": Bench("scripts.bench.papers.learning_parity", "60 min", RUN),
     "trajectory-vs-batch": Bench("scripts.bench.micro.trajectory_vs_batch", "15 min", f"{VLLM}, ray"),
