@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from orchestrator.config import load_config
-from scripts.bench.micro import event_loop, ledger_faults, soak, store, stream_step, trajectory_vs_batch, turn_cost
+from scripts.bench.micro import (
+    batch_handover,
+    checkpoint_stall,
+    event_loop,
+    ledger_faults,
+    soak,
+    store,
+    stream_step,
+    trajectory_vs_batch,
+    turn_cost,
+)
 from scripts.bench.micro.loop_delay import LoopDelay, WatchedSelector, percentiles
 from scripts.bench.papers import learning_parity
 
@@ -144,6 +154,23 @@ def test_the_quick_form_measures_afresh(bench: Any) -> None:
         assert found["detail"]["sandbox_runs"] > 0
     else:
         assert found["detail"]["files_changed"] == []
+
+
+def test_a_checkpoint_beside_the_loop_is_measured_and_what_it_wrote_is_read_back() -> None:
+    found = checkpoint_stall.run(quick=True, nonce="test")
+    assert (found["holds"], found["detail"]["nonce"], found["detail"]["deaths"]) == (None, "test", 1)
+    assert found["reference_value"] == 64 * 4096
+    assert found["detail"]["shard_bytes"] > 8 * 0.8 * found["reference_value"]
+    assert set(found["detail"]) >= {"whole", "killed"}
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_the_handover_of_a_batch_counts_what_ranks_read() -> None:
+    found = batch_handover.run(quick=True, nonce="test")
+    assert (found["holds"], found["detail"]["all_tokens_read"]) == (None, True)
+    assert 1.0 < found["detail"]["copied_over_share"] < 1.2
+    assert [len(found["detail"][way]["ranks"]) for way in ("files", "objects")] == [2, 2]
 
 
 @pytest.mark.long
