@@ -5,8 +5,7 @@ auxiliary losses; a layout that cannot express it is refused with a ConfigError 
 uninitialised until ``bridge.load_hf`` filled them.
 
 Layers are Transformer Engine's where it is installed and there is CUDA, else Megatron's own ("local") ones; what stock
-Megatron-Core lacks is in ``model_layers``. The grouped kernels of Transformer Engine and context parallelism need a GPU; they
-were not run.
+Megatron-Core lacks is in ``model_layers``. Transformer Engine's layers need a GPU; they were not run.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def transformer_config(
         **{_graph_field(): []},  # the default is a spelling that Megatron warns about
         **mixture,
     )
-    if shape.windowed_layers:
+    if shape.window is not None:
         ours["window_size"] = (shape.window - 1, 0)  # tokens before and behind the one that looks
         ours["window_attn_skip_freq"] = [
             int(layer in shape.windowed_layers) for layer in range(shape.num_hidden_layers)

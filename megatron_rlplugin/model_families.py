@@ -402,16 +402,18 @@ class _Reader:
             raise ConfigError(
                 "model.rope_interleave", False, "is not supported: Megatron-Core turns neighbouring pairs"
             )
-        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        rank_kv, nope, turned, value = (
+            self.integer(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
         rank = self.integer("q_lora_rank") if self.data.get("q_lora_rank") is not None else None
-        return LatentAttention(*(self.integer(name) for name in names), q_lora_rank=rank)
+        return LatentAttention(rank_kv, nope, turned, value, rank)
 
     def _windows(self, layers: int) -> dict[str, Any]:
         data, family = self.data, self.family
         if not family.windows or data.get("sliding_window") is None:
             return {}
         window = self.integer("sliding_window")
-        windowed = range(layers)
+        windowed = list(range(layers))
         if family.windows == "layer_types":
             every = self.integer("sliding_window_pattern", "_sliding_window_pattern", default=6 if family.gemma else 2)
             kinds = data.get("layer_types") or [

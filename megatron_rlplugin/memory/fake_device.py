@@ -198,8 +198,9 @@ def _replace_kernels() -> None:
         inner = (inner * probs.unsqueeze(-1)).to(inner.dtype)
         return _GroupedProduct.apply(inner, *second), None
 
-    DotProductAttention.forward = LocalAttention.forward = attention
-    RMSNorm.forward = norm
+    for kind in (DotProductAttention, LocalAttention):
+        kind.forward = attention
+    setattr(RMSNorm, "forward", norm)  # noqa: B010
     SequentialMLP.forward = experts
 
 

@@ -1,5 +1,5 @@
-"""Every family through a whole round: loaded, trained one step, published, and what the engine then says is what Megatron
-and transformers say.
+"""Every family that vLLM serves on a CPU, through a whole round: loaded, trained one step, published, and what the engine then
+says is what Megatron and transformers say.
 
 The trainer is one process, stock vLLM engines another; the relay between them is a folder.
 """
@@ -164,14 +164,17 @@ def compare(before: str, trained: str, rows: list[Any]) -> dict[str, float]:
     return worst
 
 
-ALWAYS = ["glm", "gpt-oss"]
+ALWAYS = ["glm", "deepseek-v3"]
+NOT_SERVED = ["gpt-oss"]  # vLLM 0.32.0 has no unquantized experts with a bias on a CPU
 
 
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(ALWAYS, id="two"),
-        pytest.param([n for n in FAMILY_MODELS if n not in ALWAYS], id="the-others", marks=pytest.mark.long),
+        pytest.param(
+            [n for n in FAMILY_MODELS if n not in [*ALWAYS, *NOT_SERVED]], id="the-others", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_trained_and_published_model_says_the_same_in_three_programs(tmp_path: Path, names: list[str]) -> None:

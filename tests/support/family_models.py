@@ -51,7 +51,7 @@ _YARN = {
 }
 _LATENT = {
     "num_key_value_heads": 4,
-    "q_lora_rank": 20,
+    "q_lora_rank": 32,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
