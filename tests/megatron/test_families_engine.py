@@ -113,7 +113,7 @@ def round_trip(path: Path, names: list[str]) -> dict[str, dict[str, float]]:
     for name in names:
         # vLLM's latent attention on a CPU has one size; the rest is as in the other tests
         latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        folder = write_family(path / name, name, **(latent if name.startswith("deepseek") else {}))
+        folder = write_family(path / name, name, **(latent if name == "deepseek-v3" else {}))
         relay = RelayEndpoint(
             job="families",
             kind="fsspec",
@@ -165,7 +165,9 @@ def compare(before: str, trained: str, rows: list[Any]) -> dict[str, float]:
 
 
 ALWAYS = ["glm", "deepseek-v3"]
-NOT_SERVED = ["gpt-oss"]  # vLLM 0.32.0 has no unquantized experts with a bias on a CPU
+# On a CPU vLLM 0.32.0 has no unquantized experts with a bias; and its latent attention with RoPE that is not scaled says
+# something else than transformers and Megatron, which agree.
+NOT_SERVED = ["gpt-oss", "moonlight"]
 
 
 @pytest.mark.parametrize(
