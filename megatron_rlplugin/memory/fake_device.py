@@ -198,9 +198,8 @@ def _replace_kernels() -> None:
         inner = (inner * probs.unsqueeze(-1)).to(inner.dtype)
         return _GroupedProduct.apply(inner, *second), None
 
-    for kind in (DotProductAttention, LocalAttention):
-        kind.forward = attention
-    setattr(RMSNorm, "forward", norm)  # noqa: B010
+    DotProductAttention.forward = LocalAttention.forward = attention  # type: ignore[method-assign]
+    RMSNorm.forward = norm  # type: ignore[assignment,method-assign]
     SequentialMLP.forward = experts
 
 

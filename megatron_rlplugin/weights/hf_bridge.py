@@ -3,14 +3,14 @@
 Guarantees: every Hugging Face tensor is checked by name and shape before anything is written; a missing, extra or
 misshapen tensor is a ConfigError that names it, the same on every rank, and leaves the model untouched. Each rank reads
 its part of the files and no more. Loading casts to the model's dtype (exact when they agree); exporting casts nothing.
-Export gathers one tensor at a time over the ranks that hold one model; all of them must call it, all get everything.
+Export gathers one tensor at a time over the ranks that hold one model, on all of them or on one; all of them must call it.
 
 ``places`` says which part of which tensor a rank holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ def load_hf(model: Any, folder: str | Path) -> None:
                 piece.write(files.get(piece.name, piece.dim, piece.start, piece.stop))
 
 
-def export_hf(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor, (name, contiguous tensor on the model's device), in the model's order.
+def export_hf(model: Any, receivers: Mapping[str, int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor, (name, contiguous tensor on the model's device), in the model's order; with ``receivers``
+    those that it sends to this rank of the replica, and the others' go past it.
 
     Collective over the ranks of one replica: all must call it and take all tensors.
     """
@@ -54,7 +55,10 @@ def export_hf(model: Any) -> Iterator[tuple[str, Tensor]]:
     sources = _sources(list(held.values()), group)
     with torch.no_grad():
         for name, shape in tensor_shapes(model).items():
-            parts = [_from(held.get((name, source[0])), source, model, group) for source in sources[name]]
+            to = None if receivers is None else receivers[name]
+            parts = [_from(held.get((name, source[0])), source, to, model, group) for source in sources[name]]
+            if to is not None and to != group.rank():
+                continue
             dim = sources[name][0][2]
             full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             assert tuple(full.shape) == shape, (name, full.shape, shape)
@@ -78,16 +82,25 @@ def _sources(mine: list[TensorPiece], group: Any) -> dict[str, list[Source]]:
     return {name: [by_start[start] for start in sorted(by_start)] for name, by_start in parts.items()}
 
 
-def _from(piece: TensorPiece | None, source: Source, model: Any, group: Any) -> Tensor:
-    """The part that one rank of the group holds, on every rank of it."""
+def _from(piece: TensorPiece | None, source: Source, to: int | None, model: Any, group: Any) -> Tensor:
+    """The part that one rank of the group holds, on every rank of it, or on ``to``; elsewhere nothing that is of use."""
     _, rank, _, shape, dtype = source
+    device = next(chunks_of(model)[0].parameters()).device
     if group.rank() == rank:
         assert piece is not None
         part = piece.read()
+    elif to in (None, group.rank()):
+        part = torch.empty(shape, dtype=dtype, device=device)
     else:
-        part = torch.empty(shape, dtype=dtype, device=next(chunks_of(model)[0].parameters()).device)
-    if group.size() > 1:
+        return torch.empty(0, dtype=dtype, device=device)
+    if group.size() == 1 or rank == to:
+        return part
+    if to is None:
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    elif group.rank() == rank:
+        dist.send(part, dist.get_global_rank(group, to), group=group)
+    else:
+        dist.recv(part, dist.get_global_rank(group, rank), group=group)
     return part
 
 
