@@ -124,7 +124,7 @@ PALE = """
   }).filter(([ratio, least]) => ratio < least).map((found) => found.join(" "));
 })()
 """
-CUT = """[...document.querySelectorAll(".card-value, .card-label, .card-detail, .bars span, dd")]
+CUT = """[...document.querySelectorAll(".card-value, .card-label, .card-detail, .bars span, dd, td")]
   .filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline")
   .map((one) => one.innerText)"""
 
@@ -157,6 +157,8 @@ def test_on_a_phone_no_value_is_cut_and_all_text_can_be_read(tmp_path: Path, dar
                     )
                 await page.go(server.url)
                 await page.until("document.body.dataset.drawn === '40'")
+                beyond = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+                assert await page.value(beyond) == 0
                 labels = await page.value("[...document.querySelectorAll('.card-label')].map((one) => one.innerText)")
                 assert labels[:2] == ["Reward", "Success"]
                 headings = await page.value("[...document.querySelectorAll('h2')].map((one) => one.innerText)")
