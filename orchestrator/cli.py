@@ -149,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     sim = commands.add_parser("sim", help="run the same pipeline in virtual time with simulated engines")
     sim.add_argument("config", nargs="?", help="TOML file")
     sim.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    for name, key, what in _TRACE_FLAGS:
+        sim.add_argument(name, metavar="FILE", help=f"{what} (CSV, JSONL, Parquet; {key})")
     sim.add_argument("--from", metavar="RUN", dest="source", help="with the durations of a run that was calibrated")
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
     sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
@@ -485,12 +487,26 @@ def _say_report(page: Path) -> None:
     print(f"report: {page}")
 
 
+_TRACE_FLAGS = (
+    ("--lengths", "sim.trace", "play the lengths of this trace, or of a run's folder"),
+    ("--tools", "sim.tool_trace", "draw what environments take from this one"),
+    ("--serving", "sim.borrowed.trace", "users of the servers that are borrowed ask as in this one"),
+)
+
+
 def _sim(arguments: argparse.Namespace) -> int:
+    for name, key, _ in _TRACE_FLAGS:
+        if file := getattr(arguments, name.removeprefix("--")):
+            arguments.overrides.append(f"{key}={json.dumps(file)}")
     if arguments.ablate:
         return _ablate(arguments)
     from orchestrator.sim.simulated_run import simulate
 
     config = _config(arguments)
+    if arguments.serving and not config.sim.borrowed.workers:
+        raise ConfigError(
+            "sim.borrowed.trace", arguments.serving, "nobody is borrowed: set sim.borrowed.workers as well"
+        )
     result = simulate(config, events_sink=_steps_told(config.run.steps))
     if arguments.events:
         Path(arguments.events).write_bytes(result.events)

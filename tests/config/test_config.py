@@ -110,6 +110,7 @@ def test_bad_input_ends_with_exit_code_2_and_starts_nothing(arguments: tuple[str
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_resolved_config_then_the_plan_and_starts_nothing() -> None:
     pytest.importorskip("ray")
     words = ("examples/frozenlake.toml", "run.seed=7")

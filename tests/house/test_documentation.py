@@ -41,6 +41,7 @@ NEEDS = {
     "a live run": "a run that goes on, in place of RUN or by default the newest",
     "a model": "a Hugging Face folder, in place of MODEL",
     "a config": "a TOML file of yours, in place of CONFIG",
+    "traces": "CSV, JSON lines or Parquet files of yours, in place of FILE",
     "a server": "a `vllm serve` with the plugin that is running",
     "a pool": "engines that share a KV pool, running",
     "an environment": "it installs into an environment of yours",
