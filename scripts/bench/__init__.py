@@ -52,6 +52,7 @@ BENCHES = {
     "heddle": Bench("scripts.bench.papers.heddle", "46 min"),
     "all-together": Bench("scripts.bench.papers.all_together", "37 min"),
     "stream-equality": Bench("scripts.bench.micro.stream_equality", "29 min", MEGATRON),
+    "calibrated-prediction": Bench("scripts.bench.micro.calibrated_prediction", "8 min", RUN),
     "stream-step": Bench("scripts.bench.micro.stream_step", "10 min", RUN),
     "merge-control": Bench("scripts.bench.micro.merge_control", "8 min", MEGATRON),
     "delta-bytes": Bench("scripts.bench.micro.delta_bytes", "5 min"),

@@ -52,7 +52,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "worker_waiting": ("gauge", ("worker",), "Requests that wait in the worker."),
     "worker_kv_used_ratio": ("gauge", ("worker",), "Share of the worker's KV blocks in use."),
     "worker_version": ("gauge", ("worker",), "The weight version that the worker holds."),
-    "worker_tokens_per_second": ("gauge", ("worker",), "Tokens that the worker generates a second."),
+    "worker_tokens_per_second": ("gauge", ("worker",), "Tokens that the worker generates per second."),
     "worker_lent_pages": ("gauge", ("worker",), "Pages of serving's device that the worker has."),
     "worker_lent_pages_budget": ("gauge", ("worker",), "Pages of serving's device that the worker may have."),
     "worker_slo_slack_seconds": (
