@@ -63,18 +63,20 @@ class WorkerHost:
         if self._failure is not None:
             return _words(self._failure)
         found = {name: version for name in DISTRIBUTIONS if (version := _version_of(name))}
-        return OK, FirstReport(str(ray.util.get_node_ip_address()), self._devices, found, time.time())
+        labels = ray.get_runtime_context().get_node_labels()
+        return OK, FirstReport(str(ray.util.get_node_ip_address()), self._devices, found, time.time(), labels)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstReport:
     """What a process says when it has started. ``node``: its address; ``devices``: ids there of those that Ray reserved and it
-    sees; ``versions``: of what is installed there; ``clock``: seconds since 1970, there."""
+    sees; ``versions``: of what is installed there; ``clock``: seconds since 1970, there; ``labels``: of the node in Ray."""
 
     node: str
     devices: tuple[str, ...]
     versions: Mapping[str, str]
     clock: float
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)

@@ -73,11 +73,12 @@ class Cluster:
         for actor in self.actors:
             actor.start()
 
-    async def hear(self, actor: Actor) -> None:
+    async def hear(self, actor: Actor) -> FirstReport:
         """The first report of a started process. Raises ConfigError when the devices that it sees are not its own."""
-        report = await self._results("seen", [(actor, actor.ask("seen"))], "first")
+        report: FirstReport = await self._results("seen", [(actor, actor.ask("seen"))], "first")
         if self._heard is not None:
             self._heard(actor.name, report)
+        return report
 
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> Result:
         """Ask the workers as the method was declared; to await: their results, put together."""

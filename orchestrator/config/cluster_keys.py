@@ -16,13 +16,18 @@ class SiteSection(Section):
     """Engines behind one slow link (a rack, a cluster), and the cache beside them, which brings a version over that link once:
     docs/weights.md."""
 
-    workers: Annotated[tuple[str, ...], Field(min_length=1)]  # vllm-0, or the URL of a served one
+    workers: tuple[str, ...] = ()  # vllm-0, or the URL of a served one
+    # key=value of Ray's nodes there (`ray start --labels`): own engines on these, those that are added later too; what
+    # `workers` of a site names is at that one
+    label: Annotated[str, Field(pattern=r"^([A-Za-z0-9][\w./-]*=[\w.-]+)?$")] = ""
     # host:port (tls://host:port) of `rl-coserve site-cache` there; empty: the run starts one on the node of the first of its
-    # own workers
+    # own workers, or on one with the label
     cache: Annotated[str, Field(pattern=r"^((tls://)?[^\s/]+:\d{1,5})?$")] = ""
 
     def conflicts(self) -> Iterator[Conflict]:
-        if not self.cache and not any(worker.startswith("vllm-") for worker in self.workers):
+        if not (self.workers or self.label):
+            yield "workers", [], "nothing would be at this site: name its workers, or the label of its nodes"
+        elif not (self.cache or self.label or any(worker.startswith("vllm-") for worker in self.workers)):
             fix = "start `rl-coserve site-cache` there and give its host:port: a run starts one beside workers of its own only"
             yield "cache", "", fix
 
@@ -68,6 +73,8 @@ class RelaySection(Section):
             for worker in site.workers:
                 if (other := seen.setdefault(worker.rstrip("/"), name)) != name:
                     yield f"sites.{name}.workers", worker, f"is in sites.{other} too: an engine is at one site"
+            if site.label and (other := seen.setdefault(site.label, name)) != name:
+                yield f"sites.{name}.label", site.label, f"is that of sites.{other} too: a node is at one site"
 
 
 class ResourcesSection(Section):

@@ -216,6 +216,25 @@ class Borrowing:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """An own engine that was ``added`` or ``removed`` while the run went on: what its group has since, the requests that it
+    handed over, and how long it took."""
+
+    worker: str
+    what: str
+    t: float
+    engines: int
+    requests: int
+    seconds: Seconds
+
+    @property
+    def words(self) -> str:
+        """For people: ``removed in 2.1 s, 3 requests moved; its group has 4``."""
+        moved = f", {self.requests:,} request{'s' * (self.requests != 1)} moved" if self.requests else ""
+        return f"{self.what} in {self.seconds:.1f} s{moved}; its group has {self.engines:,}"
+
+
+@dataclass(frozen=True, slots=True)
 class Warmup:
     """The supervised steps before RL."""
 
@@ -291,6 +310,7 @@ def _serving(event: Mapping[str, Any]) -> dict[str, Any]:
 _READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "run_start": partial(_of, Start), "run_end": partial(_of, End), "update": partial(_of, Update),
     "worker": partial(_of, WorkerSnapshot), "warmup": partial(_of, Warmup), "environments": partial(_of, PoolSnapshot),
+    "scaled": partial(_of, Scaling),
     "stage": lambda event: _of(Stage, event, name=str(event["stage"])),
     "step": lambda event: _of(Step, event, number=int(event["step"]) + 1, period=0.0),
     "evaluation": lambda event: _of(Evaluation, event, value=float(event["success"])),

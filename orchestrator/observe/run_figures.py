@@ -29,6 +29,7 @@ from orchestrator.observe.event_records import (
     Incident,
     LedgerCounts,
     PoolSnapshot,
+    Scaling,
     Stage,
     Start,
     Step,
@@ -109,6 +110,7 @@ class EventFigures:
         self.incidents_total: dict[tuple[str, str], int] = {}  # by kind and cause
         self.exchanges_total: dict[tuple[str, str], int] = {}  # by kind (borrowed or returned) and reason
         self.handed_back: dict[str, list[int]] = {}  # server -> requests, tokens that they kept
+        self.scaled_total: Counter[str] = Counter()  # engines that were added, removed
         self.updates_total = [0] * (len(UPDATE_BUCKETS) + 1)  # by how long they took
         self.update_seconds = 0.0
         self.update_bytes = 0
@@ -147,6 +149,9 @@ class EventFigures:
                 _count(self.incidents_total, record.kind, record.cause or record.what)
             case Borrowing():
                 self._take_borrowing(record)
+            case Scaling():
+                self.scaled_total[record.what] += 1
+                self._note_incident(Incident("scaled", record.t, record.worker, "", record.words))
             case End():
                 self.status, self.reason = record.status, record.reason
                 self.ledger, self.live = record.ledger or self.ledger, {}

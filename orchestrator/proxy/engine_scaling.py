@@ -2,10 +2,10 @@
 environments and the rewards (RollArt 5.2).
 
 Guarantees, beside those of :class:`orchestrator.proxy.membership.Membership`: nothing changes beside a weight update; an engine
-that does not come up costs nothing but its place, and is tried again after ``PAUSE`` seconds; one that is taken away leaves no
-process, and its devices are free where its place is its own. What is started at once is started side by side. Of those that are
-taken away the dead go first, then the newest. An engine that failed too often counts as one that is there: it is not replaced by
-itself, which would make of its limit none.
+that does not come up costs nothing, and is tried again after ``PAUSE`` seconds; one that is taken away leaves no process, its
+devices are free for others, and the next one of its number is placed anew. What is started at once is started side by side. Of
+those that are taken away the dead go first, then the newest. An engine that failed too often counts as one that is there: it is
+not replaced by itself, which would make of its limit none.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class EngineScaling:
                 placed = worker.hardware if isinstance(worker, PlacedWorker) else ""
                 routing = self._rollout.routing
                 hardware = placed or routing.hardware.get(worker.name, ANY)
-                state = await self._members.take_worker(worker, Seat(hardware, routing.cap, False))
+                state = await self._members.take_worker(worker, Seat(hardware, routing.cap or 0, False))
             except BaseException:
                 await self._source.let_go(worker)
                 raise

@@ -11,6 +11,7 @@ marked.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,9 +86,8 @@ class Placement:
         what binding does. Blocks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if self._reserved is None and not _reserve([self], "PACK", self._limit):
-            why = f"Ray gives it no place within {self._limit:g} s ({_shortage([self.bundle()])})"
-            raise RetryableError(f"{self.worker}: {why}")
+        if self._reserved is None and (short := _reserve([self], "SPREAD", self._limit)):
+            raise RetryableError(f"{self.worker}: Ray gives it no place within {self._limit:g} s ({short})")
         assert self._reserved is not None
         reserved, index = self._reserved
         wanted = reserved.bundles[index]
@@ -137,12 +137,6 @@ class Placement:
         self.drop()
         return self.bind()
 
-    def hand_in(self) -> None:
-        """Its process ended, and is not to come back soon: give everything back, but for a place in a group that others have
-        places in, too. Ray keeps a group whole: such a place waits for :meth:`place`. Blocks."""
-        if self._reserved is None or self._reserved[0].holders == 1:
-            self.release()
-
     def drop(self) -> None:
         """Give the place in Ray back, with the last worker of its group; the binding stays. Idempotent."""
         from ray.util import remove_placement_group
@@ -171,15 +165,15 @@ class Placement:
 
 
 def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], seconds: float = RESERVE_SECONDS) -> None:
-    """The places of several workers, all or none: beside each other, or over as many nodes as there are; the devices of one
-    worker are in one node either way. Raises ConfigError for what the nodes that are there could never hold, and
-    RetryableError for what others have now. Blocks."""
+    """The places of several workers, all or none: beside each other, and given back together; or over as many nodes as there
+    are, and each given back alone. The devices of one worker are in one node either way. Raises ConfigError for what the nodes
+    that are there could never hold, and RetryableError for what others have now. Blocks."""
     import ray
 
-    if not places or _reserve(places, strategy, seconds):
+    if not places or not (lacking := _reserve(places, strategy, seconds)):
         return
     bundles = [place.bundle() for place in places]
-    short = f"Ray has no place for {', '.join(place.worker for place in places)} ({_shortage(bundles)})"
+    short = f"Ray has no place for {', '.join(place.worker for place in places)} ({lacking})"
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for place, wanted in zip(places, bundles, strict=True):
         if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
@@ -192,19 +186,59 @@ def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], se
     raise RetryableError(short)
 
 
-def _reserve(places: Sequence[Placement], strategy: str, seconds: float) -> bool:
-    """Whether Ray could."""
+def _reserve(places: Sequence[Placement], strategy: str, seconds: float) -> str:
+    """What Ray lacked when it was asked, where it could not; else "". It keeps a group whole, so what is to be given back alone
+    is a group of its own."""
+    import ray
     from ray.util import placement_group, remove_placement_group
 
-    bundles = [place.bundle() for place in places]
-    group = placement_group(bundles, strategy=strategy)
-    if not group.wait(math.ceil(seconds)):
-        remove_placement_group(group)
-        return False
-    reserved = _Reserved(group, bundles, len(places))
-    for index, place in enumerate(places):
-        place.hold(reserved, index)
-    return True
+    bundles, free = [place.bundle() for place in places], ray.available_resources()
+    if strategy == "PACK":
+        groups = [(placement_group(bundles, strategy="PACK"), list(places))]
+    else:
+        targets = _spread(bundles, _free_by_node())
+        groups = [
+            (placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=target), [place])
+            for bundle, target, place in zip(bundles, targets, places, strict=True)
+        ]
+    deadline = time.monotonic() + seconds
+    if not all(group.wait(max(1, math.ceil(deadline - time.monotonic()))) for group, _ in groups):
+        for group, _ in groups:
+            remove_placement_group(group)
+        return _shortage(bundles, free)
+    for group, holders in groups:
+        reserved = _Reserved(group, [place.bundle() for place in holders], len(holders))
+        for index, place in enumerate(holders):
+            place.hold(reserved, index)
+    return ""
+
+
+def _spread(bundles: Sequence[Mapping[str, float]], free: Mapping[str, Mapping[str, float]]) -> list[str | None]:
+    """A node for each bundle: the largest first, each where the fewest of these are and then most is free. None: no node has
+    room for it now, and Ray may know one later. ``free``: by node."""
+    left = {node: dict(resources) for node, resources in free.items()}
+    count = dict.fromkeys(left, 0)
+    found: list[str | None] = [None] * len(bundles)
+    for index in sorted(range(len(bundles)), key=lambda index: _size(bundles[index]), reverse=True):
+        wanted = bundles[index]
+        fits = [node for node, has in left.items() if all(has.get(name, 0) >= n for name, n in wanted.items())]
+        if fits:
+            node = min(fits, key=lambda node: (count[node], *(-size for size in _size(left[node])), node))
+            found[index] = node
+            count[node] += 1
+            for name, n in wanted.items():
+                left[node][name] -= n
+    return found
+
+
+def _size(resources: Mapping[str, float]) -> tuple[float, float]:
+    return resources.get("GPU", 0), resources.get("CPU", 0)
+
+
+def _free_by_node() -> dict[str, dict[str, float]]:
+    from ray._private.state import available_resources_per_node
+
+    return {str(node): resources for node, resources in available_resources_per_node().items()}
 
 
 def _has_gpus(hardware: str) -> bool:
@@ -223,10 +257,10 @@ def _words(wanted: Mapping[str, float]) -> str:
     return ", ".join(f"{count:g} {name}" for name, count in wanted.items())
 
 
-def _shortage(bundles: Sequence[Mapping[str, float]]) -> str:
+def _shortage(bundles: Sequence[Mapping[str, float]], free: Mapping[str, float]) -> str:
     import ray
 
-    free, whole = ray.available_resources(), ray.cluster_resources()
+    whole = ray.cluster_resources()
     rows = [
         f"{name}: {count:g} wanted, {free.get(name, 0):g} of {whole.get(name, 0):g} free"
         for name, count in _sum(bundles).items()

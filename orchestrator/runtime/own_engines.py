@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.api import ManagedWorker
 from orchestrator.cluster import ActorGen
+from orchestrator.cluster.actor import FirstReport
 from orchestrator.cluster.cluster import Heard
 from orchestrator.config import Config
 from orchestrator.resources import Placement
@@ -25,15 +26,15 @@ WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
 
 
 class OwnEngines:
-    """``workers``: in order of number, not started. ``endpoint``: the relay, as a worker of this name is told of it. ``places``:
-    by name; those without one share. ``beside``: of their processes' environment, what the config does not say; ``heard``: see
-    :class:`orchestrator.cluster.Cluster`. ``place``: by number, of one that is added."""
+    """``workers``: in order of number, not started. ``endpoint``: the relay, as a worker of this name on a node with these labels
+    is told of it. ``places``: by name; those without one share. ``beside``: of their processes' environment, what the config does
+    not say; ``heard``: see :class:`orchestrator.cluster.Cluster`. ``place``: by number, of one that is added."""
 
     def __init__(
         self,
         config: Config,
         model: str,
-        endpoint: Callable[[str], RelayEndpoint],
+        endpoint: Callable[[str, Mapping[str, str]], RelayEndpoint],
         places: Mapping[str, Placement],
         cut: EngineCuts,
         beside: Mapping[str, str],
@@ -69,8 +70,12 @@ class OwnEngines:
     def _add(self, number: int, place: Placement | None, **cut: int) -> RayWorker:
         variables = {**engine_environment(self._config, number), **self._beside}
         actor = self._cluster.add_worker(f"vllm-{number}", place, variables)
-        arguments = worker_arguments(self._config, self._model, self._endpoint(actor.name), number) | self._kv
-        made = self._by_number[number] = RayWorker(self._cluster, actor, WORKER_CLASS, arguments, **cut)
+        arguments = worker_arguments(self._config, self._model, number) | self._kv
+
+        def there(report: FirstReport) -> dict[str, Any]:
+            return {"relay": self._endpoint(actor.name, report.labels).to_dict()}
+
+        made = self._by_number[number] = RayWorker(self._cluster, actor, WORKER_CLASS, arguments, there=there, **cut)
         return made
 
     def pids(self) -> dict[str, int]:
@@ -78,14 +83,13 @@ class OwnEngines:
         return {worker.name: worker.process for worker in self.workers if worker.process and worker.ranks}
 
 
-def worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, number: int) -> dict[str, Any]:
-    """Keywords of an engine's process."""
+def worker_arguments(config: Config, model: str, number: int) -> dict[str, Any]:
+    """Keywords of an engine's process, but for its relay."""
     return {
         **config.rollout.engine_of(number).options(),
         "model": model,
         "dtype": config.model.dtype,
         "seed": config.run.seed + number,
-        "relay": endpoint.to_dict(),
         "sleep_mode": config.rollout.colocation.enabled,
     }
 

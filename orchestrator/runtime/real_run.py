@@ -24,11 +24,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -44,14 +43,12 @@ from orchestrator.api import (
 from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
 from orchestrator.build import build_environment_pool, build_pipeline
-from orchestrator.checkpoint import Checkpoints
 from orchestrator.cluster.actor import LOGS, FirstReport
 from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.components import Components, PoolSizes, Position
 from orchestrator.config import Config
 from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.events import EventLog
-from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
@@ -78,7 +75,6 @@ from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
 from orchestrator.runtime.run_records import RunRecords
 from orchestrator.runtime.site_caches import start_site_caches
-from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
 
@@ -156,7 +152,7 @@ def _remove_unless_locked(lock: Path) -> None:
 
 def _start_local_ray(**options: Any) -> None:
     """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception. Two that
-    start at once may choose one port: the other's head refuses this one's token. Neither lasts, so both are tried again."""
+    start at once may choose one port. Neither lasts, so both are tried again."""
     folder = _ray_folder()
     if "ray" not in sys.modules:  # it looks at its mode when it is imported; a later start switches tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -164,6 +160,7 @@ def _start_local_ray(**options: Any) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
     import ray
 
+    _forget_ray_token()
     # "local": a new one, whatever an earlier Ray of this process left in the folder, which Ray makes 0777; nobody gets as far
     options |= {"address": "local", "_temp_dir": f"{folder}/r"}
     if ray.is_initialized():  # what runs there is not ours to shut down
@@ -176,6 +173,14 @@ def _start_local_ray(**options: Any) -> None:
             ray.shutdown()
             if last or isinstance(error, ValueError | TypeError):  # of the options
                 raise RuntimeError(str(error)) from error
+
+
+def _forget_ray_token() -> None:
+    """Ray reads its token once per process. An earlier Ray of this process may have had another, which the new head refuses."""
+    from ray import _raylet
+
+    if loader := getattr(_raylet, "AuthenticationTokenLoader", None):  # not in every version
+        loader.instance().reset_cache()
 
 
 async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
@@ -258,7 +263,7 @@ class _Life:
         try:
             with events.stage("startup", resumed.step if resumed else 0):
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
-                parts, position = await assembly.start(ledger, store, records.checkpoints)
+                parts, position = await assembly.start(records)
             garbage_collector.calm()
             watch = LoopWatch(lambda detail: events.emit("alarm", what="event_loop", detail=detail)).start()
             stack.callback(watch.stop)
@@ -318,10 +323,9 @@ class _Assembly:
     def __post_init__(self) -> None:
         self.keeper = Keeper(self.events)
 
-    async def start(
-        self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints
-    ) -> tuple[Components, Position]:
+    async def start(self, records: RunRecords) -> tuple[Components, Position]:
         """Start everything; returns what the pipeline talks to, and where it begins."""
+        ledger, store, checkpoints = records.ledger, records.store, records.checkpoints
         config, resumed = self.config, self.resumed
         self.display.stage("startup", "relay, reward host, model")
         rewards = await function_hosts.start_reward(
@@ -345,7 +349,12 @@ class _Assembly:
         for name, at in caches.places.items():
             self.display.message(f"{name} reads weights at the cache of its site, {at}")
         beside = {**rewards.beside, **printed, **caches.variables}
-        told = partial(caches.endpoint_of, endpoint=endpoint)
+        for label, at in caches.labels.items():
+            self.display.message(f"engines on nodes with {label} read weights at the cache of their site, {at}")
+
+        def told(worker: str, labels: Mapping[str, str]) -> RelayEndpoint:
+            return caches.endpoint_of(worker, endpoint, labels)
+
         engines = OwnEngines(config, model, told, places, cut, beside, self._hear, later)
         self.stack.push_async_callback(engines.close)
         workers = engines.workers
@@ -378,6 +387,7 @@ class _Assembly:
         parts = Components(
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
+        parts.shards = records.shards
         parts.market = market if market.exchanged else None
         tell = {} if rewards.resize is None else {"rewards": rewards.resize}
         begins = {name: pool.begins for name, pool in pools_of(config).items()}

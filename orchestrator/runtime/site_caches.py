@@ -32,15 +32,20 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class SiteCaches:
-    """``places``: of a worker's cache, by the worker. ``variables``: that engines start with."""
+    """``places``: of a worker's cache, by the worker. ``labels``: of a cache, by the label of the nodes that it is for.
+    ``variables``: that engines start with."""
 
     places: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     authority: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def endpoint_of(self, worker: str, endpoint: RelayEndpoint) -> RelayEndpoint:
-        """The relay as this worker is told of it."""
-        place = self.places.get(worker, "")
+    def endpoint_of(
+        self, worker: str, endpoint: RelayEndpoint, labels: Mapping[str, str] | None = None
+    ) -> RelayEndpoint:
+        """The relay as this worker is told of it. ``labels``: of its node."""
+        carried = (f"{key}={value}" for key, value in (labels or {}).items())
+        place = self.places.get(worker) or next(filter(None, map(self.labels.get, carried)), "")
         return replace(endpoint, cache=place, cache_authority=self.authority) if place else endpoint
 
 
@@ -55,18 +60,38 @@ def check(config: Config) -> None:
 
 
 async def start_site_caches(config: Config, places: Mapping[str, Placement], stack: AsyncExitStack) -> SiteCaches:
-    """``places``: of the run's own engines, reserved. Raises RunError when a cache does not come up."""
+    """``places``: of the run's own engines, reserved. Raises RunError when a cache does not come up, ConfigError for a
+    label that no node carries."""
     sites = config.relay.sites
     if not sites:
         return SiteCaches()
     variables = {TOKEN_FILE: _token_file(config) or _new_token(stack)}
     found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for name, site in sites.items():
         first = next((worker for worker in site.workers if worker in places), "")
-        node = places[first].node() if first else ""
+        carrying = _node_with(name, site.label) if site.label else ""
+        node = places[first].node() if first else carrying
         place = site.cache or await _start(config, name, node, variables, stack)
         found |= dict.fromkeys((worker.rstrip("/") for worker in site.workers), place)
-    return SiteCaches(found, config.tls.authority, variables)
+        labels |= {site.label: place} if site.label else {}
+    return SiteCaches(found, labels, config.tls.authority, variables)
+
+
+def _node_with(name: str, label: str) -> str:
+    """Ray's id of the first that carries it. Raises ConfigError."""
+    import ray
+
+    nodes = {
+        str(node["NodeID"]): {f"{key}={value}" for key, value in node["Labels"].items()}
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    if carrying := sorted(node for node, labels in nodes.items() if label in labels):
+        return carrying[0]
+    others = sorted({one for labels in nodes.values() for one in labels if not one.startswith("ray.io/")})
+    fix = f"no node of this Ray carries it, but {', '.join(others) or 'none has a label'}: ray start --labels {label}"
+    raise ConfigError(f"relay.sites.{name}.label", label, fix)
 
 
 async def _start(config: Config, name: str, node: str, variables: Mapping[str, str], stack: AsyncExitStack) -> str:

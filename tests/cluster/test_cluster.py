@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 import orchestrator.cluster as rdist
-from orchestrator.api import ProcessDied, RetryableError
+from orchestrator.api import ConfigError, ProcessDied, RetryableError
+from orchestrator.cluster.actor import FirstReport
 from orchestrator.config import load_config
 from orchestrator.resources import Placement, ResourceManager, cluster_resources
-from orchestrator.runtime.site_caches import start_site_caches
+from orchestrator.runtime.site_caches import SiteCaches, start_site_caches
 from orchestrator.transfer import Publisher, RelayEndpoint, Subscriber
 from orchestrator.transfer.proven_link import LinkRefused, connect, parse_place
 from orchestrator.transfer.site_relay import TOKEN_FILE
@@ -211,7 +212,7 @@ def test_the_cache_of_a_site_comes_back_at_its_port_and_ends_with_the_run(
     async def scenario() -> tuple[str, Path]:
         async with AsyncExitStack() as stack:
             caches = await start_site_caches(config, {}, stack)
-            assert caches.endpoint_of("vllm-0", endpoint) == endpoint
+            assert caches.endpoint_of("vllm-0", endpoint, {"rack": "2"}) == endpoint
             there, token = caches.endpoint_of("vllm-1", endpoint), Path(caches.variables[TOKEN_FILE])
             assert token.stat().st_mode & 0o777 == 0o600
             monkeypatch.setenv(TOKEN_FILE, str(token))
@@ -224,8 +225,39 @@ def test_the_cache_of_a_site_comes_back_at_its_port_and_ends_with_the_run(
             wait_for(lambda: came_by_the_cache(there), every=0.2)
             return there.cache, token
 
+    with pytest.raises(
+        ConfigError, match=r"far.label = 'rack=2': no node of this Ray carries it, but none has a label"
+    ):
+        asyncio.run(_start_at("rack=2"))
     place, token = asyncio.run(scenario())
     publisher.close()
     assert not token.exists()
     with pytest.raises(LinkRefused, match="unreachable"):
         wait_for(lambda: connect(place, 1.0, lambda _: False))
+
+
+async def _start_at(label: str) -> SiteCaches:
+    config = load_config(None, [f"relay.sites={{far={{label={label!r}}}}}"])
+    async with AsyncExitStack() as stack:
+        return await start_site_caches(config, {}, stack)
+
+
+def test_an_engine_reads_at_the_site_of_the_node_where_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_FILE, raising=False)
+    node = ray.nodes()[0]["NodeID"]
+    caches = asyncio.run(_start_at(f"ray.io/node-id={node}"))
+    ((_, place),) = caches.labels.items()
+    endpoint = RelayEndpoint("job", "fsspec", "file:///nowhere", "/nowhere.sqlite")
+    told: list[str] = []
+
+    def there(report: FirstReport) -> dict[str, Any]:
+        told.append(caches.endpoint_of("vllm-7", endpoint, report.labels).cache)
+        return {"heard": len(told)}
+
+    worker = rollout_worker("vllm-7", there=there)
+    try:
+        asyncio.run(worker.start())
+        assert asyncio.run(worker._call("beyond", "__getattribute__", "heard")) == 1
+    finally:
+        asyncio.run(worker.close())
+    assert told == [place]

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.config import load_config
-from orchestrator.resources import Placement, reserve
+from orchestrator.resources import Placement, placement_groups, reserve
 from orchestrator.runtime import device_plan, pool_requests
 from orchestrator.runtime.engine_actors import RayWorker
 from orchestrator.runtime.node_check import NodeCheck
@@ -117,6 +117,35 @@ def test_engines_are_spread_over_nodes_and_ranks_are_beside_each_other() -> None
             place.release()
     assert len({found[f"vllm-{number}"].node for number in range(4)}) == NODES
     assert len({seen.node for name, seen in found.items() if name.startswith("trainer")}) == 1
+
+
+def test_an_engine_of_the_beginning_that_is_taken_away_gives_its_devices_to_others_and_is_placed_anew() -> None:
+    config = load_config(None, ["rollout.engines=[{count=4, tensor_parallel_size=6}]", "ray.address=auto"])
+    places = pool_requests.without_pools(config, print)
+    other = Placement(None, "another-run", "", 6, reserve_seconds=10.0)
+    try:
+        pool_requests.reserve_all(config, places)
+        nodes_of = {name: place.node() for name, place in places.items()}
+        gone = rollout_worker("vllm-3", placement=places["vllm-3"])
+        asyncio.run(gone.let_go())
+        other.place()
+        assert other.node() == nodes_of["vllm-3"]
+        assert {name: place.node() for name, place in places.items() if name != "vllm-3"} == {
+            name: node for name, node in nodes_of.items() if name != "vllm-3"
+        }
+        other.release()
+        places["vllm-3"].place()
+        assert places["vllm-3"].node() == nodes_of["vllm-3"], "the only node with room"
+    finally:
+        for place in (*places.values(), other):
+            place.release()
+
+
+def test_engines_go_where_the_fewest_are_the_largest_first() -> None:
+    free = {"a": {"GPU": 8.0, "CPU": 8.0}, "b": {"GPU": 8.0, "CPU": 8.0}, "c": {"CPU": 8.0}}
+    bundles = [{"GPU": 2.0, "CPU": 1.0}] * 2 + [{"GPU": 8.0, "CPU": 1.0}, {"GPU": 4.0, "CPU": 1.0}, {"GPU": 1.0}]
+    assert placement_groups._spread(bundles, free) == ["b", "b", "a", "b", None]
+    assert placement_groups._spread([{"CPU": 1.0}] * 3, free) == ["a", "b", "c"]
 
 
 def test_what_the_cluster_can_never_hold_is_one_error_with_the_numbers() -> None:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.hosts import Host, Hosts, why_not
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(60)]
 BYTES = 24 << 20
@@ -50,6 +52,13 @@ def test_a_link_has_its_rate_and_counts_its_bytes(hosts: list[Host]) -> None:
     assert BYTES * 8 / seconds < 1.2 * 200e6  # and a burst of 1 MB
 
 
+def test_a_rank_that_ran_alone_in_the_test_leaves_nothing_to_a_host(
+    hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert "GLOO_SOCKET_IFNAME" not in hosts[0].run(["env"])
+
+
 def test_a_host_that_dies_and_a_link_that_is_cut_leave_the_others_alone(hosts: list[Host]) -> None:
     sleepers = [host.start(["sleep", "60"]) for host in hosts]
     deadline = time.monotonic() + 10
@@ -82,3 +91,21 @@ def test_nothing_is_left_of_hosts_and_their_processes() -> None:
     assert process.wait(10) != 0
     assert subprocess.run(["pgrep", "-f", "sleep 61"], check=False, capture_output=True).stdout == b""
     assert "br0" not in subprocess.run(["ip", "link"], check=True, capture_output=True, text=True).stdout
+
+
+def test_nothing_is_left_of_hosts_whose_test_was_killed() -> None:
+    program = (
+        "import subprocess, time; from tests.support.hosts import Hosts\n"
+        "with Hosts(1) as made:\n"
+        "    made.all[0].start(['sleep', '62'], stdin=subprocess.DEVNULL)\n"
+        "    while not made.all[0].pids(): time.sleep(0.05)\n"
+        "    print(made._first(), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as test:
+        assert test.stdout is not None
+        first = Path("/proc", test.stdout.readline().strip())
+        assert first.exists()
+        test.kill()
+    wait_for(lambda: not first.exists())
+    wait_for(lambda: not subprocess.run(["pgrep", "-f", "sleep 62"], check=False, capture_output=True).stdout)

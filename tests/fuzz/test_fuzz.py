@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.fuzz import __main__ as runner
 from tests.fuzz import native
 from tests.fuzz.__main__ import MINUTES, fuzz_one
 from tests.fuzz.harness import CORPORA, HARNESSES, ROOT, collect, fuzz, harness, read_input, read_lines, write_line
@@ -92,6 +95,28 @@ def test_a_parser_that_breaks_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         found = fuzz(one, tmp_path, 30.0, SEED)
         assert wrong in found.error, found
         assert found.finding
+
+
+def test_figures_grow_slice_by_slice_the_least_fuzzed_first_and_a_finding_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked = tmp_path / "fuzzing.json", list[str]()
+
+    def row(name: str, seconds: float, seed: int) -> dict[str, Any]:
+        asked.append(name)
+        return {"harness": name, "inputs": 10, "minutes": 1.0, "finding": "seed 7" if name == "journal" else ""}
+
+    monkeypatch.setattr(runner, "fuzz_row", row)
+    names = ["address", "journal", "events"]
+    assert runner.fuzz_until(1, ["address"], 60, 0, out) == 0
+    assert runner.fuzz_until(2, names, 60, 0, out) == 1
+    assert asked == ["address", "journal", "events", "address", "events"]
+    result = json.loads(out.read_text())
+    rows = {one["harness"]: one for one in result["detail"]["harnesses"]}
+    assert set(rows) == set(everything())
+    assert [(rows[name]["inputs"], rows[name]["minutes"]) for name in names] == [(20, 2.0), (10, 1.0), (20, 2.0)]
+    assert (result["value"], result["holds"]) == (1, False)
+    assert len(rows["address"]["commits"]) == 1
 
 
 def test_a_corpus_is_begun_with_what_reaches_new_lines(tmp_path: Path) -> None:

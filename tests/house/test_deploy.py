@@ -115,10 +115,12 @@ def test_what_an_image_starts_exists(path: Path) -> None:
 @pytest.mark.parametrize("path", CONTAINERFILES, ids=lambda path: path.name)
 def test_what_an_image_installs_is_a_tested_version_and_a_known_extra(path: Path) -> None:
     text = "\n".join(rest for name, rest in instructions(path) if name in ("RUN", "ARG"))
-    for extras in re.findall(r"whl\)\[([\w,-]+)\]", text):
+    lists = re.findall(r"(?:whl\)\[|EXTRAS=)([\w,-]+)", text)
+    assert lists or path.suffix == ".relay"
+    for extras in lists:
         assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
     components = {name: component for component in COMPONENTS for name in component.distributions}
-    pinned = [Requirement(word) for word in re.findall(r'"([\w-]+[=<>]=[^"\s]+)"', text)]
+    pinned = [Requirement(word) for word in re.findall(r'(?<=["\s])([\w-]+[=<>]=[^"\s]+)', text)]
     for requirement in pinned:
         tested = [tried.version for tried in components[requirement.name].tried]
         assert any(version in requirement.specifier for version in tested), requirement

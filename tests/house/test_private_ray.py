@@ -87,7 +87,7 @@ def test_a_start_that_met_another_ray_is_tried_again(
         if len(seen) <= len(raised):
             raise raised[len(seen) - 1]
 
-    stand_in = SimpleNamespace(init=init, shutdown=lambda: None, is_initialized=lambda: False)
+    stand_in = SimpleNamespace(_raylet=None, init=init, shutdown=lambda: None, is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "ray", stand_in)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
@@ -114,3 +114,26 @@ def test_a_local_ray_has_a_private_folder_and_a_token_of_its_own(tmp_path: Path)
     assert modes == [0o700, 0o600]
     assert not (tmp_path / ".ray" / "auth_token").exists()
     assert not Path(folder).exists()
+
+
+AFTER_ANOTHER = """
+import os
+os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", "a" * 64
+import ray
+ray.init(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+ray.shutdown()
+del os.environ["RAY_AUTH_TOKEN"]
+from orchestrator.runtime.real_run import _start_local_ray
+_start_local_ray(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+print(ray.get(ray.remote(lambda: 7).remote()))
+ray.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_a_local_ray_starts_in_a_process_that_had_one_with_another_token(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    words = [sys.executable, "-c", AFTER_ANOTHER]
+    done = subprocess.run(words, env={**clean, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=180)
+    assert done.stdout.splitlines()[-1:] == ["7"], done.stderr[-2000:]

@@ -32,6 +32,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     run.start()
     run.loop(0, 20)
     run.emit("fault", what="worker vllm-0", cause="worker_lost", detail="it is gone")
+    run.emit("scaled", worker="vllm-1", what="added", engines=2, requests=0, seconds=31.25)
+    run.emit("scaled", worker="vllm-2", what="added", engines=3, requests=0, seconds=30.0)
+    run.emit("scaled", worker="vllm-2", what="removed", engines=2, requests=5, seconds=1.5)
     if request.param == "resumed":
         run.evaluate(20, "mid", 0.9)
         run.counts["trained"] -= 2 * run.batch
@@ -128,6 +131,23 @@ def test_the_lines_and_the_pages_say_these_figures(folder: Path) -> None:
     assert run.tokens_per_s_mean == summarize(folder)["tokens_per_s"]
     assert f"{run.tokens_per_s_mean:,.0f} tokens/s" in report
     assert "the sum closes" in report
+
+
+def test_every_view_says_which_engines_came_and_left(folder: Path) -> None:
+    run, hub = load_run(folder), hub_of(folder)
+    page = json.loads(hub.picture)
+    words = [item.words for item in reversed(run.scalings)]
+    assert words[0] == "removed in 1.5 s, 5 requests moved; its group has 2"
+    assert [row["detail"] for row in page["incidents"] if row["kind"] == "scaled"] == words
+    console = Console(file=io.StringIO(), width=200)
+    console.print(screen(page))
+    assert all(said in console.file.getvalue() for said in words)  # type: ignore[attr-defined]
+    families = {family.name: family for family in text_string_to_metric_families(exposition(hub.state).decode())}
+    counted = {sample.labels["what"]: sample.value for sample in families[f"{PREFIX}scaled"].samples}
+    assert counted == dict(run.figures.scaled_total) == {"added": 2, "removed": 1}
+    report = plain(write_report(folder).read_text(encoding="utf-8"))
+    assert "2 engines added and 1 taken away" in report
+    assert "vllm-2 removed 2 5 1.50 s" in report
 
 
 def test_the_rate_of_now_is_that_of_the_last_steps_and_no_startup_is_in_it(folder: Path) -> None:

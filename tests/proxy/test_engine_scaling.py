@@ -8,7 +8,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from orchestrator.api import Completion, GenerationRequest, MachineGone, ManagedWorker, RunError, Sampling
+from orchestrator.api import (
+    Completion,
+    GenerationRequest,
+    MachineGone,
+    ManagedWorker,
+    RetryableError,
+    RunError,
+    Sampling,
+)
 from orchestrator.config import parse_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy import engine_scaling
@@ -177,6 +185,27 @@ def test_nothing_changes_beside_a_weight_update_and_what_is_wanted_no_more_is_no
         await run.settle(0, 2)
         assert run.source.gone == ["vllm-2"]
         assert run.scaled() == []
+
+    play(scenario, monkeypatch)
+
+
+def test_one_that_is_taken_away_while_it_fetches_weights_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(run: Run) -> None:
+        let_go = asyncio.Event()
+
+        async def prepare(version: int) -> None:
+            await let_go.wait()
+            raise RetryableError("vllm-1 died")
+
+        monkeypatch.setattr(run.first[1], "prepare", prepare)
+        preparing = asyncio.create_task(run.proxy.prepare(5))
+        await run.settle(0, 1)
+        let_go.set()
+        assert await preparing == []
+        assert run.proxy.faults == 0
+        monkeypatch.setattr(run.first[0], "prepare", prepare)
+        assert await run.proxy.prepare(5) == ["vllm-1 died"], "one that is there still counts"
+        assert run.proxy.faults == 1
 
     play(scenario, monkeypatch)
 

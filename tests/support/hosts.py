@@ -1,8 +1,9 @@
 """Hosts on one machine: network namespaces on a bridge, each with an address, a link of a limited rate and processes of its own.
 
 Everything lies inside one process tree with namespaces of its own (network, mounts, processes): when its first process ends, the
-kernel ends all others and takes bridge, links and names along, so that nothing is left behind, however a test ends. As root, or
-in a user namespace where the kernel lets anyone make one; :func:`why_not` says why where neither works.
+kernel ends all others and takes bridge, links and names along. It ends with the pipe that the test's process holds: nothing is
+left behind, however that ends. As root, or in a user namespace where the kernel lets anyone make one; :func:`why_not` says why
+where neither works.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 NETWORK = "10.77.0"
 _UNSHARE = ["unshare", *(["-Ur"] if os.getuid() else []), "-nmp", "--fork", "--mount-proc", "--kill-child"]
-_REAP = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"  # as init does
+# As init does, until the other end of its pipe is closed.
+_REAP = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); sys.stdin.buffer.read()"
 _SETUP = "mount -t tmpfs none /run && mkdir /run/netns && ip link add br0 type bridge && ip link set br0 up && ip link set lo up"
 
 
@@ -53,7 +55,10 @@ class Host:
     ) -> subprocess.Popen[str]:
         """A process of this host."""
         wrapped = self.hosts.inside("ip", "netns", "exec", self.name, *command)
-        return subprocess.Popen(wrapped, env={**os.environ, **(environment or {})}, text=True, **options)
+        own = {
+            name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"
+        }  # "lo" since a rank ran here
+        return subprocess.Popen(wrapped, env={**own, **(environment or {})}, text=True, **options)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 60) -> str:
         """What it printed. Raises CalledProcessError with its output."""
@@ -103,7 +108,8 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         ready = f'{_SETUP} && touch /run/ready && exec "$0" -S -c "$1"'
-        self._anchor = subprocess.Popen([*_UNSHARE, "sh", "-c", ready, sys.executable, _REAP])
+        command = [*_UNSHARE, "sh", "-c", ready, sys.executable, _REAP]
+        self._anchor = subprocess.Popen(command, stdin=subprocess.PIPE)
         try:
             self._wait()
             for number in range(1, self._count + 1):
@@ -116,7 +122,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         assert self._anchor is not None
         self._anchor.kill()
-        self._anchor.wait(timeout=30)
+        self._anchor.communicate(timeout=30)
 
     def inside(self, *command: str) -> list[str]:
         """The command line that runs ``command`` among the hosts."""

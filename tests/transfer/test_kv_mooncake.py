@@ -192,6 +192,7 @@ def test_a_peer_that_hangs_costs_the_limit_and_its_place_is_kept_until_nothing_c
     """In a process of its own: Mooncake reads its time limits once."""
     code = """
 import os, signal, sys, time
+from pathlib import Path
 import numpy as np
 from tests.transfer.test_kv_mooncake import BLOCKS, WIDTH, MooncakeCarrier, Source, ask, block_digests, rows, settled
 source = Source()
@@ -199,6 +200,8 @@ carrier = MooncakeCarrier("127.0.0.1", room=8 << 20)
 size = BLOCKS * WIDTH
 carrier.read(source.kept, size, 20.0)
 os.kill(source.process.pid, signal.SIGSTOP)
+threads = list(Path(f"/proc/{source.process.pid}/task").iterdir())
+settled(lambda: all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads))
 begun = time.monotonic()
 try:
     carrier.read(source.kept, size, 0.5)

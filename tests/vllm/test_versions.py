@@ -228,8 +228,8 @@ class _Index(BaseHTTPRequestHandler):
         self.send_header("Content-Range", f"bytes {first}-{last}/{len(self.data)}")
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
+        type(self).sent += len(part)  # before it can be read
         self.wfile.write(part)
-        type(self).sent += len(part)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -37,6 +37,7 @@ from orchestrator.api import (
     ReleaseResult,
     RetryableError,
     Sampling,
+    TokenSequence,
     UpdateResult,
     VersionSpans,
     WorkerStats,
@@ -412,11 +413,13 @@ class InprocessEngine:
         except Exception as error:
             raise RetryableError(f"update to version {version}: {error}") from error
 
-    def _check_tokens(self, token_ids: tuple[int, ...]) -> list[int]:
+    def _check_tokens(self, token_ids: Sequence[int]) -> list[int]:
         # vLLM checks ids against the tokenizer's vocabulary, and there is none here.
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
+        tokens = TokenSequence.of(token_ids)
+        low, high = tokens.bounds
+        if tokens and not 0 <= low <= high < self._vocabulary:
             raise ValueError(f"token ids must lie in [0, {self._vocabulary})")
-        return list(token_ids)
+        return tokens.to_list()
 
     def _make_params(self, sampling: Sampling) -> Any:
         params = self._params.get(sampling)

@@ -1,6 +1,6 @@
-"""The parts of a run's page that only some runs have: environments or GPUs, how engines were cut, pooled environments, rounds,
-borrowed servers. Each function computes what one section shows and fills its template; nothing comes out where there is nothing
-of it.
+"""The parts of a run's page that only some runs have: environments or GPUs, how engines were cut, which were added and taken
+away, pooled environments, rounds, borrowed servers. Each function computes what one section shows and fills its template; nothing
+comes out where there is nothing of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from orchestrator.observe.report.plots import chart
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.observe.report.summary import borrowed_of, rounds_of, serving_of
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
+
+_SCALINGS = 100  # rows of a table
 
 
 def bottleneck(run: RunLog) -> Markup:
@@ -78,6 +80,17 @@ def _layout(event: Mapping[str, Any], experts: bool) -> str:
     """Of a plan or a change; logs of before have no experts."""
     tp, ep = int(event["tp"]), int(event.get("ep", 1))
     return str(EngineLayout(tp, ep)) if experts else str(tp)
+
+
+def scaling(run: RunLog) -> Markup:
+    """The engines that came and left while the run went on, the newest ``_SCALINGS``."""
+    if not run.scalings:
+        return NOTHING
+    rows = [
+        (duration(item.t), item.worker, item.what, count(item.engines), count(item.requests), duration(item.seconds))
+        for item in run.scalings[-_SCALINGS:]
+    ]
+    return fill("scaling.html", run=run, rows=rows)
 
 
 def environments(run: RunLog) -> Markup:

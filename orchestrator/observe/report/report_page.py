@@ -40,6 +40,7 @@ def render_report(run: RunLog) -> str:
         ("speed", "Speed", run_sections.speed(run)),
         ("health", "Trainer", run_sections.trainer_health(run)),
         ("parallelism", "Parallelism", feature_sections.parallelism(run)),
+        ("scaling", "Scaling", feature_sections.scaling(run)),
         ("environments", "Environments", feature_sections.environments(run)),
         ("rounds", "Rounds", feature_sections.rounds(run)),
         ("borrowed", "Borrowed", feature_sections.borrowed(run)),

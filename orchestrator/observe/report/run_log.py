@@ -23,6 +23,7 @@ from orchestrator.observe.event_records import (
     Incident,
     LedgerCounts,
     PoolSnapshot,
+    Scaling,
     Stage,
     Start,
     Step,
@@ -69,6 +70,7 @@ class RunLog:
     degrees: list[dict[str, Any]] = field(default_factory=list)  # orchestrator.parallelism.replanner
     rounds: list[dict[str, Any]] = field(default_factory=list)  # short and long ones; empty without
     borrowing: list[Borrowing] = field(default_factory=list)  # orchestrator.borrowing.server_exchange
+    scalings: list[Scaling] = field(default_factory=list)  # orchestrator.proxy.engine_scaling
     serving: list[dict[str, Any]] = field(default_factory=list)  # orchestrator.observe.view.serving_neighbours
     warmup: Warmup | None = None
     unreadable: int = 0  # lines cut by a kill
@@ -223,6 +225,7 @@ class RunLog:
 _LISTS = {
     "stage": "stages", "evaluation": "evaluations", "update": "updates", "worker": "workers", "occupancy": "occupancy",
     "environments": "pool", "plan": "plans", "reshape": "reshapes", "degrees": "degrees", "serving": "serving",
+    "scaled": "scalings",
     "borrowed": "borrowing", "returned": "borrowing", "handed_back": "borrowing",
     "alarm": "incidents", "fault": "incidents", "recovered": "incidents",
 }  # fmt: skip

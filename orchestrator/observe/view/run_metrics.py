@@ -65,6 +65,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "weight_bytes": ("counter", (), "Bytes of weights that workers took up."),
     "incidents": ("counter", ("kind", "cause"), "Faults, recoveries and alarms, by kind and cause."),
     "exchanges": ("counter", ("kind", "reason"), "Servers that were borrowed and returned, by kind and reason."),
+    "scaled": ("counter", ("what",), "Engines of the run's own that were added and removed while it went on."),
     "handed_back_requests": ("counter", ("worker",), "Requests that a borrowed server handed back."),
     "handed_back_tokens": ("counter", ("worker",), "Tokens that these had, and kept."),
     "metric": ("gauge", ("metric",), "The trainer's own figures of the last step: loss, entropy, ess, and so on."),
@@ -95,6 +96,7 @@ class _Metrics(Collector):
         yield from _workers(self._state.rows())
         yield _family("incidents", [(key, float(n)) for key, n in sorted(figures.incidents_total.items())])
         yield _family("exchanges", [(key, float(n)) for key, n in sorted(figures.exchanges_total.items())])
+        yield _family("scaled", [((what,), float(n)) for what, n in sorted(figures.scaled_total.items())])
         told = sorted(figures.handed_back.items())
         yield _family("handed_back_requests", [((name,), float(counts[0])) for name, counts in told])
         yield _family("handed_back_tokens", [((name,), float(counts[1])) for name, counts in told])

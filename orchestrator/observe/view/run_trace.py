@@ -143,6 +143,8 @@ def _of_events(events: Sequence[Mapping[str, Any]], begin: float, end: float) ->
             case "borrowed" | "returned":
                 reason = {"reason": str(event.get("reason", ""))}
                 yield _instant(f"{event['kind']}: {event['worker']}", t, "borrowing", reason)
+            case "scaled":
+                yield _instant(f"{event['what']}: {event['worker']}", t, "scaling", {"engines": event["engines"]})
             case "alarm" | "fault" | "recovered":
                 detail = {"detail": str(event.get("detail", ""))}
                 yield _instant(f"{event['kind']}: {event.get('what', '')}", t, "incident", detail)

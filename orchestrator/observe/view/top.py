@@ -166,7 +166,9 @@ def _incidents(found: Sequence[Mapping[str, Any]]) -> Table:
     for name in ("when", "kind", "what", "detail"):
         rows.add_column(name, no_wrap=True, overflow="ellipsis")
     for row in found[:_ROWS]:
-        colour = {"recovered": "green", "borrowed": "green", "returned": "yellow"}.get(row["kind"], "red")
+        colour = {"recovered": "green", "borrowed": "green", "returned": "yellow", "scaled": "cyan"}.get(
+            row["kind"], "red"
+        )
         detail = str(row["detail"]).splitlines()[0][:200] if row["detail"] else ""
         rows.add_row(clock(float(row["t"])), Text(row["kind"], colour), Text(row["what"]), Text(detail))
     return rows

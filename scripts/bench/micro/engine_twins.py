@@ -179,8 +179,8 @@ def make_shape(folder: str, **_: Any) -> None:
     Path(folder, "config.json").write_text(json.dumps(shape | {"hidden_size": 128}), encoding="utf-8")
 
 
-def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, number: int) -> dict[str, Any]:
-    return {"config": to_json(config), "relay": endpoint.to_dict()}
+def _worker_arguments(config: Config, model: str, number: int) -> dict[str, Any]:
+    return {"config": to_json(config)}
 
 
 def _trainer_arguments(config: Config, model: str) -> dict[str, Any]:
