@@ -71,7 +71,8 @@ BENCHES = {
     "borrowed": Bench("scripts.bench.papers.borrowed", "43 min"),
     "rose-figures": Bench("scripts.bench.papers.rose_figures", "18 min"),
     "tail-batching": Bench("scripts.bench.papers.tail_batching", "3 min", VLLM),
-    "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "2 min", VLLM),
+    "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "30 min", VLLM),
+    "pool-step": Bench("scripts.bench.micro.pool_step", "2 min", VLLM),
     "kv-remap": Bench("scripts.bench.micro.kv_remap", "a few seconds", VLLM),
 }
 
