@@ -140,7 +140,7 @@ class MegatronTrainer:
                 learning_rate=settings_.value_rate,
             )
         self._replicas = Replicas()
-        multiple = self._learner.layout.tensor if self._learner.layout.sequence else 1
+        multiple = self._learner.layout.row_multiple
         self._limits = limits = MicroBatchLimits(
             settings_.micro_batch_size,
             settings_.order,
