@@ -95,11 +95,6 @@ HOOK_POINTS: dict[str, tuple[str, ...]] = {
         "content_metadata",
     ),
     f"{_CORE}dist_checkpointing:load": ("sharded_state_dict", "checkpoint_dir", "validate_access_integrity"),
-    f"{_TORCH_DIST}torch:TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks": (
-        "self",
-        "writer",
-        "save_state_dict_ret",
-    ),
     f"{_TORCH_DIST}filesystem_async:FileSystemWriterAsync.write_preloaded_data": (
         "transform_list",
         "local_proc_idx",
@@ -135,6 +130,7 @@ ATTRIBUTES: tuple[str, ...] = (
         f"{_DISTRIBUTED_OPTIMIZER}{name}"
         for name in ("shard_fp32_from_float16_groups", "model_float16_groups", "model_fp32_groups", "gbuf_ranges")
     ),
+    f"{_TORCH_DIST}torch:TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",  # 0.19.2: one argument more
     f"{_CORE}transformer.transformer_layer:TransformerLayer.layer_number",
     f"{_CORE}models.gpt.gpt_model:GPTModel.share_embeddings_and_output_weights",
     f"{_CORE}process_groups_config:ProcessGroupCollection.tp_ep_pp",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +191,11 @@ def _sharded(parts: TrainerParts, place: int, world: int, ours: dict[str, Any] |
 def _checked(parts: TrainerParts, path: Path) -> dict[str, Any]:
     """What we wrote beside Megatron-LM's entries, when the checkpoint fits this trainer."""
     shape = read_shape(path)
-    for name, value in asdict(parts.policy.shape).items():
-        found = getattr(shape, name)
+    for item in fields(shape):
+        found, value = getattr(shape, item.name), getattr(parts.policy.shape, item.name)
         if found != value:
-            fix = f"checkpoint {path} is of another model: this run's {name} is {value!r}; resume with that model"
-            raise ConfigError(f"model.{name}", found, fix)
+            fix = f"checkpoint {path} is of another model: this run's {item.name} is {value!r}; resume with that model"
+            raise ConfigError(f"model.{item.name}", found, fix)
     ours = _read_ours(path)
     if ours["dtype"] != parts.policy.dtype:
         fix = f"is the dtype of checkpoint {path}; this run's is {parts.policy.dtype}"
