@@ -1,8 +1,9 @@
 """Floating-point operations of a micro-batch, by which replicas get equal shares.
 
 Counted as 2 for each multiplied weight and token (of experts those that a token chooses), forward; backward is twice that, and
-alike for all. Attention's products grow with the square of a row: half of it under a causal mask. Padding is computed, too. Of
-the vocabulary only the rows of the policy's tokens (:mod:`megatron_rlplugin.objective.deferred_output`).
+alike for all. Attention's products grow with the square of a row: half of it under a causal mask; windows and latent attention
+count as full attention. Padding is computed, too. Of the vocabulary only the rows of the policy's tokens
+(:mod:`megatron_rlplugin.objective.deferred_output`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ class TrainingWork:
         """Of one model of this shape."""
         heads = shape.num_attention_heads * shape.head_dim
         attention = 2 * shape.hidden_size * (heads + shape.num_key_value_heads * shape.head_dim)
-        wide = shape.num_experts_per_tok * shape.moe_intermediate_size if shape.num_experts else shape.intermediate_size
-        layer = attention + 3 * shape.hidden_size * wide + shape.hidden_size * shape.num_experts
-        layers = shape.num_hidden_layers
-        return cls(2.0 * layers * layer, 2.0 * layers * heads, 2.0 * shape.hidden_size * shape.vocab_size)
+        layers, mixed = shape.num_hidden_layers, shape.expert_layers
+        wide = shape.num_experts_per_tok * shape.moe_intermediate_size + shape.shared_size
+        expert = 3 * shape.hidden_size * wide + shape.hidden_size * shape.num_experts
+        dense = 3 * shape.hidden_size * shape.intermediate_size
+        weights = layers * attention + mixed * expert + (layers - mixed) * dense
+        return cls(2.0 * weights, 2.0 * layers * heads, 2.0 * shape.hidden_size * shape.vocab_size)
 
     def of_plan(self, rows: Sequence[TrainRow], members: Sequence[int], limits: MicroBatchLimits) -> float:
         """Of a micro-batch with these rows."""
