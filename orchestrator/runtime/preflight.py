@@ -174,7 +174,7 @@ def _model(config: Config, task: Task) -> None:
 
 def _trainer(config: Config) -> None:
     trainer = config.trainer
-    sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.expert_parallel
+    sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel * trainer.expert_parallel
     if (
         trainer.megatron or sizes > 1 or trainer.loss_function or trainer.reference_path
     ):  # what one rank of the defaults does is known
