@@ -12,7 +12,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-int rlc_pool_open(const char *, uint64_t, uint64_t, int, const char *, uint64_t, int *, rlc_pool **);
+int rlc_pool_open(const char *, uint64_t, uint64_t, int, const char *, uint64_t, uint64_t, int, int *, rlc_pool **);
+int rlc_pool_attach(rlc_pool *, int, uint64_t, int, const char *, int);
 void rlc_pool_close(rlc_pool *);
 int rlc_pool_join(rlc_pool *, const char *, int, int, uint64_t);
 int64_t rlc_pool_acquire(rlc_pool *, uint64_t, int, uint64_t, uint64_t *);
@@ -23,7 +24,7 @@ int64_t rlc_pool_expired(rlc_pool *, uint64_t, uint64_t *, uint64_t);
 int rlc_pool_budget(rlc_pool *, int, uint64_t, uint64_t);
 int rlc_pool_reap(rlc_pool *);
 int rlc_pool_leave(rlc_pool *);
-int rlc_pool_snapshot(rlc_pool *, uint64_t[8], rlc_tenant[RLC_TENANTS], uint8_t *, uint64_t *);
+int rlc_pool_snapshot(rlc_pool *, uint64_t[9], rlc_tenant[RLC_TENANTS], uint8_t *, uint64_t *);
 int rlc_pool_device(const rlc_pool *, char[64]);
 int rlc_pool_publish(rlc_pool *, const uint64_t[RLC_WORDS]);
 int rlc_pool_read(const rlc_pool *, int, uint64_t[RLC_WORDS]);
@@ -33,7 +34,7 @@ int64_t rlc_range_map(rlc_pool *, uint8_t *, const uint64_t *, const uint64_t *,
 int rlc_range_unmap(rlc_pool *, uint8_t *, const uint64_t *, const uint64_t *, uint64_t);
 int64_t rlc_pool_trim(rlc_pool *, uint64_t);
 
-enum { PAGES = 6, PAGE = 4096, RECORD = 6, CALLS = 14 };
+enum { PAGES = 6, PAGE = 4096, RECORD = 6, CALLS = 15 };
 static const uint64_t EDGES[] = {0, 1, 2, 3, 5, 6, 7, 17, 255, 4095, 4096, 8192, 1ull << 20, 1ull << 26, (1ull << 26) + 1,
                                  1ull << 36, 1ull << 38, 1ull << 52, 1ull << 61, 1ull << 63, ~0ull};
 enum { EDGE_COUNT = sizeof EDGES / sizeof *EDGES };
@@ -51,7 +52,7 @@ static void begin(void)
     int made;
     rlc_pool *pool;
     unlink(path);
-    if (rlc_pool_open(path, PAGES, PAGE, 1, "cpu", 1, &made, &pool)) fuzz_fail("no pool could be made");
+    if (rlc_pool_open(path, PAGES, PAGE, 1, "cpu", 1, 2, 0, &made, &pool)) fuzz_fail("no pool could be made");
     if (rlc_pool_join(pool, "one", RLC_SERVING, (int)getpid(), 0) < 0) fuzz_fail("no tenant could join");
     if (rlc_pool_acquire(pool, 3, 1, 5, pages) != 3) fuzz_fail("no pages could be had");
     struct stat facts;
@@ -85,6 +86,7 @@ static void call(rlc_pool *pool, const uint8_t *record, uint64_t *pages, uint8_t
     }
     case 11: rlc_range_map(pool, range, places, pages, count, record[3] & 1); break;
     case 12: rlc_range_unmap(pool, range, places, pages, count); break;
+    case 13: rlc_pool_attach(pool, record[1] % 18 - 1, edge, (int)getpid(), "cpu", record[3] & 1); break;
     default: rlc_pool_trim(pool, edge);
     }
 }
@@ -112,11 +114,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     free(file);
     rlc_pool *pool;
     int makes = size && data[0] & 1;
-    int code = rlc_pool_open(path, makes ? PAGES : 0, makes ? PAGE : 0, 1, "cpu", 2, &made, &pool);
+    int code = rlc_pool_open(path, makes ? PAGES : 0, makes ? PAGE : 0, 1, "cpu", 2, 2, size > 1 ? data[1] & 1 : 0, &made, &pool);
     if (code) return 0;
     uint64_t most = pool->header->pages, size_of_one = pool->header->page_bytes;
     if (most > 1 << 16 || most * size_of_one > 1 << 24) fuzz_fail("a pool that is larger than its file");
-    uint64_t numbers[8], *pages = calloc(PAGES, sizeof *pages), *leases = malloc(8 * most);
+    uint64_t numbers[9], *pages = calloc(PAGES, sizeof *pages), *leases = malloc(8 * most);
     rlc_tenant tenants[RLC_TENANTS];
     uint8_t *owners = malloc(most);
     char device[64];

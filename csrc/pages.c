@@ -15,7 +15,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_PAGES (1ull << 26)
-#define MAX_PAGE_BYTES (1ull << 36) /* so that no size of a pool overflows */
+#define MAX_PAGE_BYTES (1ull << 31) /* so that no size of a pool overflows */
 #define SOMEBODY 255 /* of `last`: a tenant that is no more */
 #define PATIENCE_NS 5000000 /* to wait for the lock, which is held for microseconds by whoever runs */
 
@@ -42,15 +42,20 @@ static void lay_out(rlc_pool *pool) {
     pool->lease = (uint64_t *)(base + ((sizeof(rlc_header) + 3 * pages + 63) & ~63ull));
 }
 
-/* An open-file-description lock on one byte far behind everything that is stored. */
-static int byte_lock(int fd, int slot, short type, int command) {
-    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = ((off_t)1 << 61) + slot, .l_len = 1};
+/* An open-file-description lock on one byte far behind everything that is stored: of tenants' first ranks, of the keepers of
+ * each rank's pages, of tenants' other ranks. */
+static int byte_lock(int fd, int at, short type, int command) {
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = ((off_t)1 << 61) + at, .l_len = 1};
     return fcntl(fd, command, &lock) == 0 ? (int)lock.l_type : -1;
 }
 
-static int alive(const rlc_pool *pool, int slot) {
-    if (slot == pool->slot) return 1; /* our own lock does not conflict with us */
-    return byte_lock(pool->fd, slot, F_WRLCK, F_OFD_GETLK) != F_UNLCK;
+static int member_byte(int slot, int rank) { return rank ? RLC_TENANTS + RLC_RANKS * (slot + 1) + rank : slot; }
+
+static int keeper_byte(const rlc_pool *pool) { return RLC_TENANTS + pool->rank; }
+
+static int alive(const rlc_pool *pool, int slot, int rank) {
+    if (slot == pool->slot && rank == pool->rank) return 1; /* our own lock does not conflict with us */
+    return byte_lock(pool->fd, member_byte(slot, rank), F_WRLCK, F_OFD_GETLK) != F_UNLCK;
 }
 
 /* When this process started, in clock ticks since boot; 0: it is not there, or nothing of it runs any more (it waits for its
@@ -80,13 +85,21 @@ static uint64_t pid_namespace(void) {
     return stat("/proc/self/ns/pid", &facts) ? 0 : (uint64_t)facts.st_ino;
 }
 
-/* Whether a tenant's pages may still be in use. */
-static int present(const rlc_pool *pool, int slot) {
-    if (alive(pool, slot)) return 1;
+static int member_present(const rlc_pool *pool, int slot, int rank) {
+    if (alive(pool, slot, rank)) return 1;
     const rlc_tenant *tenant = &pool->header->tenants[slot];
-    if (pool->header->data || tenant->role == RLC_FREE || !tenant->started) return 0;
+    if (pool->header->data || tenant->role == RLC_FREE || !tenant->started[rank]) return 0;
     if (pool->header->namespace != pid_namespace()) return 1; /* a watcher; those that see it will tell */
-    return started(tenant->pid) == tenant->started;
+    return started(tenant->members[rank]) == tenant->started[rank];
+}
+
+/* How many ranks of a tenant may still use its pages. */
+static int present(const rlc_pool *pool, int slot) {
+    uint32_t attached = pool->header->tenants[slot].attached | 1; /* the first has its lock before it says so */
+    int found = 0;
+    for (int rank = 0; rank < RLC_RANKS; rank++)
+        if (attached >> rank & 1) found += member_present(pool, slot, rank);
+    return found;
 }
 
 static void recount(rlc_pool *pool) {
@@ -140,7 +153,12 @@ static int reap(rlc_pool *pool) {
     int found = 0;
     for (int slot = 0; slot < RLC_TENANTS; slot++) {
         rlc_tenant *tenant = &pool->header->tenants[slot];
-        if (tenant->role == RLC_FREE || present(pool, slot)) continue;
+        if (tenant->role == RLC_FREE) continue;
+        int left = present(pool, slot);
+        if (left) {
+            tenant->broken = left < __builtin_popcount(tenant->attached);
+            continue;
+        }
         for (uint64_t page = 0; page < pool->header->pages; page++) {
             if (pool->owner[page] != slot + 1) continue;
             pool->mapped[page] = 0;
@@ -173,9 +191,10 @@ EXPORT void rlc_pool_close(rlc_pool *pool) {
 }
 
 /* Make the file's content; the caller holds an exclusive flock on fd. */
-static int fill(rlc_pool *pool, uint64_t pages, uint64_t page_bytes, int data, const char *device, uint64_t epoch) {
+static int fill(rlc_pool *pool, uint64_t pages, uint64_t page_bytes, int data, const char *device, uint64_t epoch,
+                uint64_t ranks) {
     uint64_t table = table_bytes(pages), begin = data_begin(pages, page_bytes);
-    if (ftruncate(pool->fd, 0) || ftruncate(pool->fd, (off_t)(data ? begin + pages * page_bytes : table)))
+    if (ftruncate(pool->fd, 0) || ftruncate(pool->fd, (off_t)(data ? begin + ranks * pages * page_bytes : table)))
         return RLC_POOL_SYSTEM;
     int code = map_file(pool, table);
     if (code) return code;
@@ -188,7 +207,8 @@ static int fill(rlc_pool *pool, uint64_t pages, uint64_t page_bytes, int data, c
     header->epoch = epoch;
     header->free = pages;
     header->namespace = pid_namespace();
-    strncpy(header->device, device, sizeof header->device - 1);
+    header->ranks = ranks;
+    strncpy(header->device[0], device, sizeof header->device[0] - 1);
     pthread_mutexattr_t kind;
     pthread_mutexattr_init(&kind);
     pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
@@ -214,10 +234,12 @@ static int check(rlc_pool *pool) {
     rlc_header *header = pool->header;
     if (header->magic != RLC_POOL_MAGIC) return RLC_POOL_FOREIGN;
     if (header->schema != RLC_POOL_SCHEMA) return RLC_POOL_VERSION;
-    uint64_t pages = header->pages, page_bytes = header->page_bytes, data = header->data;
+    uint64_t pages = header->pages, page_bytes = header->page_bytes, data = header->data, ranks = header->ranks;
     if (!__atomic_load_n(&header->ready, __ATOMIC_ACQUIRE) || !is_shape(pages, page_bytes)) return RLC_POOL_FOREIGN;
+    if (!ranks || ranks > RLC_RANKS) return RLC_POOL_FOREIGN;
     uint64_t table = table_bytes(pages), begin = data_begin(pages, page_bytes);
-    if ((data && data != begin) || (uint64_t)facts.st_size < (data ? begin + pages * page_bytes : table)) return RLC_POOL_FOREIGN;
+    if ((data && data != begin) || (uint64_t)facts.st_size < (data ? begin + ranks * pages * page_bytes : table))
+        return RLC_POOL_FOREIGN;
     for (int slot = 0; slot < RLC_TENANTS; slot++) {
         const rlc_tenant *tenant = &header->tenants[slot];
         if (tenant->role > RLC_ROLLOUT || tenant->name[sizeof tenant->name - 1]) return RLC_POOL_FOREIGN;
@@ -234,11 +256,13 @@ static int check(rlc_pool *pool) {
 /* Open the pool, or (pages > 0) make it. *made: whether we did. A file that nobody lives in is made anew where its shape
  * differs or its maker died before it was done; one with tenants in it must have our shape. */
 EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, int data, const char *device,
-                         uint64_t epoch, int *made, rlc_pool **out) {
-    if (pages && !is_shape(pages, page_bytes)) return RLC_POOL_SHAPE;
+                         uint64_t epoch, uint64_t ranks, int rank, int *made, rlc_pool **out) {
+    if (pages && (!is_shape(pages, page_bytes) || !ranks || ranks > RLC_RANKS)) return RLC_POOL_SHAPE;
+    if (rank < 0 || rank >= RLC_RANKS) return RLC_POOL_SHAPE;
     rlc_pool *pool = calloc(1, sizeof *pool);
     if (!pool) return RLC_POOL_SYSTEM;
     pool->slot = -1;
+    pool->rank = rank;
     *made = 0;
     pool->fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (pages ? O_CREAT : 0), 0600);
     int code = 0;
@@ -255,10 +279,10 @@ EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, 
         if (!code) {
             int settled = facts.st_size ? check(pool) : RLC_POOL_FOREIGN;
             int fits = !settled && (!pages || (pool->header->pages == pages && pool->header->page_bytes == page_bytes &&
-                                               !pool->header->data == !data &&
-                                               !strncmp(pool->header->device, device, sizeof pool->header->device - 1)));
+                                               !pool->header->data == !data && pool->header->ranks == ranks &&
+                                               !strncmp(pool->header->device[0], device, sizeof pool->header->device[0] - 1)));
             int live = 0;
-            for (int slot = 0; slot < RLC_TENANTS && !live; slot++) live = settled ? alive(pool, slot) : present(pool, slot);
+            for (int slot = 0; slot < RLC_TENANTS && !live; slot++) live = settled ? alive(pool, slot, 0) : present(pool, slot);
             if (!fits && pages && (live || (settled == RLC_POOL_VERSION && live))) code = RLC_POOL_SHAPE;
             else if (!fits && !pages) code = settled;
             else if (!fits) {
@@ -271,7 +295,7 @@ EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, 
                         code = RLC_POOL_FOREIGN;
                 }
                 if (!code) {
-                    code = fill(pool, pages, page_bytes, data, device, epoch);
+                    code = fill(pool, pages, page_bytes, data, device, epoch, ranks);
                     *made = !code;
                 }
             }
@@ -288,7 +312,13 @@ EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, 
     return 0;
 }
 
-/* Become a tenant. One serving tenant a pool. */
+static void note_member(rlc_tenant *tenant, int rank, int pid) {
+    tenant->members[rank] = pid;
+    tenant->started[rank] = started(pid);
+    tenant->attached |= 1u << rank;
+}
+
+/* Become a tenant, of several ranks its first. One serving tenant a pool. */
 EXPORT int rlc_pool_join(rlc_pool *pool, const char *name, int role, int pid, uint64_t budget) {
     if (!pool->header->data && pool->header->namespace != pid_namespace()) return RLC_POOL_NAMESPACE;
     int code = take(pool);
@@ -302,7 +332,7 @@ EXPORT int rlc_pool_join(rlc_pool *pool, const char *name, int role, int pid, ui
         else if (!strncmp(tenant->name, name, sizeof tenant->name - 1)) code = RLC_POOL_BUSY;
     }
     if (!code && slot < 0) code = RLC_POOL_FULL;
-    if (!code && byte_lock(pool->fd, slot, F_WRLCK, F_OFD_SETLK) < 0) code = RLC_POOL_SYSTEM;
+    if (!code && byte_lock(pool->fd, member_byte(slot, pool->rank), F_WRLCK, F_OFD_SETLK) < 0) code = RLC_POOL_SYSTEM;
     if (!code) {
         rlc_tenant *tenant = &pool->header->tenants[slot];
         uint64_t generation = tenant->generation + 1;
@@ -311,13 +341,38 @@ EXPORT int rlc_pool_join(rlc_pool *pool, const char *name, int role, int pid, ui
         memset(tenant, 0, sizeof *tenant);
         strncpy(tenant->name, name, sizeof tenant->name - 1);
         tenant->pid = pid;
-        tenant->started = started(pid);
+        note_member(tenant, pool->rank, pid);
         tenant->generation = generation;
         tenant->budget = budget;
         tenant->role = (uint32_t)role; /* last: from here on it counts */
         pool->slot = slot;
         pool->generation = generation;
         code = slot;
+    }
+    give(pool);
+    return code;
+}
+
+/* Be another rank of a tenant that has joined, with pages on `device`; or (`scheduler`) the process that decides for all ranks
+ * and maps nothing: its end does not end the tenant. */
+EXPORT int rlc_pool_attach(rlc_pool *pool, int slot, uint64_t generation, int pid, const char *device, int scheduler) {
+    if (slot < 0 || slot >= RLC_TENANTS || (uint64_t)pool->rank >= pool->header->ranks) return RLC_POOL_SHAPE;
+    int code = take(pool);
+    if (code) return code;
+    rlc_tenant *tenant = &pool->header->tenants[slot];
+    char *here = pool->header->device[pool->rank];
+    if (tenant->role == RLC_FREE || tenant->generation != generation) code = RLC_POOL_GONE;
+    else if (scheduler) tenant->pid = pid;
+    else if (*here && strncmp(here, device, 63)) code = RLC_POOL_SHAPE;
+    else if (tenant->attached >> pool->rank & 1) code = RLC_POOL_BUSY;
+    else if (byte_lock(pool->fd, member_byte(slot, pool->rank), F_WRLCK, F_OFD_SETLK) < 0) code = RLC_POOL_SYSTEM;
+    else {
+        strncpy(here, device, 63);
+        note_member(tenant, pool->rank, pid);
+    }
+    if (!code) {
+        pool->slot = slot;
+        pool->generation = generation;
     }
     give(pool);
     return code;
@@ -343,6 +398,7 @@ EXPORT int64_t rlc_pool_acquire(rlc_pool *pool, uint64_t count, int whole, uint6
             room = room > header->headroom ? room - header->headroom : 0;
             if (own < room) room = own;
         }
+        if (tenant->broken) room = 0;
         uint64_t wanted = count <= room ? count : whole ? 0 : room;
         found = 0;
         uint64_t page = header->hint < header->pages ? header->hint : 0;
@@ -369,7 +425,7 @@ static int own_all(const rlc_pool *pool, const uint64_t *pages, uint64_t count) 
     return 1;
 }
 
-/* Give pages back; all of them must be ours, and none mapped. */
+/* Give pages back; all of them must be ours, and none mapped, by any rank. */
 EXPORT int rlc_pool_release(rlc_pool *pool, const uint64_t *pages, uint64_t count) {
     int code = take(pool);
     if (code) return code;
@@ -393,13 +449,24 @@ EXPORT int rlc_pool_release(rlc_pool *pool, const uint64_t *pages, uint64_t coun
     return code;
 }
 
+/* By this rank; the others may be at theirs at the same time. */
+static int is_mapped(const rlc_pool *pool, uint64_t page) {
+    return __atomic_load_n(&pool->mapped[page], __ATOMIC_ACQUIRE) >> pool->rank & 1;
+}
+
+static void note_mapped(const rlc_pool *pool, uint64_t page, int mapped) {
+    uint8_t bit = (uint8_t)(1u << pool->rank);
+    if (mapped) __atomic_fetch_or(&pool->mapped[page], bit, __ATOMIC_ACQ_REL);
+    else __atomic_fetch_and(&pool->mapped[page], (uint8_t)~bit, __ATOMIC_ACQ_REL);
+}
+
 /* For pages that another library maps: note that ours are mapped now, or are not any more. All or none. */
 EXPORT int rlc_pool_mark(rlc_pool *pool, const uint64_t *pages, uint64_t count, int mapped) {
     if (!self(pool)) return RLC_POOL_GONE;
     if (!own_all(pool, pages, count)) return RLC_POOL_NOT_OWNER;
     for (uint64_t index = 0; mapped && index < count; index++)
-        if (pool->mapped[pages[index]]) return RLC_POOL_MAPPED;
-    for (uint64_t index = 0; index < count; index++) pool->mapped[pages[index]] = !!mapped;
+        if (is_mapped(pool, pages[index])) return RLC_POOL_MAPPED;
+    for (uint64_t index = 0; index < count; index++) note_mapped(pool, pages[index], mapped);
     return 0;
 }
 
@@ -466,7 +533,7 @@ EXPORT int rlc_pool_leave(rlc_pool *pool) {
     else if (tenant->used) code = RLC_POOL_MAPPED;
     else {
         tenant->role = RLC_FREE;
-        byte_lock(pool->fd, pool->slot, F_UNLCK, F_OFD_SETLK);
+        byte_lock(pool->fd, member_byte(pool->slot, pool->rank), F_UNLCK, F_OFD_SETLK);
         pool->slot = -1;
     }
     give(pool);
@@ -474,13 +541,13 @@ EXPORT int rlc_pool_leave(rlc_pool *pool) {
 }
 
 /* A consistent copy: the header without its lock, and the owner of every page. Null: not wanted. */
-EXPORT int rlc_pool_snapshot(rlc_pool *pool, uint64_t numbers[8], rlc_tenant tenants[RLC_TENANTS], uint8_t *owner,
+EXPORT int rlc_pool_snapshot(rlc_pool *pool, uint64_t numbers[9], rlc_tenant tenants[RLC_TENANTS], uint8_t *owner,
                              uint64_t *lease) {
     int code = take(pool);
     if (code) return code;
     const rlc_header *header = pool->header;
-    uint64_t found[8] = {header->pages, header->page_bytes, header->free,       header->headroom,
-                         header->epoch, header->deaths,     header->recoveries, header->data};
+    uint64_t found[9] = {header->pages,  header->page_bytes, header->free, header->headroom, header->epoch,
+                         header->deaths, header->recoveries, header->data, header->ranks};
     memcpy(numbers, found, sizeof found);
     memcpy(tenants, header->tenants, sizeof header->tenants);
     if (owner) memcpy(owner, pool->owner, header->pages);
@@ -489,17 +556,17 @@ EXPORT int rlc_pool_snapshot(rlc_pool *pool, uint64_t numbers[8], rlc_tenant ten
     return 0;
 }
 
-/* Become the process that keeps the memory of the pages, one a pool; for as long as it lives. */
+/* Become the process that keeps the memory of this rank's pages, one of each; for as long as it lives. */
 EXPORT int rlc_pool_keep(rlc_pool *pool) {
-    return byte_lock(pool->fd, RLC_TENANTS, F_WRLCK, F_OFD_SETLK) < 0 ? RLC_POOL_BUSY : 0;
+    return byte_lock(pool->fd, keeper_byte(pool), F_WRLCK, F_OFD_SETLK) < 0 ? RLC_POOL_BUSY : 0;
 }
 
 /* Whether another process is that. */
-EXPORT int rlc_pool_kept(const rlc_pool *pool) { return byte_lock(pool->fd, RLC_TENANTS, F_WRLCK, F_OFD_GETLK) != F_UNLCK; }
+EXPORT int rlc_pool_kept(const rlc_pool *pool) { return byte_lock(pool->fd, keeper_byte(pool), F_WRLCK, F_OFD_GETLK) != F_UNLCK; }
 
-/* What the creator said the pages are, for all who join. */
+/* What this rank's pages are, as the first who had them said, for all who join; empty: nobody has. */
 EXPORT int rlc_pool_device(const rlc_pool *pool, char out[64]) {
-    memcpy(out, pool->header->device, 64);
+    memcpy(out, pool->header->device[pool->rank], 64);
     return 0;
 }
 
@@ -566,16 +633,17 @@ EXPORT int64_t rlc_range_map(rlc_pool *pool, uint8_t *base, const uint64_t *plac
     if (!data || !self(pool)) return RLC_POOL_GONE;
     if (!own_all(pool, pages, count)) return RLC_POOL_NOT_OWNER;
     for (uint64_t index = 0; index < count; index++)
-        if (pool->mapped[pages[index]]) return RLC_POOL_MAPPED;
+        if (is_mapped(pool, pages[index])) return RLC_POOL_MAPPED;
+    if ((uint64_t)pool->rank >= pool->header->ranks) return RLC_POOL_SHAPE;
     for (uint64_t index = 0; index < count; index++) {
-        off_t offset = (off_t)(data + pages[index] * size);
+        off_t offset = (off_t)(data + (pool->rank * pool->header->pages + pages[index]) * size);
         if (scrub && pool->last[pages[index]] && pool->last[pages[index]] != pool->slot + 1 &&
             fallocate(pool->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, (off_t)size))
             return RLC_POOL_SYSTEM;
-        pool->mapped[pages[index]] = 1;
+        note_mapped(pool, pages[index], 1);
         void *at = mmap(base + places[index] * size, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, pool->fd, offset);
         if (at == MAP_FAILED) {
-            pool->mapped[pages[index]] = 0;
+            note_mapped(pool, pages[index], 0);
             return index ? (int64_t)index : RLC_POOL_SYSTEM;
         }
     }
@@ -590,7 +658,7 @@ EXPORT int rlc_range_unmap(rlc_pool *pool, uint8_t *base, const uint64_t *places
     for (uint64_t index = 0; index < count; index++) {
         void *at = mmap(base + places[index] * size, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
         if (at == MAP_FAILED) return RLC_POOL_SYSTEM;
-        pool->mapped[pages[index]] = 0;
+        note_mapped(pool, pages[index], 0);
     }
     return 0;
 }
@@ -603,10 +671,11 @@ EXPORT int64_t rlc_pool_trim(rlc_pool *pool, uint64_t count) {
     uint64_t size = pool->header->page_bytes, data = pool->header->data;
     for (uint64_t page = 0; data && page < pool->header->pages && (uint64_t)done < count; page++) {
         if (pool->owner[page] || !pool->last[page]) continue;
-        if (fallocate(pool->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(data + page * size), (off_t)size)) {
-            done = RLC_POOL_SYSTEM;
-            break;
+        for (uint64_t rank = 0; done >= 0 && rank < pool->header->ranks && rank < RLC_RANKS; rank++) {
+            off_t offset = (off_t)(data + (rank * pool->header->pages + page) * size);
+            if (fallocate(pool->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, (off_t)size)) done = RLC_POOL_SYSTEM;
         }
+        if (done < 0) break;
         pool->last[page] = 0; /* reads as zeros from here on */
         done++;
     }

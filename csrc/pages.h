@@ -6,6 +6,11 @@
  * process, whatever ended it and in whatever PID namespace it was. Where pages are memory of a device (`data` is 0), the lock is
  * not enough: a process that dies may drop it before its kernels have stopped, so its pages wait until it is gone altogether,
  * which only processes of one PID namespace see of each other: others cannot join.
+ *
+ * An engine of several ranks is one tenant. A page is then as many pieces of memory as there are ranks, one of each rank's own
+ * device (in the file: one part per rank), and has one owner for all of them. Each rank's process is a member of the tenant, with
+ * a lock of its own, and notes what it has mapped by a bit of its own: a page is released when no rank has it mapped, and the
+ * pages of a tenant are free when no rank of it is left.
  */
 #ifndef RLC_PAGES_H
 #define RLC_PAGES_H
@@ -13,10 +18,11 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define RLC_POOL_ABI 5
-#define RLC_POOL_SCHEMA 4
+#define RLC_POOL_ABI 6
+#define RLC_POOL_SCHEMA 5
 #define RLC_POOL_MAGIC 0x314c4f4f50564b52ull /* "RKVPOOL1" */
 #define RLC_TENANTS 16
+#define RLC_RANKS 8 /* of an engine: bits of `mapped` */
 #define RLC_WORDS 14 /* of a tenant's published state */
 #define RLC_CONTROLS 8 /* what people and other processes ask of the serving tenant */
 
@@ -39,7 +45,7 @@ enum { RLC_FREE = 0, RLC_SERVING = 1, RLC_ROLLOUT = 2 };
 
 typedef struct {
     uint32_t role; /* RLC_FREE: nobody */
-    int32_t pid;   /* in the tenant's own namespace; for people and for the guardian */
+    int32_t pid;   /* who decides, in the tenant's own namespace; for people and for the guardian */
     char name[64];
     uint64_t generation; /* of the slot: one more at each join */
     uint64_t budget;     /* pages it may own; ignored for the serving tenant */
@@ -47,7 +53,10 @@ typedef struct {
     uint64_t used;       /* derived */
     uint64_t sequence;   /* of `words`: odd while they are written */
     uint64_t words[RLC_WORDS];
-    uint64_t started; /* of the process, in clock ticks since boot: a process number may be used again */
+    uint64_t started[RLC_RANKS]; /* of each rank's process, in clock ticks since boot: a process number may be used again */
+    int32_t members[RLC_RANKS];  /* their process numbers */
+    uint32_t attached;           /* which ranks are there, by bits */
+    uint32_t broken;             /* a rank is gone and others are not: it gets no pages any more */
 } rlc_tenant;
 
 typedef struct {
@@ -65,7 +74,8 @@ typedef struct {
     uint64_t free; /* derived */
     uint64_t control[RLC_CONTROLS];
     int32_t holder; /* who holds the lock, 0: nobody; in its own namespace */
-    char device[64];
+    char device[RLC_RANKS][64]; /* of each rank's pages */
+    uint64_t ranks;             /* of every engine in it */
     uint64_t namespace; /* of process numbers: the maker's */
     pthread_mutex_t lock;
     rlc_tenant tenants[RLC_TENANTS];
@@ -75,6 +85,7 @@ typedef struct {
 typedef struct {
     int fd;
     int slot; /* -1: a watcher */
+    int rank; /* whose pages this process maps */
     uint64_t generation;
     uint64_t bytes; /* that are mapped of the file */
     rlc_header *header;

@@ -18,6 +18,8 @@ named assumption of Megatron-Core and touches only the modules that make it; no 
 | split sizes of the experts' all-to-all come from a GPU     | they become numpy, as they do on their way from a GPU   |
 | ``all_gather``, ``reduce_scatter`` of parts of other sizes  | gloo has neither: broadcasts, and a sum of everything   |
 | (experts that are split over tensor-parallel ranks)        |                                                         |
+| latent attention takes a class that is None for Transformer | it is told that there is none                          |
+| Engine's                                                   |                                                         |
 | 0.16.1: ``te_general_gemm`` is defined (router's product)  | it is None, which that code takes for "not installed"   |
 
 The tracker is right only without dropout: ``megatron_rlplugin.model`` builds models without. What cannot be cured here
@@ -228,6 +230,7 @@ def activate() -> bool:
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     _replace(dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host)
     _replace(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)  # so that no stand-in outlives the shims
+    _replace(importlib.import_module("megatron.core.transformer.multi_latent_attention"), "HAVE_TE", False)
     moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe, "te_general_gemm"):
         _replace(moe, "te_general_gemm", None)

@@ -30,6 +30,7 @@ _SCHEDULE = (
 )
 _DDP = f"{_CORE}distributed.distributed_data_parallel:DistributedDataParallel."
 _OPTIMIZER = f"{_CORE}optimizer.optimizer:ChainedOptimizer."
+_TORCH_DIST = f"{_CORE}dist_checkpointing.strategies."
 _DISTRIBUTED_OPTIMIZER = f"{_CORE}optimizer.distrib_optimizer:DistributedOptimizer."
 
 # "module:qualname" -> the parameters that we pass (or rely on by position).
@@ -84,6 +85,29 @@ HOOK_POINTS: dict[str, tuple[str, ...]] = {
     f"{_OPTIMIZER}zero_grad": ("self",),
     f"{_DISTRIBUTED_OPTIMIZER}_get_model_param_range_map": ("self", "param"),
     f"{_DISTRIBUTED_OPTIMIZER}_copy_main_params_to_model_params": ("self",),
+    f"{_DISTRIBUTED_OPTIMIZER}_get_main_param_and_optimizer_states": ("self", "model_param"),
+    f"{_DISTRIBUTED_OPTIMIZER}_set_main_param_and_optimizer_states": ("self", "model_param", "tensors"),
+    f"{_CORE}dist_checkpointing:save": (
+        "sharded_state_dict",
+        "checkpoint_dir",
+        "sharded_strategy",
+        "async_sharded_save",
+        "content_metadata",
+    ),
+    f"{_CORE}dist_checkpointing:load": ("sharded_state_dict", "checkpoint_dir", "validate_access_integrity"),
+    f"{_TORCH_DIST}torch:TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks": (
+        "self",
+        "writer",
+        "save_state_dict_ret",
+    ),
+    f"{_TORCH_DIST}filesystem_async:FileSystemWriterAsync.write_preloaded_data": (
+        "transform_list",
+        "local_proc_idx",
+        "write_bucket",
+        "results_queue",
+        "count_queue",
+        "use_fsync",
+    ),
     f"{_CORE}optimizer_param_scheduler:OptimizerParamScheduler.step": ("self", "increment"),
 }
 # Attributes that we read or set, looked up in the sources: nothing has to be built.
@@ -109,7 +133,7 @@ ATTRIBUTES: tuple[str, ...] = (
     ),
     *(
         f"{_DISTRIBUTED_OPTIMIZER}{name}"
-        for name in ("shard_fp32_from_float16_groups", "model_float16_groups", "model_fp32_groups")
+        for name in ("shard_fp32_from_float16_groups", "model_float16_groups", "model_fp32_groups", "gbuf_ranges")
     ),
     f"{_CORE}transformer.transformer_layer:TransformerLayer.layer_number",
     f"{_CORE}models.gpt.gpt_model:GPTModel.share_embeddings_and_output_weights",

@@ -31,7 +31,11 @@ ForwardStep = Callable[..., Any]  # Megatron's: (data iterator, model chunk) -> 
 class RLTraining:
     """What :func:`wrap` gives: ``model``, ``optimizer`` and ``settings`` as they are, the ``stream``, :meth:`publish`."""
 
-    def __init__(self, model: Sequence[Any], optimizer: Any, args: argparse.Namespace) -> None:
+    def __init__(self, model: Sequence[Any], optimizer: Any, args: argparse.Namespace, converter: Any | None) -> None:
+        if converter is not None and not callable(getattr(converter, "export_hf_weights", None)):
+            fix = "must have export_hf_weights(model, cpu=, show_progress=), as Megatron-Bridge's AutoBridge has"
+            raise ConfigError("converter", type(converter).__name__, fix)
+        self._converter = converter
         self.model = list(model)
         self.optimizer = optimizer
         self.settings = settings_from(args)
@@ -100,7 +104,7 @@ class RLTraining:
         if self._relay is None:
             raise ConfigError("--rl-weight-relay", None, "is needed to publish weights")
         if self._publisher is None:
-            self._publisher = WeightPublisher(self._relay, self.model, version)
+            self._publisher = WeightPublisher(self._relay, self.model, version, self._converter)
         return self._publisher.publish(version)
 
     def close(self) -> None:
@@ -152,13 +156,15 @@ class RLTraining:
         return OptimizerStepResult(bool(taken), norm, total, "" if taken else "the optimizer refused it"), list(reports)
 
 
-def wrap(model: Sequence[Any], optimizer: Any, args: argparse.Namespace) -> RLTraining:
+def wrap(model: Sequence[Any], optimizer: Any, args: argparse.Namespace, converter: Any | None = None) -> RLTraining:
     """The one call that a training loop of your own needs, after Megatron built model and optimizer.
 
     ``model``: this rank's DDP chunks, as a list. ``args``: of a parser that went through ``add_rl_args``. All ranks call
-    it. Raises ConfigError for wrong flags, and for a model or optimizer that cannot be streamed.
+    it. ``converter``: who names the weights that are published, for a family that we do not know: an ``AutoBridge`` of
+    Megatron-Bridge, or what has its ``export_hf_weights``. Raises ConfigError for wrong flags, and for a model or optimizer
+    that cannot be streamed.
     """
-    return RLTraining(model, optimizer, args)
+    return RLTraining(model, optimizer, args, converter)
 
 
 def install(args: argparse.Namespace) -> bool:

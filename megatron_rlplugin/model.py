@@ -4,12 +4,14 @@ Guarantees: the model's arithmetic is that of the folder's config (``families`` 
 auxiliary losses; a layout that cannot express it is refused with a ConfigError that names the field. The weights are
 uninitialised until ``bridge.load_hf`` filled them.
 
-Layers are Transformer Engine's where it is installed and there is CUDA, else Megatron's own ("local") ones with the
-:class:`RMSNorm` below. The grouped kernels of Transformer Engine and context parallelism need a GPU; they were not run.
+Layers are Transformer Engine's where it is installed and there is CUDA, else Megatron's own ("local") ones; what stock
+Megatron-Core lacks is in ``model_layers``. The grouped kernels of Transformer Engine and context parallelism need a GPU; they
+were not run.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,21 +22,9 @@ from megatron_rlplugin.model_families import ModelShape, read_config, read_shape
 from megatron_rlplugin.parallel_layout import ParallelLayout, device
 from orchestrator.api import ConfigError
 
-__all__ = ["DTYPES", "ModelShape", "RMSNorm", "build_model", "causal_mask", "read_config", "read_shape", "unwrap"]
+__all__ = ["DTYPES", "ModelShape", "build_model", "causal_mask", "read_config", "read_shape", "unwrap"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
-    """torch's RMSNorm with the constructor that Megatron calls.
-
-    Megatron's own wrapper refuses sequence parallelism, under which a norm sees only this rank's part of a sequence: its
-    weight is marked, so that ``finalize_model_grads`` sums its gradient over the tensor-parallel ranks.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def transformer_config(
@@ -44,21 +34,12 @@ def transformer_config(
 
     ``options``: fields of ``TransformerConfig`` that a user set (:mod:`megatron_rlplugin.megatron_options`).
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    mixture: dict[str, Any] = {}
-    if shape.num_experts:
-        mixture = {
-            "num_moe_experts": shape.num_experts,
-            "moe_router_topk": shape.num_experts_per_tok,
-            "moe_ffn_hidden_size": shape.moe_intermediate_size,
-            "moe_router_score_function": "softmax",
-            # Softmax over the chosen logits is softmax over all, scaled to a sum of one.
-            "moe_router_pre_softmax": not shape.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": uses_transformer_engine(),
-        }
+    if (rate := (options or {}).get("moe_router_bias_update_rate")) and layout.sequence and layout.pipeline > 1:
+        fix = "must be unset with sequence and pipeline parallelism: Megatron-Core cannot tell padding there, which would count"
+        raise ConfigError("trainer.megatron.moe_router_bias_update_rate", rate, fix)
+    mixture = _mixture(shape) if shape.num_experts else {}
     if layout.virtual is not None:  # without overlap the interleaved schedule needs another order of sends
         mixture |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     ours: dict[str, Any] = dict(
@@ -70,11 +51,14 @@ def transformer_config(
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or shape.latent is not None,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=_ACTIVATIONS[shape.family.activation],
+        add_bias_linear=shape.family.bias,
         add_qkv_bias=shape.qkv_bias,
+        softmax_scale=shape.softmax_scale,
+        softmax_type="learnable" if shape.family.sinks else "vanilla",
+        layernorm_zero_centered_gamma=shape.family.gemma,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -99,11 +83,102 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=uses_transformer_engine(),  # packed rows: the unfused one reads lengths back in every layer
+        apply_rope_fusion=uses_transformer_engine()
+        and not shape.latent,  # packed rows: the unfused one reads lengths back in every layer
         **{_graph_field(): []},  # the default is a spelling that Megatron warns about
         **mixture,
     )
-    return make_config(TransformerConfig, ours, options or {})
+    if shape.windowed_layers and shape.window is not None:
+        ours["window_size"] = (shape.window - 1, 0)  # tokens before and behind the one that looks
+        ours["window_attn_skip_freq"] = [
+            int(layer in shape.windowed_layers) for layer in range(shape.num_hidden_layers)
+        ]
+    if shape.swiglu_limit is not None:
+        ours |= {"activation_func_clamp_value": shape.swiglu_limit, "glu_linear_offset": 1.0}
+    if shape.latent:
+        config = make_config(MLATransformerConfig, ours | _latent(shape), options or {})
+    else:
+        config = make_config(TransformerConfig, ours, options or {})
+    if shape.rope.type == "yarn" and not shape.latent:  # GPTModel and its attention look for these, which are no fields
+        for name, value in _yarn(shape).items():
+            setattr(config, f"yarn_{name}", value)
+    config.window_rotary_base = shape.window_rope_theta  # no field either: WindowRopeAttention's
+    return config
+
+
+def _tanh_gelu(value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(value, approximate="tanh")
+
+
+def _quick_gelu(value: torch.Tensor) -> torch.Tensor:
+    return value * torch.sigmoid(1.702 * value)
+
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": _tanh_gelu, "quick_gelu": _quick_gelu}
+
+
+def _mixture(shape: ModelShape) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_moe_experts": shape.num_experts,
+        "moe_layer_freq": [int(layer not in shape.dense_layers) for layer in range(shape.num_hidden_layers)],
+        "moe_router_topk": shape.num_experts_per_tok,
+        "moe_ffn_hidden_size": shape.moe_intermediate_size,
+        "moe_router_score_function": "softmax",
+        # Softmax over the chosen logits is softmax over all, scaled to a sum of one.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": uses_transformer_engine() and not shape.family.bias,
+        "moe_shared_expert_intermediate_size": shape.shared_size or None,
+        "moe_shared_expert_gate": shape.family.shared_gate,
+    }
+    if shape.family.sigmoid_router:
+        found |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,  # the folder's bias, unless the user wants it to follow the load
+            "moe_router_topk_scaling_factor": shape.routed_scaling_factor,
+            "moe_router_dtype": "fp32",
+        }
+        if shape.groups_per_tok < shape.expert_groups:
+            found |= {"moe_router_num_groups": shape.expert_groups, "moe_router_group_topk": shape.groups_per_tok}
+    return found
+
+
+def _latent(shape: ModelShape) -> dict[str, Any]:
+    assert shape.latent is not None
+    if shape.latent.q_lora_rank is None and importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config"):
+        fix = "must be given: this Megatron-Core puts a norm before queries that are not compressed; 0.16.1 does not"
+        raise ConfigError("model.q_lora_rank", None, fix)
+    found: dict[str, Any] = {
+        "q_lora_rank": shape.latent.q_lora_rank,
+        "kv_lora_rank": shape.latent.kv_lora_rank,
+        "qk_head_dim": shape.latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": shape.latent.qk_rope_head_dim,
+        "v_head_dim": shape.latent.v_head_dim,
+        "rotary_base": shape.rope.theta,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
+    if shape.rope.type == "yarn":
+        found |= {"rope_type": "yarn"} | _yarn(shape)
+        del found["correction_range_round_to_int"]
+    return found
+
+
+def _yarn(shape: ModelShape) -> dict[str, Any]:
+    rope = shape.rope
+    return {
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": int(rope.original_max_position_embeddings),
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        # Without them transformers scales by 0.1 log(factor) + 1: that is one and none.
+        "mscale": rope.mscale or 1.0,
+        "mscale_all_dim": rope.mscale_all_dim or 0.0,
+        "correction_range_round_to_int": rope.truncate,
+    }
 
 
 def _graph_field() -> str:
@@ -150,6 +225,9 @@ def build_model(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_rlplugin.model_layers import count_load, scale_embeddings, scale_rope
 
     config = transformer_config(shape, DTYPES[dtype], layout, options)
     chunks = []
@@ -164,25 +242,40 @@ def build_model(
             post_process=parallel_state.is_pipeline_last_stage(**where),
             parallel_output=parallel_output,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
-            rope_scaling=shape.rope_factor is not None,
-            rope_scaling_factor=shape.rope_factor or 1.0,
+            position_embedding_type="yarn" if shape.rope.type == "yarn" and not shape.latent else "rope",
+            rotary_percent=shape.rotary_part,
+            rotary_base=shape.rope.theta,
             vp_stage=stage,
         )
+        if not shape.latent and shape.rope.type != "yarn":
+            model.rotary_pos_emb.inv_freq = scale_rope(model.rotary_pos_emb.inv_freq, shape.rope)
+        if shape.family.gemma:
+            scale_embeddings(model, shape.hidden_size**0.5)
+        model.extra_layers = shape.extra_layers
         _mark_shards(model)
         model.to(device())
         chunks.append(Float16Module(config, model) if config.bf16 else model)
+        for module in model.modules():
+            if isinstance(module, TopKRouter) and module.expert_bias is not None:
+                count_load(module)
     return chunks
 
 
 def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     """Raises ConfigError when this model cannot be cut so."""
-    sizes = {"vocab_size": layout.tensor, "num_key_value_heads": layout.tensor, "num_attention_heads": layout.tensor}
-    sizes["moe_intermediate_size" if shape.num_experts else "intermediate_size"] = layout.tensor
-    for name, size in sizes.items():  # fewer key-value heads than TP ranks: Megatron would cut inside a head
-        if getattr(shape, name) % size:
-            raise ConfigError(f"model.{name}", getattr(shape, name), f"must be a multiple of TP = {size}")
+    sizes = ["vocab_size", "num_key_value_heads", "num_attention_heads"]
+    sizes += ["moe_intermediate_size", "shared_size"] if shape.num_experts else []
+    sizes += ["intermediate_size"] if shape.expert_layers < shape.num_hidden_layers else []
+    for name in sizes:  # fewer key-value heads than TP ranks: Megatron would cut inside a head
+        if getattr(shape, name) % layout.tensor:
+            raise ConfigError(f"model.{name}", getattr(shape, name), f"must be a multiple of TP = {layout.tensor}")
+    for refused, why in {
+        "latent attention": shape.latent is not None and not uses_transformer_engine(),
+        "experts with a bias": shape.num_experts > 0 and shape.family.bias,
+    }.items():
+        if why and layout.tensor > 1:
+            fix = f"must be 1: {refused} ({shape.architecture}) is not split by tensor parallelism here; use expert or "
+            raise ConfigError("layout.tensor", layout.tensor, fix + "pipeline parallelism")
     stages = layout.pipeline * (layout.virtual or 1)
     if shape.num_hidden_layers % stages:
         fix = f"must be a multiple of the {stages} pipeline stages (pipeline * virtual)"
@@ -201,22 +294,70 @@ def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
 
 def _layers(shape: ModelShape, config: Any, stage: int | None) -> Any:
     """Megatron's specification of this chunk's layers."""
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    from megatron_rlplugin.model_layers import RMSNorm
+
+    first = get_transformer_layer_offset(config, stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
     experts = shape.num_experts or None
+    kinds = {mixture: _layer(shape, experts if mixture else None) for mixture in {experts is not None, False}}
+    norm: Any = RMSNorm
     if uses_transformer_engine():
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=shape.qk_norm
-        )
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+        norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm
+    mixed = [experts is not None and layer not in shape.dense_layers for layer in layers]
+    return TransformerBlockSubmodules([kinds[mixture] for mixture in mixed], norm)
+
+
+def _layer(shape: ModelShape, experts: int | None) -> Any:
+    """One layer, with experts or dense."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from megatron_rlplugin.model_layers import (
+        BiasedExpertLinear,
+        LocalAttention,
+        NormedRowParallelLinear,
+        RMSNorm,
+        WindowRopeAttention,
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if shape.qk_norm:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=stage), RMSNorm)
+
+    norms, latent = shape.qk_norm or shape.latent is not None, shape.latent is not None
+    if uses_transformer_engine():
+        grouped = experts is not None and not shape.family.bias
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=norms, multi_latent_attention=latent
+        )
+        attention = layer.submodules.self_attention
+    else:
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=norms,
+            multi_latent_attention=latent,
+            normalization="RMSNorm",
+        )
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention
+        if norms:
+            for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
+                setattr(attention.submodules, name, RMSNorm)
+        if shape.latent and shape.latent.q_lora_rank is None:
+            attention.submodules.q_layernorm = IdentityOp  # queries that are not compressed have none
+        if shape.windowed_layers or latent:
+            attention.submodules.core_attention = LocalAttention
+    if shape.family.bias and experts:
+        _submodules(_submodules(layer.submodules.mlp).experts).linear_fc2 = BiasedExpertLinear
+    if shape.family.gemma:
+        attention.module = WindowRopeAttention
+        attention.submodules.linear_proj = _submodules(layer.submodules.mlp).linear_fc2 = NormedRowParallelLinear
+    return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Of a feed forward: a specification in 0.16.1, a ``functools.partial`` in 0.19.2."""
+    return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
 
 def _mark_shards(model: Any) -> None:
@@ -233,6 +374,9 @@ def _mark_shards(model: Any) -> None:
         weight = module.weight  # None: an output layer that uses the embedding's
         if weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, int(isinstance(module, RowParallelLinear)), 1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("core_attention.softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
 def unwrap(model: Any) -> Any:

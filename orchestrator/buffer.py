@@ -26,6 +26,8 @@ from orchestrator.api import Prompt, Trajectory
 from orchestrator.policies.batching.staleness import StalenessBound
 from orchestrator.policies.batching.trajectory_filters import BatchBalance, FilterChain
 
+REFERENCE_LOST = "reference_lost"  # the cause where the shard of a trajectory is gone
+
 
 @dataclass(slots=True)
 class SampleGroup:
@@ -67,6 +69,9 @@ class BufferOwner(Protocol):
 
     def may_have_more(self) -> bool:
         """Whether another group is under way or may start."""
+
+    def lost(self, trajectories: Sequence[Trajectory]) -> Sequence[str]:
+        """Those whose tokens nobody can read any more, by id."""
 
 
 class SampleBuffer:
@@ -184,14 +189,19 @@ class SampleBuffer:
 
     # -- get_batch ---------------------------------------------------------------------------------------------------
 
-    async def get_batch(self, groups: int, on_take: Callable[[list[Trajectory]], None]) -> list[Taken]:
+    async def get_batch(
+        self, groups: int, on_take: Callable[[list[Trajectory]], None], *, streamed: bool = False
+    ) -> list[Taken]:
         """Wait for ``groups`` complete groups (RollArt 6.2, step 1), taking each as soon as it is complete: ``on_take`` is
-        told of each group then, in the order of the batch. Cancelled, it keeps what it took: the next call goes on."""
+        told of each group then, in the order of the batch. Cancelled, it keeps what it took: the next call goes on. What lost
+        its tokens meanwhile ends, unless what is taken is ``streamed``: then the trainer has it."""
         self._wanted = groups
         try:
             while True:
                 self._fill(groups, on_take)
                 if len(self._taken) >= groups:
+                    if not streamed and self._drop_lost():
+                        continue
                     return [taken for members in self._taken.values() for taken in members]
                 self._changed.clear()
                 await self._changed.wait()
@@ -205,10 +215,40 @@ class SampleBuffer:
             group = self._next(groups)
             if group is None:
                 return
+            group.scored = self._without_lost(group.scored)
+            if len(group.scored) < 2:
+                self._filter(group, "group_too_small")
+                continue
             del self._ready[group.id]
             del self._groups[group.id]
             self._taken[group.id] = [Taken(t, self._bound.lag(self.version, t.first_version)) for t in group.scored]
             on_take(group.scored)
+
+    def _without_lost(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Those whose tokens are there; the others end."""
+        lost = self.owner.lost(trajectories)
+        if not lost:
+            return trajectories
+        self._scored = None
+        for trajectory in trajectories:
+            if trajectory.id in lost:
+                self.owner.on_evict(trajectory, "failed", REFERENCE_LOST)
+        return [trajectory for trajectory in trajectories if trajectory.id not in lost]
+
+    def _drop_lost(self) -> bool:
+        """End what of the batch was lost since it was taken, and groups of which one member is left; whether there was any."""
+        whole = True
+        for group_id, members in list(self._taken.items()):
+            left = dict.fromkeys(item.id for item in self._without_lost([item.trajectory for item in members]))
+            if len(left) == len(members):
+                continue
+            whole = False
+            self._taken[group_id] = [item for item in members if item.trajectory.id in left]
+            if len(left) < 2:
+                for item in self._taken.pop(group_id):
+                    self.owner.on_evict(item.trajectory, "filtered", "group_too_small")
+                self.owner.on_group(group_id, "group_too_small")
+        return not whole
 
     def _next(self, wanted: int) -> SampleGroup | None:
         """The complete group that the batch gets next; None: better wait for others."""

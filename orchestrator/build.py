@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agents.manager_choice import manager_of
-from orchestrator.api import ConfigError, ManagedWorker, PlacedWorker, ResizableWorker, Task, Trajectory, parts_of
+from orchestrator.api import (
+    BorrowedWorker,
+    ConfigError,
+    ManagedWorker,
+    PlacedWorker,
+    ResizableWorker,
+    Task,
+    Trajectory,
+    parts_of,
+)
 from orchestrator.borrowing.server_exchange import Exchange
 from orchestrator.buffer import SampleBuffer
 from orchestrator.colocation.group_feeder import GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
 from orchestrator.components import Components, ForecastParts, Position
 from orchestrator.config import Config
-from orchestrator.config.rollout_keys import FiltersSection, RolloutSection
+from orchestrator.config.rollout_keys import FiltersSection, RolloutSection, RoutingSection
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_session import EnvironmentBackend
 from orchestrator.environments.episode_context import setup_of
@@ -36,6 +45,7 @@ from orchestrator.parallelism.planner_setup import (
     make_reallocation,
     rates_of_degree,
     rates_of_workers,
+    read_profile,
 )
 from orchestrator.parallelism.replanner import DegreePlanner, Replanner, StepPlanner
 from orchestrator.pipeline import Helper, LoopSettings, Pipeline, RunControl
@@ -86,7 +96,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
 
     rollout, resizing = build_rollout(config, parts, position, keep, control.fail)
     calls = TrainerCalls(config.run.trainer_timeout)
-    turns = _stream_training(config, parts, rollout.proxy)
+    turns = _stream_training(config, parts, rollout)
     if turns is not None:
         parts.trainer, rollout.on_played = turns.trainer, turns.finished
     feeder = GroupFeeder(
@@ -122,7 +132,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         LagWeight(config.rollout.staleness_decay),
         helpers=_helpers(config, parts, rollout),
         turns=turns,
-        replanner=_replanner(config, parts, resizing, rollout.forecasts),
+        replanner=_replanner(config, parts, resizing, rollout),
     )
 
 
@@ -162,7 +172,7 @@ def build_rollout(
         filters=filters,
         balance=make_balance(config.filters),
     )
-    proxy, resizing = build_proxy(config, parts.workers, events, mode, fail)
+    proxy, resizing = build_proxy(config, parts.workers, events, mode, fail, parts.market is not None)
     lockstep = Lockstep()
     environments = manager_of(task)(
         task,
@@ -195,6 +205,7 @@ def build_rollout(
         forecasts=forecasts,
         rounds=build_rounds(config, task, events, position.rounds, known) if settings.rounds.enabled else None,
         prompts=PromptRepeats(task.prompts("train", config.run.seed)),
+        shards=parts.shards,
         keep=keep,
         fail=fail,
         life=position.life,
@@ -210,13 +221,15 @@ def build_proxy(
     events: EventLog,
     mode: coordination_modes.CoordinationMode,
     fail: Callable[[BaseException], None],
+    borrows: bool = False,
 ) -> tuple[LLMProxy, EngineResizing | None]:
-    """The proxy over these workers with the strategies that the config asks for. Raises ConfigError for workers that cannot do
-    what they ask of them, and for strategies that exclude each other."""
+    """The proxy over these workers with the strategies that the config asks for. ``borrows``: others may come. Raises ConfigError
+    for workers that cannot do what they ask of them, and for strategies that exclude each other."""
     settings = config.rollout
     if settings.reshapes:
         require_resizable(workers, settings.planner.enabled, settings.planner.experts)
         _require_one_class(workers, config)
+    routing = routing_of(config, borrows or any(isinstance(worker, BorrowedWorker) for worker in workers))
     proxy = LLMProxy(
         workers,
         events,
@@ -226,7 +239,7 @@ def build_proxy(
         misses=settings.heartbeat_misses,
         current_only=not mode.carries_over,
         router=router_setup.router_of_workers(
-            settings.routing, workers, settings.disaggregation, partial(router_setup.may_come, settings)
+            routing, workers, settings.disaggregation, partial(router_setup.may_come, settings)
         ),
         kv=kv_moves(settings.kv_transfer, events),
         on_fatal=fail,
@@ -234,6 +247,14 @@ def build_proxy(
     if settings.disaggregation.enabled:
         proxy.split = PrefillDecode(proxy, settings.disaggregation)
     return proxy, EngineResizing(proxy) if settings.reshapes else None
+
+
+def routing_of(config: Config, borrows: bool) -> RoutingSection:
+    """The routing of a run, its caps as numbers. ``borrows``: there are workers beside its own now; the config may say that they
+    come. Raises ConfigError."""
+    settings = config.rollout
+    profile = read_profile(settings.routing.profile, "rollout.routing.profile")
+    return router_setup.with_caps(settings, borrows or settings.borrows, profile)
 
 
 def _require_one_class(workers: Sequence[ManagedWorker], config: Config) -> None:
@@ -481,15 +502,16 @@ def _slots_of(rollout: RolloutSection, name: str) -> int:
 def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, Helper]:
     """What changes the pools of a run beside its loop: servers that it borrows, and whatever is told another size."""
     settings, members, found = config.rollout, Membership(rollout.proxy), dict[str, Helper]()
+    routing = routing_of(config, parts.market is not None)
     if parts.market is not None:
         market = parts.market
-        exchange = Exchange(market, members, parts.events, settings.borrowed, settings.routing, market.first)
+        exchange = Exchange(market, members, parts.events, settings.borrowed, routing, market.first)
         found["borrowing"] = exchange.run
     if parts.sizes is None:
         return found
     tell: dict[str, Callable[[int], None]] = {**parts.sizes.tell, "environments": rollout.resize}
     if parts.engines is not None:
-        scaling = EngineScaling(parts.engines, members, parts.events, settings)
+        scaling = EngineScaling(parts.engines, members, parts.events, settings.model_copy(update={"routing": routing}))
         found["engines"] = scaling.run
         for group in range(len(settings.engine_groups)):
             name = f"rollout.{group}" if len(settings.engines) > 1 else "rollout"
@@ -498,7 +520,7 @@ def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, H
 
 
 def _replanner(
-    config: Config, parts: Components, resizing: EngineResizing | None, forecasts: LengthTracker | None
+    config: Config, parts: Components, resizing: EngineResizing | None, rollouts: Rollout
 ) -> Replanner | None:
     """Who cuts the engines of a run anew between steps: the planner, the resource manager, or nobody (None)."""
     rollout, events = config.rollout, parts.events
@@ -506,14 +528,15 @@ def _replanner(
         return None
     if not rollout.placement.degrees.enabled:
         planner = parts.planner or make_planner(rollout, parts.task)
-        return Replanner(StepPlanner(planner, resizing, events), resizing, events, config.run.steps)
+        rule = StepPlanner(planner, resizing, events, lambda: rollouts.round_kind)
+        return Replanner(rule, resizing, events, config.run.steps)
     policy = parts.reallocation or make_reallocation(rollout)
-    in_flight = tuple if forecasts is None else forecasts.remaining
-    rule = DegreePlanner(policy, resizing, events, in_flight, rollout.engine.max_model_len)
-    return Replanner(rule, resizing, events, config.run.steps)
+    in_flight = tuple if rollouts.forecasts is None else rollouts.forecasts.remaining
+    degrees = DegreePlanner(policy, resizing, events, in_flight, rollout.engine.max_model_len)
+    return Replanner(degrees, resizing, events, config.run.steps)
 
 
-def _stream_training(config: Config, parts: Components, proxy: LLMProxy) -> StreamTraining | None:
+def _stream_training(config: Config, parts: Components, rollouts: Rollout) -> StreamTraining | None:
     """Where trainer and workers share devices; None: each has its own."""
     rollout = config.rollout
     if not rollout.colocation.enabled:
@@ -523,9 +546,9 @@ def _stream_training(config: Config, parts: Components, proxy: LLMProxy) -> Stre
     return StreamTraining(
         rollout.colocation,
         parts.trainer,
-        proxy,
+        rollouts.proxy,
         parts.events,
-        requests=math.ceil(config.batch_trajectories * config.redundancy),
+        under_way=rollouts.episodes.values,
         training=training_units(config),
         limit=KvLimit(bytes_each, engine.kv_cache_mb << 20, engine.block_size),
         block_size=engine.block_size,

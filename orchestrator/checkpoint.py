@@ -1,9 +1,10 @@
 """Checkpoints: atomic, verified, the last few kept.
 
 A checkpoint is a folder ``step-000012`` with the trainer's files, ``state.json`` (step, version, journal position, the
-buffer's trajectories) and ``files.json`` (size and xxh3-64 of every file). It is written under a temporary name, synced,
-and renamed: a folder with its final name is complete. Loading verifies every file; a damaged checkpoint is skipped with a
-message, the one before it is used. What a checkpoint claims of the journal is on disk before it has its name.
+buffer's trajectories, or where they lie in ``buffer.shards``) and ``files.json`` (size and xxh3-64 of every file). It is
+written under a temporary name, synced, and renamed: a folder with its final name is complete. Loading verifies every file;
+a damaged checkpoint is skipped with a message, the one before it is used. What a checkpoint claims of the journal is on disk
+before it has its name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import xxhash
 
@@ -24,11 +25,14 @@ from orchestrator.api import CHECKPOINT_DIGESTS as DIGESTS
 from orchestrator.api import ContextStart, Prompt, RunError, Trajectory, Turn
 from orchestrator.api.jsontext import parse_object, pieces
 from orchestrator.durable_files import Syncable, sync
+from orchestrator.shards.shard_folder import Shard, map_file, shard_of
+from orchestrator.shards.trajectory_shard import OpenShard
 
-FORMAT = 1  # of state.json and files.json; those without a number are of this one, too
+FORMAT = 2  # of state.json where the buffer lies in a file of its own; all else, and what has no number, is of format 1
 _PREFIX = "step-"
 _NAME = re.compile(r"step-(\d+)")
-_STATE, _FILES = "state.json", "files.json"
+_STATE, _FILES, _BUFFER = "state.json", "files.json", "buffer.shards"
+_ALIGNED = 64  # bytes, that a shard in that file begins at a multiple of, for Arrow
 _PARTIAL = ".partial-"
 
 
@@ -51,14 +55,29 @@ class CheckpointState:
     entropies: tuple[float, ...] = ()  # of the first steps (orchestrator.policies.training.learning_alarms)
 
 
+class CheckpointWriter(Protocol):
+    """See :func:`write_checkpoint`."""
+
+    def write_checkpoint(self, partial: Path, state: CheckpointState, shards: Sequence[Shard]) -> Path: ...
+
+
 class Checkpoints:
     """The checkpoints of one run folder. ``journals``: logs of the run, each synced before a checkpoint is committed."""
 
-    def __init__(self, folder: Path, keep: int, journals: Sequence[Syncable] = (), keep_every: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        journals: Sequence[Syncable] = (),
+        keep_every: int = 0,
+        writer: CheckpointWriter | None = None,
+    ) -> None:
+        """``writer``: writes those whose buffer lies in shards; None: this process does."""
         self._folder = folder
         self._keep = keep
         self._keep_every = keep_every  # steps; 0: none beyond ``keep``
         self._journals = journals
+        self._writer = writer
 
     def begin(self, step: int) -> Path:
         """An empty folder for the trainer to write into; :meth:`commit` makes it a checkpoint."""
@@ -75,32 +94,20 @@ class Checkpoints:
         for journal in self._journals:
             journal.sync()
         try:
-            return self._commit(partial, state)
+            final = self._write(partial, state)
         except OSError as error:
             raise RunError(f"{partial} cannot be written: {error.strerror or error}") from error
-
-    def _commit(self, partial: Path, state: CheckpointState) -> Path:
-        # beside an event loop, which goes on between pieces
-        with (partial / _STATE).open("w", encoding="utf-8") as stream:
-            stream.writelines(pieces({"format": FORMAT, **vars(state)}))
-        known = _digests_beside(partial)
-        files = {
-            name: [size, known[name][1] if known.get(name, [None])[0] == size else _digest(partial / name)]
-            for name, size in _sizes(partial).items()
-        }
-        (partial / _FILES).write_text(json.dumps({"format": FORMAT, "files": files}, sort_keys=True), encoding="utf-8")
-        for path in (*sorted(partial.rglob("*"), reverse=True), partial):  # what is in a folder before the folder
-            sync(path)
-        final = self._folder / f"{_PREFIX}{state.step:06d}"
-        if final.exists():  # written before a resume went back behind it
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        sync(self._folder)
-        sync(self._folder.parent)
         for old in self.all()[: -self._keep]:
             if not self._keep_every or _step(old) % self._keep_every or not _step(old):
                 shutil.rmtree(old)
         return final
+
+    def _write(self, partial: Path, state: CheckpointState) -> Path:
+        shards = [shard for trajectory in state.buffer if (shard := shard_of(trajectory)) is not None]
+        if len(shards) < len(state.buffer):
+            return write_checkpoint(partial, state)
+        write = write_checkpoint if self._writer is None else self._writer.write_checkpoint
+        return write(partial, replace(state, buffer=()), shards)
 
     async def committed(self, partial: Path, state: CheckpointState) -> Path:
         """:meth:`commit`, for the event loop; a run's own do it beside the loop
@@ -138,6 +145,50 @@ class Checkpoints:
             shutil.rmtree(partial)
 
 
+def write_checkpoint(
+    partial: Path, state: CheckpointState, shards: Sequence[Shard] = (), wanted: Callable[[], None] = lambda: None
+) -> Path:
+    """Write state and digests into a folder that the trainer has written into, sync all, give it its name. ``shards``: the
+    buffer's trajectories, where they are not in ``state``; they are copied as they are. ``wanted`` is called before it gets the
+    name, and may raise. Raises OSError, and RunError where a shard is lost."""
+    final = partial.with_name(f"{_PREFIX}{state.step:06d}")
+    if not partial.exists() and final.exists() and not verify(final):  # by one that died before it could say so
+        return final
+    facts: dict[str, Any] = {"format": 1, **vars(state)}
+    if shards:
+        facts |= {"format": FORMAT, "buffer": _copy_shards(partial / _BUFFER, shards)}
+    # beside an event loop, perhaps, which goes on between pieces
+    with (partial / _STATE).open("w", encoding="utf-8") as stream:
+        stream.writelines(pieces(facts))
+    known = _digests_beside(partial)
+    files = {
+        name: [size, known[name][1] if known.get(name, [None])[0] == size else _digest(partial / name)]
+        for name, size in _sizes(partial).items()
+        if name != _FILES  # of one that died before
+    }
+    (partial / _FILES).write_text(json.dumps({"format": 1, "files": files}, sort_keys=True), encoding="utf-8")
+    for path in (*sorted(partial.rglob("*"), reverse=True), partial):  # what is in a folder before the folder
+        sync(path)
+    wanted()
+    if final.exists():  # written before a resume went back behind it
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    sync(final.parent)
+    sync(final.parent.parent)
+    return final
+
+
+def _copy_shards(file: Path, shards: Sequence[Shard]) -> list[list[Any]]:
+    """Where each lies in the file: offset, bytes, digest."""
+    places: list[list[Any]] = []
+    with file.open("wb") as stream:
+        for shard in shards:
+            stream.write(bytes(-stream.tell() % _ALIGNED))
+            places.append([stream.tell(), shard.size, shard.digest])
+            stream.write(shard.checked())
+    return places
+
+
 def verify(folder: Path) -> str:
     """What is wrong with a checkpoint folder, "" when nothing is: every file is there as it was written, and no other is.
     Raises RunError for one of a newer version."""
@@ -161,7 +212,7 @@ def verify(folder: Path) -> str:
 
 
 def _check_format(file: Path, data: dict[str, Any]) -> None:
-    found = data.get("format", FORMAT)
+    found = data.get("format", 1)
     if type(found) is int and found > FORMAT:
         fix = (
             f"is of format {found}, this version reads {FORMAT}: resume with the version that wrote it, or a newer one"
@@ -175,9 +226,21 @@ def _read_state(folder: Path) -> CheckpointState:
     try:
         data = parse_object(file.read_bytes(), finite=True)
         _check_format(file, data)
+        if data.get("format") == FORMAT:
+            data["buffer"] = [_at(folder / _BUFFER, *place) for place in data["buffer"]]
+        else:
+            data["buffer"] = [_trajectory_from_json(item) for item in data["buffer"]]
         return _state_from_json(data)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise RunError(f"{file} is no state of a run: {error!r:.300}") from error
+
+
+def _at(file: Path, offset: int, size: int, digest: str) -> Trajectory:
+    """The trajectory of a shard that lies there; its numbers stay there until it is dropped."""
+    data = map_file(str(file)).slice(_whole(offset), _whole(size))
+    if data.size != size or xxhash.xxh3_64_hexdigest(memoryview(data)) != digest:
+        raise ValueError(f"{file.name} holds another shard at {offset}")
+    return OpenShard(data).trajectory()
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -212,7 +275,7 @@ def _state_from_json(data: dict[str, Any]) -> CheckpointState:
         version=_whole(data["version"]),
         journal_sequence=_whole(data["journal_sequence"]),
         elapsed=float(data["elapsed"]),
-        buffer=tuple(_trajectory_from_json(item) for item in data["buffer"]),
+        buffer=tuple(data["buffer"]),
         success_history=tuple((int(step), float(value)) for step, value in data["success_history"]),
         rounds=rounds,
         entropies=tuple(float(value) for value in data.get("entropies", ())),

@@ -1,5 +1,4 @@
-"""The command line: ``rl-coserve train | plan | scale | sim | cost | model | profile | report | view | top | trace | show |
-bench | lend | reclaim | mps | site-cache | doctor``.
+"""The command line, ``rl-coserve COMMAND``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -19,10 +18,10 @@ import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import orchestrator
 from orchestrator.api import ConfigError, CoserveError, RunError, bearer, tls
@@ -143,6 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     sim = commands.add_parser("sim", help="run the same pipeline in virtual time with simulated engines")
     sim.add_argument("config", nargs="?", help="TOML file")
     sim.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    for name, key, what in _TRACE_FLAGS:
+        sim.add_argument(name, metavar="FILE", help=f"{what} (CSV, JSONL, Parquet; {key})")
+    sim.add_argument("--from", metavar="RUN", dest="source", help="with the durations of a run that was calibrated")
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
     sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
     sim.add_argument("--seeds", type=int, default=3, help="of --ablate (3)")
@@ -153,8 +155,14 @@ def _parser() -> argparse.ArgumentParser:
     cost = commands.add_parser("cost", help="estimate what a config costs: GPU-hours by pool, environments, rewards")
     cost.add_argument("config", nargs="?", help="TOML file")
     cost.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    cost.add_argument("--from", metavar="RUN", dest="source", help="with the durations of a run that was calibrated")
     cost.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     cost.set_defaults(run=_cost)
+
+    calibrate = commands.add_parser("calibrate", help="learn a finished run's durations, to predict others with")
+    calibrate.add_argument("run_folder", metavar="RUN", help="run folder, or `latest`")
+    calibrate.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
+    calibrate.set_defaults(run=_calibrate)
 
     model = commands.add_parser("model", help="write the tiny model of a config: a MODEL to try servers with")
     model.add_argument("folder", metavar="FOLDER", help="new or empty; becomes a Hugging Face folder")
@@ -217,7 +225,8 @@ def _parser() -> argparse.ArgumentParser:
     cache.set_defaults(run=_site_cache)
 
     doctor = commands.add_parser("doctor", help="check this installation")
-    doctor.add_argument("config", nargs="?", default="", help="TOML file: what it needs is looked at, too")
+    doctor.add_argument("config", nargs="?", help="TOML file: what it needs is looked at, too")
+    doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
@@ -230,6 +239,10 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
     file, overrides = arguments.config, [*arguments.overrides, *more]
     if file and "=" in file and not Path(file).is_file():
         file, overrides = None, [file, *overrides]
+    if getattr(arguments, "source", None):
+        from orchestrator.ops.calibration import config_from
+
+        return config_from(_run_path(arguments.source), file, overrides)
     return load_config(file, overrides)
 
 
@@ -272,7 +285,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(to_json(config), flush=True)
         rows = _placed(config) if source is None else []
-        print("\n".join([*device_plan.describe(rows), "OK"]), file=sys.stderr)
+        print("\n".join([*device_plan.describe(rows), f"OK: {_about(config)}" if rows else "OK"]), file=sys.stderr)
         return 0
     if resume and changed:
         for note in changed_config.notes_of(folder.config(), own):
@@ -304,6 +317,13 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"{reason}; resume with: rl-coserve train --resume {folder.path}")
         return 130
     return 0
+
+
+def _about(config: Config) -> str:
+    from orchestrator.runtime import memory_plan, tiny_model_setup
+
+    with tempfile.TemporaryDirectory(prefix="rl-coserve-plan-") as made:
+        return memory_plan.about(config, config.model.path or str(tiny_model_setup.make(config, Path(made) / "model")))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -390,17 +410,47 @@ def _say_report(page: Path) -> None:
     print(f"report: {page}")
 
 
+_TRACE_FLAGS = (
+    ("--lengths", "sim.trace", "play the lengths of this trace, or of a run's folder"),
+    ("--tools", "sim.tool_trace", "draw what environments take from this one"),
+    ("--serving", "sim.borrowed.trace", "users of the servers that are borrowed ask as in this one"),
+)
+
+
 def _sim(arguments: argparse.Namespace) -> int:
+    for name, key, _ in _TRACE_FLAGS:
+        if file := getattr(arguments, name.removeprefix("--")):
+            arguments.overrides.append(f"{key}={json.dumps(file)}")
     if arguments.ablate:
         return _ablate(arguments)
     from orchestrator.sim.simulated_run import simulate
 
     config = _config(arguments)
+    if arguments.serving and not config.sim.borrowed.workers:
+        raise ConfigError(
+            "sim.borrowed.trace", arguments.serving, "nobody is borrowed: set sim.borrowed.workers as well"
+        )
     result = simulate(config, events_sink=_steps_told(config.run.steps))
     if arguments.events:
         Path(arguments.events).write_bytes(result.events)
+    if not arguments.json:
+        print(f"{_simulated(config, result.summary)}\n")
     print(json.dumps(result.summary, indent=None if arguments.json else 2, sort_keys=True))
     return 0
+
+
+def _simulated(config: Config, found: Mapping[str, Any]) -> str:
+    """For people, what the JSON below it holds."""
+    counts = found["ledger"]
+    ended = ", ".join(
+        f"{number:,} {name.replace('_', ' ')}" for name, number in counts.items() if isinstance(number, int) and number
+    )
+    return (
+        f"{found['name']}, simulated: {found['steps']} steps in {found['seconds']:,.0f} simulated seconds, "
+        f"{found['seconds_per_step']:.2f} s per step, {found['tokens_per_s']:,.0f} tokens per second\n"
+        f"{config.rollout.workers} engines, {config.rollout.environments} environments, at most {config.rollout.alpha} "
+        f"versions of lag\ntrajectories: {ended}"
+    )
 
 
 def _steps_told(steps: int, every: float = 5.0) -> Callable[[str], None]:
@@ -435,8 +485,31 @@ def _ablate(arguments: argparse.Namespace) -> int:
 def _cost(arguments: argparse.Namespace) -> int:
     from orchestrator.ops.cost import estimate_cost
 
-    found = estimate_cost(_config(arguments))
-    print(json.dumps(found.as_dict(), sort_keys=True) if arguments.json else found.text())
+    config = _config(arguments)
+    found = estimate_cost(config)
+    values, text = found.as_dict(), found.text()
+    if arguments.source:
+        from orchestrator.ops.calibration import read_calibration
+
+        known = read_calibration(_run_path(arguments.source))
+        wall = known.wall_seconds(config, found.seconds_per_step)
+        values |= {"wall_seconds": round(wall, 3), "calibrated_with": known.run}
+        text += (
+            f"\nin all {wall / 60:.1f} min, start-up, warm-up and evaluations included (as {known.run} took for them)"
+        )
+    print(json.dumps(values, sort_keys=True) if arguments.json else text)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from orchestrator.ops.calibration import FILE, calibrate
+
+    folder = _run_path(arguments.run_folder)
+    found = calibrate(folder)
+    if arguments.json:
+        print(json.dumps(asdict(found), sort_keys=True))
+    else:
+        print(f"{found.text()}\ncalibration: {folder / FILE}")
     return 0
 
 
@@ -523,7 +596,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from orchestrator.ops.doctor import run_doctor
 
-    return run_doctor(json=arguments.json, quick=arguments.quick, config=arguments.config)
+    config = _config(arguments) if arguments.config else None
+    return run_doctor(json=arguments.json, quick=arguments.quick, config=config)
 
 
 def _site_cache(arguments: argparse.Namespace) -> int:

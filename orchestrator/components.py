@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,26 @@ class Store(Protocol):
     def flush(self) -> None: ...
 
     async def flushed(self) -> None: ...
+
+
+class Shards(Protocol):
+    """Where the numbers of finished trajectories lie (:mod:`orchestrator.shards.shard_folder`)."""
+
+    def finish(self, trajectory: Trajectory) -> Trajectory: ...
+
+    def lost(self, trajectories: Iterable[Trajectory]) -> list[str]: ...
+
+
+class InMemory:
+    """They stay where they are: in a simulation."""
+
+    def finish(self, trajectory: Trajectory) -> Trajectory:
+        """See Shards."""
+        return trajectory
+
+    def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
+        """See Shards."""
+        return []
 
 
 class Display(Protocol):
@@ -93,6 +113,7 @@ class Components:
     market: Market | None = None  # of servers to borrow, exchanged between steps; None: workers stay
     engines: EngineSource | None = None  # of own engines that are added while it runs; None: they stay
     sizes: PoolSizes | None = None  # None: nothing is told another size
+    shards: Shards = field(default_factory=InMemory)
 
 
 @dataclass

@@ -58,6 +58,7 @@ class Episode:
     truncated: bool = False
     waiting_for: str = "start"
     requests: int = 0
+    context_tokens: int | None = 0  # that its next turn goes on from, in a tool or not begun too; None: it is played
     heldout: bool = False  # of an evaluation: what it took says nothing of the prompts that are trained
     environment_in_order: bool = True  # no call into it is open, and its last answer passed the checks
 
@@ -243,14 +244,16 @@ class EnvManager:
             request_id=f"{episode.id}/{turn}{attempt}",
             trajectory_id=episode.id,
             turn=turn,
-            token_ids=tuple(context.tokens),
+            token_ids=context.tokens,
             sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
             task=episode.prompt.task,
             group_id=episode.group_id,
         )
         if self.forecasts is not None:
             request = await self.forecasts.rank(request)
+        episode.context_tokens = len(request.token_ids)
         completion = await self._proxy.generate(request)
+        episode.context_tokens += len(completion.token_ids)
         episode.requests += 1
         return completion
 
@@ -281,7 +284,7 @@ class EnvManager:
             return
         if summarise is not None:
             try:
-                summary = tuple(summarise(context.tokens)[: rules.summary])
+                summary = tuple(summarise(context.tokens.to_list())[: rules.summary])
             except (Exception, SystemExit) as error:  # third-party code, as above
                 raise TrajectoryError("summary_error", error_text(error)) from error
             context.begin_anew("function", observation, summary)

@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from orchestrator.api import TrainBatch, TrainMetrics, TrainSample, Trajectory
 from orchestrator.buffer import Taken
-from orchestrator.checkpoint import CheckpointState
+from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining
 from orchestrator.components import Components, Position
@@ -130,6 +131,7 @@ class Pipeline:
         self._training_step = -1  # the step of that task
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
         self._settling: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None  # of the last checkpoint
         self._saved = parts.events.time()  # when the last checkpoint was begun
         self._occupancy = Occupancy(parts.gpus)
         self._watch = watch
@@ -167,7 +169,7 @@ class Pipeline:
         if self.replanner is not None:
             self.replanner.begin_rollout()
         if self.turns is not None:
-            self.turns.begin_rollout()
+            self.turns.begin_rollout(self.rollout.launches)
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
@@ -202,11 +204,12 @@ class Pipeline:
     async def _get_batch(self) -> list[Taken]:
         """Step 1, interrupted when the training step that runs beside it fails."""
         wanted = self.settings.groups_per_step
-        batch = asyncio.ensure_future(self.rollout.buffer.get_batch(wanted, self._on_take))
+        collecting = self.rollout.buffer.get_batch(wanted, self._on_take, streamed=self.settings.stream)
+        batch = asyncio.ensure_future(collecting)
         try:
             while not batch.done():
                 watched: list[asyncio.Future[Any]] = [batch]
-                for beside in (self._training, self._settling):
+                for beside in (self._training, self._settling, self._saving):
                     if beside is not None and beside.done():
                         beside.result()  # raises what ended it
                     elif beside is not None:
@@ -340,6 +343,7 @@ class Pipeline:
         self.rollout.close_starts()
         await self._settled()
         await self._finish_training()
+        await self._finish_saving()
         self.feeder.close()
         await self.feeder.idle()
         await self.rollout.end_members("aborted_redundant", "")
@@ -353,7 +357,7 @@ class Pipeline:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
         await self.rollout.end_members("failed", "interrupted")
-        under_way = [task for task in (self._settling, self._training) if task is not None]
+        under_way = [task for task in (self._settling, self._training, self._saving) if task is not None]
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
@@ -408,10 +412,22 @@ class Pipeline:
         if checkpoints is None:
             return
         with self.parts.events.stage("checkpoint", state.step):
+            await self._finish_saving()
             partial = checkpoints.begin(state.step)
             await self._calls.final("save", self.parts.trainer.save(str(partial / "trainer")))
-            await self.parts.store.flushed()
-            await checkpoints.committed(partial, state)
+        self._saving = asyncio.create_task(self._commit(checkpoints, partial, state), name=f"save {state.step}")
+
+    async def _commit(self, checkpoints: Checkpoints, partial: Path, state: CheckpointState) -> None:
+        """Beside the steps that follow."""
+        await self._calls.final("save", self.parts.trainer.saved(), beside=True)
+        await self.parts.store.flushed()
+        await checkpoints.committed(partial, state)
+
+    async def _finish_saving(self) -> None:
+        """Until no checkpoint is being written; its failure is the run's."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
+            self._saving = None
 
     # -- control -----------------------------------------------------------------------------------------------------
 

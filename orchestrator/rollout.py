@@ -9,7 +9,8 @@ nothing here knows about training.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 
 from orchestrator.api import (
@@ -22,7 +23,8 @@ from orchestrator.api import (
     TrajectoryError,
     parts_of,
 )
-from orchestrator.buffer import SampleBuffer
+from orchestrator.buffer import REFERENCE_LOST, SampleBuffer
+from orchestrator.components import Shards
 from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory, score_of
@@ -70,6 +72,7 @@ class Rollout:
     forecasts: LengthTracker | None
     rounds: Rounds | None
     prompts: PromptRepeats
+    shards: Shards
     keep: Callable[[Trajectory, str, str], None]
     fail: Callable[[BaseException], None]
     life: InitVar[int]
@@ -203,6 +206,18 @@ class Rollout:
             self._cancel(episode.id, "deferred", "")
         return [episode.id for episode in under_way]
 
+    @property
+    def launches(self) -> int:
+        """Trajectories that the present batch is collected from: what speculation adds is of short rounds only."""
+        if self.rounds is not None:
+            return self.rounds.launches
+        return math.ceil(self.size.trajectories * self.size.redundancy)
+
+    @property
+    def round_kind(self) -> str:
+        """Of the round under way, "" where there are none."""
+        return "" if self.rounds is None else self.rounds.kind
+
     def hand_over(self) -> None:
         """The batch goes into training; ``get_batch`` may collect the next one."""
         batch = self.buffer.hand_over()
@@ -211,7 +226,7 @@ class Rollout:
 
     def restore(self, trajectories: list[Trajectory], version: int) -> None:
         """A checkpoint's buffer is put back."""
-        self.buffer.restore(trajectories, version)
+        self.buffer.restore([self.shards.finish(trajectory) for trajectory in trajectories], version)
         self.next_version = version
         for group_id in self.rounds.resumed() if self.rounds is not None else ():
             self.buffer.withdraw(group_id, "deferred", "next_epoch")
@@ -285,6 +300,7 @@ class Rollout:
         """Play, score, buffer."""
         sampling = self._sampling.get(episode.prompt.task, self._sampling[self.task.name])
         await self.environments.play(episode, sampling)
+        episode.context_tokens = None
         if self.on_played is not None:
             self.on_played(episode.trajectory(self.events.time()))
         if self.mode.batch_rewards:
@@ -296,7 +312,7 @@ class Rollout:
         finished = self.events.time()
         episode.waiting_for = "reward"
         reward = await score_of(self.reward, episode.trajectory(finished), self.settings.trajectory_timeout)
-        trajectory = episode.trajectory(finished, reward=reward, scored_at=self.events.time())
+        trajectory = self.shards.finish(episode.trajectory(finished, reward=reward, scored_at=self.events.time()))
         self.ledger.move(episode.id, "buffered")
         self._failed_in_row = 0
         if self.buffer.put(trajectory):
@@ -416,8 +432,13 @@ class Rollout:
 
     def on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
         self.ledger.end(trajectory.id, state, cause)
+        if cause == REFERENCE_LOST:  # what is kept of it is that it was
+            trajectory = replace(trajectory, turns=(), errors=(*trajectory.errors, cause))
         self._untrained(trajectory, state, cause)
         self._room.set()
+
+    def lost(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        return self.shards.lost(trajectories)
 
     def _untrained(self, trajectory: Trajectory, state: str, cause: str) -> None:
         if self.rounds is not None:

@@ -44,6 +44,7 @@ class RunFolder:
         self.events_file = path / "events.jsonl"
         self.ledger_file = path / "ledger.jsonl"
         self.trajectories = path / "trajectories"
+        self.shards = path / "shards"  # while it runs, and only what found no room in shared memory
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.metadata = path / "metadata.sqlite"

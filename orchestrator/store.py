@@ -13,7 +13,9 @@ Guarantees:
 * What :meth:`TrajectoryStore.flush` returned from survives a crash. The pipeline flushes before it commits a checkpoint,
   so a checkpoint never claims a row that is not on disk. The journals are synced before a file is written: what a row says
   of its trajectory's end, the ledger says.
-* :meth:`TrajectoryStore.append` does not wait for the disk, unless that is several files behind: a thread writes.
+* :meth:`TrajectoryStore.append` does not wait for the disk, unless that is several files behind: a thread writes, or asks a
+  process that writes what lies in shards (:mod:`orchestrator.runtime.record_writer`), so that this one's interpreter is free.
+  What is not on disk yet is held, and given to the next writer when one dies.
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
 Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token, and a filter on task, date
@@ -28,10 +30,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -42,6 +44,7 @@ import pyarrow.parquet as pq
 
 from orchestrator.api import ConfigError, ContextStart, Prompt, RunError, Trajectory, Turn
 from orchestrator.durable_files import Syncable, sync
+from orchestrator.shards.shard_folder import shard_of
 
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
@@ -125,9 +128,28 @@ _FileKey = tuple[str, str, int, int, bool]  # task, date, first version, step, t
 _NO_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A trajectory, and what is said of it where it is stored: see :meth:`TrajectoryStore.append`."""
+
+    trajectory: Trajectory
+    step: int
+    outcome: str
+    advantage: float | None
+    position: int | None
+    weight: float
+
+
+class PartWriter(Protocol):
+    """Writes a file of rows that lie in shards; see :func:`write_part`."""
+
+    def write_part(self, final: Path, step: int, trained: bool, rows: Sequence[StoredRow]) -> None: ...
+
+
 class TrajectoryStore:
     """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes. ``epoch``: the
-    date at which a trajectory's times are 0, so that this reads no clock. ``journals``: logs that are synced first."""
+    date at which a trajectory's times are 0, so that this reads no clock. ``journals``: logs that are synced first.
+    ``writer``: writes what lies in the shards of ``finish``; None: this process writes."""
 
     def __init__(
         self,
@@ -136,15 +158,19 @@ class TrajectoryStore:
         *,
         epoch: datetime = _NO_EPOCH,
         journals: Sequence[Syncable] = (),
+        finish: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
+        writer: PartWriter | None = None,
     ) -> None:
+        self._finish = finish
+        self._writer = writer
         self._folder = Path(folder)
         self._journals = journals
         self._known: set[Path] = set()  # folders whose names are on disk
         self._epoch = epoch.astimezone(UTC)
         self._rows_per_file = rows_per_file
-        self._pending: dict[_FileKey, list[dict[str, Any]]] = {}
+        self._pending: dict[_FileKey, list[StoredRow]] = {}
         self._pending_rows = 0
-        self._taken: dict[_FileKey, list[dict[str, Any]]] = {}  # being written, by a thread perhaps
+        self._taken: dict[_FileKey, list[StoredRow]] = {}  # being written, by a thread perhaps
         self._writing: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._parts = max((_part_number(file) for file in self._folder.rglob("part-*.parquet")), default=0)
@@ -163,9 +189,11 @@ class TrajectoryStore:
     ) -> None:
         """Keep one trajectory; it is on disk after the next :meth:`flush`. ``position`` and ``weight``: its place in the
         step's batch, and what it counted there."""
-        row = _to_row(trajectory, step, outcome, advantage, position, weight)
         date = (self._epoch + timedelta(seconds=trajectory.finished_at)).date().isoformat()
-        key = (trajectory.task, date, int(row["first_version"]), step, outcome == TRAINED)
+        versions = trajectory.versions
+        first = versions[0][0] if versions else NO_VERSION
+        key = (trajectory.task, date, first, step, outcome == TRAINED)
+        row = StoredRow(self._finish(trajectory), step, outcome, advantage, position, weight)
         self._pending.setdefault(key, []).append(row)
         self._pending_rows += 1
         if self._pending_rows >= self._rows_per_file:
@@ -222,7 +250,7 @@ class TrajectoryStore:
                 self._pending_rows += len(rows)
             self._taken = {}
 
-    def _take(self) -> dict[_FileKey, list[dict[str, Any]]]:
+    def _take(self) -> dict[_FileKey, list[StoredRow]]:
         taken, self._pending, self._pending_rows = self._pending, {}, 0
         return taken
 
@@ -256,32 +284,19 @@ class TrajectoryStore:
                 moved += 1
         return moved
 
-    def _write(self, key: _FileKey, rows: list[dict[str, Any]]) -> None:
+    def _write(self, key: _FileKey, rows: list[StoredRow]) -> None:
         task, date, version, step, trained = key
         folder = self._folder / f"task={quote(task, safe='')}" / f"date={date}" / f"version={version}"
         if folder not in self._known:  # one that is there may be of a process that was killed before it synced
             folder.mkdir(parents=True, exist_ok=True)
             self._sync_up(folder.parent)
             self._known.add(folder)
-        facts = {
-            _FORMAT_KEY: str(FORMAT).encode(),
-            _STEP_KEY: str(step).encode(),
-            _TRAINED_KEY: b"1" if trained else b"0",
-        }
-        schema = _FILE_SCHEMA.with_metadata(facts)
         self._parts += 1  # before the write: a number whose write failed is not used again
         final = folder / f"part-{self._parts:06d}.parquet"
-        partial = folder / f".{final.name}.partial"  # datasets skip names that start with a dot
-        # In small pieces: the interpreter's lock is held while one is converted, and the event loop may want it.
-        pieces = [
-            pa.RecordBatch.from_pylist([_with_arrays(row) for row in rows[at : at + _PIECE]], schema=schema)
-            for at in range(0, len(rows), _PIECE)
-        ]
-        table = pa.Table.from_batches(pieces, schema=schema)
-        pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
-        sync(partial)
-        os.replace(partial, final)
-        sync(folder)
+        if self._writer is not None and all(shard_of(row.trajectory) is not None for row in rows):
+            self._writer.write_part(final, step, trained, rows)
+        else:
+            write_part(final, step, trained, rows)
 
     def _sync_up(self, folder: Path) -> None:
         """The names in this folder, and in those above it to the run's."""
@@ -290,6 +305,30 @@ class TrajectoryStore:
             if folder == self._folder.parent:
                 return
             folder = folder.parent
+
+
+def write_part(
+    final: Path, step: int, trained: bool, rows: Sequence[StoredRow], wanted: Callable[[], None] = lambda: None
+) -> None:
+    """One file, complete under its name or not there. ``wanted`` is called before it gets it, and may raise. Raises OSError."""
+    facts = {
+        _FORMAT_KEY: str(FORMAT).encode(),
+        _STEP_KEY: str(step).encode(),
+        _TRAINED_KEY: b"1" if trained else b"0",
+    }
+    schema = _FILE_SCHEMA.with_metadata(facts)
+    partial = final.parent / f".{final.name}.partial"  # datasets skip names that start with a dot
+    # In small pieces: the interpreter's lock is held while one is converted, and an event loop may want it.
+    pieces = [
+        pa.RecordBatch.from_pylist([_with_arrays(_to_row(row)) for row in rows[at : at + _PIECE]], schema=schema)
+        for at in range(0, len(rows), _PIECE)
+    ]
+    table = pa.Table.from_batches(pieces, schema=schema)
+    pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
+    sync(partial)
+    wanted()
+    os.replace(partial, final)
+    sync(final.parent)
 
 
 def read_trajectories(
@@ -413,9 +452,8 @@ def count_by_outcome(folder: str | Path) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _to_row(
-    trajectory: Trajectory, step: int, outcome: str, advantage: float | None, position: int | None, weight: float
-) -> dict[str, Any]:
+def _to_row(row: StoredRow) -> dict[str, Any]:
+    trajectory = row.trajectory
     versions = trajectory.versions
     prompt = trajectory.prompt
     return {
@@ -424,11 +462,11 @@ def _to_row(
         "group_id": trajectory.group_id,
         "turns": [_from_turn(turn) for turn in trajectory.turns],
         "total_reward": trajectory.reward,
-        "advantage": advantage,
-        "outcome": outcome,
-        "step": step,
-        "position": position,
-        "weight": weight if outcome == TRAINED else None,
+        "advantage": row.advantage,
+        "outcome": row.outcome,
+        "step": row.step,
+        "position": row.position,
+        "weight": row.weight if row.outcome == TRAINED else None,
         "first_version": versions[0][0] if versions else NO_VERSION,
         "env_version": trajectory.env_version,
         "env_seed": trajectory.env_seed,

@@ -84,6 +84,17 @@ class Rounds:
             self.planner.begin_round()
             self._begun = self._events.time()
 
+    @property
+    def kind(self) -> str:
+        """Of the round under way, short or long; "" between two."""
+        return "" if self.planner.round is None else self.planner.round.kind
+
+    @property
+    def launches(self) -> int:
+        """Trajectories that the round under way starts, replacements not counted; 0 between two."""
+        now = self.planner.round
+        return 0 if now is None else now.target * now.members
+
     def wanted(self, under_way: int) -> int:
         """Members of the group that may start now; 0: none may. ``under_way``: trajectories in flight."""
         while self._lengths and (number := self.planner.divertible()) is not None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes docs/config.md and docs/config_system.md: every key with its type, default and meaning, from the sections themselves.
+"""Writes docs/config.md and docs/config_system.md: every key with its type, default and meaning, from the sections themselves;
+and the table of model families in docs/megatron.md.
 
     python scripts/config_reference.py            # are the pages what the code says? exit code 1: no
     python scripts/config_reference.py --write
@@ -27,6 +28,7 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_rlplugin.model_families import table_rows  # noqa: E402
 from orchestrator.config import Config  # noqa: E402
 from orchestrator.settings.engine_settings import EngineGroup, EngineSettings  # noqa: E402
 from orchestrator.settings.trainer_settings import Flag  # noqa: E402
@@ -54,7 +56,7 @@ PLAIN = {
     "run.folder": "where run folders are made",
     "run.seed": "of what is drawn at random",
     "run.steps": "training steps, at most",
-    "model.path": "Hugging Face folder (Llama, Qwen2.5, Qwen3, Qwen3-MoE); empty: a tiny Qwen3 of the sizes below is made",
+    "model.path": "Hugging Face folder of a [family that is computed](megatron.md#families); empty: a tiny Qwen3 of these sizes",
     "model.hidden_size": "of the tiny model; so are the next five",
     "model.intermediate_size": "of the MLP",
     "model.layers": "transformer layers",
@@ -275,9 +277,16 @@ def pages() -> dict[str, str]:
     return {name: "\n".join(lines).rstrip() + "\n" for name, lines in text.items()}
 
 
+def families_page() -> str:
+    """docs/megatron.md with its table of families as the code has it."""
+    text = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    head, rest = text.split("| architecture | models |", 1)
+    return head + "\n".join(table_rows()) + "\n\n" + rest.split("\n\n", 1)[1]
+
+
 def main() -> int:
     stale = 0
-    for name, text in pages().items():
+    for name, text in {**pages(), "megatron.md": families_page()}.items():
         file = ROOT / "docs" / name
         if "--write" in sys.argv[1:]:
             file.write_text(text, encoding="utf-8")

@@ -95,7 +95,7 @@ LOOP = (
     *("pipeline", "rollout", "buffer", "ledger", "envs", "evaluation", "tail_batching", "weight_sync"),
     *("train_samples", "trainer_calls", "components"),
 )
-RECORDS = ("checkpoint", "child_process", "durable_files", "events", "process_watcher", "run_folder", "store")
+RECORDS = ("checkpoint", "child_process", "durable_files", "events", "process_watcher", "run_folder", "shards", "store")
 GROUND = ("hooks", "policies", "settings", "transfer", "api")
 WIDTH, TALL, PITCH, TOP = 136, 44, 68, 16
 

@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 LEDGER = "tests/kvpool/test_page_ledger.py"
+_RANKS = "tests/kvpool/test_ranked_pool.py::test_"
+RANKS = (
+    f"{_RANKS}a_page_is_memory_of_each_rank_and_is_released_only_when_every_rank_has_unmapped_it "
+    f"{_RANKS}pages_of_an_engine_that_lost_a_rank_come_back_when_its_last_rank_is_gone"
+)
 SHARING = "tests/policies/test_kv_sharing.py"
 GUARDIAN = "tests/kvpool/test_guardian.py"
 ADMISSION = "tests/policies/test_admission.py"
@@ -37,6 +42,27 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
         " || pool->owner[pages[index]] != pool->slot + 1) return 0;",
         ") return 0;",
         LEDGER,
+    ),
+    (
+        "kv pool in C: a page is released while a rank has it mapped",
+        "csrc/pages.c",
+        "        if (pool->mapped[pages[index]]) code = RLC_POOL_MAPPED;\n",
+        "",
+        RANKS,
+    ),
+    (
+        "kv pool in C: an engine that lost a rank gets pages",
+        "csrc/pages.c",
+        "        if (tenant->broken) room = 0;\n",
+        "",
+        RANKS,
+    ),
+    (
+        "kv pool in C: a tenant is gone with its first rank",
+        "csrc/pages.c",
+        "        if (attached >> rank & 1) found",
+        "        if (!rank) found",
+        RANKS,
     ),
     (
         "kv budget: the headroom is lent too",

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from orchestrator.api import ConfigError, bearer
 from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.engine_activation import activate, is_cpu_build
-from vllm_rlplugin.kvpool.engine.single_process import check_workers, single_process_executor
+from vllm_rlplugin.kvpool.engine.pool_processes import check_workers, pool_executor
 from vllm_rlplugin.options import (
     BACKEND,
     KEY,
@@ -242,9 +242,11 @@ def _refuse_conflicts(args: argparse.Namespace, wanted: Mapping[str, Any]) -> No
 
 def _executor(args: argparse.Namespace, installed: InstalledComponent) -> Any:
     """For an engine in a pool."""
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-    check_workers({f"--{name.replace('_', '-')}": getattr(args, name, None) for name in sizes})
-    return single_process_executor(getattr(args, "distributed_executor_backend", None), on_cpu=is_cpu_build(installed))
+    ranks = check_workers(getattr(args, "tensor_parallel_size", None), getattr(args, "pipeline_parallel_size", None))
+    if (getattr(args, "nnodes", None) or 1) > 1:
+        raise ConfigError("--nnodes", args.nnodes, "the ranks of an engine in a pool (--rl-kv-pool) are on one machine")
+    given = getattr(args, "distributed_executor_backend", None)
+    return pool_executor(given, ranks=ranks, on_cpu=is_cpu_build(installed))
 
 
 def _check_token(options: FrontendOptions) -> None:

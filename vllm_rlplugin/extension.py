@@ -74,6 +74,30 @@ class WorkerExtension:
         stock: Any = self
         return return_pages(stock.model_runner.kv_caches)
 
+    def rl_pool_facts(self) -> dict[str, Any]:
+        """Of an engine of several ranks in a pool, what its scheduler needs to decide for them; {}: it is in none."""
+        from vllm_rlplugin.kvpool.engine import pool_engine
+
+        return pool_engine.rank_facts()
+
+    def rl_map_pages(self, places: list[int], pages: list[int]) -> bool:
+        """These pages of the pool appear at these places of this rank, all or none; False: there is no memory for them."""
+        from vllm_rlplugin.kvpool.engine import pool_engine
+
+        return pool_engine.current_rank().map_pages(places, pages)
+
+    def rl_unmap_pages(self, places: list[int]) -> None:
+        """Nothing of this rank uses these places any more, and no page is mapped there."""
+        from vllm_rlplugin.kvpool.engine import pool_engine
+
+        pool_engine.current_rank().unmap_pages(places)
+
+    def rl_begin_allocating(self) -> None:
+        """A scheduler is there: blocks are no longer the null block's."""
+        from vllm_rlplugin.kvpool.engine import pool_engine
+
+        pool_engine.write_to_null_block(False)
+
     def rl_weight_bytes(self) -> int:
         """Of this rank's parameters."""
         stock: Any = self

@@ -69,7 +69,9 @@ class PluginOptions:
     kv_pool_role: str = _option(
         "rollout", "", "serving comes first, one a pool; rollout gets what it is lent", KV_ROLES
     )
-    kv_pool_mib: int = _option(0, "MiB", "make the pool if nobody lives in it, so large; 0: it is there already")
+    kv_pool_mib: int = _option(
+        0, "MiB", "make the pool if nobody lives in it, so large on each device; 0: it is there already"
+    )
     kv_pool_page_kib: int = _option(2048, "KiB", "size of a page, the same for all engines of a pool")
     kv_pool_supply: str = _option(
         "kept",

@@ -182,7 +182,7 @@ def _replace_kernels() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from megatron_rlplugin.model import RMSNorm
+    from megatron_rlplugin.model_layers import LocalAttention, RMSNorm
 
     def attention(self: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
         return _FlashAttention.apply(query, key, value)
@@ -198,8 +198,8 @@ def _replace_kernels() -> None:
         inner = (inner * probs.unsqueeze(-1)).to(inner.dtype)
         return _GroupedProduct.apply(inner, *second), None
 
-    DotProductAttention.forward = attention
-    RMSNorm.forward = norm
+    DotProductAttention.forward = LocalAttention.forward = attention  # type: ignore[method-assign]
+    RMSNorm.forward = norm  # type: ignore[assignment,method-assign]
     SequentialMLP.forward = experts
 
 

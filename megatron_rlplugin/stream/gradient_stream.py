@@ -163,6 +163,31 @@ class GradientStream:
             raise ConfigError(
                 "optimizer", None, "must be given to finish a step; merge_gradients() leaves the step to the caller"
             )
+        biases = [(bias, bias.clone()) for bias in self._routing_biases()]
+        taken = False
+        try:
+            result = self._take(expected)
+            taken = result.taken
+        finally:
+            if not taken:  # Megatron moves them by the step's load before anyone knows whether the step counts
+                for bias, before in biases:
+                    bias.copy_(before)
+        return result
+
+    def merge_gradients(self, expected: float | None = None) -> float:
+        """The first half of :meth:`finish_step`, for a caller that steps the optimizer itself: the merged gradients stand in
+        Megatron's buffers, not clipped, the stream is idle. Returns N. Raises as :meth:`finish_step` does, and RunError where
+        that would not take the step. With ``overlap_param_gather`` the caller must gather the weights after its step.
+        """
+        total, reason = self._merge(expected)
+        self._end(OptimizerStepResult(False, math.nan, total, reason))
+        if reason:
+            raise RunError(f"the gradients of this step cannot be used: {reason}")
+        return total
+
+    # --- inside a step
+
+    def _take(self, expected: float | None) -> OptimizerStepResult:
         total, reason = self._merge(expected)
         if reason:
             return self._end(OptimizerStepResult(False, math.nan, total, reason))
@@ -180,18 +205,12 @@ class GradientStream:
                 chunk.start_param_sync(force_sync=True)
         return self._end(OptimizerStepResult(bool(taken), norm, total, "" if taken else "the optimizer refused it"))
 
-    def merge_gradients(self, expected: float | None = None) -> float:
-        """The first half of :meth:`finish_step`, for a caller that steps the optimizer itself: the merged gradients stand in
-        Megatron's buffers, not clipped, the stream is idle. Returns N. Raises as :meth:`finish_step` does, and RunError where
-        that would not take the step. With ``overlap_param_gather`` the caller must gather the weights after its step.
-        """
-        total, reason = self._merge(expected)
-        self._end(OptimizerStepResult(False, math.nan, total, reason))
-        if reason:
-            raise RunError(f"the gradients of this step cannot be used: {reason}")
-        return total
-
-    # --- inside a step
+    def _routing_biases(self) -> list[Tensor]:
+        """Of the routers of this rank that choose experts by score and bias."""
+        if not getattr(self.model[0].config, "moe_router_enable_expert_bias", False):
+            return []
+        buffers = [buffer for chunk in self.model for buffer in chunk.named_buffers()]
+        return [value for name, value in buffers if name.endswith("router.expert_bias")]
 
     def _end(self, result: OptimizerStepResult) -> OptimizerStepResult:
         self._denominator = 0.0

@@ -4,8 +4,11 @@ Guarantees: a step is what :class:`~megatron_rlplugin.trainer.megatron_trainer.M
 bit, wherever weights, gradients and optimizer state were meanwhile; a call that needs what is away is refused
 (RunError) and changes nothing, but for ``feed``, which is a hint: away, it is ignored.
 
-Only whole trainers stream: where ``residency("stream", replicas)`` names some of the data-parallel replicas, the named ones
-load, and what is fed is ignored on all, so that the ranks stay in step; the step is then trained as one without a stream.
+A part of it may stream: where ``residency("stream", replicas)`` names some of the units of
+:func:`~megatron_rlplugin.stream.stream_conditions.stream_units`, only these load, and what is fed is dealt among them. The others
+hold nothing of it on their devices; they hear of it, since every rank must know what was fed, and take their share of the rest
+when they are at ``step``. The merge weighs each replica by what it was fed (RollPacker 4.4, n_i / N), so the step has the bits of
+a trainer that is whole on its devices and computes the same micro-batches on the same replicas.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rlplugin.stream.stream_conditions import check_streamable
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
 from megatron_rlplugin.trainer.memory_residency import TrainerResidency
 from orchestrator.api import Meeting, PublishResult, ResidencyResult, RunError, TrainBatch, TrainMetrics, TrainSample
@@ -25,18 +29,19 @@ class ColocatedTrainer(MegatronTrainer):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
+        if self._replicas.units > 1:
+            for learner in filter(None, (self._learner, self._critic)):
+                check_streamable(learner.chunks, learner.optimizer, elastic=True)
         self._residencies: list[
             tuple[Any, TrainerResidency]
         ] = []  # of policy and critic, with the optimizer each was made for
-        self._streaming = True  # all replicas have their weights
 
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
         """See the protocol. The figures are this rank's; policy and critic move one after the other, the peak is the larger."""
         self._finish_sending()
-        everyone = replicas is None or set(replicas) >= set(range(self._replicas.count))
-        concerned = everyone or self._replicas.index in (replicas or ())
+        concerned = self._replicas.is_of(replicas)
         results = [part.move_to(level) for part in self._parts_here()] if concerned else []
-        self._streaming = level == "step" or (level == "stream" and everyone)
+        self._replicas.compute_on({"stream": replicas, "step": None}.get(level, ()))
         return ResidencyResult(
             level,
             sum(result.to_host for result in results),
@@ -54,7 +59,7 @@ class ColocatedTrainer(MegatronTrainer):
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
         """See the protocol."""
-        if self._streaming:
+        if self._replicas.present:
             await super().feed(samples, version)
 
     async def publish(self) -> PublishResult:

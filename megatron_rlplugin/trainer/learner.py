@@ -131,6 +131,12 @@ class Learner:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
+    def weights(self) -> Iterator[Tensor]:
+        """What decides this rank's part of the policy: its parameters, and biases of routers that no gradient moves."""
+        yield from self.parameters()
+        for chunk in self.chunks:
+            yield from (value for name, value in chunk.named_buffers() if name.endswith("router.expert_bias"))
+
     def _wrapped(self, module: Any) -> Any:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -288,9 +294,9 @@ class Learner:
         """
         pinned = torch.cuda.is_available()
         if into is None:
-            into = [torch.empty_like(weight, device="cpu", pin_memory=pinned) for weight in self.parameters()]
+            into = [torch.empty_like(weight, device="cpu", pin_memory=pinned) for weight in self.weights()]
         with torch.no_grad():
-            for copy, weight in zip(into, self.parameters(), strict=True):
+            for copy, weight in zip(into, self.weights(), strict=True):
                 copy.copy_(weight)
         return into
 
@@ -318,7 +324,7 @@ class Learner:
 
     def _exchange_weights(self, weights: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for parameter, value in zip(self.parameters(), weights, strict=True):
+            for parameter, value in zip(self.weights(), weights, strict=True):
                 present = parameter.detach().clone()
                 parameter.copy_(value)
                 value.copy_(present)
@@ -399,6 +405,8 @@ def _forward_step(
             more["packed_seq_params"] = packed_seq_params(batch.packed, width)
         else:
             mask = block_causal_mask(batch.packed, width)
+        if getattr(model.config, "moe_router_enable_expert_bias", False) and model.config.moe_router_bias_update_rate:
+            more["padding_mask"] = batch.padding_BS()  # else it would count in the experts' load
         output_BSX = model(batch.inputs_BS, batch.positions_BS, mask, **more)
 
         def loss_function(output_BSX: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -20,13 +20,15 @@ Guarantees
 Several ranks (tensor * pipeline * data parallel) are one trainer: every rank gets the same calls with the same arguments,
 computes its share, and answers with the same metrics. Each publishes its own shards of the weights, all as one version
 (:mod:`megatron_rlplugin.weights.rank_publisher`), and may send them to workers meanwhile
-(:mod:`megatron_rlplugin.weights.collective_sender`). Rank 0 writes the weights of a checkpoint after gathering them.
+(:mod:`megatron_rlplugin.weights.collective_sender`). Each writes its shards of a checkpoint, beside what comes next
+(:mod:`megatron_rlplugin.trainer.checkpoint_writer`).
 
 Methods are coroutines because the port's are (the trainer lives in a Ray actor); they compute without yielding.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -50,6 +52,7 @@ from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.stream.batch_feeder import BatchFeeder
 from megatron_rlplugin.trainer import trainer_checkpoint
+from megatron_rlplugin.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rlplugin.trainer.experience import Experience
 from megatron_rlplugin.trainer.learner import Learner, Rendezvous
 from megatron_rlplugin.trainer.micro_batches import (
@@ -145,6 +148,7 @@ class MegatronTrainer:
         self._token_loss = token_loss_of(settings_)
         self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature, self._token_loss)
         self._feeder = BatchFeeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
+        self._writer = CheckpointWriter(settings_.collective_timeout)
         self._version = weight_version
         self._step = 0
         self._warming_up = False
@@ -209,27 +213,36 @@ class MegatronTrainer:
         return (self._sender.begin_send(self._version, receivers, limit, anew, host),)
 
     async def save(self, folder: str) -> None:
-        """See the protocol. Every rank writes its optimizer's part, rank 0 the weights; all see the same folder."""
+        """See the protocol. Every rank writes its shards, and all see the same folder."""
         self._require_rl("save")
-        trainer_checkpoint.save(
-            self._parts(), trainer_checkpoint.TrainerPosition(step=self._step, version=self._version), folder
-        )
+        self._writer.wait()
+        position = trainer_checkpoint.TrainerPosition(step=self._step, version=self._version)
+        trainer_checkpoint.begin_save(self._parts(), position, folder, self._writer)
+
+    async def saved(self) -> None:
+        """See the protocol."""
+        await asyncio.to_thread(self._writer.wait)
 
     async def load(self, folder: str) -> int:
         """See the protocol. What this process published before belongs to the abandoned history."""
         self._feeder.drop_fed()
         self._finish_sending()
+        self._writer.wait()
         parts = self._parts()
         position = trainer_checkpoint.load(parts, folder)
         self._experience.reference = parts.reference
         self._step, self._version, self._warming_up = position.step, position.version, False
         self._previous, self._faulty = None, ()
         self._feeder.restarts = 0
-        await self.close()
+        self._end_publishing()
         return self._version
 
     async def close(self) -> None:
-        """See the protocol."""
+        """See the protocol. What is being written of a checkpoint is written."""
+        self._end_publishing()
+        await self.saved()
+
+    def _end_publishing(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None

@@ -22,17 +22,30 @@ from torch import Tensor
 from megatron_rlplugin.objective.policy_loss import Tokens, kept_tokens, token_weights
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.trainer.row_packing import check_fits, first_fit_decreasing
-from orchestrator.api import RunError, TrainSample
+from orchestrator.api import RunError, SampleFacts, SampleSource, TrainSample
 
 TOO_OLD, SILENT = "tokens_too_old", "group_silent"  # all masked by max_token_lag; DAPO's dynamic sampling
 SKIP_CAUSES = ("reward_not_finite", "logprob_not_finite", "no_policy_token", TOO_OLD, SILENT)
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """An array of a row that nobody has needed yet: where it lies, and its length."""
+
+    source: SampleSource
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """One trajectory, ready to be put into a micro-batch; the arrays but ``token_ids`` have one entry a policy token.
+    """One trajectory, ready to be put into a micro-batch; the arrays but ``token_ids`` have one entry a policy token. Those of a
+    sample that lies elsewhere are :class:`Unread` until :meth:`read`: only a rank that computes the row reads them.
 
     ``kept``: whether the token is trained on; ``fresh``: whether the version that is trained made it. ``old``,
     ``reference``, ``values``: log-probs at the step's start and of the reference, the critic's values at the step's start;
@@ -41,8 +54,8 @@ class TrainRow:
 
     name: str
     group: str
-    token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
-    positions: np.ndarray[tuple[int], np.dtype[np.int64]]  # in token_ids
+    token_ids: Ids
+    positions: Ids  # in token_ids
     rollout: Floats
     fresh: Flags
     kept: Flags
@@ -60,6 +73,20 @@ class TrainRow:
     def with_array(self, name: str, array: Floats) -> TrainRow:
         """With ``old``, ``reference`` or ``values`` as a forward pass gave them."""
         return replace(self, **{name: array})  # type: ignore[arg-type]
+
+    def read(self) -> TrainRow:
+        """With all its arrays. Each call reads anew: who computes a row holds it no longer than its micro-batch. Raises RunError
+        where it is lost or damaged."""
+        unread: Any = self.token_ids
+        if not isinstance(unread, Unread):
+            return self
+        token_ids, positions, rollout = unread.source.read()
+        return replace(
+            self,
+            token_ids=token_ids.astype(np.int64),
+            positions=positions.astype(np.int64),
+            rollout=rollout.astype(np.float32),
+        )
 
     def trained(self) -> TrainRow:
         """The row without the tokens that are not trained on; they stay context."""
@@ -86,13 +113,19 @@ class MicroBatch:
     counts: tuple[int, ...]  # policy tokens of each trajectory
     indices: tuple[int, ...]  # which rows these are
     packed: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # tokens that are no padding, of each row; of a packed one, all
     values_T: Tensor | None = None  # the critic's, at the step's start
     returns_T: Tensor | None = None  # what the critic is trained towards
 
     def idle_copy(self) -> MicroBatch:
         """The same to compute, weighing nothing in loss and denominator: where a schedule wants more micro-batches."""
         tokens = replace(self.tokens, weights_T=torch.zeros_like(self.tokens.weights_T), denominator=0)
-        return replace(self, tokens=tokens)
+        return replace(self, tokens=tokens, lengths=(0,) * len(self.lengths))
+
+    def padding_BS(self) -> Tensor:
+        """True where there is nothing: padding, and all of what only fills a schedule."""
+        place = torch.arange(self.inputs_BS.shape[1], device=self.inputs_BS.device)
+        return place >= torch.tensor(self.lengths, device=place.device)[:, None]
 
     def select(self, logits_BSV: Tensor) -> Tensor:
         """The logits (or values) that predict the policy's tokens."""
@@ -133,18 +166,18 @@ def usable_samples(
     kept: list[TrainSample] = []
     skipped = dict.fromkeys(SKIP_CAUSES, 0)
     for sample in samples:
-        check_tokens(sample.trajectory_id, sample.token_ids, sample.loss_mask, vocabulary, longest)
-        check_fits(sample.trajectory_id, len(sample.token_ids), pack_tokens)
-        generated = sum(sample.loss_mask)
-        if len(sample.logprobs) != len(sample.token_ids) or sum(n for _, n in sample.versions) != generated:
+        facts = sample.source.facts if sample.source is not None else _facts_of(sample)
+        _check_facts(sample.trajectory_id, facts, vocabulary, longest)
+        check_fits(sample.trajectory_id, facts.tokens, pack_tokens)
+        if len(sample.logprobs) != facts.tokens or sum(n for _, n in sample.versions) != facts.generated:
             raise RunError(f"trajectory {sample.trajectory_id}: token ids, log-probs and versions differ in length")
         if not (math.isfinite(sample.weight) and sample.weight >= 0.0):
             raise RunError(f"trajectory {sample.trajectory_id}: its weight in the loss is {sample.weight}")
         if not math.isfinite(sample.reward):
             skipped["reward_not_finite"] += 1
-        elif not all(math.isfinite(p) for p, own in zip(sample.logprobs, sample.loss_mask, strict=True) if own):
+        elif not facts.finite:
             skipped["logprob_not_finite"] += 1
-        elif not generated:
+        elif not facts.generated:
             skipped["no_policy_token"] += 1
         else:
             kept.append(sample)
@@ -155,23 +188,51 @@ def check_tokens(name: str, token_ids: Sequence[int], loss_mask: Sequence[int], 
     """Raise RunError unless the model can read these tokens and predict the masked ones."""
     if len(token_ids) != len(loss_mask) or not token_ids:
         raise RunError(f"trajectory {name}: {len(token_ids)} tokens, {len(loss_mask)} mask entries")
-    if loss_mask[0]:
+    _check_facts(name, _facts(token_ids, loss_mask), vocabulary, longest)
+
+
+def _check_facts(name: str, facts: SampleFacts, vocabulary: int, longest: int) -> None:
+    if not facts.tokens:
+        raise RunError(f"trajectory {name}: it has no tokens")
+    if not facts.prompted:
         raise RunError(f"trajectory {name}: its first token is the policy's, so nothing predicts it")
-    if len(token_ids) > longest:
-        raise RunError(f"trajectory {name}: {len(token_ids)} tokens, the model has {longest} positions")
-    if min(token_ids) < 0 or max(token_ids) >= vocabulary:
+    if facts.tokens > longest:
+        raise RunError(f"trajectory {name}: {facts.tokens} tokens, the model has {longest} positions")
+    if facts.least < 0 or facts.most >= vocabulary:
         raise RunError(f"trajectory {name}: a token id outside the vocabulary of {vocabulary}")
 
 
+def _facts_of(sample: TrainSample) -> SampleFacts:
+    """Of a sample in memory."""
+    token_ids, mask, logprobs = sample.token_ids, sample.loss_mask, sample.logprobs
+    if len(token_ids) != len(mask) or not token_ids:
+        raise RunError(f"trajectory {sample.trajectory_id}: {len(token_ids)} tokens, {len(mask)} mask entries")
+    return _facts(token_ids, mask, all(math.isfinite(p) for p, own in zip(logprobs, mask, strict=False) if own))
+
+
+def _facts(token_ids: Sequence[int], loss_mask: Sequence[int], finite: bool = True) -> SampleFacts:
+    return SampleFacts(len(token_ids), sum(loss_mask), min(token_ids), max(token_ids), finite, not loss_mask[0])
+
+
 def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) -> TrainRow:
-    """A usable sample without advantages yet, to be trained at ``version``."""
-    positions = np.flatnonzero(np.asarray(sample.loss_mask, dtype=np.int64))
+    """A usable sample without advantages yet, to be trained at ``version``; what lies elsewhere is not read yet."""
+    token_ids: Any
+    positions: Any
+    rollout: Any
+    if sample.source is None:
+        token_ids = np.asarray(sample.token_ids, dtype=np.int64)
+        positions = np.flatnonzero(np.asarray(sample.loss_mask, dtype=np.int64))
+        rollout = np.asarray(sample.logprobs, dtype=np.float32)[positions]
+    else:
+        facts = sample.source.facts
+        token_ids = Unread(sample.source, facts.tokens)
+        positions = rollout = Unread(sample.source, facts.generated)
     return TrainRow(
         name=sample.trajectory_id,
         group=sample.group_id,
-        token_ids=np.asarray(sample.token_ids, dtype=np.int64),
+        token_ids=token_ids,
         positions=positions,
-        rollout=np.asarray(sample.logprobs, dtype=np.float32)[positions],
+        rollout=rollout,
         fresh=np.repeat([made == version for made, _ in sample.versions], [n for _, n in sample.versions]).astype(
             np.bool_
         ),
@@ -287,7 +348,7 @@ def micro_batch(
     ``whole``: all of the policy's tokens, also those that are not trained on (for log-probs). ``idle``: it is computed but
     weighs nothing, in loss and in denominator.
     """
-    full = [rows[index] for index in indices]
+    full = [rows[index].read() for index in indices]
     members = full if whole else [row.trained() for row in full]
     # The last token predicts nothing that is trained on, so it is not an input.
     lengths = [max(len(row) - 1, 1) for row in members]
@@ -331,6 +392,7 @@ def micro_batch(
         counts=tuple(len(row.positions) for row in members),
         indices=tuple(indices),
         packed=tuple(lengths) if packed else (),
+        lengths=tuple(0 if idle else length for length in ([sum(lengths)] if packed else lengths)),
         values_T=_tensor_or_none(_optional(members, "values")),
         returns_T=_tensor_or_none(_optional(members, "returns")),
     )

@@ -59,22 +59,23 @@ class Stepper:
         self._token_loss = token_loss
         self._coefficients = Coefficients.from_settings(settings)
         self._dealer: Dealer = replicas.dealer()
+        self._open = False  # a learner holds gradients; of a replica that does not compute yet there are none
         self._expected = 0
         self._plans: list[list[int]] = []
 
     def begin_step(self) -> None:
         """Open a step."""
         self._dealer = self._replicas.dealer()
-        self._expected, self._plans = 0, []
-        for learner in self._learners():
-            learner.begin_step()
+        self._expected, self._plans, self._open = 0, [], False
+        self._open_gradients()
 
     def feed(
         self, rows: list[TrainRow], plans: Sequence[list[int]], *, last: bool = False, complete: bool = True
     ) -> None:
         """Add the gradients of these micro-batches. ``last``: no more will come. ``complete``: what needs forward passes
         is filled into ``rows`` first."""
-        now, own = self._dealer.deal_micro_batches(plans, last=last)
+        self._open_gradients()
+        now, own = self._dealer.deal_micro_batches(plans, last=last, among=self._replicas.present)
         if complete:
             self._experience.complete_rows(rows, now, own)
         loss = self._settings.loss_mean
@@ -116,8 +117,16 @@ class Stepper:
 
     def abandon_step(self) -> None:
         """Drop the open step, if there is one."""
+        self._open = False
         for learner in self._learners():
             learner.abandon_step()
+
+    def _open_gradients(self) -> None:
+        """When this replica computes for the first time in a step."""
+        if self._replicas.here and not self._open:
+            for learner in self._learners():
+                learner.begin_step()
+            self._open = True
 
     def _learners(self) -> list[Learner]:
         return [self._policy] if self._critic is None else [self._policy, self._critic]

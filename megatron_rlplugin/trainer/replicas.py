@@ -1,12 +1,14 @@
 """What this rank does of a step, and how the ranks' parts become one again.
 
-Guarantees: every rank is given the same trajectories; which data-parallel replica computes a micro-batch depends on its
-number only (uneven shares are fine); what was summed is equal on all ranks, bit for bit. With one rank nothing is
-communicated. With expert parallelism, replicas that share experts run the same number of micro-batches, idle ones added.
+Guarantees: every rank is given the same trajectories; which data-parallel replica computes a micro-batch depends only on its
+number among those dealt to the replicas that compute then (uneven shares are fine); what was summed is equal on all ranks, bit
+for bit. With one rank nothing is communicated. With expert parallelism, replicas that share experts run the same number of
+micro-batches, idle ones added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.trainer.micro_batches import Floats
-from orchestrator.api import RunError
+from orchestrator.api import ConfigError, RunError
 
 Report = TypeVar("Report")
 
@@ -32,7 +34,8 @@ class MicroBatchShare:
 
 
 class Replicas:
-    """This rank's place among the data-parallel replicas. Made once Megatron's groups exist."""
+    """This rank's place among the data-parallel replicas. Made once Megatron's groups exist. ``present``: those that compute;
+    while only a part does (RollPacker 4.4), the others take part in what is exchanged, and touch no weight."""
 
     def __init__(self) -> None:
         from megatron.core import parallel_state as groups
@@ -41,9 +44,40 @@ class Replicas:
         self.index = groups.get_data_parallel_rank(with_context_parallel=False)
         self.count = groups.get_data_parallel_world_size(with_context_parallel=False)
         self.in_step = groups.get_expert_model_parallel_world_size() > 1
+        ranks = groups.get_tensor_model_parallel_world_size() * groups.get_context_parallel_world_size()
+        sharing = groups.get_tensor_model_parallel_world_size() * groups.get_expert_model_parallel_world_size()
+        self._each = (
+            math.lcm(ranks, sharing) // ranks
+        )  # replicas of a unit, as stream_units has them: they share experts
+        self.present: tuple[int, ...] = tuple(range(self.count))
         first = groups.get_tensor_model_parallel_rank() == 0 and groups.get_context_parallel_rank() == 0
         # One rank a replica has the reports of its last pipeline stage.
         self.speaks = first and groups.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def units(self) -> int:
+        """How many parts can compute without each other."""
+        return int(self.count // self._each)
+
+    @property
+    def here(self) -> bool:
+        """Whether this one computes now."""
+        return self.index in self.present
+
+    def is_of(self, units: Sequence[int] | None) -> bool:
+        """Whether this rank is of one of these units (None: of any). Raises ConfigError for a unit that there is not."""
+        if units is None:
+            return True
+        if strange := [unit for unit in units if not 0 <= unit < self.units]:
+            fix = f"there are {self.units}, from 0: a replica, or those that share experts"
+            raise ConfigError("replicas", strange[0], fix)
+        return self.index // self._each in units
+
+    def compute_on(self, units: Sequence[int] | None) -> None:
+        """Only the replicas of these units compute from now on (None: all). Raises ConfigError as :meth:`is_of`."""
+        self.is_of(units)
+        everyone = range(self.count)
+        self.present = tuple(everyone if units is None else (one for one in everyone if one // self._each in units))
 
     def dealer(self) -> Dealer:
         """Deals the micro-batches of one optimizer step."""
@@ -102,23 +136,30 @@ class Replicas:
 
 
 class Dealer:
-    """Micro-batch ``k`` of a step goes to replica ``k % count``, however the micro-batches come in."""
+    """Micro-batch ``k`` of those dealt to the same replicas goes to the ``k % their number``-th of them, however the
+    micro-batches come in."""
 
     def __init__(self, index: int, count: int, *, in_step: bool) -> None:
         self._index, self._count, self._in_step = index, count, in_step
-        self._dealt = 0
+        self._among: tuple[int, ...] = tuple(range(count))
+        self._dealt = 0  # to these
         self._waiting: list[list[int]] = []
 
     def deal_micro_batches(
-        self, plans: Sequence[list[int]], *, last: bool = False
+        self, plans: Sequence[list[int]], *, last: bool = False, among: tuple[int, ...] | None = None
     ) -> tuple[list[list[int]], list[MicroBatchShare]]:
-        """(the micro-batches that replicas compute now, those of this one). Replicas in step wait for a whole round,
-        except for the ``last``, which idle copies make whole."""
+        """(the micro-batches that replicas compute now, those of this one). ``among``: the replicas that compute, in order
+        (None: all). Replicas in step wait for a whole round, except for the ``last``, which idle copies make whole."""
+        among = tuple(range(self._count)) if among is None else among
+        if among != self._among:
+            self._among, self._dealt = among, 0
+        size = len(among)
         now = [*self._waiting, *plans]
-        whole = len(now) if last or not self._in_step else len(now) // self._count * self._count
+        whole = len(now) if last or not self._in_step else len(now) // size * size
         now, self._waiting = now[:whole], now[whole:]
-        own = [MicroBatchShare(members) for k, members in enumerate(now, self._dealt) if k % self._count == self._index]
+        own = [MicroBatchShare(members) for k, members in enumerate(now, self._dealt) if among[k % size] == self._index]
         self._dealt += len(now)
-        if last and self._in_step and self._dealt % self._count and self._index >= self._dealt % self._count:
+        left = self._dealt % size  # of a round that is not whole
+        if last and self._in_step and left and self._index in among[left:]:
             own.append(MicroBatchShare(now[-1], idle=True))
         return now, own

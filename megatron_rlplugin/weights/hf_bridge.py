@@ -3,14 +3,14 @@
 Guarantees: every Hugging Face tensor is checked by name and shape before anything is written; a missing, extra or
 misshapen tensor is a ConfigError that names it, the same on every rank, and leaves the model untouched. Each rank reads
 its part of the files and no more. Loading casts to the model's dtype (exact when they agree); exporting casts nothing.
-Export gathers one tensor at a time over the ranks that hold one model; all of them must call it, all get everything.
+Export gathers one tensor at a time over the ranks that hold one model, on all of them or on one; all of them must call it.
 
 ``places`` says which part of which tensor a rank holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,61 +29,78 @@ def load_hf(model: Any, folder: str | Path) -> None:
     Raises ConfigError before any weight was changed.
     """
     path = Path(folder)
-    tied = chunks_of(model)[0].share_embeddings_and_output_weights
+    core = chunks_of(model)[0]
+    tied, layers, extra = (
+        core.share_embeddings_and_output_weights,
+        core.config.num_layers,
+        getattr(core, "extra_layers", 0),
+    )
+    left_out = tuple(f"model.layers.{layers + index}." for index in range(extra))
     mine = list(tensor_pieces(model))
     with _Folder(path) as files:
-        _check(files, tensor_shapes(model), path, tied=tied)
+        _check(files, tensor_shapes(model), path, tied=tied, left_out=left_out)
         with torch.no_grad():
             for piece in mine:
                 piece.write(files.get(piece.name, piece.dim, piece.start, piece.stop))
 
 
-def export_hf(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor, (name, contiguous tensor on the model's device), in the model's order.
+def export_hf(model: Any, receivers: Mapping[str, int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor, (name, contiguous tensor on the model's device), in the model's order; with ``receivers``
+    those that it sends to this rank of the replica, and the others' go past it.
 
     Collective over the ranks of one replica: all must call it and take all tensors.
     """
     group = model_group(model)
     held = {(piece.name, piece.start): piece for piece in tensor_pieces(model)}
-    if group.size() == 1:
-        sources = {name: [(0, 0, -1, shape)] for name, shape in tensor_shapes(model).items()}
-    else:
-        sources = _sources(list(held.values()), group)
+    sources = _sources(list(held.values()), group)
     with torch.no_grad():
         for name, shape in tensor_shapes(model).items():
-            parts = [_from(held.get((name, start)), rank, part, model, group) for start, rank, _, part in sources[name]]
+            to = None if receivers is None else receivers[name]
+            parts = [_from(held.get((name, source[0])), source, to, model, group) for source in sources[name]]
+            if to is not None and to != group.rank():
+                continue
             dim = sources[name][0][2]
             full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             assert tuple(full.shape) == shape, (name, full.shape, shape)
             yield name, full
 
 
-Source = tuple[int, int, int, tuple[int, ...]]  # start, rank in the group, dim, shape of the part
+Source = tuple[
+    int, int, int, tuple[int, ...], torch.dtype
+]  # start, rank in the group, dim, shape and dtype of the part
 
 
 def _sources(mine: list[TensorPiece], group: Any) -> dict[str, list[Source]]:
     """For each tensor, its parts in order and for each the first rank of the group that holds it."""
     told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, [(piece.name, piece.start, piece.dim, piece.held) for piece in mine], group=group)
+    own = [(piece.name, piece.start, piece.dim, piece.held, piece.parameter.dtype) for piece in mine]
+    dist.all_gather_object(told, own, group=group)
     parts: dict[str, dict[int, Source]] = {}
     for rank, theirs in enumerate(told):
-        for name, start, dim, held in theirs:
-            parts.setdefault(name, {}).setdefault(start, (start, rank, dim, held))
+        for name, start, dim, held, dtype in theirs:
+            parts.setdefault(name, {}).setdefault(start, (start, rank, dim, held, dtype))
     return {name: [by_start[start] for start in sorted(by_start)] for name, by_start in parts.items()}
 
 
-def _from(piece: TensorPiece | None, rank: int, shape: tuple[int, ...], model: Any, group: Any) -> Tensor:
-    """The part that ``rank`` of the group holds, on every rank of it."""
-    if group.size() == 1:
-        assert piece is not None
-        return piece.read()
+def _from(piece: TensorPiece | None, source: Source, to: int | None, model: Any, group: Any) -> Tensor:
+    """The part that one rank of the group holds, on every rank of it, or on ``to``; elsewhere nothing that is of use."""
+    _, rank, _, shape, dtype = source
+    device = next(chunks_of(model)[0].parameters()).device
     if group.rank() == rank:
         assert piece is not None
         part = piece.read()
+    elif to in (None, group.rank()):
+        part = torch.empty(shape, dtype=dtype, device=device)
     else:
-        like = next(chunks_of(model)[0].parameters())
-        part = torch.empty(shape, dtype=like.dtype, device=like.device)
-    dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+        return torch.empty(0, dtype=dtype, device=device)
+    if group.size() == 1 or rank == to:
+        return part
+    if to is None:
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    elif group.rank() == rank:
+        dist.send(part, dist.get_global_rank(group, to), group=group)
+    else:
+        dist.recv(part, dist.get_global_rank(group, rank), group=group)
     return part
 
 
@@ -142,8 +159,10 @@ class _Folder:
         return part
 
 
-def _check(files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool) -> None:
-    found = files.names()
+def _check(
+    files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool, left_out: tuple[str, ...]
+) -> None:
+    found = [name for name in files.names() if not name.startswith(left_out or ("\0",))]
     if tied and "lm_head.weight" in found:  # some folders store the tied tensor twice
         embedding, head = (files.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
         if not torch.equal(embedding, head):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rlplugin.weights.weight_export import as_bytes, serving_shards
+from megatron_rlplugin.weights.weight_export import as_bytes, converted_shards, serving_shards
 from orchestrator.api import PublishResult, RunError, ShardKey
 from orchestrator.transfer import DeltaCodec, Publisher, RelayEndpoint, Shard, SnapshotPolicy
 from orchestrator.transfer.encoding_choice import EncodingChoice
@@ -69,11 +69,14 @@ class TorchRanks:
 class WeightPublisher:
     """This rank's part of the job's publisher. Every rank makes one, and makes the same calls; rank 0 alone if there is one.
 
-    Making it opens a new epoch at ``version``: what another run of the job published vanishes for readers.
+    Making it opens a new epoch at ``version``: what another run of the job published vanishes for readers. ``converter``:
+    whose tensors are published, in place of ours (:func:`megatron_rlplugin.weights.weight_export.converted_shards`).
     """
 
-    def __init__(self, endpoint: RelayEndpoint, chunks: Sequence[Any], version: int) -> None:
-        self._chunks = list(chunks)
+    def __init__(
+        self, endpoint: RelayEndpoint, chunks: Sequence[Any], version: int, converter: Any | None = None
+    ) -> None:
+        self._chunks, self._converter = list(chunks), converter
         self._ranks = TorchRanks()
         self._policy = SnapshotPolicy(every=endpoint.snapshot_every)
         self._choice = EncodingChoice() if endpoint.encoding == "auto" and endpoint.snapshot_every else None
@@ -122,7 +125,12 @@ class WeightPublisher:
 
     def _bytes(self) -> Iterator[tuple[ShardKey, Any]]:
         with torch.no_grad():
-            for key, tensor in serving_shards(self._chunks, None, bucket_bytes=PART_BYTES):
+            if self._converter is None:
+                shards = serving_shards(self._chunks, None, bucket_bytes=PART_BYTES)
+            else:
+                where = self._ranks.rank, self._ranks.size
+                shards = converted_shards(self._converter, self._chunks, *where, bucket_bytes=PART_BYTES)
+            for key, tensor in shards:
                 yield key, as_bytes(tensor)[2]
 
 

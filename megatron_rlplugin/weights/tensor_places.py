@@ -52,8 +52,9 @@ class TensorPiece:
     replicated: tuple[str, ...]
     holder: tuple[int, int]
     expert: bool  # a weight of one expert
-    parameter: Tensor
+    parameter: Tensor  # or a router's bias, which is a buffer
     window: Window
+    keeps_dtype: bool = False  # whatever the dtype of what is exported
 
     def cut_from(self, like: Tensor) -> Tensor:
         """This piece of any tensor shaped as ``parameter`` (its gradient, its fp32 master), contiguous."""
@@ -85,6 +86,8 @@ class TensorPlace:
     sources: tuple[str, ...]  # templates: {i} is the layer, {e} the expert
     dim: int = -1  # that tensor parallelism splits; -1: replicated
     windows: Callable[[Any], tuple[Window, ...]] = lambda config: (lambda value: value,)
+    stacked: bool = False  # one tensor has this weight of every expert of a layer, along dim 0
+    keeps_dtype: bool = False
 
 
 def _qkv(config: Any) -> tuple[Window, ...]:
@@ -103,6 +106,15 @@ def _gate_up(config: Any) -> tuple[Window, ...]:
     return (lambda value: value.chunk(2)[0]), (lambda value: value.chunk(2)[1])
 
 
+def _transposed(config: Any) -> tuple[Window, ...]:
+    return (lambda value: value.t(),)
+
+
+def _interleaved(config: Any) -> tuple[Window, ...]:
+    """Gate above up, ``[2 x size, ...]``, where the tensor has ``[..., size x (gate, up)]``."""
+    return (lambda value: value.view(2, -1, *value.shape[1:]).movedim((0, 1), (-1, -2)),)
+
+
 _LAYER = "model.layers.{i}."
 _QKV = tuple(f"{_LAYER}self_attn.{c}_proj." for c in "qkv")
 _EXPERT = _LAYER + "mlp.experts.{e}."
@@ -114,6 +126,15 @@ PLACES = {
     "output_layer.weight": TensorPlace(("lm_head.weight",), 0),
 }
 TIED_OUTPUT = PLACES["embedding.word_embeddings.weight"]  # of output_layer.weight, where it is a copy of the embedding
+
+
+def _swiglu_places(at: str, module: str) -> dict[str, TensorPlace]:
+    return {
+        f"{at}linear_fc1.weight": TensorPlace(tuple(f"{module}{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
+        f"{at}linear_fc2.weight": TensorPlace((f"{module}down_proj.weight",), 1),
+    }
+
+
 LAYER_PLACES = {
     "input_layernorm.weight": _BEFORE_ATTENTION,
     "self_attention.linear_qkv.layer_norm_weight": _BEFORE_ATTENTION,
@@ -121,17 +142,78 @@ LAYER_PLACES = {
     "self_attention.linear_qkv.bias": TensorPlace(tuple(name + "bias" for name in _QKV), 0, _qkv),
     "self_attention.q_layernorm.weight": TensorPlace((_LAYER + "self_attn.q_norm.weight",)),
     "self_attention.k_layernorm.weight": TensorPlace((_LAYER + "self_attn.k_norm.weight",)),
+    "self_attention.core_attention.softmax_offset": TensorPlace((_LAYER + "self_attn.sinks",), 0),
     "self_attention.linear_proj.weight": TensorPlace((_LAYER + "self_attn.o_proj.weight",), 1),
+    "self_attention.linear_proj.bias": TensorPlace((_LAYER + "self_attn.o_proj.bias",)),
     "pre_mlp_layernorm.weight": _BEFORE_MLP,
     "mlp.linear_fc1.layer_norm_weight": _BEFORE_MLP,
-    "mlp.linear_fc1.weight": TensorPlace(tuple(f"{_LAYER}mlp.{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
-    "mlp.linear_fc2.weight": TensorPlace((_LAYER + "mlp.down_proj.weight",), 1),
+    **_swiglu_places("mlp.", _LAYER + "mlp."),
     "mlp.router.weight": TensorPlace((_LAYER + "mlp.gate.weight",)),
+    "mlp.router.expert_bias": TensorPlace((_LAYER + "mlp.gate.e_score_correction_bias",), keeps_dtype=True),
+    **_swiglu_places("mlp.shared_experts.", _LAYER + "mlp.shared_experts."),
 }
-EXPERT_PLACES = {
-    "linear_fc1": TensorPlace(tuple(f"{_EXPERT}{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
-    "linear_fc2": TensorPlace((_EXPERT + "down_proj.weight",), 1),
+EXPERT_PLACES = _swiglu_places("", _EXPERT)
+# Multi-head latent attention (DeepSeek). Transformer Engine fuses the norms into what is behind them.
+_LATENT_NORMS = {name: TensorPlace((f"{_LAYER}self_attn.{name}_a_layernorm.weight",)) for name in ("q", "kv")}
+LATENT_PLACES = {
+    "self_attention.linear_q_proj.weight": TensorPlace((_LAYER + "self_attn.q_proj.weight",), 0),
+    "self_attention.linear_q_down_proj.weight": TensorPlace((_LAYER + "self_attn.q_a_proj.weight",), 0),
+    "self_attention.linear_q_up_proj.weight": TensorPlace((_LAYER + "self_attn.q_b_proj.weight",), 0),
+    "self_attention.linear_kv_down_proj.weight": TensorPlace((_LAYER + "self_attn.kv_a_proj_with_mqa.weight",), 0),
+    "self_attention.linear_kv_up_proj.weight": TensorPlace((_LAYER + "self_attn.kv_b_proj.weight",), 0),
+    "self_attention.q_layernorm.weight": _LATENT_NORMS["q"],
+    "self_attention.kv_layernorm.weight": _LATENT_NORMS["kv"],
+    "self_attention.linear_q_up_proj.layer_norm_weight": _LATENT_NORMS["q"],
+    "self_attention.linear_kv_up_proj.layer_norm_weight": _LATENT_NORMS["kv"],
 }
+# A shared expert with a gate (Qwen2-MoE).
+GATED_PLACES = {
+    **_swiglu_places("mlp.shared_experts.", _LAYER + "mlp.shared_expert."),
+    "mlp.shared_experts.gate_weight": TensorPlace((_LAYER + "mlp.shared_expert_gate.weight",)),
+}
+# Experts with a bias, all of a layer in one tensor of transposed matrices (GPT-OSS).
+STACKED_PLACES = {
+    "mlp.router.weight": TensorPlace((_LAYER + "mlp.router.weight",)),
+    "mlp.router.bias": TensorPlace((_LAYER + "mlp.router.bias",)),
+}
+_STACK = _LAYER + "mlp.experts."
+STACKED_EXPERT_PLACES = {
+    "linear_fc1.weight": TensorPlace((_STACK + "gate_up_proj",), windows=_interleaved, stacked=True),
+    "linear_fc1.bias": TensorPlace((_STACK + "gate_up_proj_bias",), windows=_interleaved, stacked=True),
+    "linear_fc2.weight": TensorPlace((_STACK + "down_proj",), windows=_transposed, stacked=True),
+    "linear_fc2.bias": TensorPlace((_STACK + "down_proj_bias",), stacked=True),
+}
+# Norms behind attention and feed forward, too (Gemma 3).
+POST_NORM_PLACES = {
+    "self_attention.linear_proj.post_layernorm.weight": _BEFORE_MLP,  # that name is meant as it says there
+    **dict.fromkeys(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        TensorPlace((_LAYER + "pre_feedforward_layernorm.weight",)),
+    ),
+    "mlp.linear_fc2.post_layernorm.weight": TensorPlace((_LAYER + "post_feedforward_layernorm.weight",)),
+}
+
+
+def _stacks_experts(config: Any) -> bool:
+    return bool(config.num_moe_experts and config.add_bias_linear)
+
+
+def _has_post_norms(core: Any) -> bool:
+    return any(name.endswith("linear_proj.post_layernorm.weight") for name, _ in core.named_parameters())
+
+
+def _places(core: Any) -> tuple[dict[str, TensorPlace], dict[str, TensorPlace]]:
+    """(of a layer, of an expert), as this model's config calls for."""
+    layer, expert = dict(LAYER_PLACES), EXPERT_PLACES
+    if core.config.multi_latent_attention:
+        layer |= LATENT_PLACES
+    if getattr(core.config, "moe_shared_expert_gate", False):
+        layer |= GATED_PLACES
+    if _stacks_experts(core.config):
+        layer, expert = layer | STACKED_PLACES, STACKED_EXPERT_PLACES
+    if _has_post_norms(core):
+        layer |= POST_NORM_PLACES
+    return layer, expert
 
 
 def chunks_of(model: Any) -> list[Any]:
@@ -142,9 +224,10 @@ def chunks_of(model: Any) -> list[Any]:
 def tensor_pieces(model: Any) -> Iterator[TensorPiece]:
     """Every piece that this rank holds, in the order of its parameters. ``model``: as for :func:`chunks_of`."""
     for core in chunks_of(model):
-        whole = tensor_shapes(core)
-        for name, parameter in core.named_parameters():
-            place, layer, expert = _find(core, name)
+        whole, places = tensor_shapes(core), _places(core)
+        biases = [(name, value) for name, value in core.named_buffers() if name.endswith(".router.expert_bias")]
+        for name, parameter in [*core.named_parameters(), *biases]:
+            place, layer, expert = _find(core, name, places)
             windows = place.windows(core.config)
             for source, window in zip(place.sources, windows, strict=True):
                 piece = _piece(core, place, source.format(i=layer, e=expert), whole, parameter, window, expert)
@@ -184,18 +267,25 @@ def _piece(
         and core.share_embeddings_and_output_weights
     ):
         others["pp"] = groups.embd  # the first and the last stage
+    if place.stacked:
+        dim, start, stop = 0, expert, expert + 1
     index, count = 0, 1
     for group in others.values():
         index, count = index * group.size() + group.rank(), count * group.size()
     replicated = tuple(key for key, group in others.items() if group.size() > 1)
-    return TensorPiece(name, shape, dim, start, stop, replicated, (index, count), is_expert, parameter, window)
+    holder = index, count
+    return TensorPiece(
+        name, shape, dim, start, stop, replicated, holder, is_expert, parameter, window, place.keeps_dtype
+    )
 
 
 def _first_rows(count: int) -> Window:
     return lambda value: value[:count]
 
 
-def _find(core: Any, name: str) -> tuple[TensorPlace, int, int]:
+def _find(
+    core: Any, name: str, places: tuple[dict[str, TensorPlace], dict[str, TensorPlace]]
+) -> tuple[TensorPlace, int, int]:
     """Place, number of the layer in the whole model (-1: none), number of the expert in it (-1: none)."""
     if name == "output_layer.weight" and core.share_embeddings_and_output_weights:
         return TIED_OUTPUT, -1, -1
@@ -204,9 +294,9 @@ def _find(core: Any, name: str) -> tuple[TensorPlace, int, int]:
     if name.startswith("decoder.layers."):
         at, _, rest = name.removeprefix("decoder.layers.").partition(".")
         layer = core.decoder.layers[int(at)].layer_number - 1
-        if rest in LAYER_PLACES:
-            return LAYER_PLACES[rest], layer, -1
-        found = _find_expert(rest.removeprefix("mlp.experts."))
+        if rest in places[0]:
+            return places[0][rest], layer, -1
+        found = _find_expert(rest.removeprefix("mlp.experts."), places[1])
         if rest.startswith("mlp.experts.") and found is not None:
             place, local = found
             each = core.config.num_moe_experts // core.pg_collection.ep.size()
@@ -214,46 +304,105 @@ def _find(core: Any, name: str) -> tuple[TensorPlace, int, int]:
     raise ConfigError("model", name, "the bridge knows no Hugging Face place for this Megatron parameter")
 
 
-def _find_expert(rest: str) -> tuple[TensorPlace, int] | None:
+def _find_expert(rest: str, places: dict[str, TensorPlace]) -> tuple[TensorPlace, int] | None:
     """``local_experts.3.linear_fc1.weight``, or Transformer Engine's ``linear_fc1.weight3``."""
-    parts = rest.split(".")
-    if len(parts) == 4 and parts[0] == "local_experts" and parts[3] == "weight" and parts[2] in EXPERT_PLACES:
-        return EXPERT_PLACES[parts[2]], int(parts[1])
-    if len(parts) == 2 and parts[0] in EXPERT_PLACES and parts[1].removeprefix("weight").isdigit():
-        return EXPERT_PLACES[parts[0]], int(parts[1].removeprefix("weight"))
+    parts = rest.split(".", 2)
+    if len(parts) == 3 and parts[0] == "local_experts" and parts[2] in places:
+        return places[parts[2]], int(parts[1])
+    name = rest.rstrip("0123456789")
+    if name != rest and name in places:
+        return places[name], int(rest.removeprefix(name))
     return None
 
 
 def tensor_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of all tensors of the whole model, wherever they are held, in the model's order."""
     core = chunks_of(model)[0]
-    config = core.config
-    hidden, head = config.hidden_size, config.kv_channels
-    rows = dict(
-        zip("qkv", (n * head for n in (config.num_attention_heads, *[config.num_query_groups] * 2)), strict=True)
-    )
+    config, hidden = core.config, core.config.hidden_size
+    post_norms = _has_post_norms(core)
     vocabulary = getattr(core, UNPADDED, core.vocab_size)
     table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for index in range(config.num_layers):
         at = f"model.layers.{index}."
         table[f"{at}input_layernorm.weight"] = (hidden,)
-        for c, size in rows.items():
-            table[f"{at}self_attn.{c}_proj.weight"] = (size, hidden)
-            if config.add_qkv_bias:
-                table[f"{at}self_attn.{c}_proj.bias"] = (size,)
-        if config.qk_layernorm:
-            table |= {f"{at}self_attn.{c}_norm.weight": (head,) for c in "qk"}
-        table[f"{at}self_attn.o_proj.weight"] = (hidden, rows["q"])
+        table |= (
+            _latent_shapes(config, f"{at}self_attn.") if config.multi_latent_attention else _attention_shapes(core, at)
+        )
         table[f"{at}post_attention_layernorm.weight"] = (hidden,)
-        if config.num_moe_experts:
-            table[f"{at}mlp.gate.weight"] = (config.num_moe_experts, hidden)
-            for expert in range(config.num_moe_experts):
-                table |= _swiglu(f"{at}mlp.experts.{expert}.", hidden, config.moe_ffn_hidden_size)
+        if post_norms:
+            table |= {f"{at}{place}_feedforward_layernorm.weight": (hidden,) for place in ("pre", "post")}
+        if config.num_moe_experts and _has_experts(config, index):
+            table |= _mixture_shapes(config, f"{at}mlp.")
         else:
             table |= _swiglu(f"{at}mlp.", hidden, config.ffn_hidden_size)
     table["model.norm.weight"] = (hidden,)
     if not core.share_embeddings_and_output_weights:
         table["lm_head.weight"] = (vocabulary, hidden)
+    return table
+
+
+def _has_experts(config: Any, layer: int) -> bool:
+    every = config.moe_layer_freq
+    return bool(every[layer]) if isinstance(every, list) else layer % every == 0
+
+
+def _attention_shapes(core: Any, at: str) -> dict[str, tuple[int, ...]]:
+    config, hidden, head = core.config, core.config.hidden_size, core.config.kv_channels
+    table: dict[str, tuple[int, ...]] = {}
+    counts = (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
+    for c, count in zip("qkv", counts, strict=True):
+        table[f"{at}self_attn.{c}_proj.weight"] = (count * head, hidden)
+        if config.add_qkv_bias or config.add_bias_linear:
+            table[f"{at}self_attn.{c}_proj.bias"] = (count * head,)
+    if config.qk_layernorm:
+        table |= {f"{at}self_attn.{c}_norm.weight": (head,) for c in "qk"}
+    if getattr(config, "softmax_type", "vanilla") == "learnable":
+        table[f"{at}self_attn.sinks"] = (config.num_attention_heads,)
+    table[f"{at}self_attn.o_proj.weight"] = (hidden, config.num_attention_heads * head)
+    if config.add_bias_linear:
+        table[f"{at}self_attn.o_proj.bias"] = (hidden,)
+    return table
+
+
+def _latent_shapes(config: Any, at: str) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    table: dict[str, tuple[int, ...]] = {f"{at}q_proj.weight": (queries, hidden)}
+    if config.q_lora_rank is not None:
+        table = {
+            f"{at}q_a_proj.weight": (config.q_lora_rank, hidden),
+            f"{at}q_a_layernorm.weight": (config.q_lora_rank,),
+            f"{at}q_b_proj.weight": (queries, config.q_lora_rank),
+        }
+    return table | {
+        f"{at}kv_a_proj_with_mqa.weight": (rank + config.qk_pos_emb_head_dim, hidden),
+        f"{at}kv_a_layernorm.weight": (rank,),
+        f"{at}kv_b_proj.weight": (heads * (config.qk_head_dim + config.v_head_dim), rank),
+        f"{at}o_proj.weight": (hidden, heads * config.v_head_dim),
+    }
+
+
+def _mixture_shapes(config: Any, at: str) -> dict[str, tuple[int, ...]]:
+    hidden, experts, size = config.hidden_size, config.num_moe_experts, config.moe_ffn_hidden_size
+    if _stacks_experts(config):
+        return {
+            f"{at}router.weight": (experts, hidden),
+            f"{at}router.bias": (experts,),
+            f"{at}experts.gate_up_proj": (experts, hidden, 2 * size),
+            f"{at}experts.gate_up_proj_bias": (experts, 2 * size),
+            f"{at}experts.down_proj": (experts, size, hidden),
+            f"{at}experts.down_proj_bias": (experts, hidden),
+        }
+    table: dict[str, tuple[int, ...]] = {f"{at}gate.weight": (experts, hidden)}
+    if config.moe_router_enable_expert_bias:
+        table[f"{at}gate.e_score_correction_bias"] = (experts,)
+    for expert in range(experts):
+        table |= _swiglu(f"{at}experts.{expert}.", hidden, size)
+    if shared := config.moe_shared_expert_intermediate_size:
+        gated = getattr(config, "moe_shared_expert_gate", False)
+        table |= _swiglu(f"{at}shared_expert{'' if gated else 's'}.", hidden, shared)
+        if gated:
+            table[f"{at}shared_expert_gate.weight"] = (1, hidden)
     return table
 
 

@@ -45,9 +45,9 @@ def serving_shards(
     """(key, contiguous tensor on the model's device) of what this rank exports, in the model's order.
 
     ``chunks``: this rank's model chunks. ``dtype`` None: each weight in the dtype that the model has it in, so that nothing
-    is cast (a router may be float32 in a bfloat16 model). ``bucket_bytes``: parts are at most this large, and
-    ``ShardKey.bucket`` numbers the buckets of this rank that they fill, from 0. Parts of an unchanged model are the same in
-    every call.
+    is cast (a router may be float32 in a bfloat16 model); the bias of a router never is. ``bucket_bytes``: parts are at most
+    this large, and ``ShardKey.bucket`` numbers the buckets of this rank that they fill, from 0. Parts of an unchanged model
+    are the same in every call.
     """
     for _, cuts in groupby(_cuts(chunks, dtype, bucket_bytes), key=lambda cut: cut[1].piece):
         value: Tensor | None = None
@@ -69,7 +69,7 @@ def _cuts(
     chunks: Sequence[Any], dtype: str | None, bucket_bytes: int
 ) -> Iterator[tuple[TensorPiece, ShardPart, ShardKey]]:
     mine = list(tensor_pieces(chunks))
-    dtypes = [piece.parameter.dtype if dtype is None else _dtype(dtype) for piece in mine]
+    dtypes = [piece.parameter.dtype if dtype is None or piece.keeps_dtype else _dtype(dtype) for piece in mine]
     bucket = filled = 0
     for part in own_parts(mine, [wanted.itemsize for wanted in dtypes], bucket_bytes):
         piece, named = mine[part.piece], str(dtypes[part.piece]).removeprefix("torch.")
@@ -77,6 +77,28 @@ def _cuts(
             bucket, filled = bucket + 1, 0
         filled += part.bytes
         yield piece, part, ShardKey(piece.name, part.dim, part.start, part.stop, piece.shape, named, ENCODING, bucket)
+
+
+def converted_shards(
+    converter: Any, chunks: Sequence[Any], rank: int, size: int, *, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[ShardKey, Tensor]]:
+    """As :func:`serving_shards`, of a model whose Hugging Face tensors somebody else's converter makes: one with
+    Megatron-Bridge's ``export_hf_weights(model, cpu=, show_progress=)``, which gathers each tensor on every rank, as
+    (name, tensor). This rank, of ``size``, gives every ``size``-th of them; it takes all, since gathering is collective."""
+    bucket = filled = 0
+    for index, (name, value) in enumerate(converter.export_hf_weights(list(chunks), cpu=False, show_progress=False)):
+        if index % size != rank:
+            continue
+        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        rows = max(bucket_bytes // max(value[:1].nbytes, 1), 1) if value.dim() else 1
+        whole = not value.dim() or rows >= shape[0]
+        for start in [0] if whole else range(0, shape[0], rows):
+            part = value if whole else value[start : start + rows]
+            if filled and filled + part.nbytes > bucket_bytes:
+                bucket, filled = bucket + 1, 0
+            filled += part.nbytes
+            dim, first, last = (-1, 0, 0) if whole else (0, start, start + len(part))
+            yield ShardKey(name, dim, first, last, shape, dtype, ENCODING, bucket), part.detach().contiguous()
 
 
 def own_parts(mine: Sequence[TensorPiece], itemsize: int | Sequence[int], bucket_bytes: int) -> list[ShardPart]:

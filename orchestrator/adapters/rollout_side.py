@@ -165,6 +165,7 @@ class RolloutSide:
             self._workers = list(servers)
         self._failed = loop.create_future()
         events = EventLog(MemorySink(), loop.time)
+        routing = router_setup.with_caps(settings, settings.borrows)
         proxy = LLMProxy(
             self._workers,
             events,
@@ -172,7 +173,7 @@ class RolloutSide:
             restarts=settings.worker_restarts,
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,
-            router=router_setup.router_of_workers(settings.routing, self._workers, settings.disaggregation),
+            router=router_setup.router_of_workers(routing, self._workers, settings.disaggregation),
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=self._fail,
         )

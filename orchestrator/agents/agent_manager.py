@@ -112,10 +112,12 @@ class AgentManager(EnvManager):
         if self.forecasts is not None:
             self.forecasts.observed(episode.id, episode.prompt, turns, new)
             request = await self.forecasts.rank(request)
+        episode.context_tokens = len(request.token_ids)
         try:
             completion = await self._proxy.generate(request)
         finally:
             episode.waiting_for = "the agent"
+        episode.context_tokens += len(completion.token_ids)
         episode.requests += 1
         if self.forecasts is not None and completion.token_ids:
             self.forecasts.turn_over(episode.id, episode.prompt, turns, new, completion.token_ids)

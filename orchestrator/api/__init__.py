@@ -16,6 +16,7 @@ from orchestrator.api.capabilities import (
     ReleasingWorker,
     ResidencyResult,
     ResidentTrainer,
+    SessionWorker,
 )
 from orchestrator.api.errors import (
     COMMAND_STATUS,
@@ -48,6 +49,7 @@ from orchestrator.api.ports import (
     Trainer,
     parts_of,
 )
+from orchestrator.api.tokens import TokenSequence
 from orchestrator.api.types import (
     Completion,
     CompletionTiming,
@@ -56,6 +58,8 @@ from orchestrator.api.types import (
     Observation,
     Prompt,
     PublishResult,
+    SampleFacts,
+    SampleSource,
     Sampling,
     ShardKey,
     SharedDevice,

@@ -1,5 +1,6 @@
 """What some workers and trainers can do beside their port: move KV, send and receive weights, lend devices.
 
+* Contexts that are remembered: what was sent of a trajectory need not be sent again.
 * KV that moves: the prefix of one trajectory copied from one engine to another (Heddle 5.3). Best effort: nothing ever waits
   for KV that does not come. Whoever cannot get a prefix recomputes it, and the tokens are the same. A worker has these methods
   whether or not its engine was started to move KV.
@@ -31,7 +32,7 @@ class KvMove:
     it out (its ``kv_place``). ``limit``: seconds after which it is recomputed instead."""
 
     trajectory_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     source: str
     limit: float
 
@@ -60,6 +61,17 @@ class KvWorker(RolloutWorker, Protocol):
     async def fetch_kv(self, move: KvMove) -> KvMoved:
         """Get a prefix, verified, so that a request that begins with it finds it. Whatever goes wrong with the source, the
         way, the versions or the room is an answer with a ``why``, never an error; only a dead worker raises RetryableError."""
+
+
+@runtime_checkable
+class SessionWorker(RolloutWorker, Protocol):
+    """A rollout worker in another process that remembers the contexts of trajectories: a turn brings it what is new."""
+
+    def forget(self, trajectory_id: str) -> None:
+        """The trajectory has ended: what is remembered of it is of no use. Costs nothing, never fails."""
+
+    def take_resent(self) -> tuple[int, int]:
+        """How many contexts the worker lacked, and their tokens, which were sent it whole, since this was last asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 The client is ``orchestrator.borrowing.http_worker.HttpWorker``, the server the endpoint plugin of ``vllm_rlplugin``. Guarantees:
 a record that crosses comes back equal (floats too: JSON carries their shortest exact decimal form); the two sides refuse
-each other when :data:`PROTOCOL` differs. Bodies and answers are JSON; an error is vLLM's ``ErrorResponse``,
-``{"error": {"message", "type", "param", "code"}}``, whose ``type`` is a key of COMMAND_STATUS or one of the words below.
+each other when :data:`PROTOCOL` differs. Bodies and answers are JSON, but for turns and their completions, which are binary
+(:mod:`orchestrator.transfer.turns`; clients of other kinds may send and get these as JSON). An error is vLLM's
+``ErrorResponse``, ``{"error": {"message", "type", "param", "code"}}``, whose ``type`` is a key of COMMAND_STATUS or one of the
+words below.
 """
 
 from __future__ import annotations
@@ -15,14 +17,12 @@ from typing import Any
 from orchestrator.api.capabilities import KvMoved
 from orchestrator.api.types import (
     Completion,
-    CompletionTiming,
-    GenerationRequest,
     SharedDevice,
     UpdateResult,
     WorkerStats,
 )
 
-PROTOCOL = 5  # raised with every change that the other side would notice
+PROTOCOL = 6  # raised with every change that the other side would notice
 PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
 # In every answer: another value means that the server was started anew, or was given another relay, and has no requests
 # of before. A call that names another value than the present one is refused.
@@ -30,6 +30,8 @@ INSTANCE_HEADER = "RL-Coserve-Instance"
 LEASE_HEADER = "RL-Coserve-Lease"  # the key of the caller's lease; who has none sends none
 
 ADD = "/rl/add"
+TURNS = "/rl/turns"  # ADD in binary, of what is new; also the answers, of COMPLETIONS, for who accepts TURNS_TYPE
+TURNS_TYPE = "application/x-rl-coserve-turns"
 ABORT = "/rl/abort"
 PRIORITIZE = "/rl/prioritize"
 COMPLETIONS = "/rl/completions"
@@ -62,6 +64,7 @@ MAX_IDS = 65536  # of one ABORT or PRIORITIZE
 MAX_ID_LENGTH = 256  # characters
 MAX_PROMPT_TOKENS = 1 << 20  # of one request; the model's own limit is smaller
 MAX_STOP_TOKENS = 256
+MAX_ERROR_LENGTH = 1 << 16  # characters of a completion's error
 MAX_COMPLETIONS = 1024  # of one answer
 MAX_ANSWER_TOKENS = 1 << 14  # of its completions; more only where a single one has more
 MAX_POLL_SECONDS = 60.0  # that an ask for completions may wait
@@ -79,28 +82,6 @@ RETRYABLE = "retryable"  # 503: RetryableError
 def completion_to_json(completion: Completion) -> dict[str, Any]:
     """A completion as JSON-safe data."""
     return {**_fields_of(completion), "timing": asdict(completion.timing)}
-
-
-def completion_from_json(data: Mapping[str, Any]) -> Completion:
-    """The inverse. Raises KeyError, TypeError or ValueError for anything else: numbers of another kind, NaN, and tokens,
-    log-probs and versions that do not belong together."""
-    found = Completion(
-        request_id=_text(data["request_id"]),
-        token_ids=tuple(_whole(token) for token in data["token_ids"]),
-        logprobs=tuple(_finite(value) for value in data["logprobs"]),
-        versions=tuple((_whole(version), _whole(count)) for version, count in data["versions"]),
-        finish_reason=_text(data["finish_reason"]),
-        timing=CompletionTiming(**{name: _finite(value) for name, value in data["timing"].items()}),
-        error=_text(data["error"]),
-    )
-    if not len(found.token_ids) == len(found.logprobs) == sum(count for _, count in found.versions):
-        raise ValueError(f"completion {found.request_id:.100}: tokens, log-probs and versions differ in number")
-    return found
-
-
-def request_to_json(request: GenerationRequest) -> dict[str, Any]:
-    """A generation request as JSON-safe data; the field names are those of the record."""
-    return {**_fields_of(request), "sampling": _fields_of(request.sampling)}
 
 
 def _fields_of(record: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ def pieces(value: Any, separators: tuple[str, str] = (", ", ": ")) -> Iterator[s
     elif is_dataclass(value) and not isinstance(value, type):
         named = ((_text(item.name) + colon, getattr(value, item.name)) for item in fields(value))
         yield from _joined("{}", comma, named, separators)
-    elif not isinstance(value, list | tuple) or not value or isinstance(value[0], int | float | str):
+    elif not _is_list(value) or not value or isinstance(value[0], int | float | str):
         yield from _flat(value, separators)
     else:
         yield from _joined("[]", comma, (("", item) for item in value), separators)
@@ -73,14 +73,18 @@ def _joined(brackets: str, comma: str, items: Iterator[tuple[str, Any]], separat
 
 
 def _flat(value: Any, separators: tuple[str, str]) -> Iterator[str]:
-    if not isinstance(value, list | tuple) or len(value) <= PIECE:
-        yield json.dumps(value, separators=separators)
+    if not _is_list(value) or len(value) <= PIECE:
+        yield json.dumps(value[:] if _is_list(value) else value, separators=separators)
         return
     before = "["
     for start in range(0, len(value), PIECE):
         yield before + json.dumps(value[start : start + PIECE], separators=separators)[1:-1]
         before = separators[0]
     yield "]"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _text(key: Any) -> str:

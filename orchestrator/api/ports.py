@@ -144,8 +144,11 @@ class Trainer(Protocol):
         """Put the present weights on the relay under the present version, then move the version pointer."""
 
     async def save(self, folder: str) -> None:
-        """Write model, optimizer, LR schedule, RNG and version into an existing empty folder; of files that are listed in
-        :data:`CHECKPOINT_DIGESTS` beside them nobody else computes the digest."""
+        """Begin to write model, optimizer, LR schedule, RNG and version into an existing empty folder; when it returns they may
+        change. Of files that are listed in :data:`CHECKPOINT_DIGESTS` beside them nobody else computes the digest."""
+
+    async def saved(self) -> None:
+        """Return when what was begun is written; beside other calls. Raises RetryableError when it could not be."""
 
     async def load(self, folder: str) -> int:
         """Restore what ``save`` wrote; returns the version."""

@@ -6,8 +6,9 @@ one per published update. *Version spans* say run-length which version made whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 VersionSpans = tuple[tuple[int, int], ...]
 
@@ -38,12 +39,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One turn to generate: the whole context in token ids, never text."""
+    """One turn to generate: the whole context in token ids, never text. A context that grows from turn to turn is a
+    :class:`~orchestrator.api.tokens.TokenSequence`, of which nothing is copied on the way; a tuple does as well."""
 
     request_id: str
     trajectory_id: str
     turn: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     sampling: Sampling
     task: str
     priority: int = 0  # as in vLLM: the lower number goes first
@@ -331,10 +333,35 @@ class UpdateResult:
     past_cache: str = ""
 
 
+class SampleFacts(NamedTuple):
+    """What a trainer decides by before it reads a token of a sample: how many there are, how many of them the policy wrote,
+    the least and the greatest id, whether the policy's log-probs are all finite, and whether the first token is not the
+    policy's."""
+
+    tokens: int
+    generated: int
+    least: int
+    most: int
+    finite: bool
+    prompted: bool
+
+
+class SampleSource(Protocol):
+    """Where a sample lies that is not in memory."""
+
+    @property
+    def facts(self) -> SampleFacts: ...
+
+    def read(self) -> tuple[Any, Any, Any]:
+        """NumPy arrays: token ids, positions of the policy's tokens among them, log-probs of those. Raises RunError where it is
+        lost or damaged."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One context of a trajectory as the trainer needs it; the four sequences have equal length (tokens). Most trajectories
-    have one; of those with several, ``first_turn`` says at which turn this one begins."""
+    """One context of a trajectory as the trainer needs it; the three sequences have equal length (tokens), ``versions`` are of
+    the policy's tokens. Most trajectories have one; of those with several, ``first_turn`` says at which turn this one begins.
+    With a ``source`` the sequences are not in memory: a rank that computes the sample reads them, and nobody else does."""
 
     trajectory_id: str
     group_id: str
@@ -345,6 +372,7 @@ class TrainSample:
     reward: float
     first_turn: int = 0
     weight: float = 1.0  # of its terms in the loss; the denominators do not know of it
+    source: SampleSource | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
 
+* A turn brings what is new in it (:mod:`orchestrator.transfer.turns`): the server remembers contexts, and asks for one that it
+  lacks whole.
 * Each completion is returned exactly once: the server keeps a batch until this client has acknowledged it, and a batch
   that comes twice is dropped here.
 * A lost connection, no answer in time, and HTTP 5xx are RetryableErrors; repeating the call is harmless, since commands
@@ -25,7 +27,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -48,6 +50,7 @@ from orchestrator.api import (
 from orchestrator.api import http as wire
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.turns import ContextSession, decode_completions
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
 WEIGHTS_SECONDS = 1800.0  # for PREPARE and UPDATE, which fetch
@@ -55,13 +58,13 @@ CONNECT_SECONDS = 120.0  # for the server's processes to connect to a relay
 OTHERS_SECONDS = 30.0  # that requests of an earlier run may take to end, when this one starts
 POLL_SECONDS = 20.0  # that the server may hold back an answer without completions
 POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
-ADD_TOKENS = 50_000  # prompt tokens in one call of ADD: its server's event loop reads them in some 10 ms
 LEASE_SECONDS = 60.0
 _RENEWALS = 3  # within the time of a lease
 _ERRORS = (CommandError, ConfigError, RetryableError)
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Answer = TypeVar("_Answer")
 
 
 class HttpWorker:
@@ -121,13 +124,26 @@ class HttpWorker:
         self._acknowledged: int | None = None
         self._unfinished: dict[str, None] = {}  # insertion-ordered set of our request ids
         self._suspended = False  # by us
+        self._contexts = ContextSession(self.name, self._send_turns)
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        for batch in _batches([self._sent(item) for item in requests]):
-            for request in batch:
-                self._unfinished[request.request_id] = None
-            body = {"requests": [wire.request_to_json(request) for request in batch], "partial": True}
-            await self._post(wire.ADD, body)
+        sent = [self._sent(item) for item in requests]
+        for request in sent:
+            self._unfinished[request.request_id] = None
+        await self._contexts.add(sent)
+
+    async def _send_turns(self, message: bytes) -> list[object]:
+        return _read(
+            lambda answer: list(answer["contexts"]), await self._ask("POST", wire.TURNS, data=message), wire.TURNS
+        )
+
+    def forget(self, trajectory_id: str) -> None:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        self._contexts.forget(trajectory_id)
+
+    def take_resent(self) -> tuple[int, int]:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        return self._contexts.take_resent()
 
     async def abort(
         self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
@@ -185,7 +201,8 @@ class HttpWorker:
 
     async def fetch_kv(self, move: KvMove) -> KvMoved:
         """See :class:`orchestrator.api.KvWorker`."""
-        answer = await self._post(wire.KV_FETCH, asdict(move), move.limit + COMMAND_SECONDS)
+        body = {item.name: getattr(move, item.name) for item in fields(move)} | {"token_ids": list(move.token_ids)}
+        answer = await self._post(wire.KV_FETCH, body, move.limit + COMMAND_SECONDS)
         return _read(wire.kv_moved_from_json, answer, wire.KV_FETCH)
 
     async def stats(self) -> WorkerStats:
@@ -267,6 +284,7 @@ class HttpWorker:
     async def _there(self) -> dict[str, Any]:
         """The status of whatever server is there now, which we talk to from now on. Raises RetryableError."""
         self._instance, self._acknowledged = "", None
+        self._contexts.clear()
         status = await self.status()
         if status.get("broken"):
             raise RetryableError(f"{self.name}: its server has no engine: {status['broken']}")
@@ -332,8 +350,9 @@ class HttpWorker:
         query = {"timeout": f"{seconds:g}"}
         if self._acknowledged is not None:
             query["acknowledged"] = str(self._acknowledged)
-        answer = await self._ask("GET", wire.COMPLETIONS, query=query, limit=seconds + POLL_GRACE_SECONDS)
-        number, found = _read(_batch, answer, wire.COMPLETIONS)
+        limit = seconds + POLL_GRACE_SECONDS
+        payload = await self._exchange("GET", wire.COMPLETIONS, query=query, limit=limit, accept=wire.TURNS_TYPE)
+        number, found = _read(decode_completions, payload, wire.COMPLETIONS)
         if not found or number == self._acknowledged:
             return []
         # No await from here on: a caller that is cancelled has either not got the batch, or has got it whole.
@@ -349,14 +368,37 @@ class HttpWorker:
         path: str,
         *,
         body: dict[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
+        data: bytes | None = None,
         limit: float = COMMAND_SECONDS,
         any_instance: bool = False,
     ) -> dict[str, Any]:
-        """One call; see the module for what is raised. ``any_instance``: it is no matter of requests and weights."""
+        """One call that is answered with a JSON object; see :meth:`_exchange`. ``body``: of JSON; ``data``: of turns."""
+        kind = wire.TURNS_TYPE
+        if body is not None:
+            data, kind = json.dumps(body, allow_nan=False).encode(), "application/json"
+        payload = await self._exchange(method, path, data=data, kind=kind, limit=limit, any_instance=any_instance)
+        if (answer := _object(payload)) is None:
+            raise RetryableError(f"{self.name}: the answer to {path} is no JSON object")
+        return answer
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        data: bytes | None = None,
+        kind: str = "",
+        accept: str = "",
+        query: Mapping[str, str] | None = None,
+        limit: float = COMMAND_SECONDS,
+        any_instance: bool = False,
+    ) -> bytes:
+        """One call; see the module for what is raised. ``kind``: of ``data``; ``any_instance``: it is no matter of requests and
+        weights."""
         session = self._connected()
-        data = None if body is None else json.dumps(body, allow_nan=False).encode()
-        headers = self._token.header() | ({} if body is None else {"Content-Type": "application/json"})
+        headers = self._token.header() | ({} if data is None else {"Content-Type": kind})
+        if accept:
+            headers["Accept"] = accept
         if self._instance and not any_instance:
             headers[wire.INSTANCE_HEADER] = self._instance
         try:
@@ -378,9 +420,8 @@ class HttpWorker:
             raise self._lost(path, error) from error
         if self._closed:
             raise RetryableError(f"{self.name} is closed")
-        answer = _object(payload)
         if status != 200:
-            raise self._refusal(path, status, answer)
+            raise self._refusal(path, status, _object(payload))
         theirs = seen.get(wire.PROTOCOL_HEADER)
         if theirs != str(wire.PROTOCOL):
             fix = (
@@ -392,9 +433,7 @@ class HttpWorker:
             if self._instance and instance != self._instance:
                 raise RetryableError(f"{self.name}: {_ANOTHER}")
             self._instance = instance
-        if answer is None:
-            raise RetryableError(f"{self.name}: the answer to {path} is no JSON object")
-        return answer
+        return payload
 
     @asynccontextmanager
     async def _call(self, limit: float) -> AsyncIterator[None]:
@@ -512,20 +551,6 @@ class ServerLease:
 _ANOTHER = "its server was started anew, or given another relay, and has lost the requests: restart"
 
 
-def _batches(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
-    """In calls that are neither too many requests nor too many tokens."""
-    batches: list[list[GenerationRequest]] = []
-    room = 0
-    for request in requests:
-        size = len(request.token_ids)
-        if not batches or len(batches[-1]) == wire.MAX_REQUESTS or size > room:
-            batches.append([])
-            room = ADD_TOKENS
-        batches[-1].append(request)
-        room -= size
-    return batches
-
-
 def _place(status: Mapping[str, Any]) -> tuple[str, str, str]:
     """Server process, job and metadata of the relay that it is connected to."""
     history = status["history"]
@@ -540,11 +565,7 @@ def _object(payload: bytes) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _batch(answer: Mapping[str, Any]) -> tuple[int, list[Completion]]:
-    return int(answer["sequence"]), [wire.completion_from_json(item) for item in answer["completions"]]
-
-
-def _read(parse: Callable[[Mapping[str, Any]], _T], answer: Mapping[str, Any], path: str) -> _T:
+def _read(parse: Callable[[_Answer], _T], answer: _Answer, path: str) -> _T:
     try:
         return parse(answer)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the last: of an infinite number

@@ -134,7 +134,7 @@ class Exchange:
         own = sum(not (state.borrowed or state.removed or state.parked) for state in proxy.states)
         least = 0 if own else 1
         most = self._settings.most or len(offers)
-        turns, cap = self._members.dedicated_turns(), self._routing.served_cap
+        turns, cap = self._members.dedicated_turns(), self._routing.served_cap or 0
         if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
             turns, cap = own, 1
         needed = self._demand.gpus_wanted(now, turns, cap, most)
@@ -220,7 +220,7 @@ class Exchange:
         if isinstance(worker, PlacedWorker) and worker.hardware:
             hardware = worker.hardware
         try:
-            await self._members.take_worker(worker, Seat(hardware, self._routing.served_cap, True))
+            await self._members.take_worker(worker, Seat(hardware, self._routing.served_cap or 0, True))
         except _LOST as error:
             self._policy.record_refusal(name, loop.time())
             if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault

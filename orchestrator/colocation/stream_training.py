@@ -9,13 +9,15 @@ Guarantees: at most one hand-over a step, and none after its rollout has ended; 
 trained, streamed or not; every attempt is one event ``stream_trigger`` with what it was decided by.
 
 How long contexts are now is what each request was sent with, plus an even share of the KV that its engine holds beyond that.
+Trajectories whose turn is with a tool have no request, and come back with all of their context: they count where their prefix
+is.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.api import (
@@ -33,6 +35,7 @@ from orchestrator.api import (
 )
 from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.config.rollout_keys import ColocationSection
+from orchestrator.envs import Episode
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.stream_trigger import KvLimit, LengthDistribution, StreamTrigger, Unit
 from orchestrator.proxy.gateway import LLMProxy
@@ -73,6 +76,10 @@ class LendingTrainer:
         """Between steps too: then all devices change hands for it."""
         await self._with_devices(lambda: self._trainer.save(folder))
 
+    async def saved(self) -> None:
+        """On no device: what is written was copied."""
+        await self._trainer.saved()
+
     async def load(self, folder: str) -> int:
         """See the protocol."""
         return await self._trainer.load(folder)
@@ -97,7 +104,7 @@ class LendingTrainer:
 
 
 class StreamTraining:
-    """One run's. ``requests``: of a step, redundant ones included; ``training``: devices of each data-parallel replica of the
+    """One run's. ``under_way``: the episodes that are begun; ``training``: devices of each data-parallel replica of the
     trainer; ``limit``: of KV in an engine; ``longest``: tokens of a context; ``timeout``: seconds for a call of the trainer.
     :meth:`begin_rollout` and :meth:`settle` enclose a rollout."""
 
@@ -108,7 +115,7 @@ class StreamTraining:
         proxy: LLMProxy,
         events: EventLog,
         *,
-        requests: int,
+        under_way: Callable[[], Iterable[Episode]],
         training: Sequence[Unit],
         limit: KvLimit,
         block_size: int,
@@ -117,7 +124,7 @@ class StreamTraining:
     ) -> None:
         require_colocatable(trainer, [state.worker for state in proxy.states])
         assert isinstance(trainer, ResidentTrainer)
-        self._settings, self._requests = settings, requests
+        self._settings, self._under_way = settings, under_way
         self._proxy = proxy
         self._events = events
         self._longest = longest
@@ -134,12 +141,12 @@ class StreamTraining:
         self._news = asyncio.Event()
         self._busy = asyncio.Lock()
 
-    def begin_rollout(self) -> None:
-        """A step's rollout begins: nothing of it is finished."""
+    def begin_rollout(self, requests: int) -> None:
+        """A step's rollout begins, of so many trajectories, redundant ones included: nothing of it is finished."""
         settings = self._settings
         lengths = LengthDistribution(tuple(self._history), self._longest)
         marks = {"low": settings.low, "high": settings.high, "every": settings.every}
-        self._trigger = StreamTrigger(self._requests, self._rollout, self._training, self._limit, lengths, **marks)
+        self._trigger = StreamTrigger(requests, self._rollout, self._training, self._limit, lengths, **marks)
         self._finished = 0
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -181,7 +188,7 @@ class StreamTraining:
         return bool(attempt.freed) and await self.colocation.shrink(attempt.engines, attempt.replicas)
 
     async def _held(self) -> list[list[int]]:
-        """Context lengths of the unfinished requests by engine; those that wait for one are dealt out."""
+        """Context lengths of the unfinished trajectories by engine; those that no engine has anything of are dealt out."""
         stats = dict(await self._proxy.stats())
         block, held = self._block_size, list[list[int]]()
         for state in self._proxy.states:
@@ -189,8 +196,15 @@ class StreamTraining:
             kv = stats[state.worker.name].kv_used * block if state.worker.name in stats else 0
             more = max(0, kv - sum(known)) // len(known) if known else 0
             held.append([length + more for length in known])
-        for number, pending in enumerate(self._proxy.waiting):
-            held[number % len(held)].append(_context(pending))
+        homeless = [_context(pending) for pending in self._proxy.waiting]
+        generating = self._proxy.generating
+        for episode in self._under_way():
+            if episode.context_tokens is None or episode.id in generating:
+                continue
+            place = self._proxy.router.prefix_holder(episode.id, episode.prompt.task)
+            (homeless if place < 0 else held[place]).append(episode.context_tokens)
+        for number, length in enumerate(homeless):
+            held[number % len(held)].append(length)
         return held
 
 

@@ -23,10 +23,12 @@ class RoutingSection(Section):
     policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
     imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
     skew: Annotated[float, Field(ge=0)] = 0.0  # in its place: largest over smallest load that it may come to; 0: off
-    # requests a dedicated worker has at a time; the others go to served workers, or wait
-    cap: Annotated[int, Field(ge=0)] = 0
-    # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
-    served_cap: Annotated[int, Field(ge=0)] = 0
+    # requests a dedicated worker has at a time; the others go to served workers, or wait. 0: no limit. None: as `profile` says,
+    # else 16 a device (ROSE, appendix A) where served workers are borrowed beside them and dedicated ones go first, else no limit
+    cap: Annotated[int, Field(ge=0)] | None = None
+    served_cap: Annotated[int, Field(ge=0)] | None = None  # the same of a served worker, without `profile`
+    # file of `rl-coserve profile` that says from how many requests on a dedicated worker gets no faster (ROSE, appendix A)
+    profile: str = ""
     # dedicated-first: a served worker gets what dedicated ones have no room for (ROSE). least-utilized: the worker with the
     # smallest share of its cap taken, dedicated or served.
     spread: Literal["dedicated-first", "least-utilized"] = "dedicated-first"
@@ -36,6 +38,8 @@ class RoutingSection(Section):
     fallback: bool = True  # a task may use the other classes while its own has no room
 
     def conflicts(self) -> Iterator[Conflict]:
+        if self.profile and self.cap is not None:
+            yield "profile", self.profile, f"says what cap is, and so does cap = {self.cap}: leave one of the two out"
         if self.spread == "dedicated-first":
             return
         what = "rollout.routing.spread = 'least-utilized'"
@@ -45,10 +49,10 @@ class RoutingSection(Section):
         if self.skew:
             yield "skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance"
         for name in ("cap", "served_cap"):
-            if not getattr(self, name):
+            if not getattr(self, name) and not (name == "cap" and self.profile):
                 yield (
                     name,
-                    0,
+                    getattr(self, name),
                     f"{what} compares the shares of caps that are taken: set it to at least 1 (ROSE takes 16)",
                 )
 

@@ -83,6 +83,12 @@ class Config(Section):
             yield "rollout.alpha", rollout.alpha, fix
         if self.task.name == "agent":
             yield from self._agent_conflicts()
+        if self.task.name == "dataset":
+            if self.model.path and not self.task.data.tokenizer:
+                yield "task.data.tokenizer", "", "name the folder with the tokenizer of model.path (often the same)"
+            if self.environment.backend != "in-process":
+                fix = "a data set has no environment that works: leave it at 'in-process' for task 'dataset'"
+                yield "environment.backend", self.environment.backend, fix
         yield from self._network_conflicts()
         yield from self._size_conflicts()
         if rollout.colocation.enabled:
@@ -232,19 +238,22 @@ class Config(Section):
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file (None: all defaults) and apply dotted overrides. Raises ConfigError."""
-    data: dict[str, Any] = {}
-    if path is not None:
-        file = Path(path)
-        try:
-            data = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, IsADirectoryError) as error:
-            what = "is a folder" if isinstance(error, IsADirectoryError) else "no such file"
-            raise ConfigError("config", str(file), f"{what}; give the path of a TOML file") from None
-        except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
-            raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
+    data = {} if path is None else read_table(path)
     for override in overrides:
         apply_override(data, override)
     return parse_config(data)
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """What a TOML file says, not looked at. Raises ConfigError."""
+    file = Path(path)
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError) as error:
+        what = "is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+        raise ConfigError("config", str(file), f"{what}; give the path of a TOML file") from None
+    except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
+        raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
 
 
 def parse_config(data: dict[str, Any]) -> Config:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from orchestrator.config.agent_keys import AgentSection
+from orchestrator.config.data_keys import DataSection
 from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
 from orchestrator.tasks import registry
 
@@ -80,9 +81,10 @@ class TaskSection(Section):
     memory: MemorySection = MemorySection()
     chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()  # of name = "agent"
+    data: DataSection = DataSection()  # of name = "dataset"
 
     def conflicts(self) -> Iterator[Conflict]:
-        known = (*registry.BUILT_IN, *registry.PROGRAMS)
+        known = (*registry.BUILT_IN, *registry.BROUGHT)
         if ":" not in self.name and self.name not in known:
             near = difflib.get_close_matches(self.name, known, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
@@ -108,10 +110,17 @@ class TaskSection(Section):
             yield "dataset", "", "name = 'reasoning_gym' needs one, chain_sum for example"
         if self.name != "agent" and self.agent != AgentSection():
             yield "agent", self.agent, "only for name = 'agent'"
+        if self.name != "dataset" and self.data != DataSection():
+            yield "data", self.data, "only for name = 'dataset'"
+        if self.name == "dataset" and not self.data.file:
+            yield "data.file", "", "name the data set: rows.jsonl, rows.parquet, or hf:FOLDER"
+        if self.name == "dataset" and self.memory.turns:
+            yield "memory", self.memory, "not for name = 'dataset', which asks once"
         if self.name == "agent" and self.memory.turns:
             yield "memory", self.memory, "not for name = 'agent': the agent keeps what it wants to keep"
-        if self.chat.tokenizer and self.name in ("mixture", "agent"):
-            more = "; task.agent.tokenizer is its own" if self.name == "agent" else ""
+        if self.chat.tokenizer and self.name in ("mixture", "agent", "dataset"):
+            own = {"agent": "task.agent.tokenizer", "dataset": "task.data.tokenizer"}.get(self.name)
+            more = f"; {own} is its own" if own else ""
             fix = f"for a single task in text, not for name = {self.name!r}{more}"
             yield "chat.tokenizer", self.chat.tokenizer, fix
         if self.chat.tokenizer and self.memory.turns:
@@ -126,6 +135,8 @@ class TaskSection(Section):
             return {"shares": self.mixture, **({"reasoning_gym": self._gym} if self._gym else {})}
         if self.name == "agent":
             return {"settings": self.agent}
+        if self.name == "dataset":
+            return {"settings": self.data}
         return dict(self._gym)
 
     @property

@@ -70,7 +70,8 @@ class SimBorrowedSection(Section):
     # collocated: tokens of a step; ASSUMED: vLLM's 8192 of these devices take longer than ROSE's TPOT
     chunk: Positive = 2048
     prefill: Annotated[float, Field(gt=0, lt=1)] = 0.25  # disaggregated: of serving engines; the others decode
-    trace: str = "azure_code"  # packed arrivals (orchestrator/sim/served_NAME.json.xz), or a JSON file with such rows
+    # packed arrivals (azure_code, mooncake_conversation), or a file of arrivals (CSV, JSONL, Parquet: docs/simulator.md)
+    trace: str = "azure_code"
     speed: Annotated[float, Field(gt=0)] = 1.0  # at which they are played; the trace begins anew at its end
     ttft: PositiveSeconds = 0.5
     tpot: PositiveSeconds = 0.15
@@ -146,13 +147,23 @@ class SimSection(Section):
     train_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-4
     publish_seconds: Annotated[float, Field(ge=0)] = 0.5
     update_seconds: Annotated[float, Field(ge=0)] = 0.5
-    trace: str = ""  # run folder whose trajectories are played again: lengths, environments, rewards; empty: drawn ones
-    trace_rows: Positive = 100_000  # at most so many of them
+    # run folder whose trajectories are played again (lengths, environments, rewards), or a file of lengths (CSV, JSONL, Parquet:
+    # docs/simulator.md); empty: drawn ones
+    trace: str = ""
+    trace_rows: Positive = 100_000  # at most so many trajectories of a run, rows of a file
+    # file of seconds, of which the environment steps of a file of lengths are drawn; empty: its own
+    tool_trace: str = ""
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = (
+    # of which kinds; by default not: "lose" (the shard of a scored trajectory goes), "evict" (a worker forgets contexts),
+    # "damage" (turns arrive with another token)
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"], ...] = (
         "crash",
         "delay",
         "drop",
         "duplicate",
         "cancel",
     )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.tool_trace and not self.trace:
+            yield "tool_trace", self.tool_trace, "is for the steps of a file of lengths: set sim.trace as well"

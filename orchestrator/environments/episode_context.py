@@ -1,8 +1,8 @@
 """The context of one long episode: what the policy is shown, turn after turn, and what was left out of it.
 
-Guarantees: :attr:`Context.tokens` is what the next request holds, and nothing else ever is; a context that begins anew is
-recorded in the turn that begins it (``Turn.context``: its first tokens, why, how much was left out), so that
-``Trajectory.contexts`` gives back exactly what the policy saw; each of them is a training sample of its own
+Guarantees: :attr:`EpisodeContext.tokens` is what the next request holds, and nothing else ever is; a turn costs what is new in
+it; a context that begins anew is recorded in the turn that begins it (``Turn.context``: its first tokens, why, how much was left
+out), so that ``Trajectory.contexts`` gives back exactly what the policy saw; each of them is a training sample of its own
 (:func:`orchestrator.train_samples.to_samples`). With strategy ``keep`` a trajectory has one context, its token ids from beginning
 to end.
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from orchestrator.api import ConfigError, ContextStart, TaskLimits
+from orchestrator.api import ConfigError, ContextStart, TaskLimits, TokenSequence
 from orchestrator.config.rollout_keys import ContextSection
 from orchestrator.config.user_functions import named_function
 from orchestrator.policies.episodes.context_rule import ContextRules
@@ -33,12 +33,13 @@ class EpisodeContext:
     """``head``: the first observation. ``pieces``: the turns shown after it (observation and action of each)."""
 
     rules: ContextRules
-    tokens: list[int] = field(default_factory=list)
+    tokens: TokenSequence = field(default_factory=TokenSequence)
     begins: ContextStart | None = None  # for the next turn's record
     _head: tuple[int, ...] = ()
     _summary: tuple[int, ...] = ()
     _pieces: list[tuple[int, ...]] = field(default_factory=list)
     _observation: tuple[int, ...] = ()
+    _unseen: TokenSequence = field(default_factory=TokenSequence)  # the tokens before it
 
     def must_begin_anew(self, observation: Sequence[int]) -> bool:
         """Whether the context has no room for another turn with this observation."""
@@ -56,7 +57,9 @@ class EpisodeContext:
         dropped = sum(lengths[:left]) + len(self._summary)
         self._pieces = self._pieces[left:]
         self._summary = tuple(summary)
-        self.tokens = [*self._head, *self._summary, *(token for piece in self._pieces for token in piece)]
+        self.tokens = TokenSequence(
+            (*self._head, *self._summary, *(token for piece in self._pieces for token in piece))
+        )
         if self.begins is not None:  # it had just begun anew, and was still too long
             left, dropped = left + self.begins.dropped_turns, dropped + self.begins.dropped_tokens
         self.begins = ContextStart(tuple(self.tokens), reason, left, dropped)
@@ -67,26 +70,26 @@ class EpisodeContext:
 
     def observe(self, observation: Sequence[int]) -> None:
         """The environment has spoken: it goes behind the context."""
-        self._observation = tuple(observation)
-        self.tokens.extend(observation)
+        self._observation, self._unseen = tuple(observation), self.tokens
+        self.tokens += self._observation
 
     def withdraw(self) -> tuple[int, ...]:
         """Take the last observation back; returns it."""
         if self._observation:
-            del self.tokens[-len(self._observation) :]
+            self.tokens = self._unseen
         taken, self._observation = self._observation, ()
         return taken
 
     def summarised(self, summary: Sequence[int]) -> ContextStart | None:
         """As :meth:`acted`, for the policy's summary: it is the last turn of this context and no turn of the next one."""
-        self.tokens.extend(summary)
+        self.tokens += summary
         self._observation = ()
         begins, self.begins = self.begins, None
         return begins
 
     def acted(self, action: Sequence[int]) -> ContextStart | None:
         """The policy has spoken: the turn is whole. Returns what its record says of the context's beginning."""
-        self.tokens.extend(action)
+        self.tokens += action
         if not self._head:
             self._head = self._observation
             self._pieces.append(tuple(action))

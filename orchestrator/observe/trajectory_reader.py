@@ -307,7 +307,12 @@ def _tokenizer_folders(run: Path) -> list[Path]:
         config = parse_object((run / "config.json").read_bytes())
     except (OSError, ValueError):
         config = {}
-    named = [("task", "chat", "tokenizer"), ("task", "agent", "tokenizer"), ("model", "path")]
+    named = [
+        ("task", "chat", "tokenizer"),
+        ("task", "agent", "tokenizer"),
+        ("task", "data", "tokenizer"),
+        ("model", "path"),
+    ]
     found = []
     for keys in named:
         value: Any = config

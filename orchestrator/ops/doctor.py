@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from json import dumps, loads
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
@@ -46,6 +46,9 @@ from orchestrator.ops import nvidia_driver
 from orchestrator.ops.check import Check, Finding, Status
 from orchestrator.sandbox.run import diagnose_sandbox
 
+if TYPE_CHECKING:
+    from orchestrator.config import Config
+
 PLUGIN = "rl-coserve"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each
 _ANSWER = "rl-coserve-doctor-answer "  # engines print too: the answer's line starts with this
@@ -62,18 +65,16 @@ class CheckResult:
     seconds: float
 
 
-def run_doctor(json: bool = False, quick: bool = False, config: str = "") -> int:
+def run_doctor(json: bool = False, quick: bool = False, config: Config | None = None) -> int:
     """Run all checks and print them; ``quick`` skips those that start processes. Returns the exit code.
 
-    ``config``: a TOML file; what it needs is looked at, too, and what it cannot do without fails. Raises ConfigError when
-    it is none.
+    ``config``: what it needs is looked at, too, and what it cannot do without fails.
     """
     checks: Sequence[Check] = CHECKS
-    if config:
-        from orchestrator.config import load_config
+    if config is not None:
         from orchestrator.ops.doctor_config import checks_for_config
 
-        checks = checks_for_config(CHECKS, load_config(config))
+        checks = checks_for_config(CHECKS, config)
     results = []
     for result in run_checks(checks, quick):
         results.append(result)

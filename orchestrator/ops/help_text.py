@@ -52,7 +52,16 @@ USAGE: Mapping[str, Usage] = {
     ),
     "cost": Usage(
         "Estimate what a config costs: GPU-hours by pool, environments, rewards. Prices are assumptions.",
-        ("cost examples/frozenlake.toml rollout.environments=128",),
+        (
+            "cost examples/frozenlake.toml rollout.environments=128",
+            "cost --from runs/frozenlake-001 rollout.alpha=2",
+        ),
+        "cost.md",
+    ),
+    "calibrate": Usage(
+        "Learn how long things took in a finished run, and write it into its folder (calibration.json): `cost --from RUN` and\n"
+        "`sim --from RUN` then predict another run of the same model and machine, in about a minute.",
+        ("calibrate latest", "calibrate runs/frozenlake-001 --json"),
         "cost.md",
     ),
     "model": Usage(
@@ -117,7 +126,7 @@ USAGE: Mapping[str, Usage] = {
     "doctor": Usage(
         "Check this installation, and with a config what its run needs of it. One line a check, with a fix below each\n"
         "failure. Exit code 1 when something that is needed is missing.",
-        ("doctor --quick", "doctor examples/frozenlake.toml"),
+        ("doctor --quick", "doctor examples/frozenlake.toml rollout.workers=4"),
         "install.md",
     ),
 }

@@ -148,14 +148,23 @@ class StepPlanner:
     and what was decided; a change that failed is not tried again. Where steps leave the profile it is mended by what they
     take, which the events ``profile_scaled`` and ``profile_measured`` say; a whole new one is asked for in an alarm.
 
-    The engines are those of ``resizing``, as they were started."""
+    Preemptions for a waiting request that outranks (Heddle 4.2) are no sign of too little memory, and do not count. The engines
+    are those of ``resizing``, as they were started; ``kind``: of the round under way (short or long), "" where there are none.
+    """
 
-    def __init__(self, planner: ParallelismPlanner, resizing: EngineResizing, events: EventLog) -> None:
+    def __init__(
+        self,
+        planner: ParallelismPlanner,
+        resizing: EngineResizing,
+        events: EventLog,
+        kind: Callable[[], str] = str,
+    ) -> None:
         planner.layout = resizing.layout
+        self._kind = kind
         self._planner = planner
         self._resizing = resizing
         self._events = events
-        self._counts: dict[str, tuple[int, int]] = {}  # worker -> (life, preemptions in it)
+        self._counts: dict[str, tuple[int, int]] = {}  # worker -> (life, preemptions in it for lack of memory)
 
     async def decide_cut(self, step: int, seconds: float, trained: Sequence[Trajectory], steps_left: int) -> Cut | None:
         load = self._load(*await self._counted(), seconds, trained)
@@ -168,6 +177,7 @@ class StepPlanner:
             ep=before.ep,
             next_ep=plan.layout.ep,
             preemptions=load.preemptions,
+            round=load.kind,
             imbalance=round(load.imbalance, 6),
             seconds=round(seconds, 6),
             reason=plan.reason,
@@ -202,13 +212,15 @@ class StepPlanner:
         """See the protocol."""
 
     async def _counted(self) -> tuple[int, float]:
-        """Preemptions since the last look, where a worker that was started anew begins at 0; the workers' mean imbalance now."""
+        """Preemptions for lack of memory since the last look, where a worker that was started anew begins at 0; the workers' mean
+        imbalance now."""
         lives = {state.worker.name: state.lives for state in self._resizing.proxy.states}
         total, imbalances = 0, []
         for name, stats in await self._resizing.proxy.stats():
             life, before = self._counts.get(name, (lives[name], 0))
-            total += stats.preemptions - (before if life == lives[name] else 0)
-            self._counts[name] = (lives[name], stats.preemptions)
+            pressed = stats.preemptions - stats.outranked
+            total += pressed - (before if life == lives[name] else 0)
+            self._counts[name] = (lives[name], pressed)
             imbalances.append(stats.expert_imbalance)
         return total, fmean(imbalances) if imbalances else 1.0
 
@@ -216,7 +228,7 @@ class StepPlanner:
         turns = [(before, turn) for item in trained for before, turn in _contexts(item)]
         tokens = sum(len(turn.action_ids) for _, turn in turns)
         if not tokens or seconds <= 0:
-            return StepLoad(preemptions, seconds, imbalance=imbalance)
+            return StepLoad(preemptions, seconds, imbalance=imbalance, kind=self._kind())
         prompt = sum(before for before, _ in turns) / len(turns)
         busy = sum(turn.generate_seconds for _, turn in turns)  # request-seconds
         batch = max(1.0, busy / seconds / max(1, self._resizing.engines))
@@ -229,6 +241,7 @@ class StepPlanner:
             batch=batch,
             context=prompt + tokens / len(turns) / 2,
             imbalance=imbalance,
+            kind=self._kind(),
         )
 
     def _token_seconds(self, busy: float, turns: int, prompt: float, tokens: int, imbalance: float) -> float:

@@ -114,7 +114,7 @@ class EngineScaling:
                 placed = worker.hardware if isinstance(worker, PlacedWorker) else ""
                 routing = self._rollout.routing
                 hardware = placed or routing.hardware.get(worker.name, ANY)
-                state = await self._members.take_worker(worker, Seat(hardware, routing.cap, False))
+                state = await self._members.take_worker(worker, Seat(hardware, routing.cap or 0, False))
             except BaseException:
                 await self._source.let_go(worker)
                 raise

@@ -4,7 +4,8 @@ Guarantees: ``generate`` ends in exactly one completion or one error, whatever h
 died or stalled is sent again elsewhere, or to the same worker once it is back; duplicated completions are ignored; while
 suspended no request reaches a worker, and none is refused; no worker holds more requests than its cap, those beyond wait in
 order (:mod:`orchestrator.policies.routing.turn_routing` says who goes where); a worker that comes back gets the current
-weights before its first request. All commands of one tick of the event loop to one worker travel in one call. A worker
+weights before its first request; one that lacked contexts that it had been sent is an event ``contexts_resent``. All commands
+of one tick of the event loop to one worker travel in one call. A worker
 that refuses a command (its weights are unusable, or it is not in the state that it should be in) is brought up anew
 like one that died.
 
@@ -187,8 +188,11 @@ class LLMProxy:
         return max(most, self._most_turns)
 
     def forget(self, trajectory_id: str) -> None:
-        """The trajectory ended: its prefix location is of no use any more."""
+        """The trajectory ended: neither its prefix location nor what workers remember of it is of use any more."""
         self.router.forget_trajectory(trajectory_id)
+        for state in self.states:
+            if state.session is not None:
+                state.session.forget(trajectory_id)
 
     def dispatch(self) -> None:
         """Send what waits and can go; the rest goes when a worker is there, or has room."""
@@ -439,8 +443,15 @@ class LLMProxy:
                         await state.worker.abort(gone)  # first: what is added may be over the cap else
                     if requests := [request for request in requests if request.request_id not in aborts]:
                         await state.worker.add(requests)
+                        self._note_resent(state)
         except LOST as error:
             self.lose_worker(state, str(error))
+
+    def _note_resent(self, state: WorkerState) -> None:
+        if state.session is not None:
+            contexts, tokens = state.session.take_resent()
+            if contexts:
+                self._events.emit("contexts_resent", worker=state.worker.name, requests=contexts, tokens=tokens)
 
     def _move(self, pending: Pending, part: Completion) -> None:
         """Go on with a request on another worker."""
@@ -615,6 +626,11 @@ class LLMProxy:
     def waiting(self) -> list[Pending]:
         """Requests that no worker has."""
         return [pending for pending in self._pending.values() if pending.worker is None]
+
+    @property
+    def generating(self) -> set[str]:
+        """Trajectories whose turn is under way or waits."""
+        return {pending.request.trajectory_id for pending in self._pending.values()}
 
     @property
     def in_flight(self) -> int:

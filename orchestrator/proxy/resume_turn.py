@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from orchestrator.api import Completion, CompletionTiming, GenerationRequest, merge_spans
+from orchestrator.api import Completion, CompletionTiming, GenerationRequest, TokenSequence, merge_spans
 
 
 def remaining_request(request: GenerationRequest, parts: Sequence[Completion], moves: int) -> GenerationRequest | None:
@@ -28,7 +28,7 @@ def remaining_request(request: GenerationRequest, parts: Sequence[Completion], m
     return replace(
         request,
         request_id=f"{request.request_id}~{moves}",
-        token_ids=(*request.token_ids, *tokens),
+        token_ids=TokenSequence.of(request.token_ids) + tokens,
         sampling=replace(sampling, max_tokens=sampling.max_tokens - len(tokens), seed=seed),
     )
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.api import BorrowedWorker, ConfigError, PlacedWorker, RolloutWorker, urls
 from orchestrator.config.rollout_keys import DisaggregationSection, RolloutSection, RoutingSection
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 from orchestrator.policies.routing.turn_routing import ANY, DECODE, PREFILL, Seat, TurnRouter
+from orchestrator.policies.serving.server_borrowing import TURNS, saturating_turns
 
 
 def router_of_workers(
@@ -24,6 +26,30 @@ def router_of_workers(
     placed = [worker.hardware if isinstance(worker, PlacedWorker) else "" for worker in workers]
     borrowed = [isinstance(worker, BorrowedWorker) for worker in workers]
     return planned_router(settings, names, placed, borrowed, parts or DisaggregationSection(), others)
+
+
+def with_caps(settings: RolloutSection, borrows: bool, profile: EngineProfile | None = None) -> RoutingSection:
+    """The routing with numbers as caps. ``borrows``: other workers than the run's own may generate; ``profile``: that the config
+    names. Where placement says who goes where, or engines are cut anew, there is no limit of our own. Raises ConfigError for a
+    profile without the engines that the run has."""
+    routing = settings.routing
+    first = borrows and settings.workers > 0 and routing.spread == "dedicated-first"
+    limited = first and not settings.placement.enabled and not settings.reshapes
+    least = min(settings.engine_groups, key=lambda group: group.ranks)
+    own, served = (min(TURNS * least.ranks, least.max_num_seqs), TURNS) if limited else (0, 0)
+    if profile is not None:
+        try:
+            own = min(
+                saturating_turns(profile, EngineLayout(least.ranks), settings.longest_context), least.max_num_seqs
+            )
+        except KeyError as error:
+            fix = f"lacks the run's engines of {least.ranks} devices ({error}): measure it with `rl-coserve profile`"
+            raise ConfigError("rollout.routing.profile", routing.profile, fix) from error
+    caps = {
+        "cap": own if routing.cap is None else routing.cap,
+        "served_cap": served if routing.served_cap is None else routing.served_cap,
+    }
+    return routing.model_copy(update=caps)
 
 
 def may_come(settings: RolloutSection, name: str) -> bool:
@@ -49,7 +75,7 @@ def planned_router(
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.routing.hardware", name, fix)
     seats = [
-        Seat(pool or settings.hardware.get(name, ANY), settings.served_cap if other else settings.cap, other)
+        Seat(pool or settings.hardware.get(name, ANY), (settings.served_cap if other else settings.cap) or 0, other)
         for name, pool, other in zip(names, placed, borrowed, strict=True)
     ]
     return TurnRouter(

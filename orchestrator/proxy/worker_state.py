@@ -19,6 +19,7 @@ from orchestrator.api import (
     ResizableWorker,
     RetryableError,
     RunError,
+    SessionWorker,
     UpdateResult,
 )
 from orchestrator.config.rollout_keys import RolloutSection
@@ -117,9 +118,11 @@ class WorkerState:
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
     borrowed: bool = field(init=False)  # asked once: for a protocol the question costs more than a completion
+    session: SessionWorker | None = field(init=False)  # the worker, where it remembers contexts
 
     def __post_init__(self) -> None:
         self.borrowed = isinstance(self.worker, BorrowedWorker)
+        self.session = self.worker if isinstance(self.worker, SessionWorker) else None
 
     @property
     def without_device(self) -> bool:

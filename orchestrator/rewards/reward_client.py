@@ -2,6 +2,7 @@
 
     POST {"trajectory_id", "task", "prompt", "actions": [[token ids of a turn], ...]}  ->  {"reward": number, ...}
 
+Of a task whose rewards read text there is also ``texts``: what each turn says, null for one that was not ended.
 With adaptive timeouts there is also ``timeouts`` ({"cases": [seconds], "other": seconds, "whole": seconds}), and an answer may
 say {"correct": bool, "cases": [{"seconds", "limit", "cut"}]} of the test cases that ran, in their order.
 
@@ -23,6 +24,7 @@ from orchestrator.api import RetryableError, RunError, Trajectory, TrajectoryErr
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
 from orchestrator.rewards.function_client import FunctionClient, FunctionFailed
 
+Said = Callable[[tuple[int, ...]], str | None]
 Played = Callable[[str, Sequence[tuple[int, ...]]], Sequence[tuple[int, ...]]]
 
 
@@ -37,15 +39,16 @@ class HttpReward(FunctionClient):
         url: str,
         *,
         played: Played | None = None,
+        said: Said | None = None,
         timeouts: AdaptiveTimeouts | None = None,
         whole: float = 120.0,
         **options: Any,
     ) -> None:
-        """``played``: which actions of a task's trajectory the function is sent, and how; None: all. ``options``: those of
-        FunctionClient. ``timeouts``: the function is sent a limit for each test case, ``whole`` for all of a trajectory's, and
-        what it says of their times is noted."""
+        """``played``: which actions of a task's trajectory the function is sent, and how; None: all. ``said``: the text of an
+        action, which it is sent besides; None: no text. ``options``: those of FunctionClient. ``timeouts``: the function is
+        sent a limit for each test case, ``whole`` for all of a trajectory's, and what it says of their times is noted."""
         super().__init__(url, **options)
-        self._played = played
+        self._played, self._said = played, said
         self._timeouts = timeouts
         self._whole = whole
 
@@ -58,6 +61,8 @@ class HttpReward(FunctionClient):
             "prompt": trajectory.prompt.payload,
             "actions": [list(action) for action in actions],
         }
+        if self._said is not None:
+            event["texts"] = [self._said(action) for action in trajectory.actions]
         timeouts, prompt = self._timeouts, f"{trajectory.task}/{trajectory.prompt.key}"
         if timeouts is not None:
             event["timeouts"] = {"cases": timeouts.limits(prompt), "other": timeouts.most, "whole": self._whole}

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from orchestrator.api import (
     CollectiveWorker,
     CommandError,
+    Completion,
     ConfigError,
+    GenerationRequest,
     KvWorker,
     MachineGone,
     Meeting,
@@ -35,11 +37,23 @@ from orchestrator.api import (
     ResidentTrainer,
     RetryableError,
     RolloutWorker,
+    TrainBatch,
     Trainer,
+    TrainMetrics,
+    TrainSample,
 )
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
 from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
+from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
+from orchestrator.shards.sample_references import pack
+from orchestrator.transfer.turns import (
+    ContextSession,
+    HeldContexts,
+    decode_completions,
+    decode_turns,
+    encode_completions,
+)
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
@@ -70,6 +84,7 @@ class TrainerPort:
     feed = register(aggregate="first")(_passed_on(Trainer.feed))
     publish = register(aggregate="first")(_passed_on(Trainer.publish))
     save = register(aggregate="first")(_passed_on(Trainer.save))
+    saved = register(aggregate="first")(_passed_on(Trainer.saved))
     load = register(aggregate="first")(_passed_on(Trainer.load))
 
 
@@ -131,6 +146,23 @@ class MegatronRank(TrainerPort, PluginWorker, ActorTrainCls):
 
     residency = register()(_passed_on(ResidentTrainer.residency))
 
+    @register(aggregate="first")
+    async def train_step(self, batch: TrainBatch, references: BatchReferences | None = None) -> TrainMetrics:
+        """``references``: the batch's samples, where it has none itself."""
+        if references is not None:
+            batch = replace(batch, samples=await asyncio.to_thread(references.samples))
+        metrics: TrainMetrics = await self._call("train_step", batch)
+        return metrics
+
+    @register(aggregate="first")
+    async def feed(
+        self, samples: Sequence[TrainSample], version: int, references: BatchReferences | None = None
+    ) -> None:
+        """The same of ``samples``."""
+        if references is not None:
+            samples = await asyncio.to_thread(references.samples)
+        await self._call("feed", samples, version)
+
     @register()
     async def join(self, target: str, kwargs: Mapping[str, Any], meeting: str) -> None:
         """Build model and optimizer. Several ranks meet at ``meeting``."""
@@ -146,7 +178,22 @@ class MegatronRank(TrainerPort, PluginWorker, ActorTrainCls):
 
 
 class VllmEngine(EnginePort, PluginWorker, ActorGenCls):
-    """One inference engine."""
+    """One inference engine. Its proxy sends it turns as bytes, of what is new in them (:mod:`orchestrator.transfer.turns`)."""
+
+    def __init__(self) -> None:
+        self._contexts = HeldContexts()
+
+    @register(aggregate="first")
+    async def add_turns(self, message: bytes) -> list[str]:
+        """ADD. Returns what :meth:`HeldContexts.take` does."""
+        requests, digests = self._contexts.take(decode_turns(message))
+        await self._call("add", requests)
+        return digests
+
+    @register(aggregate="first")
+    async def finished_turns(self) -> bytes:
+        """COMPLETIONS."""
+        return encode_completions(0, await self._call("completions"))
 
 
 def _resolve(target: str) -> Any:
@@ -226,6 +273,29 @@ class RayWorker(EnginePort):
             self._resize(ranks)
         self._failed_here = False  # the last restart in this place
         self.process = 0  # its process id, 0 while it has none
+        self._contexts = ContextSession(self.name, self._send_turns)
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        await self._contexts.add(requests)
+
+    async def _send_turns(self, message: bytes) -> list[object]:
+        return list(await self._call("add_turns", message))
+
+    async def completions(self) -> list[Completion]:
+        """See the protocol."""
+        try:
+            return decode_completions(await self._call("finished_turns"))[1]
+        except ValueError as error:
+            raise RetryableError(f"{self.name}: its completions are malformed: {error}") from error
+
+    def forget(self, trajectory_id: str) -> None:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        self._contexts.forget(trajectory_id)
+
+    def take_resent(self) -> tuple[int, int]:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        return self._contexts.take_resent()
 
     @property
     def hardware(self) -> str:
@@ -236,6 +306,7 @@ class RayWorker(EnginePort):
     async def start(self) -> None:
         """Start the process and the engine in it; with no ranks, nothing."""
         self.process = 0
+        self._contexts.clear()
         if not self.ranks:
             return
         await asyncio.to_thread(self._actor.place)
@@ -316,6 +387,7 @@ class RayTrainer(TrainerPort):
         :class:`orchestrator.cluster.Cluster`."""
         self._target = target
         self._spread = spread
+        self._objects = NodeObjects() if spread else None
         places: Sequence[Placement | None] = placements or [None] * ranks
         named = dict(zip(trainer_names(ranks), places, strict=True))
         self.ranks = TrainerRanks(MegatronRank, named, environment, "trainer", heard)
@@ -333,6 +405,27 @@ class RayTrainer(TrainerPort):
         await asyncio.gather(*map(self.ranks.hear, self.ranks.actors))
         meeting = await self.function(_MEETING_POINT, {}) if len(self.ranks.actors) > 1 else ""
         await self._call("join", self._target, kwargs, meeting)
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """See the protocol. What lies in shards goes by reference."""
+        references = await self._references(batch.samples)
+        if references is not None:
+            batch = replace(batch, samples=())
+        metrics: TrainMetrics = await self._call("train_step", batch, references)
+        return metrics
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol. What lies in shards goes by reference."""
+        references = await self._references(samples)
+        await self._call("feed", samples if references is None else (), version, references)
+
+    async def _references(self, samples: Sequence[TrainSample]) -> BatchReferences | None:
+        parts = pack(samples)
+        if parts is None:
+            return None
+        if self._objects is None:
+            return BatchReferences(parts)
+        return await asyncio.to_thread(self._objects.refer, parts, samples)
 
     async def call(self, method: str, *args: Any) -> Any:
         """A method beyond the port (warm-up, export, status), of all ranks; rank 0's answer."""

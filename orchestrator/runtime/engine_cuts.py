@@ -25,6 +25,7 @@ from orchestrator.policies.parallelism.degree_reallocation import DegreeRealloca
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.profiler.profile_file import ProfileKey, check_profile, load_profile, model_name
 from orchestrator.proxy.resize import NO_EXPERTS, engine_seats
+from orchestrator.proxy.router_setup import with_caps
 
 IDENTITY = "vllm_rlplugin.engine_profiler:identity"
 
@@ -58,12 +59,16 @@ async def engine_cuts(
     which is resumed."""
     rollout, heads = config.rollout, int(shape["num_attention_heads"])
     planned = rollout.planner.enabled
-    name = rollout.planner.profile if planned else rollout.placement.profile
-    if rollout.reshapes and name:
-        field = "rollout.planner.profile" if planned else "rollout.placement.profile"
+    profiles = {"rollout.routing.profile": rollout.routing.profile}
+    if rollout.reshapes:
+        section = rollout.planner if planned else rollout.placement
+        profiles["rollout.planner.profile" if planned else "rollout.placement.profile"] = section.profile
+    if any(profiles.values()):
         here = await function(IDENTITY, {"threads": rollout.engine.threads})
         key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
-        check_profile(load_profile(Path(name), field), key, field)
+        for field, name in profiles.items():
+            if name:
+                check_profile(load_profile(Path(name), field), key, field)
     if planned:
         planner = make_planner(rollout, task, heads)
         return EngineCuts(planner, None, tuple(engine_seats(planner.layout.tp, rollout.workers)))
@@ -95,6 +100,8 @@ def check(config: Config) -> None:
         )
         raise ConfigError("ray.address", config.ray.address, fix)
     check_placement_profile(config.rollout)
+    profile = read_profile(config.rollout.routing.profile, "rollout.routing.profile")
+    with_caps(config.rollout, config.rollout.borrows, profile)
     if not config.rollout.reshapes:
         return
     who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"

@@ -111,6 +111,7 @@ async def _function(
     return HttpReward(
         url,
         played=getattr(task, "played", None),
+        said=getattr(task, "said", None),
         token=token,
         concurrency=slots,
         timeouts=timeouts,

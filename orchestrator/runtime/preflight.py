@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +27,14 @@ from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
 from orchestrator.tasks.chat_task import ChatTask
+from orchestrator.tasks.dataset import DatasetTask
 from orchestrator.tasks.game_memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 from orchestrator.transfer.redis_metadata import PASSWORD_FILE, RedisMetadata
 
 _TRAINER = "megatron_rlplugin.trainer.learner:check_trainer"
+_TURN_SECONDS = 20.0
+_PER_CORE = 8  # engines and trainer ranks on a processor core: more never answer in time
 _SHAPE = "megatron_rlplugin.model_families:read_shape"  # what the trainer computes; the engines compute more
 
 
@@ -56,9 +59,11 @@ def check(config: Config, task: Task) -> list[str]:
         lambda: _trainer(config),
         lambda: _function(config, task),
         lambda: _task(config, task),
+        lambda: _one_turn(config, task),
         lambda: _environments(config, task),
         lambda: _lengths(config, task),
         lambda: _heldout(config),
+        lambda: _processors(config),
         lambda: _room(config),
         lambda: _relay(config),
         lambda: site_caches.check(config),
@@ -88,6 +93,7 @@ def check(config: Config, task: Task) -> list[str]:
     why = "vLLM is not installed here; each engine checks them when it starts"
     table = ".".join(config.rollout.engine_groups[0].table)
     return [
+        *([task.about()] if isinstance(task, DatasetTask) else []),
         *unplanned,
         *memory_plan.notes(config),
         *([f"{table}: {names} could not be checked: {why}"] if names else []),
@@ -98,6 +104,16 @@ def _heldout(config: Config) -> None:
     if config.evaluation.prompts > config.task.heldout_maps:
         fix = f"there are task.heldout_maps = {config.task.heldout_maps} held-out prompts; ask for fewer, or hold out more"
         raise ConfigError("evaluation.prompts", config.evaluation.prompts, fix)
+
+
+def _processors(config: Config) -> None:
+    """On a machine without a GPU each engine and each rank of the trainer computes on its processors."""
+    cores = len(os.sched_getaffinity(0))
+    processes = config.rollout.workers + pool_requests.trainer_ranks(config)
+    if config.ray.address or Path("/dev/nvidiactl").exists() or processes <= _PER_CORE * cores:
+        return
+    fix = f"{processes} engines and trainer ranks would share {cores} cores and no GPU: at most {_PER_CORE * cores} together"
+    raise ConfigError("rollout.workers", config.rollout.workers, fix)
 
 
 def _relay(config: Config) -> None:
@@ -151,7 +167,9 @@ def _model(config: Config, task: Task) -> None:
     shape = named_function("model.path", _SHAPE)(config.model.path)
     if shape.vocab_size < len(task.vocabulary):
         fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its tokenizer"
-        raise ConfigError("model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer)")
+        raise ConfigError(
+            "model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer, task.data.tokenizer)"
+        )
 
 
 def _trainer(config: Config) -> None:
@@ -182,6 +200,42 @@ def _task(config: Config, task: Task) -> None:
     if allowed < seconds:
         fix = f"scoring a trajectory of task {task.name} may take {seconds:g} s, {allowed:g} are allowed; raise it"
         raise ConfigError("reward.timeout", config.reward.timeout, fix)
+
+
+def _one_turn(config: Config, task: Task) -> None:
+    """Play one: methods of the wrong shape, and observations that the policy has no token for, are known now."""
+    if hasattr(task, "gateway"):  # an agent program makes its trajectories
+        return
+
+    async def play() -> None:
+        environment = task.environment()
+        try:
+            prompt = next(task.prompts("train", config.run.seed))
+            _spoken(task, (await environment.reset(prompt)).token_ids)
+            _spoken(task, (await environment.step((task.end_id,))).observation.token_ids)
+        finally:
+            await environment.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(play(), _TURN_SECONDS))
+    except ConfigError:
+        raise
+    except TimeoutError:
+        fix = (
+            f"one turn of it took over {_TURN_SECONDS:g} s: a call that blocks belongs into another environment.backend"
+        )
+        raise ConfigError("task.name", config.task.name, fix) from None
+    except RetryableError:  # of the machine: a run tries again
+        return
+    except Exception as error:  # a class of the user's may raise anything
+        fix = f"one turn of it, played before the run, failed: {type(error).__name__}: {error}"
+        raise ConfigError("task.name", config.task.name, f"{fix} (docs/tasks.md, Write one)") from error
+
+
+def _spoken(task: Task, token_ids: Sequence[int]) -> None:
+    wrong = [token for token in token_ids if not 0 <= token < len(task.vocabulary)]
+    if wrong:
+        raise ValueError(f"an observation holds token {wrong[0]}, the vocabulary has {len(task.vocabulary)}")
 
 
 def _function(config: Config, task: Task) -> None:

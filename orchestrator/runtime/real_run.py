@@ -43,14 +43,12 @@ from orchestrator.api import (
 from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
 from orchestrator.build import build_environment_pool, build_pipeline
-from orchestrator.checkpoint import Checkpoints
 from orchestrator.cluster.actor import LOGS, FirstReport
 from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.components import Components, PoolSizes, Position
 from orchestrator.config import Config
 from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.events import EventLog
-from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
@@ -77,7 +75,6 @@ from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
 from orchestrator.runtime.run_records import RunRecords
 from orchestrator.runtime.site_caches import start_site_caches
-from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
 
@@ -266,7 +263,7 @@ class _Life:
         try:
             with events.stage("startup", resumed.step if resumed else 0):
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
-                parts, position = await assembly.start(ledger, store, records.checkpoints)
+                parts, position = await assembly.start(records)
             garbage_collector.calm()
             watch = LoopWatch(lambda detail: events.emit("alarm", what="event_loop", detail=detail)).start()
             stack.callback(watch.stop)
@@ -326,10 +323,9 @@ class _Assembly:
     def __post_init__(self) -> None:
         self.keeper = Keeper(self.events)
 
-    async def start(
-        self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints
-    ) -> tuple[Components, Position]:
+    async def start(self, records: RunRecords) -> tuple[Components, Position]:
         """Start everything; returns what the pipeline talks to, and where it begins."""
+        ledger, store, checkpoints = records.ledger, records.store, records.checkpoints
         config, resumed = self.config, self.resumed
         self.display.stage("startup", "relay, reward host, model")
         rewards = await function_hosts.start_reward(
@@ -391,6 +387,7 @@ class _Assembly:
         parts = Components(
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
+        parts.shards = records.shards
         parts.market = market if market.exchanged else None
         tell = {} if rewards.resize is None else {"rewards": rewards.resize}
         begins = {name: pool.begins for name, pool in pools_of(config).items()}

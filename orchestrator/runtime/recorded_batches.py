@@ -18,7 +18,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.engine_actors import RayTrainer
 from orchestrator.runtime.pool_requests import trainer_ranks
 from orchestrator.runtime.real_run import TRAINER_CLASS, trainer_arguments, trainer_environment, warm_up, within
+from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.store import read_parts, to_trajectory, trained_parts
 from orchestrator.train_samples import NO_LIMIT, histogram, to_samples
 
@@ -86,9 +87,11 @@ async def replay(
     filters: FilterChain,
     steps: int,
     overlong: OverlongPenalty = NO_LIMIT,
+    shards: ShardFolder | None = None,
 ) -> int:
     """Train on at most ``steps`` recorded batches; returns how many there were. A batch of which nothing is left after
-    filtering takes no step. Raises RunError when the ledger does not close."""
+    filtering takes no step. ``shards``: where they lie for the trainer; None: they go by value. Raises RunError when the ledger
+    does not close."""
     version = done = 0
     for recorded in recording.steps():
         if done == steps:
@@ -96,6 +99,8 @@ async def replay(
         kept = _screen(recorded, ledger, filters)
         if not kept:
             continue
+        if shards is not None:
+            kept = [replace(item, trajectory=shards.finish(item.trajectory)) for item in kept]
         batch = TrainBatch(
             done,
             version,
@@ -184,7 +189,10 @@ async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task
                 await within(config.run.trainer_start_timeout, starting, "Megatron-Core", "run.trainer_start_timeout")
             await warm_up(config, task, trainer, events)
             overlong = config.reward.overlong.rule
-            done = await replay(recording, trainer, events, ledger, make_filters(config.filters), steps, overlong)
+            shards = ShardFolder(folder.shards)
+            stack.callback(shards.close)
+            filters = make_filters(config.filters)
+            done = await replay(recording, trainer, events, ledger, filters, steps, overlong, shards)
             await trainer.call("export", str(folder.path / "model-final"))
             print(f"trained {done} of {len(recording)} recorded steps")
             status = reason = "completed"

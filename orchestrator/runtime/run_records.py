@@ -21,12 +21,15 @@ from orchestrator.durable_files import GroupCommit, JournalFile
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.run_folder import RunFolder
+from orchestrator.runtime.record_writer import RecordWriter
 from orchestrator.runtime.resume import Resumed, remember, rewind
+from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.store import TrajectoryStore, recent_scored, trained_rows
 
 
 class BesideTheLoop(Checkpoints):
-    """Checkpoints whose digests and syncs of gigabytes are a thread's. The pipeline takes one checkpoint at a time."""
+    """Checkpoints for which a thread waits: a process of its own digests and syncs the gigabytes. The pipeline takes one
+    checkpoint at a time."""
 
     async def committed(self, partial: Path, state: CheckpointState) -> Path:
         """See Checkpoints. Who is cancelled meanwhile, at a SIGTERM for example, waits for its end: nobody goes back to an
@@ -47,6 +50,7 @@ class RunRecords:
     ledger: Ledger
     store: TrajectoryStore
     checkpoints: Checkpoints
+    shards: ShardFolder
     journals: tuple[JournalFile, JournalFile]
     resumed: Resumed | None
     repairs: list[str]
@@ -74,10 +78,13 @@ class RunRecords:
             events = EventLog(log, now, last_time(folder.events_file))
             ledger = Ledger(journal, events.time)
             epoch = started - timedelta(seconds=events.time())  # a resume goes on counting
-            store = make_store(folder.trajectories, epoch=epoch, journals=journals)
+            shards, writer = ShardFolder(folder.shards), RecordWriter(folder.logs / "record-writer.log")
+            stack.callback(shards.close)
+            stack.callback(writer.close)
+            store = make_store(folder.trajectories, epoch=epoch, journals=journals, finish=shards.finish, writer=writer)
             stack.callback(store.close)
             checkpoints = make_checkpoints(
-                folder.checkpoints, config.checkpoint.keep, journals, config.checkpoint.keep_every
+                folder.checkpoints, config.checkpoint.keep, journals, config.checkpoint.keep_every, writer
             )
             resumed: Resumed | None = None
             repairs = [
@@ -91,7 +98,7 @@ class RunRecords:
                 if config.filters.max_similarity is not None:
                     window = config.filters.similarity_window
                     remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
-            return cls(events, ledger, store, checkpoints, journals, resumed, repairs, stack.pop_all())
+            return cls(events, ledger, store, checkpoints, shards, journals, resumed, repairs, stack.pop_all())
 
     def close(self) -> None:
         """All that was written is on disk. Idempotent."""

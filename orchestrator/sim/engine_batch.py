@@ -57,7 +57,8 @@ class EngineBatch:
         self.running: dict[str, EngineSequence] = {}
         self.steps = 0  # taken so far
         self.context = 0  # tokens in the contexts of those that run
-        self.preemptions = 0
+        self.preemptions = 0  # all
+        self.outranked = 0  # those of them for one that outranks
         self.generated = 0
         self.prompt_tokens = 0  # of those that started
         self.prompt_tokens_cached = 0
@@ -227,6 +228,7 @@ class EngineBatch:
             return False
         for victim in found[0].victims:
             self._preempt(rows[victim])
+        self.outranked += len(found[0].victims)
         return True
 
     def _preempt(self, sequence: EngineSequence) -> None:

@@ -12,8 +12,11 @@ kind means depends on the port:
 | duplicate | command or completion twice   | publishes or is  | answers garbage (NaN, too long...) | NaN or infinite    |
 |           |                               | fed twice        |                                    |                    |
 | cancel    |                               |                  | the trajectory's task is cancelled at a later await        |
+| evict     | forgets contexts that it had  |                  |                                    |                    |
+| damage    | turns are damaged on the way  |                  |                                    |                    |
 
-The host of tools is one more place: gone, slow, silent, or called twice.
+The host of tools is one more place: gone, slow, silent, or called twice. One more kind, ``lose``, is of shards alone: a scored
+trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`).
 
 Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
 calls: the loop makes that order a function of the seed.
@@ -22,7 +25,7 @@ calls: the loop makes that order a function of the seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.api import (
@@ -30,6 +33,7 @@ from orchestrator.api import (
     CollectiveWorker,
     Completion,
     Environment,
+    GenerationRequest,
     KvWorker,
     ManagedWorker,
     Observation,
@@ -62,6 +66,7 @@ EPISODE = ("crash", "delay", "drop", "duplicate", "cancel")
 TRAINER = ("crash", "delay")
 PUBLISH = ("crash", "delay", "duplicate")
 FEED = ("crash", "delay", "drop", "duplicate")
+TURNS = (*CALL, "evict", "damage")
 NO_TWICE = ("crash", "delay", "drop")
 TRAJECTORY_TASK = "trajectory "  # how the names of the tasks begin that `cancel` may hit
 
@@ -224,7 +229,6 @@ class FaultyWorker:
             f"worker.{name}", possible, act, crash or inner.die, lambda: inner.incarnation
         )
 
-    add = _struck(RolloutWorker.add)
     abort = _struck(RolloutWorker.abort)
     prioritize = _struck(RolloutWorker.prioritize)
     suspend = _struck(RolloutWorker.suspend)
@@ -234,6 +238,26 @@ class FaultyWorker:
     fetch_kv = _struck(KvWorker.fetch_kv)
     resume = _struck(RolloutWorker.resume)
     stats = _struck(RolloutWorker.stats, NO_TWICE)
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        faults, inner = self._faults, self._inner
+        kind = faults.draw_fault("worker.add", TURNS)
+        if kind == "evict":
+            held = inner.held.trajectories()
+            for trajectory in held if faults.rng.random() < 0.5 else held[::2]:
+                inner.held.forget(trajectory)
+        if kind == "damage":
+            inner.damaged = faults.rng.randrange(1 << 16)
+        await faults.inject_fault(kind, "worker.add", lambda: inner.add(requests), inner.die, lambda: inner.incarnation)
+
+    def forget(self, trajectory_id: str) -> None:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        self._inner.forget(trajectory_id)
+
+    def take_resent(self) -> tuple[int, int]:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        return self._inner.take_resent()
 
     async def completions(self) -> list[Completion]:
         """See the protocol. A duplicate delivers an earlier completion again, beside the new ones."""
@@ -343,6 +367,9 @@ class FaultyTrainer:
 
         await self._faults.inject_fault(kind, "trainer.feed", act, self._inner.die, lambda: 0)
 
+    async def saved(self) -> None:
+        await self._inner.saved()
+
     async def load(self, folder: str) -> int:
         return await self._inner.load(folder)
 
@@ -439,6 +466,26 @@ class FaultyTools:
         await self._inner.call()
         if kind == "duplicate":
             await self._inner.call()
+
+
+class FaultyShards:
+    """Shards of which some are lost. Its draws are its own: the other faults of a run stay what they are without it."""
+
+    def __init__(self, config: Config, faults: FaultInjector, life: int) -> None:
+        self._rate = config.sim.fault_rate
+        self._faults = faults
+        self._rng = random_stream(config.run.seed, "faults", "shards", life)
+
+    def finish(self, trajectory: Trajectory) -> Trajectory:
+        """They stay in memory."""
+        return trajectory
+
+    def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
+        """See :class:`orchestrator.components.Shards`."""
+        found = [trajectory.id for trajectory in trajectories if self._rng.random() < self._rate]
+        for _ in found:
+            self._faults.record_fault("lose", "shard")
+        return found
 
 
 class FaultyReward:

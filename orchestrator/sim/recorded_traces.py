@@ -55,10 +55,11 @@ class EpisodeTrace:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTraces:
-    """Episodes by number, and which numbers belong to each recorded group."""
+    """Episodes by number, which numbers belong to each recorded group, and of which task each group is (empty: all of one)."""
 
     episodes: tuple[EpisodeTrace, ...]
     groups: tuple[tuple[int, ...], ...]
+    tasks: tuple[str, ...] = ()
 
     def episode_of(self, context: Sequence[int]) -> EpisodeTrace:
         """The episode whose number a context begins with."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import (
+    ConfigError,
     ManagedWorker,
     Meeting,
     PublishResult,
@@ -35,7 +36,7 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.build import build_environment_pool, build_pipeline
-from orchestrator.components import Components, Position
+from orchestrator.components import Components, InMemory, Position, Shards
 from orchestrator.config import Config, to_json
 from orchestrator.environments.environment_pool import EnvPool
 from orchestrator.events import EventLog
@@ -49,6 +50,7 @@ from orchestrator.sim.device_sharing import LendingSimWorker, ResidentSimTrainer
 from orchestrator.sim.fault_injector import (
     FaultInjector,
     FaultyReward,
+    FaultyShards,
     FaultyTask,
     FaultyTools,
     FaultyTrainer,
@@ -62,6 +64,7 @@ from orchestrator.sim.simulated_cluster import check_cluster, check_disaggregati
 from orchestrator.sim.simulated_forecasts import equip
 from orchestrator.sim.simulated_speech import speech_of
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves, Watch
+from orchestrator.sim.trace_files import DrawnTimes, read_lengths, read_tools
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from orchestrator.sim.virtual_loop import SimulationError, VirtualTimeLoop, rare_collections
 from orchestrator.tail_batching import Rounds
@@ -113,7 +116,7 @@ class _AuditedTrainer:
         self._version = -1  # of the last step, -1: none yet
         if isinstance(inner, ResidentTrainer):
             self.residency = inner.residency
-        self.save = inner.save
+        self.save, self.saved = inner.save, inner.saved
         self.load = inner.load
         self.close = inner.close
 
@@ -155,7 +158,7 @@ class _Simulation:
         self._watch_requests = watch
         self.config = config
         self.folder = folder
-        self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else traces
+        self.traces = _recorded(config) if config.sim.trace else traces
         self._speech = speech_of(config, self.traces)
         self.audit = RunAudit(config, self._speech)
         self.remains = CrashRemains(self.audit)
@@ -362,6 +365,7 @@ class _Simulation:
         reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
         audited: Trainer = trainer
+        shards: Shards = InMemory()
         if self._faulty and self.life < 2 * FAULTY_LIVES:
             faults = FaultInjector(config, events, self.life, self.injected)
             self._task.tools = FaultyTools(self._task.tools, faults)
@@ -372,6 +376,8 @@ class _Simulation:
             )
             if self.life < FAULTY_LIVES:
                 audited = FaultyTrainer(trainer, faults)
+            if "lose" in config.sim.faults:
+                shards = FaultyShards(config, faults, self.life)
         self._pool = pool = build_environment_pool(config, task, f"sim-{self.life}", events)
         if pool is not None:
             await pool.open()
@@ -380,7 +386,7 @@ class _Simulation:
         workers = workers if market is None else market.open(workers)
         keeps = checkpoints if self._faulty else None
         parts = Components(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
-        parts.market = market
+        parts.market, parts.shards = market, shards
         equip(parts, config, self._workers)
         hand_over(parts, cutter)
         return parts, position
@@ -444,6 +450,19 @@ class _Simulation:
             "injected": sum(self.injected.values()),
             "callbacks": self.callbacks,
         } | ({"borrowed": self._borrowed.report(elapsed)} if self._borrowed is not None else {})
+
+
+def _recorded(config: Config) -> EpisodeTraces:
+    """What ``sim.trace`` names: a run, or a file of lengths."""
+    sim = config.sim
+    if not Path(sim.trace).is_file():
+        if sim.tool_trace:
+            fix = "is for a file of lengths: a run is played with the times that it took"
+            raise ConfigError("sim.tool_trace", sim.tool_trace, fix)
+        return load_traces(sim.trace, sim.trace_rows)
+    tools = read_tools(sim.tool_trace) if sim.tool_trace else None
+    times = DrawnTimes(config.run.seed, sim.environment_seconds_mean, sim.environment_seconds_sigma, tools)
+    return read_lengths(sim.trace, sim.trace_rows, config.rollout.group_size, times)
 
 
 def _score(scores: list[dict[str, Any]], phase: str) -> float | None:

@@ -32,6 +32,8 @@ from orchestrator.api import (
     KvMoved,
     Meeting,
     RetryableError,
+    RunError,
+    TokenSequence,
     UpdateResult,
     VersionSpans,
     WorkerStats,
@@ -44,6 +46,7 @@ from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.seeded_draws import END, synthetic_logprobs
 from orchestrator.sim.simulated_cluster import ExpertRouting, degree_of, engine_costs
 from orchestrator.sim.simulated_speech import Speech
+from orchestrator.transfer.turns import ContextSession, HeldContexts, TurnMessage, decode_turns
 
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 FIRST = "~p"  # how the id of a turn's first part ends, see orchestrator.proxy.prefill_decode
@@ -134,6 +137,10 @@ class SimWorker:
         self._dead = self._closed = False
         self.busy_seconds = 0.0  # in which it computed
         self._generated = 0  # in former lives
+        self.held = HeldContexts()
+        self.session = ContextSession(name, self._take_turns)
+        self.damaged = -1  # which byte of the next new tokens is another one when they come, -1: none
+        self._intended: Sequence[GenerationRequest] = ()  # what is being added, as it was asked for
         self._batch = engine_batch.EngineBatch(0, None)
         self._reset()
 
@@ -173,12 +180,33 @@ class SimWorker:
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         self._check()
-        now = asyncio.get_running_loop().time()
-        for request in requests:
-            if request.request_id not in self._known:
-                self._enqueue(request, now)
+        self._intended = requests
+        await self.session.add(requests)
         self._kick()
         await self._answer()
+
+    async def _take_turns(self, message: bytes) -> list[str]:
+        """As they come over a wire. Raises RunError where what came is not what was meant."""
+        sent = decode_turns(message)
+        if self.damaged >= 0:
+            sent, self.damaged = _damaged(sent, self.damaged), -1
+        requests, digests = self.held.take(sent)
+        meant = {request.request_id: request for request in self._intended}
+        now = asyncio.get_running_loop().time()
+        for request in requests:
+            if request != meant[request.request_id]:
+                raise RunError(f"{self.name} was given another request than was meant: {request}")
+            if request.request_id not in self._known:
+                self._enqueue(request, now)
+        return digests
+
+    def forget(self, trajectory_id: str) -> None:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        self.session.forget(trajectory_id)
+
+    def take_resent(self) -> tuple[int, int]:
+        """See :class:`orchestrator.api.SessionWorker`."""
+        return self.session.take_resent()
 
     async def abort(
         self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
@@ -322,6 +350,7 @@ class SimWorker:
             kv_used=sum(math.ceil(sequence.context / block) for sequence in running),
             kv_capacity=longest if capacity is None else capacity // block,
             preemptions=held.preemptions,
+            outranked=held.outranked,
             tokens_per_s=self.generated / self.busy_seconds if self.busy_seconds else 0.0,
             version=held.version,
             prefix_queries=held.prompt_tokens,
@@ -352,6 +381,8 @@ class SimWorker:
         """The process is gone, with all its requests; pending calls learn of it."""
         self._dead = True
         self.incarnation += 1
+        self.held.clear()
+        self.session.clear()
         if self._leap is not None:
             self._leap.cancel()
             self._leap = None
@@ -429,7 +460,8 @@ class SimWorker:
     def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
         """What is left to say."""
         opened = self._moves.opened.setdefault(_turn(request), len(request.token_ids))
-        said, context = len(request.token_ids) - opened, request.token_ids[:opened]
+        said = len(request.token_ids) - opened
+        context = request.token_ids[:opened] if said else request.token_ids
         most = min(limit + said, self._speech.most)
         return self._speech.response(context, request.trajectory_id, request.turn, most)[said:]
 
@@ -542,6 +574,17 @@ class SimWorker:
         if self._boundary is not None and not self._boundary.done():
             self._boundary.set_result(None)
         self._boundary = None
+
+
+def _damaged(message: TurnMessage, place: int) -> TurnMessage:
+    """With another token in the last turn that brings any."""
+    turns = list(message.turns)
+    for number, turn in reversed(list(enumerate(turns))):
+        if tokens := list(turn.request.token_ids):
+            tokens[place % len(tokens)] ^= 1
+            turns[number] = replace(turn, request=replace(turn.request, token_ids=TokenSequence(tokens)))
+            break
+    return replace(message, turns=tuple(turns))
 
 
 def _turn(request: GenerationRequest) -> str:

@@ -76,6 +76,8 @@ class SimTask:
             key = f"{split}-{seed}-{place}" if split == "train" else f"{split}-{number}"
             kind = number % self.costs.kinds
             task = f"{TASK}-{kind + 1}" if kind else TASK
+            if self.traces is not None and self.traces.tasks:
+                task = self.traces.tasks[place % len(self.traces.tasks)]
             task = task if self.workload is None else self.workload.assign_task(key)
             yield Prompt(key, task, zlib.crc32(key.encode()), "")
             number += 1
@@ -350,6 +352,9 @@ class SimTrainer:
         await asyncio.sleep(0)
         self._check()
         (Path(folder) / "trainer.json").write_text(state, encoding="utf-8")
+
+    async def saved(self) -> None:
+        """It is at once."""
 
     async def load(self, folder: str) -> int:
         self._check()

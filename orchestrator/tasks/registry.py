@@ -20,18 +20,19 @@ BUILT_IN: dict[str, str] = {
     "sums": "orchestrator.tasks.sums:SumsTask",
     "mixture": "orchestrator.tasks.mixture:MixtureTask",
 }
-PROGRAMS: dict[str, str] = {
-    "agent": "orchestrator.tasks.agent_task:AgentTask"
-}  # trajectories are made by a program of the user's
+BROUGHT: dict[str, str] = {  # made of what the user brings: a program, a data set
+    "agent": "orchestrator.tasks.agent_task:AgentTask",
+    "dataset": "orchestrator.tasks.dataset:DatasetTask",
+}
 _PORT = ("name", "vocabulary", "pad_id", "end_id", "max_turns", "max_response_tokens", "max_context_tokens", "prompts")
 
 
 def find(name: str) -> Any:
     """The class of a task: a name of :data:`BUILT_IN`, or ``module:Class``. Raises ConfigError."""
-    target = {**BUILT_IN, **PROGRAMS}.get(name, name)
+    target = {**BUILT_IN, **BROUGHT}.get(name, name)
     module, colon, attribute = target.partition(":")
     if not colon:
-        fix = f"no such task; there are: {', '.join((*BUILT_IN, *PROGRAMS))}; your own is written module:Class (docs/tasks.md)"
+        fix = f"no such task; there are: {', '.join((*BUILT_IN, *BROUGHT))}; your own is written module:Class (docs/tasks.md)"
         raise ConfigError("task.name", name, fix)
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -35,7 +35,7 @@ class SqliteMetadata:
                 "CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL)"
                 " WITHOUT ROWID"
             )
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # it quotes names of a damaged file as they are
             fix = f"cannot be opened as a SQLite file ({error}); its folder must exist and be writable, on a local disk"
             raise ConfigError("relay.metadata", self._path, fix) from error
 
@@ -87,5 +87,5 @@ class SqliteMetadata:
             yield self._connection
         except sqlite3.OperationalError as error:  # locked for too long, disk full, I/O error
             raise RelayError("metadata_busy", f"{self._path}: {error}") from error
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise RunError(f"the metadata store {self._path} is damaged or misused: {error}") from error

@@ -40,6 +40,8 @@ BENCHES = {
     "learning-parity": Bench("scripts.bench.papers.learning_parity", "60 min", RUN),
     "trajectory-vs-batch": Bench("scripts.bench.micro.trajectory_vs_batch", "15 min", f"{VLLM}, ray"),
     "store": Bench("scripts.bench.micro.store", "6 min"),
+    "batch-handover": Bench("scripts.bench.micro.batch_handover", "1 min", "ray"),
+    "checkpoint-stall": Bench("scripts.bench.micro.checkpoint_stall", "1 min"),
     "routing": Bench("scripts.bench.micro.routing", "2 min"),
     "placement": Bench("scripts.bench.micro.placement", "1 min"),
     "allocation": Bench("scripts.bench.micro.allocation", "a few seconds"),

@@ -86,7 +86,7 @@ def test_snapshots_are_read_in_order_and_compared(tmp_path: Path) -> None:
         delta_real.measure(tmp_path / "nothing")
 
 
-def test_checkpoints_of_a_run_are_versions_and_float32_can_be_cast(tmp_path: Path) -> None:
+def test_exported_folders_are_versions_and_float32_can_be_cast(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     before = random.normal(0, 0.02, 50_000).astype(np.float32)
     after = before + random.normal(0, 1e-5, before.size).astype(np.float32)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from orchestrator.api import (
     ManagedWorker,
     RetryableError,
     Sampling,
+    TokenSequence,
 )
 from orchestrator.api import http as wire
 from orchestrator.borrowing.http_worker import HttpWorker
@@ -69,16 +71,34 @@ def test_the_worker_contract_holds_over_http(check: Callable[[Rig], Awaitable[No
             return server.publish()
 
         assert isinstance(worker, ManagedWorker)
-        await check(Rig(worker, publish, long_tokens=100, quiet=0.1))
+        await check(Rig(worker, publish, long_tokens=100, quiet=0.1, evict=server.control.contexts.clear))
 
     run(scenario)
 
 
-def test_a_completion_crosses_unchanged() -> None:
-    completion = Completion("r", (1, 2), (-0.1, -1e-300), ((0, 1), (7, 1)), "stop", error="")
-    assert wire.completion_from_json(json.loads(json.dumps(wire.completion_to_json(completion)))) == completion
+def test_a_turn_as_json_is_the_same_request() -> None:
     request = a_request("a", group="g", priority=-(2**63))
-    assert request_bodies.RequestBody(**json.loads(json.dumps(wire.request_to_json(request)))).to_request() == request
+    assert request_bodies.RequestBody(**json.loads(json.dumps(asdict(request)))).to_request() == request
+
+
+def test_the_engine_gets_the_contexts_that_were_meant_and_a_server_that_lost_them_is_sent_them_again() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        context = TokenSequence((1, 2, 3))
+        for turn in range(6):
+            if turn == 3:
+                server.control.contexts.clear()
+            await worker.add([replace(a_request(f"r{turn}", trajectory="t"), turn=turn, token_ids=context)])
+            found = await collected(worker, 1)
+            assert server.client.prompt == context
+            context = context + found[f"r{turn}"].token_ids + (9,)
+        assert worker.take_resent() == (1, 3 + 3 * 6)
+        worker.forget("t")
+        await worker.add([a_request("other")])
+        await collected(worker, 1)
+        assert server.control.contexts.trajectories() == ["other"]
+        assert (await worker.status())["contexts"]["missed"] == 1
+
+    run(scenario)
 
 
 def test_a_cancelled_caller_loses_no_completion() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,22 @@ import orchestrator.cluster as rdist
 from orchestrator.api import (
     COMMAND_STATUS,
     CommandError,
+    Completion,
     ConfigError,
+    GenerationRequest,
     ProcessDied,
+    Prompt,
     RetryableError,
     RolloutWorker,
+    RunError,
+    Sampling,
+    SessionWorker,
+    TokenSequence,
+    TrainBatch,
     Trainer,
+    TrainSample,
+    Trajectory,
+    Turn,
 )
 from orchestrator.cluster.actor import WorkerHost
 from orchestrator.config import parse_config
@@ -30,6 +42,9 @@ from orchestrator.runtime.engine_actors import (
     meeting_point,
 )
 from orchestrator.runtime.real_run import start_ray
+from orchestrator.runtime.shard_objects import NodeObjects, NodeShard
+from orchestrator.shards.shard_folder import ShardFolder
+from orchestrator.train_samples import to_samples
 from tests.support.engines import rollout_worker
 
 
@@ -128,6 +143,46 @@ def test_every_command_reaches_the_engine_with_its_arguments() -> None:
     ]
 
 
+def test_turns_and_completions_cross_as_bytes_and_an_engine_that_lost_contexts_is_sent_them_whole() -> None:
+    worker, hosted = actor()
+    assert isinstance(worker, SessionWorker)
+    context, given = TokenSequence(range(1000)), []
+    done = Completion("r0", (5, 6), (-0.5, -1 / 3), ((3, 2),), "stop")
+
+    async def add(requests: Any) -> None:
+        given.extend(requests)
+
+    async def completions() -> list[Completion]:
+        return [done]
+
+    hosted.add, hosted.completions = add, completions
+
+    async def main() -> list[int]:
+        nonlocal context
+        sizes = []
+        for turn in range(3):
+            if turn == 2:
+                worker._actor._handle.call._function.__self__._worker._contexts.clear()
+            request = GenerationRequest(f"r{turn}", "t", turn, context, Sampling(4), "task")
+            carried = worker._contexts._send
+
+            async def send(message: bytes, carried: Any = carried) -> Any:
+                sizes.append(len(message))
+                return await carried(message)
+
+            worker._contexts._send = send
+            await worker.add([request])
+            worker._contexts._send = carried
+            assert given[-1] == request
+            context += (7,)
+        assert await worker.completions() == [done]
+        return sizes
+
+    first, second, third, fourth = asyncio.run(main())
+    assert second == third < 200 < 4000 < first < fourth  # the third was in vain
+    assert worker.take_resent() == (1, 1002)
+
+
 # -- several ranks of one trainer ------------------------------------------------------------------------------------
 
 
@@ -151,6 +206,7 @@ class Engine:
 
 
 ENGINES: list[Engine] = []
+SAMPLE = TrainSample("t", "g", (1, 2), (0, 1), (0.0, -1.0), ((0, 1),), 1.0)
 
 
 def engine(**kwargs: Any) -> Engine:
@@ -205,7 +261,13 @@ def test_a_single_rank_is_not_told_about_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("method", "args"),
-    [("train_step", (1,)), ("feed", ([1], 2)), ("publish", ()), ("save", ("folder",)), ("load", ("folder",))],
+    [
+        ("train_step", (TrainBatch(1, 2, (SAMPLE,)),)),
+        ("feed", ((SAMPLE,), 2)),
+        ("publish", ()),
+        ("save", ("folder",)),
+        ("load", ("folder",)),
+    ],
 )
 def test_the_run_calls_its_trainer_as_the_worker_class_declares_it(
     method: str, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
@@ -231,6 +293,49 @@ def test_the_run_calls_its_trainer_as_the_worker_class_declares_it(
     found, _ = trainer("", "")
     with pytest.raises(ConfigError, match="MegatronRank has:"):
         asyncio.run(getattr(found, method)(*args))
+
+
+def test_samples_in_shards_cross_as_references_and_every_rank_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, shards = 50_000, ShardFolder(tmp_path / "disk", tmp_path)
+    turn = Turn((1, 2), (3,) * tokens, (-0.5,) * tokens, ((4, tokens),))
+    finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))
+    samples, sizes = tuple(to_samples(finished)), list[int]()
+    dumps = pickle.dumps
+    monkeypatch.setattr(pickle, "dumps", lambda what: (data := dumps(what), sizes.append(len(data)))[0])
+    found, ranks = trainer("", "")
+    asyncio.run(found.train_step(TrainBatch(3, 4, samples)))
+    asyncio.run(found.feed(samples, 4))
+    assert max(sizes) < 1000
+    for rank in ranks:
+        (_, (batch,)), (_, (fed, version)) = rank.asked
+        assert (batch, fed, version) == (TrainBatch(3, 4, samples), samples, 4)
+        token_ids, positions, logprobs = batch.samples[0].source.read()
+        assert (len(token_ids), len(positions), set(logprobs.tolist())) == (tokens + 2, tokens, {-0.5})
+    shards.close()
+
+
+def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+
+    def refuse(_: Any) -> Any:
+        raise ray.exceptions.RayError("gone or full")
+
+    monkeypatch.setattr(ray, "get", refuse)
+    monkeypatch.setattr(ray, "put", refuse)
+    with pytest.raises(RunError, match="shard /a is lost: Ray cannot fetch it: gone or full"):
+        NodeShard("/a", 8, "0", "object").open()
+    shards = ShardFolder(tmp_path / "disk", tmp_path)
+    turn = Turn((1,), (2,), (-0.5,), ((4, 1),))
+    finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))
+    with pytest.raises(RunError, match="finds no room in Ray's object store: gone or full"):
+        NodeObjects().refer([], to_samples(finished))
+    shards.close()
+    with pytest.raises(RunError, match="is lost: "):
+        NodeObjects().refer([], to_samples(finished))
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from orchestrator.api import Prompt, Trajectory, Turn
 from orchestrator.config import load_config
 from orchestrator.runtime import device_plan, pool_requests
+from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
+from orchestrator.shards.sample_references import pack
+from orchestrator.shards.shard_folder import ShardFolder
+from orchestrator.train_samples import to_samples
 
 pytest.importorskip("ray")
-from tests.support.ray_nodes import GPUS, all_free, nodes, processes_seen
+from tests.support.ray_nodes import CLASSES, GPUS, all_free, nodes, processes_seen
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 NODES = 16
@@ -51,3 +58,30 @@ def test_128_devices_of_16_nodes_have_one_owner_each_as_planned() -> None:
     assert len(owners) == len(set(owners)) == NODES * GPUS
     for row in rows:
         assert (found[row.process].hardware, len(found[row.process].devices)) == (row.hardware, row.devices)
+
+
+def test_a_rank_on_another_node_reads_the_shard_that_it_was_referred_to(tmp_path: Path) -> None:
+    import ray
+
+    tokens, shards = 20_000, ShardFolder(tmp_path / "shards", tmp_path)
+    turn = Turn((1, 2), tuple(range(tokens)), (-0.5,) * tokens, ((4, tokens),))
+    made = Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False)
+    samples = to_samples(shards.finish(made))
+
+    def read(references: BatchReferences) -> tuple[str, int]:
+        [sample] = references.samples()
+        assert sample.source is not None
+        return str(ray.get_runtime_context().get_node_id()), int(sample.source.read()[0].sum())
+
+    with nodes(2):
+        objects = NodeObjects()
+        references = objects.refer(pack(samples) or [], samples)
+        assert objects.refer(pack(samples) or [], samples).parts == references.parts
+        elsewhere = ray.remote(read).options(num_cpus=1, resources={CLASSES[1]: 1})
+        node, total = ray.get(elsewhere.remote(references))
+        assert total == 3 + tokens * (tokens - 1) // 2
+        assert node != ray.get_runtime_context().get_node_id()
+        del samples
+        gc.collect()
+        assert list(objects._references) == []
+    shards.close()

@@ -22,7 +22,7 @@ from orchestrator.api import (
 from orchestrator.build import training_units
 from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.config import Config, load_config
-from orchestrator.policies.batching.stream_trigger import KvLimit
+from orchestrator.policies.batching.stream_trigger import KvLimit, StreamTrigger, TriggerDecision
 from orchestrator.sim import device_sharing
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.run_audit import RunAudit
@@ -196,6 +196,45 @@ def test_a_step_whose_devices_do_not_come_at_once_is_tried_again(twins: list[Len
     ResidentTrainer.fails = "step"
     result = sim_run.simulate(colocated())
     assert len(events_of(result, "step")) == 4
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, list[list[int]]]]:
+    """What the trigger was asked with: requests of its step, finished ones, contexts by engine."""
+    seen: list[tuple[int, int, list[list[int]]]] = []
+    observe = StreamTrigger.observe
+
+    def spy(trigger: StreamTrigger, finished: int, held: Sequence[Sequence[int]]) -> TriggerDecision | None:
+        seen.append((trigger.requests, finished, [list(lengths) for lengths in held]))
+        return observe(trigger, finished, held)
+
+    monkeypatch.setattr(StreamTrigger, "observe", spy)
+    return seen
+
+
+def test_a_trajectory_whose_turn_is_with_a_tool_counts_in_the_projection(
+    looks: list[tuple[int, int, list[list[int]]]],
+) -> None:
+    config = colocated(low=0.0, high=0.0).model_dump()
+    config["sim"] |= {"environment_seconds_mean": 2.0, "turns_max": 8}
+    sim_run.simulate(Config.model_validate(config))
+    assert len(looks) > 100
+    assert {finished + sum(map(len, held)) for _, finished, held in looks} == {48}, (
+        "none of those under way is left out"
+    )
+    assert any(length for _, finished, held in looks for length in held[0] if finished > 24), (
+        "with the context they have"
+    )
+
+
+def test_a_long_round_is_measured_by_what_it_launches(looks: list[tuple[int, int, list[list[int]]]]) -> None:
+    config = colocated().model_dump()
+    config["run"]["steps"] = 6
+    config["rollout"] |= {"environments": 80, "rounds": {"enabled": True}}
+    result = sim_run.simulate(Config.model_validate(config))
+    kinds = {event["round"] for event in events_of(result, "round")}
+    assert kinds == {"short", "long"}
+    assert {requests for requests, _, _ in looks} == {75, 48}, "15 x 5 with speculation, 12 x 4 in a long round"
 
 
 @pytest.mark.parametrize(

@@ -117,20 +117,65 @@ def test_dry_run_prints_the_resolved_config_then_the_plan_and_starts_nothing() -
     done = command("train", *words, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["run"]["seed"] == 7
-    assert done.stderr.endswith("\nOK\n")
-    places = done.stderr.removesuffix("OK\n")
+    places, _, ok = done.stderr.removesuffix("\n").rpartition("\n")
+    assert re.fullmatch(r"OK: 1 engine, 1 trainer, about \d\.\d GB", ok)
     assert "trainer, vllm-0" in places
-    assert command("plan", *words).stdout.endswith(places)
+    assert command("plan", *words).stdout.endswith(f"{places}\n")
 
 
 def test_dry_run_says_all_that_is_wrong_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["relay.master=127.0.0.1:9", "evaluation.prompts=5000", "rollout.routing.affinity.default=B200"]
+    wrong += ["rollout.workers=6400"]
     assert main(["train", str(ROOT / "examples/frozenlake.toml"), *wrong, "--dry-run"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     first, *others = said.err.splitlines()
     assert first.startswith("error: evaluation.prompts = 5000: ")
-    assert [line.split(" = ")[0] for line in others] == ["  relay.master", "  rollout.routing.affinity.default"]
+    assert [line.split(" = ")[0] for line in others] == [
+        "  rollout.workers",
+        "  relay.master",
+        "  rollout.routing.affinity.default",
+    ]
+
+
+TASKS = """
+from orchestrator.tasks.nim import NimTask
+from orchestrator.tasks.text import Reply
+
+class Sluggish(NimTask):
+    def play(self, payload):
+        class Game:
+            def start(self): return "a0"
+            def act(self, said): return Reply(done=True)
+        return Game()
+
+class Strange(NimTask):
+    def environment(self):
+        inner = super().environment()
+        class Shown:
+            token_ids = (5000,)
+        class Environment:
+            async def reset(self, prompt): return Shown()
+            async def step(self, ids): return await inner.step(ids)
+            async def close(self): await inner.close()
+        return Environment()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("Sluggish", "TypeError"), ("Strange", "an observation holds token 5000, the vocabulary has 64")]
+)
+def test_a_task_that_cannot_be_played_is_known_before_anything_starts(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert (
+        main(["train", f"task.name=odd_tasks:{name}", "task.heldout_maps=5", "evaluation.prompts=5", "--dry-run"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "one turn of it, played before the run, failed" in said
+    assert says in said
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.35.1"])

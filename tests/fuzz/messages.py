@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgpack
 from hypothesis import strategies as st
 
 from orchestrator.api import (
+    CommandError,
     Completion,
     CompletionTiming,
     ConfigError,
@@ -22,17 +24,19 @@ from orchestrator.api import (
     RetryableError,
     Sampling,
     StepResult,
+    TokenSequence,
     TrajectoryError,
     UpdateResult,
     bearer,
     urls,
 )
 from orchestrator.api import http as api_http
-from orchestrator.borrowing.http_worker import HttpWorker, _batch, _object, _place, _read
+from orchestrator.borrowing.http_worker import HttpWorker, _object, _place, _read
 from orchestrator.environments import environment_wire
 from orchestrator.rewards import code_judge, function_client, function_service, llm_judge, process_pool
 from orchestrator.rewards.function_client import FunctionFailed
 from orchestrator.sandbox import spawner, workspace
+from orchestrator.transfer.turns import decode_completions, decode_turns, encode_completions, encode_turns
 from tests.fuzz import inputs
 from tests.fuzz.harness import Check, Drawn, harness, merged
 from vllm_rlplugin.server import request_bodies
@@ -53,7 +57,7 @@ def check_types(value: Any, of: str) -> None:
 
 REQUEST = GenerationRequest("r-1", "t-1", 0, (1, 2, 3), Sampling(8, 1.0, 0.9, (2,), 7), "nim", -3, 40, 1.5, "g-1")
 BODIES: dict[str, tuple[type[request_bodies.Body], Any]] = {
-    "add": (request_bodies.AddBody, {"requests": [api_http.request_to_json(REQUEST)], "partial": True}),
+    "add": (request_bodies.AddBody, {"requests": [asdict(REQUEST)], "partial": True}),
     "abort": (request_bodies.AbortBody, {"request_ids": ["a"], "trajectories": ["b"], "groups": ["c"], "all": False}),
     "prioritize": (request_bodies.PrioritizeBody, {"priorities": {"t-1": 4}}),
     "version": (request_bodies.VersionBody, {"version": 4}),
@@ -143,7 +147,6 @@ STATS = {
     "shared": {"pages": 3, "budget": 8, "page_bytes": 4096, "ttft_slack": -0.5, "tpot_slack": None, "late_first": 2},
 }
 ANSWERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "completions": ({"sequence": 3, "completions": [api_http.completion_to_json(COMPLETION)]}, _batch),
     "stats": (STATS, api_http.stats_from_json),
     "update": (asdict(UpdateResult(3, 100, 0.5, 2)), api_http.update_result_from_json),
     "kv": (
@@ -170,16 +173,60 @@ def _server_answer(name: str) -> tuple[st.SearchStrategy[Any], Check]:
             return None if answer is None else _read(parse, answer, name)
 
         found = inputs.survives(read, RetryableError)
-        if name == "completions" and found is not None:
-            for item in found[1]:
-                check_types(item, "completion")
-                check_types(item.timing, "timing")
-                counted = sum(count for _, count in item.versions)
-                assert len(item.token_ids) == len(item.logprobs) == counted
-        elif found is not None and name != "status":
+        if found is not None and name != "status":
             check_types(found, name)
 
     return inputs.texts(valid), check
+
+
+def _edited(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Anything, ``valid`` cut or with other bytes in it, and other headers before its numbers."""
+    places = st.lists(st.tuples(st.integers(0, len(valid) - 1), st.integers(0, 255)), max_size=4)
+
+    def put(edits: list[tuple[int, int]]) -> bytes:
+        found = bytearray(valid)
+        for place, value in edits:
+            found[place] = value
+        return bytes(found)
+
+    end = 4 + int.from_bytes(valid[:4], "little")
+    numbers = st.one_of(st.integers(-(2**63), 2**64 - 1), st.floats(), st.booleans(), st.none())
+    leaves = st.one_of(numbers, st.text(max_size=4), st.binary(max_size=17))
+    rows = st.recursive(leaves, lambda inner: st.lists(inner, max_size=13), max_leaves=30)
+
+    def led(fields: tuple[Any, Any]) -> bytes:
+        names = list(msgpack.unpackb(valid[4:end]))
+        packed = msgpack.packb(dict(zip(names, fields, strict=True)))
+        return len(packed).to_bytes(4, "little") + packed + valid[end:]
+
+    headers = st.tuples(rows, st.one_of(rows, st.lists(rows, max_size=3))).map(led)
+    return st.one_of(
+        st.binary(max_size=64), places.map(put), st.integers(0, len(valid)).map(lambda cut: valid[:cut]), headers
+    )
+
+
+@harness("orchestrator/transfer/turns/turn_messages.py", refuses="CommandError or ValueError")
+def turn_message(folder: Path) -> Drawn:
+    """Turns in binary are requests, and completions are completions, whose fields have their types and whose counts agree."""
+    context = TokenSequence(REQUEST.token_ids)
+    turns = encode_turns([(REQUEST, context + range(4, 5), context), (REQUEST, context, None)], ["t-0"])
+    completions = encode_completions(3, [COMPLETION, COMPLETION])
+
+    def check_turns(data: bytes) -> None:
+        found = inputs.survives(lambda: decode_turns(data), CommandError)
+        for turn in () if found is None else found.turns:
+            check_types(turn.request, "request")
+            check_types(turn.request.sampling, "sampling")
+            assert turn.base >= 0
+
+    def check_completions(data: bytes) -> None:
+        found = inputs.survives(lambda: decode_completions(data), ValueError)
+        for item in () if found is None else found[1]:
+            check_types(item, "completion")
+            check_types(item.timing, "timing")
+            assert len(item.token_ids) == len(item.logprobs) == sum(count for _, count in item.versions)
+
+    yield merged({"turns": (_edited(turns), check_turns), "completions": (_edited(completions), check_completions)})
 
 
 @harness("orchestrator/borrowing/http_worker.py", refuses="one of our errors")

@@ -446,3 +446,43 @@ def _trajectory(number: int) -> Trajectory:
     turn = Turn((2, 3, number), (4, 5), (-0.5, -0.25), ((3, 1), (4, 1)), 0.5, True, 0.5, 0.25)
     prompt = Prompt(f"k{number}", "nim", number, "")
     return Trajectory(f"t{number}", "g1", "nim", prompt, (turn,), 1.0, "v", 3, False, (), 1.0, 2.0, 3.0)
+
+
+@harness("orchestrator/sim/trace_files.py", refuses="ConfigError")
+def trace_file(folder: Path) -> Drawn:
+    """A damaged trace gives turns of at least one token with finite times, or one error."""
+    from orchestrator.sim.trace_files import DrawnTimes, read_arrivals, read_lengths, read_tools
+
+    columns = "arrival_seconds,trajectory,group,task,prompt_tokens,response_tokens,seconds,reward"
+    rows = [f"{at}.5,t{at // 2},g{at // 4},maths,{20 * (1 + at % 2)},{3 + at},0.25,1" for at in range(8)]
+    names = columns.split(",")
+    objects = [json.dumps(dict(zip(names, map(_number, row.split(",")), strict=True))) for row in rows]
+    times = DrawnTimes(1, 1.0, 0.5)
+
+    def check(drawn: tuple[str, bytes]) -> None:
+        ending, data = drawn
+        file = folder / f"trace{ending}"
+        file.write_bytes(data)
+        lengths = inputs.survives(lambda: read_lengths(file, 100, 2, times), ConfigError)
+        if lengths is not None:
+            turns = [turn for one in lengths.episodes for turn in one.turns]
+            assert all(turn.observation >= 1 and turn.response >= 1 for turn in turns)
+            assert all(0 <= turn.environment_seconds < float("inf") for turn in turns)
+            assert sorted(number for group in lengths.groups for number in group) == list(range(len(lengths.episodes)))
+        arrivals = inputs.survives(lambda: read_arrivals(file), ConfigError)
+        if arrivals is not None:
+            assert [row[0] for row in arrivals] == sorted(row[0] for row in arrivals)
+        tools = inputs.survives(lambda: read_tools(file), ConfigError)
+        if tools is not None:
+            assert 0 <= tools.draw("maths", 1) < float("inf")
+
+    whole = {".csv": "\n".join([columns, *rows]) + "\n", ".jsonl": "\n".join(objects) + "\n"}
+    kinds = [st.tuples(st.just(ending), inputs.damaged(text.encode())) for ending, text in whole.items()]
+    yield st.one_of(kinds), check
+
+
+def _number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word

@@ -41,13 +41,18 @@ NEEDS = {
     "a live run": "a run that goes on, in place of RUN or by default the newest",
     "a model": "a Hugging Face folder, in place of MODEL",
     "a config": "a TOML file of yours, in place of CONFIG",
+    "traces": "CSV, JSON lines or Parquet files of yours, in place of FILE",
     "a server": "a `vllm serve` with the plugin that is running",
     "a pool": "engines that share a KV pool, running",
     "an environment": "it installs into an environment of yours",
     "a GPU": "an NVIDIA GPU",
     "a cluster": "Kubernetes or Slurm",
 }
-PLACES = {"CONFIG": "examples/frozenlake.toml", "run.toml": "examples/frozenlake.toml"}
+PLACES = {
+    "CONFIG": "examples/frozenlake.toml",
+    "run.toml": "examples/frozenlake.toml",
+    "rows.toml": "examples/frozenlake.toml",
+}
 WRITTEN = {"guess.toml": "examples/frozenlake.toml"}  # a page has it; it lies in the checkout where commands run
 OPTIONS = {field.name for kind in (PluginOptions, FrontendOptions) for field in dataclasses.fields(kind)}
 

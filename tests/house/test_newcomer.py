@@ -54,3 +54,18 @@ def test_the_task_of_the_pages_is_trained_by_the_recipes_config_as_it_stands(tmp
     assert "completed" in type_in(tmp_path, "top", "latest", "--once")
     assert "trace.json" in type_in(tmp_path, "trace", "latest", "--out", "trace.json")
     assert (tmp_path / "runs" / "latest" / "model-final" / "config.json").is_file()
+
+
+def test_a_data_set_and_a_reward_function_of_ones_own_are_trained_on(tmp_path: Path) -> None:
+    page = (ROOT / "docs/recipes/data_set.md").read_text(encoding="utf-8")
+    for language, name in (("python", "grader.py"), ("toml", "rows.toml")):
+        (tmp_path / name).write_text(re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)[0])
+    rows = ({"question": f"What is {n} + 1?", "answer": n + 1} for n in range(60))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tiny = ["model.path=", "task.data.tokenizer=", "task.heldout_maps=5", "rollout.environments=64"]
+    said = type_in(tmp_path, "train", "rows.toml", *tiny, "run.steps=2", "evaluation.prompts=5")
+    assert "task.data: " in said
+    summary = json.loads(type_in(tmp_path, "report", "latest", "--json"))
+    assert summary["ledger"]["failed_by_cause"] == {}
+    assert summary["ledger"]["trained"] == 2 * 64
+    assert "What is" in type_in(tmp_path, "show", "latest", "--best")

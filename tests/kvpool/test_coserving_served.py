@@ -22,7 +22,7 @@ from orchestrator.cli import main  # noqa: E402
 from tests.support.waiting import wait_for  # noqa: E402
 from vllm_rlplugin import command_flags  # noqa: E402
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path  # noqa: E402
-from vllm_rlplugin.kvpool.engine.single_process import UNIPROC, single_process_executor  # noqa: E402
+from vllm_rlplugin.kvpool.engine.pool_processes import RANKED, UNIPROC, pool_executor  # noqa: E402
 from vllm_rlplugin.server.pool_metrics import PREFIX  # noqa: E402
 
 TOKEN = "the-token-of-these-tests-0123456789"
@@ -35,24 +35,34 @@ TOKENS = 40
 
 
 @pytest.mark.parametrize(
-    ("given", "on_cpu", "wanted"),
+    ("given", "ranks", "on_cpu", "wanted"),
     [
-        (None, True, UNIPROC),
-        ("uni", True, UNIPROC),
-        (None, False, None),
-        ("uni", False, "uni"),
-        (UNIPROC, True, UNIPROC),
+        (None, 1, True, UNIPROC),
+        ("uni", 1, True, UNIPROC),
+        (None, 1, False, None),
+        ("uni", 1, False, "uni"),
+        (UNIPROC, 1, True, UNIPROC),
+        (None, 2, True, RANKED),
+        ("mp", 2, False, RANKED),
     ],
 )
-def test_the_worker_of_an_engine_in_a_pool_is_in_its_schedulers_process(given: Any, on_cpu: bool, wanted: Any) -> None:
-    assert single_process_executor(given, on_cpu=on_cpu) == wanted
+def test_the_worker_of_an_engine_in_a_pool_is_in_its_schedulers_process_and_ranks_have_one_each(
+    given: Any, ranks: int, on_cpu: bool, wanted: Any
+) -> None:
+    assert pool_executor(given, ranks=ranks, on_cpu=on_cpu) == wanted
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("distributed_executor_backend", "mp"), ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)],
+    [
+        ("distributed_executor_backend", "mp"),
+        ("distributed_executor_backend", "ray"),
+        ("tensor_parallel_size", 16),
+        ("pipeline_parallel_size", 2),
+        ("nnodes", 2),
+    ],
 )
-def test_several_processes_for_an_engine_in_a_pool_are_refused_before_anything_starts(
+def test_processes_that_an_engine_in_a_pool_cannot_have_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     monkeypatch.setattr(command_flags, "activate", lambda kv_pool: pytest.fail("it was activated"))

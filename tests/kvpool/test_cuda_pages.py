@@ -28,7 +28,7 @@ from tests.support import fake_cuda
 from vllm_rlplugin.kvpool.ledger.page_ledger import PAGE_BYTES, PagePool, PoolError
 from vllm_rlplugin.kvpool.pages import page_keeper
 from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver, DeviceFull
-from vllm_rlplugin.kvpool.pages.cuda_pages import CreatedPages, CudaRange
+from vllm_rlplugin.kvpool.pages.cuda_pages import CreatedPages, CudaRange, Supply
 from vllm_rlplugin.kvpool.pages.dlpack import byte_tensor
 from vllm_rlplugin.kvpool.pages.page_backends import CudaBackend, HostBackend
 from vllm_rlplugin.kvpool.pages.page_keeper import KeeperGone, KeptPages
@@ -388,6 +388,39 @@ def test_pages_outlive_the_engine_that_made_the_pool_with_a_fake_driver(
         found = [ctypes.string_at(memory.address + at * PAGE, 4) for at in range(PAGES)]
         assert found.count(b"kv!!") == 1, "it is the same memory"
     pool.close()
+
+
+@pytest.mark.parametrize("supply", ["kept", "created"])
+def test_each_rank_of_an_engine_has_memory_of_its_own_and_a_keeper_of_its_own_with_a_fake_driver(
+    path: Path, driver: CudaDriver, library: Path, supply: Supply
+) -> None:
+    backends = [CudaBackend(PAGE, 0, supply, str(library)) for _ in range(2)]
+    first = backends[0].pool(path, 4, 2)
+    second = backends[1].pool(path, 4, 2, 1)
+    try:
+        assert [page_keeper.is_keeper_alive(pool) for pool in (first, second)] == [supply == "kept"] * 2
+        slot = first.join("serve", "serving")
+        second.attach(slot, first.view().tenants[0].generation, backends[1].device(second))
+        assert second.device == f"cuda {driver.uuid} {supply}"
+        memories = [
+            backend.range(pool, 4, "serving", scrub=False)
+            for backend, pool in zip(backends, (first, second), strict=True)
+        ]
+        pages = first.acquire(2)
+        for value, memory in enumerate(memories):
+            assert memory.map_pages(places(1, 3), pages)
+            ctypes.memset(memory.address + 3 * PAGE, 5 + value, PAGE)
+        assert [ctypes.string_at(memory.address + 3 * PAGE, 1) for memory in memories] == [b"\5", b"\6"]
+        memories[0].unmap_pages(places(1, 3))
+        with pytest.raises(PoolError, match="still mapped"):
+            first.release(pages)
+        memories[1].unmap_pages(places(1, 3))
+        first.release(pages)
+        with pytest.raises(ConfigError, match="rank 1 has its pages on"):
+            PagePool.open(path, 1).attach(slot, first.view().tenants[0].generation, "cuda another kept")
+    finally:
+        path.unlink()  # its keepers end
+        page_keeper.socket_path(path, 1).unlink(missing_ok=True)
 
 
 def keeper_of(path: Path) -> int:

@@ -429,13 +429,13 @@ def test_a_process_that_is_stopped_inside_the_ledger_costs_serving_milliseconds_
 class _Handle(ctypes.Structure):
     """``rlc_pool``, as far as the header."""
 
-    _fields_ = (("fd", ctypes.c_int), ("slot", ctypes.c_int), ("gen", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
-    _fields_ += (("header", ctypes.c_void_p),)
+    _fields_ = (("fd", ctypes.c_int), ("slot", ctypes.c_int), ("rank", ctypes.c_int), ("gen", ctypes.c_uint64))
+    _fields_ += (("bytes", ctypes.c_uint64), ("header", ctypes.c_void_p))
 
 
 _FREE = 8 + 4 + 4 + 8 * 8  # of the count of free pages in ``rlc_header``
 _HOLDER = _FREE + 8 + 8 * 8  # of who holds the lock
-_LOCK = _HOLDER + 4 + 64 + 4 + 8  # and of the mutex
+_LOCK = _HOLDER + 4 + 64 * native_pages.RANKS + 4 + 8 + 8  # and of the mutex
 
 
 # -- against a model ---------------------------------------------------------------------------------------------------

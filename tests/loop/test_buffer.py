@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ class Owner:
     def __init__(self, evicted: list[tuple[str, str, str]] | None = None) -> None:
         self.evicted = [] if evicted is None else evicted
         self.surplus: list[str] = []
+        self.gone: list[str] = []
         self.more = True
 
     def on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
@@ -34,6 +36,9 @@ class Owner:
         self.surplus += members
 
     def on_group(self, group_id: str, outcome: str) -> None: ...
+
+    def lost(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        return [trajectory.id for trajectory in trajectories if trajectory.id in self.gone]
 
     def may_have_more(self) -> bool:
         return self.more
@@ -291,6 +296,39 @@ def test_what_turned_stale_unseen_is_evicted_before_a_batch_is_formed() -> None:
         assert r.evicted == [("a-0", "evicted_stale", ""), ("a-1", "evicted_stale", "")]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("gone", "left"), [(["b-0"], ["a-0", "a-1", "b-1", "b-2"]), (["a-1"], ["b-0", "b-1", "b-2"])])
+def test_what_lost_its_tokens_ends_with_the_cause_and_a_batch_of_it_is_filled_up(
+    gone: list[str], left: list[str]
+) -> None:
+    """Before it is taken, or while the batch is collected: a group goes on without the member, or goes when one is left."""
+
+    async def run(early: bool) -> None:
+        r = Recorder(1)
+        owner = r.buffer.owner
+        assert isinstance(owner, Owner)
+        owner.gone = gone if early else []
+        filled(r, "a", 2)
+        batch = asyncio.ensure_future(r.buffer.get_batch(2, r.take))
+        await asyncio.sleep(0)
+        owner.gone = gone
+        filled(r, "b", 3)
+        await asyncio.sleep(0.01)
+        expected = [(gone[0], "failed", "reference_lost")]
+        if gone == ["a-1"]:
+            assert not batch.done()
+            filled(r, "c", 2)
+            left_now, expected = [*left, "c-0", "c-1"], [*expected, ("a-0", "filtered", "group_too_small")]
+        else:
+            left_now = left
+        async with asyncio.timeout(1.0):
+            assert [taken.trajectory.id for taken in await batch] == left_now
+        assert r.evicted == expected
+        assert r.buffer.scored == len(left_now)
+
+    asyncio.run(run(True))
+    asyncio.run(run(False))
 
 
 def test_a_group_with_redundant_members_is_complete_when_enough_are_scored_and_the_others_are_surplus() -> None:

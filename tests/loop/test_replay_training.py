@@ -76,6 +76,9 @@ class Recorder:
     async def save(self, folder: str) -> None:
         raise AssertionError
 
+    async def saved(self) -> None:
+        raise AssertionError
+
     async def load(self, folder: str) -> int:
         raise AssertionError
 

@@ -114,6 +114,30 @@ def test_weights_are_published_bit_for_bit(built: learner.Learner, tmp_path: Pat
     rl.close()
 
 
+class Converter:
+    """A stand-in for Megatron-Bridge's ``AutoBridge``, by its public interface."""
+
+    def export_hf_weights(self, model: list[Any], cpu: bool = False, show_progress: bool = True) -> Any:
+        yield "language_model.scale", torch.full((3, 2), 2.5)
+        yield from hf_bridge.export_hf(model)
+
+
+def test_weights_are_published_as_a_converter_names_them(built: learner.Learner, tmp_path: Path) -> None:
+    relay = RELAY | {"job": "converted"}
+    (tmp_path / "relay.json").write_text(json.dumps(relay))
+    args = parse("--rl-weight-relay", str(tmp_path / "relay.json"))
+    rl = wrap(built.chunks, built.optimizer, args, converter=Converter())
+    rl.publish(1)
+    subscriber = Subscriber(RelayEndpoint.from_dict(relay))
+    fetched = {key.tensor: bytes(data) for key, data in subscriber.fetch(subscriber.manifest(1))}
+    subscriber.close()
+    rl.close()
+    assert fetched.pop("language_model.scale") == np.full(6, 2.5, dtype=np.float32).tobytes()
+    assert fetched == {name: value.numpy().tobytes() for name, value in hf_bridge.export_hf(built.chunks)}
+    with pytest.raises(ConfigError, match=r"^converter = 'object': must have export_hf_weights"):
+        wrap(built.chunks, built.optimizer, args, converter=object())
+
+
 def test_interleaved_stages_get_an_iterator_each_and_whole_rounds(
     built: learner.Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,8 +213,8 @@ def test_what_cannot_be_computed_is_refused_by_name(folder: Path, changes: dict[
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"decoder_sparse_step": 2}, "model.decoder_sparse_step"),
-        ({"mlp_only_layers": [1]}, "model.mlp_only_layers"),
+        ({"mlp_only_layers": [3]}, "model.mlp_only_layers"),
+        ({"mlp_only_layers": [0, 1, 2]}, "model.num_hidden_layers"),
         ({"num_experts": None}, "model.num_experts"),
         ({"num_experts_per_tok": 6}, "model.num_experts_per_tok"),
     ],
@@ -251,10 +251,10 @@ def test_the_scaled_rope_of_llama_3_agrees_with_transformers_in_fp32(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"rope_type": "linear"}, "model.rope_type"),
+        ({"rope_type": "yarn"}, "model.rope_type"),
         ({"factor": None}, "model.rope_parameters.factor"),
-        ({"high_freq_factor": 8.0}, "model.rope_parameters.high_freq_factor"),
-        ({"original_max_position_embeddings": 4096}, "model.rope_parameters.original_max_position_embeddings"),
+        ({"high_freq_factor": 1.0}, "model.rope_parameters.high_freq_factor"),
+        ({"original_max_position_embeddings": None}, "model.rope_parameters.original_max_position_embeddings"),
         ({"partial_rotary_factor": 0.5}, "model.partial_rotary_factor"),
     ],
 )
@@ -275,7 +275,7 @@ def test_an_old_llama_folder_is_read_with_the_defaults_of_its_family(tmp_path: P
         del config[name]
     (folder / "config.json").write_text(json.dumps(config))
     assert model.read_shape(folder) == expected
-    assert (expected.num_key_value_heads, expected.head_dim, expected.rope_theta) == (6, 8, 10000.0)
+    assert (expected.num_key_value_heads, expected.head_dim, expected.rope.theta) == (6, 8, 10000.0)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, folder: Path) -> None:

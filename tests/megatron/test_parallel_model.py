@@ -19,9 +19,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
-from safetensors.torch import load_file  # noqa: E402
-
 from megatron_rlplugin import tiny_model  # noqa: E402
+from tests.support.family_models import file_tensors, gradients_of, write_family  # noqa: E402
 from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
@@ -100,7 +99,7 @@ def run(name, folder, layout):
     optimizer.prepare_grads()
     held = [
         {"name": p.name, "dim": p.dim, "start": p.start, "stop": p.stop, "holder": p.holder, "shape": p.shape,
-         "replicated": p.replicated, "gradient": p.cut_from(p.parameter.main_grad)}
+         "replicated": p.replicated, "gradient": None if p.keeps_dtype else p.cut_from(p.parameter.main_grad)}
         for p in places.tensor_pieces(chunks)
     ]
     torch.save({
@@ -138,22 +137,11 @@ def make_folders(path: Path) -> dict[str, str]:
 
 def by_transformers(folder: str) -> tuple[Any, dict[str, Any]]:
     """Logits [BATCH, LENGTH, vocabulary] and the gradient of the mean cross-entropy, by Hugging Face name."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokens = torch.randint(60, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     logits = theirs(tokens[:, :-1]).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    gradients = {}
-    for name, parameter in theirs.named_parameters():
-        at = name.removesuffix("gate_up_proj").removesuffix("down_proj")
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(parameter.grad):
-                for part, value in zip(("gate", "up"), both.chunk(2), strict=True):
-                    gradients[f"{at}{expert}.{part}_proj.weight"] = value
-        elif name.endswith("experts.down_proj"):
-            gradients |= {f"{at}{expert}.down_proj.weight": value for expert, value in enumerate(parameter.grad)}
-        else:
-            gradients[name] = parameter.grad
-    return logits.detach(), gradients
+    return logits.detach(), gradients_of(theirs)
 
 
 def run_ranks(world: int, cases: list[tuple[str, str, dict[str, Any]]], out: Path, beside: Path | None = None) -> None:
@@ -180,7 +168,7 @@ def run_ranks(world: int, cases: list[tuple[str, str, dict[str, Any]]], out: Pat
 def check(folder: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
     """Against transformers and the files: logits, exported weights, gradients of all pieces, who holds what."""
     logits, gradients = by_transformers(folder)
-    files = load_file(Path(folder) / "model.safetensors")
+    files = file_tensors(Path(folder))
     last = sorted((r for r in ranks if r["logits"] is not None), key=lambda r: (r["data"], r["tensor"]))
     replicas = [[r["logits"] for r in last if r["data"] == index] for index in sorted({r["data"] for r in last})]
     got = torch.cat([torch.cat(parts, -1) for parts in replicas])
@@ -193,6 +181,11 @@ def check(folder: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
         assert rank["weights"].keys() == files.keys()
         assert all(torch.equal(rank["weights"][name], value) for name, value in files.items())
         for piece in rank["pieces"]:
+            held = (piece["name"], piece["start"], piece["stop"])
+            holders.setdefault(held, []).append(tuple(piece["holder"]))
+            assert (piece["holder"][1] > 1) == bool(piece["replicated"])
+            if piece["gradient"] is None:  # a router's bias
+                continue
             whole = gradients[piece["name"]]
             assert piece["shape"] == tuple(whole.shape)
             start, stop = piece["start"], piece["stop"]
@@ -200,8 +193,6 @@ def check(folder: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
             assert expected.shape == piece["gradient"].shape
             gap = float((piece["gradient"] - expected).abs().max() / whole.abs().max())
             worst["gradient"] = max(worst["gradient"], gap)
-            holders.setdefault((piece["name"], start, stop), []).append(tuple(piece["holder"]))
-            assert (piece["holder"][1] > 1) == bool(piece["replicated"])
     for name, shape in ((name, value.shape) for name, value in files.items()):
         parts = sorted((start, stop) for part, start, stop in holders if part == name)
         assert parts[0][0] == 0
@@ -227,6 +218,18 @@ MIXTURES = [
     ("expert-moe", "moe", {"expert": 2}),
     ("data-moe", "moe-unscaled", {}),
 ]
+FAMILIES = [  # beyond those above; the folders are transformers'
+    ("tensor-gemma3", "gemma3", {"tensor": 2, "sequence": True}),
+    ("pipeline-gemma3", "gemma3", {"pipeline": 2}),
+    ("tensor-mistral", "mistral-window", {"tensor": 2}),
+    ("tensor-glm", "glm", {"tensor": 2, "sequence": True}),
+    ("tensor-qwen2-moe", "qwen2-moe", {"tensor": 2, "sequence": True}),
+    ("expert-deepseek", "deepseek-v3", {"expert": 2}),
+    ("pipeline-deepseek", "deepseek-v3", {"pipeline": 2}),
+    ("expert-gpt-oss", "gpt-oss", {"expert": 2}),
+    ("pipeline-gpt-oss", "gpt-oss", {"pipeline": 2}),
+    ("virtual-qwen3-moe-dense", "qwen3-moe-dense", {"pipeline": 2, "virtual": 2}),
+]
 FOUR = [
     ("tensor-pipeline-qwen3", "qwen3", {"tensor": 2, "pipeline": 2}),
     ("tensor-pipeline-qwen2-tied", "qwen2-tied", {"tensor": 2, "pipeline": 2, "sequence": True}),
@@ -241,8 +244,10 @@ OTHER = [DENSE[2], DENSE[3], DENSE[6], MIXTURES[0], MIXTURES[2]]
     [
         pytest.param("", 2, DENSE, id="dense"),
         pytest.param("", 2, MIXTURES, id="mixtures"),
+        pytest.param("", 2, FAMILIES, id="families"),
         pytest.param("", 4, FOUR, id="four-ranks", marks=pytest.mark.long),
         pytest.param("0.19.2", 2, OTHER, id="0.19.2"),
+        pytest.param("0.19.2", 2, FAMILIES, id="families-0.19.2", marks=pytest.mark.long),
     ],
 )
 def test_every_layout_computes_what_transformers_computes(
@@ -252,6 +257,8 @@ def test_every_layout_computes_what_transformers_computes(
     if beside is not None and not beside.is_dir():
         pytest.skip(f"Megatron-Core {version} is not beside the installed one; `make venv` unpacks it")
     folders = make_folders(tmp_path)
+    for family in {family for _, family, _ in cases} - folders.keys():
+        folders[family] = str(write_family(tmp_path / family, family))
     run_ranks(world, [(name, folders[family], options) for name, family, options in cases], tmp_path, beside)
     report = {}
     for name, family, _ in cases:

@@ -98,6 +98,7 @@ def test_the_reference_is_the_same_after_a_resume(folder: str, tmp_path: Path) -
     for step in range(2):
         run(first.train_step(make_batch(step)))
     run(first.save(str(tmp_path)))
+    run(first.saved())
     second = make_trainer(folder, settings=settings)
     run(second.load(str(tmp_path)))
     batch = make_batch(2)

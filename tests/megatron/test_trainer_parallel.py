@@ -6,6 +6,7 @@ A pair of processes plays the scenarios of every run, another one those of the l
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -15,11 +16,14 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import parallel_layout  # noqa: E402
+from megatron_rlplugin.trainer.replicas import Dealer  # noqa: E402
 from orchestrator.api import ConfigError, RetryableError  # noqa: E402
 from orchestrator.config import Config  # noqa: E402
 from orchestrator.runtime.engine_actors import RayTrainer  # noqa: E402
@@ -80,6 +84,13 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ep nothing finite": (EP, {"mixture": True, "spoil": 7}),
     "tp of a mixture": (TP, {"mixture": True}),
     "pp of a mixture": (PP, {"mixture": True}),
+    "dp part": ({**DP, **STREAM}, {"feeds": [1, 2], "units": [1], "lends": True}),
+    "dp part, whole": ({**DP, **STREAM}, {"feeds": [1, 2], "units": [1]}),
+    "dp kl sharded part": ({**DP, **KL, **SHARDED, "stream": True}, {"feeds": [2, 1], "units": [0], "lends": True}),
+    "dp kl sharded part, whole": ({**DP, **KL, **SHARDED, "stream": True}, {"feeds": [2, 1], "units": [0]}),
+    "dp ppo part": ({**DP, **PPO, **STREAM}, {"feeds": [1, 1], "units": [0], "lends": True}),
+    "dp ppo part, whole": ({**DP, **PPO, **STREAM}, {"feeds": [1, 1], "units": [0]}),
+    "dp no such part": ({**DP, **STREAM}, {"feeds": [1], "units": [2], "lends": True}),
     "dp wrong world": ({**DP, **TP}, {}),
 }
 
@@ -111,6 +122,7 @@ class Ranks:
         one = {**dict.fromkeys(sizes, 1), "megatron": {}}
         scenario = self.scenario(name, "alone")
         scenario["settings"] |= one
+        scenario |= {"units": None, "lends": False}
         same = json.dumps({**scenario, "folder": ""}, sort_keys=True)
         if same not in self._alone:
             self._alone[same] = play(scenario, 0, 1, "")
@@ -151,7 +163,8 @@ def tiers(names: Iterable[str]) -> list[ParameterSet | str]:
     return [pytest.param(name, marks=pytest.mark.long) if is_long(name) else name for name in names]
 
 
-TRAINED = tiers(name for name in SCENARIOS if name != "dp wrong world")
+REFUSED = ("dp wrong world", "dp no such part")
+TRAINED = tiers(name for name in SCENARIOS if name not in REFUSED)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -205,6 +218,24 @@ def test_a_stream_over_two_ranks_ends_with_the_bits_of_the_whole_batch(name: str
     for streamed, whole in zip(ranks.pair(name), ranks.pair(STREAMED[name]), strict=True):
         assert all(metrics["fed"] > 0 for metrics in streamed["metrics"])
         assert streamed["state"] == whole["state"]
+
+
+@pytest.mark.parametrize("name", ["dp part", "dp kl sharded part", "dp ppo part"])
+def test_a_part_of_the_replicas_that_streams_ends_with_the_bits_of_the_whole_trainer(name: str, ranks: Ranks) -> None:
+    for part, whole in zip(ranks.pair(name), ranks.pair(f"{name}, whole"), strict=True):
+        assert "error" not in part, part["error"]
+        assert all(metrics["fed"] > 0 for metrics in part["metrics"])
+        assert all(metrics["stream_restarts"] == 0 for metrics in part["metrics"] if "stream_restarts" in metrics)
+        assert (part["state"], part["weights"]) == (whole["state"], whole["weights"])
+
+
+def test_what_a_part_streams_is_computed_by_it(ranks: Ranks) -> None:
+    assert ranks.pair("dp part")[0]["weights"] != ranks.pair("dp stream")[0]["weights"], "sums in another order"
+
+
+def test_a_part_that_is_none_of_the_trainers_is_refused(ranks: Ranks) -> None:
+    for answer in ranks.pair("dp no such part"):
+        assert answer["error"].startswith("ConfigError: replicas = 2: there are 2, from 0")
 
 
 RESTORED = {
@@ -269,3 +300,34 @@ def test_two_ray_actors_train_as_one_and_a_dead_one_is_named(ranks: Ranks) -> No
     for one, other in zip(expected["metrics"], found, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5 if one is expected["metrics"][0] else 2e-3)
         assert other["stream_fed"] == one["fed"] > 0
+
+
+@given(
+    replicas=st.sampled_from([1, 2, 4, 6]),
+    together=st.sampled_from([1, 2]),
+    in_step=st.booleans(),
+    feeds=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=6),
+    rest=st.integers(0, 9),
+)
+def test_every_micro_batch_is_dealt_once_to_a_replica_that_computes_and_those_in_step_run_as_many(
+    replicas: int, together: int, in_step: bool, feeds: list[tuple[int, int]], rest: int
+) -> None:
+    if replicas % together:
+        return
+    dealers = [Dealer(index, replicas, in_step=in_step) for index in range(replicas)]
+    done: list[list[int]] = [[] for _ in dealers]
+    number = 0
+    for part, count in [*feeds, (-1, rest)]:
+        last = part < 0
+        first = part % (replicas // together) * together
+        among = tuple(range(replicas)) if last else tuple(range(first, first + together))
+        plans = [[number + index] for index in range(count)]
+        number += count
+        shares = [dealer.deal_micro_batches(plans, last=last, among=among)[1] for dealer in dealers]
+        for index, own in enumerate(shares):
+            assert not own or index in among
+            done[index] += [share.members[0] for share in own if not share.idle]
+        if in_step:
+            for start in range(0, replicas, together):
+                assert len({len(own) for own in shares[start : start + together]}) == 1
+    assert sorted(itertools.chain.from_iterable(done)) == list(range(number))

@@ -14,7 +14,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megatron_rlplugin.weights.changed_weights import WeightChange, _changed, _followed_by  # noqa: E402
-from megatron_rlplugin.weights.weight_export import own_parts  # noqa: E402
+from megatron_rlplugin.weights.weight_export import converted_shards, own_parts  # noqa: E402
 from orchestrator.api import ConfigError, ShardKey  # noqa: E402
 from scripts.bench.probes.megatron import export_probe  # noqa: E402
 from tests.support.forked_ranks import first_of_ranks  # noqa: E402
@@ -149,3 +149,40 @@ def test_two_changes_in_one_are_both_whatever_the_bits(rows: list[tuple[int, ...
     shard = first.clone()
     both.apply(shard)
     assert torch.equal(shard.view(torch.int16), third.view(torch.int16))
+
+
+class Converter:
+    """A stand-in for Megatron-Bridge's ``AutoBridge``, by its public interface; the real one was never run."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors, self.given = tensors, 0
+
+    def export_hf_weights(self, model: Any, cpu: bool = False, show_progress: bool = True) -> Any:
+        assert isinstance(model, list)
+        assert not show_progress
+        for item in self.tensors.items():
+            self.given += 1
+            yield item
+
+
+@given(
+    rows=st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    ranks=st.integers(1, 4),
+    bucket_bytes=st.integers(1, 400),
+)
+def test_a_converters_tensors_are_exported_once_whoever_asks(rows: list[int], ranks: int, bucket_bytes: int) -> None:
+    tensors = {f"t{i}": torch.arange(3.0 * count).view(count, 3) for i, count in enumerate(rows)} | {
+        "s": torch.ones(())
+    }
+    found = {name: torch.full_like(value, torch.nan) for name, value in tensors.items()}
+    for rank in range(ranks):
+        converter, filled = Converter(tensors), {}
+        for key, value in converted_shards(converter, ["chunk"], rank, ranks, bucket_bytes=bucket_bytes):
+            assert key.global_shape == tuple(tensors[key.tensor].shape)
+            part = found[key.tensor] if key.dim < 0 else found[key.tensor][key.start : key.stop]
+            assert torch.isnan(part).all(), "sent twice"
+            part.copy_(value)
+            filled[key.bucket] = filled.get(key.bucket, 0) + value.nbytes
+        assert converter.given == len(tensors), "every rank takes every tensor: gathering is collective"
+        assert max(filled.values(), default=0) <= max(bucket_bytes, 12)
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())

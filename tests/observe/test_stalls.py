@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from orchestrator.api import Completion, CompletionTiming, GenerationRequest, Kv
 from orchestrator.api import http as wire
 from orchestrator.api.jsontext import PIECE
 from orchestrator.borrowing.http_worker import HttpWorker
+from orchestrator.transfer.turns import decode_turns
 from scripts.bench.micro.stalls import StallWatch
 from tests.support.vllm_twin import TOKEN, TwinAsyncLLM, TwinServer, translate
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
@@ -117,11 +117,12 @@ def test_a_client_sends_no_more_prompt_tokens_in_a_call_than_the_servers_loop_be
     async def scenario() -> None:
         worker = HttpWorker("http://127.0.0.1:9", TOKEN, "http")
 
-        async def post(path: str, body: dict[str, list[dict[str, list[int]]]]) -> dict[str, int]:
-            sent.append(sum(len(item["token_ids"]) for item in json.loads(json.dumps(body))["requests"]))
-            return {}
+        async def send(message: bytes) -> list[str]:
+            turns = decode_turns(message).turns
+            sent.append(sum(len(turn.request.token_ids) for turn in turns))
+            return [turn.digest.hex() for turn in turns]
 
-        monkeypatch.setattr(worker, "_post", post)
+        monkeypatch.setattr(worker._contexts, "_send", send)
         await worker.add([GenerationRequest(f"r{i}", f"t{i}", 0, (1,) * 2000, Sampling(1), "t") for i in range(100)])
 
     asyncio.run(scenario())

@@ -270,3 +270,14 @@ def test_the_command_says_what_a_config_lacks_and_ends_with_1(tmp_path: Path) ->
     assert answer["ok"] is False
     assert extras["fix"] == "pip install 'rl-coserve[wandb,reasoning-gym]'"
     assert all(set(check) == {"name", "status", "detail", "fix", "seconds"} for check in answer["checks"])
+
+
+def test_the_doctor_takes_a_config_and_values_over_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from orchestrator.cli import main
+    from orchestrator.ops import doctor
+
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    assert main(["doctor", str(Path(__file__).parents[2] / "examples/frozenlake.toml"), "relay.kind=fsspec"]) == 0
+    assert "fsspec: a folder of the run" in capsys.readouterr().out

@@ -332,6 +332,18 @@ def test_a_simulated_run_follows_the_planner_and_accounts_for_every_trajectory(
     assert asked[0]["cost"] == pytest.approx(changes[0]["seconds"], abs=1e-5), "and what it did cost is charged"
 
 
+def test_preemptions_for_those_that_outrank_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Outranking(PressedWorker):
+        async def stats(self) -> WorkerStats:
+            stats = await super().stats()
+            return replace(stats, outranked=stats.preemptions)
+
+    monkeypatch.setattr(sim_cutting, "ResizableSimWorker", Outranking)
+    result = sim_run.simulate(planned(calm_steps=4))
+    assert {plan["preemptions"] for plan in events_of(result, "plan")} == {0}
+    assert not events_of(result, "reshape")
+
+
 def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_path: Path) -> None:
     """The proxy is a stand-in: what is told is how long requests took."""
 

@@ -77,6 +77,21 @@ def test_a_series_of_rounds_is_replayed_as_the_rule_says() -> None:
     assert tps(SERIES) == [1, 2, 2, 4, 4, 8, 8, 8, 8, 8, 4, 8, 8, 8, 8, 4]
 
 
+def test_rounds_are_compared_with_the_last_one_of_their_kind() -> None:
+    made, changes = planner(), 0
+    for _ in range(6):
+        for count, kind in ((179, "short"),) * 4 + ((100, "long"),):
+            plan = made.plan_next_step(replace(LOAD, preemptions=count, kind=kind))
+            changes += plan.changes
+    assert changes == 0, "a short round after a long one is no rise"
+
+
+def test_a_preemption_or_two_are_no_rise_of_a_large_round() -> None:
+    made, load = planner(), replace(LOAD, lengths=[400] * 1024)
+    assert [made.plan_next_step(replace(load, preemptions=count)).changes for count in (0, 1, 40)] == [False] * 3
+    assert made.plan_next_step(replace(load, preemptions=92)).changes, "52 more, 5 % of 1,024 responses are 51"
+
+
 def test_after_halving_the_zeros_are_counted_anew() -> None:
     assert tps([9, 10, 0, 0, 0, 0, 0, 0, 0, 0]) == [1, 2, 2, 2, 2, 1, 1, 1, 1, 1]
     start = planner()

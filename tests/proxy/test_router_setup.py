@@ -9,11 +9,66 @@ import pytest
 from orchestrator.api import ConfigError, GenerationRequest
 from orchestrator.config import load_config
 from orchestrator.config.rollout_keys import RoutingSection
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile, EngineShape, ProfilePoint
 from orchestrator.proxy import router_setup
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWorker
 
 NAMES = ("vllm-0", "vllm-1", "http://127.0.0.1:1")
+
+
+def resolved(
+    *overrides: str, borrows: bool = True, profile: EngineProfile | None = None
+) -> tuple[int | None, int | None]:
+    settings = load_config(None, ["rollout.workers=2", "rollout.engine.max_num_seqs=64", *overrides]).rollout
+    routing = router_setup.with_caps(settings, borrows, profile)
+    return routing.cap, routing.served_cap
+
+
+def test_dedicated_engines_are_filled_first_wherever_others_are_borrowed() -> None:
+    assert resolved() == (16, 16), "ROSE, appendix A"
+    assert resolved("rollout.engine.tensor_parallel_size=2") == (32, 16), "a device"
+    assert resolved("rollout.engine.max_num_seqs=8") == (8, 16), (
+        "what an engine does not compute at once waits for nothing there"
+    )
+    assert resolved(borrows=False) == resolved('rollout.routing.policy="round-robin"', borrows=False) == (0, 0)
+    assert resolved("rollout.routing.cap=0", "rollout.routing.served_cap=4") == (0, 4), "what the config says counts"
+    placed = ("rollout.prediction.enabled=true", "rollout.placement.enabled=true")
+    assert resolved(*placed) == (0, 0), "placement says where a trajectory goes"
+
+    routing = router_setup.with_caps(load_config(None, ["rollout.workers=2"]).rollout, True)
+    router = router_setup.planned_router(routing, NAMES, ("", "", ""), (False, False, True))
+    for worker in range(3):
+        router.open_worker(worker)
+    for number in range(33):
+        router.queue_turn(f"{number}", f"{number}", "maths")
+    granted = [router.grant_turn() for _ in range(33)]
+    assert [one and one[1] for one in granted].count(2) == 1
+    assert granted[-1] == ("32", 2), "the first turn that dedicated ones have no room for"
+
+
+def profile_of(step: float, a_sequence: float, kv_tokens: int = 1 << 20) -> EngineProfile:
+    points = [
+        ProfilePoint("decode", EngineLayout(), batch, tokens, step + a_sequence * batch)
+        for batch in (1, 2, 4, 8, 16, 32, 64)
+        for tokens in (64, 1024)
+    ]
+    return EngineProfile(points, [EngineShape(EngineLayout(), 1.0, kv_tokens, 1, 1.0)])
+
+
+def test_the_cap_is_where_throughput_stops_growing() -> None:
+    assert resolved(profile=profile_of(1.0, 0.0)) == (64, 16), "a free batch: all that was measured"
+    assert resolved(profile=profile_of(0.0, 1.0)) == (1, 16), "one by one"
+    assert resolved(profile=profile_of(1.0, 0.5)) == (16, 16), "16 make 1.78 tokens a second, 64 make 1.94"
+    longest = load_config(None, []).rollout.longest_context
+    assert resolved(profile=profile_of(1.0, 0.0, kv_tokens=3 * longest)) == (3, 16), "room for three whole contexts"
+    assert resolved(profile=profile_of(1.0, 0.5), borrows=False) == (16, 0)
+    with pytest.raises(ConfigError, match="lacks the run's engines of 2 devices"):
+        resolved("rollout.engine.tensor_parallel_size=2", profile=profile_of(1.0, 0.5))
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        resolved("rollout.routing.cap=3", 'rollout.routing.profile="p.json"')
+    with pytest.raises(ConfigError, match="must be at least 0"):
+        resolved("rollout.routing.cap=-1")
 
 
 def test_class_cap_and_tier_of_each_worker() -> None:

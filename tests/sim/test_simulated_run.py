@@ -185,11 +185,11 @@ def test_every_trajectory_is_accounted_for_in_seeded_fault_runs(seeds: range) ->
     assert not wrong, "\n".join(wrong[:20])
     assert started > 20 * len(seeds)
     assert lives > len(seeds), "nothing was ever killed and resumed"
-    for kind in ("crash", "delay", "drop", "duplicate", "cancel"):
+    for kind in ("crash", "delay", "drop", "duplicate", "cancel", "lose"):
         assert sum(count for name, count in kinds.items() if name.startswith(f"{kind} ")) > len(seeds) / 4, kind
 
 
-@pytest.mark.parametrize("kind", ["crash", "delay", "drop", "duplicate", "cancel"])
+@pytest.mark.parametrize("kind", ["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"])
 def test_each_kind_of_fault_alone_is_survived(kind: str) -> None:
     for seed in range(4):
         result = simulate(config("sim.fault_rate=0.1", f'sim.faults=["{kind}"]', f"run.seed={seed}"))
@@ -199,6 +199,10 @@ def test_each_kind_of_fault_alone_is_survived(kind: str) -> None:
         logged = [event for event in events if event["kind"] == "injected"]
         assert len(logged) == sum(result.injected.values()) or result.lives > 1
         assert all(event["what"] == kind and event["where"] and event["t"] >= 0 for event in logged)
+        if kind == "lose":  # no more and no less than those whose shards were lost
+            assert result.ledger["failed_by_cause"]["reference_lost"] == result.injected["lose shard"]
+        resent = [event for event in events if event["kind"] == "contexts_resent"]
+        assert bool(resent) is (kind in ("evict", "damage")), kind
 
 
 # -- mutations: each must be caught ------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_worker_contract(check: Callable[[Rig], Awaitable[None]], wrapped: bool,
             return version
 
         port: ManagedWorker = FaultyWorker(worker, _idle_faults(settings)) if wrapped else worker
-        await check(Rig(port, publish, quiet=600.0, limit=3600.0))
+        await check(Rig(port, publish, quiet=600.0, limit=3600.0, evict=worker.held.clear))
         await worker.close()
 
     run(main(), seed=seed, shuffle=seed > 0)

@@ -303,6 +303,9 @@ class TwinTrainer:
     async def save(self, folder: str) -> None:
         raise NotImplementedError
 
+    async def saved(self) -> None:
+        raise NotImplementedError
+
     async def load(self, folder: str) -> int:
         raise NotImplementedError
 

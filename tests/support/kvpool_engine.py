@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from vllm_rlplugin.kvpool.engine.pool_processes import pool_executor
 from vllm_rlplugin.kvpool.serving import mps_client
 from vllm_rlplugin.options import PluginOptions, engine_arguments
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
@@ -38,6 +39,8 @@ def main() -> None:
 
         force()
         settings["distributed_executor_backend"] = LateExecutor
+    if (ranks := settings.get("tensor_parallel_size", 1)) > 1 and plugin.get("kv_pool"):
+        settings["distributed_executor_backend"] = pool_executor(None, ranks=ranks, on_cpu=True)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import tokens_input

@@ -74,6 +74,7 @@ class TwinAsyncLLM:
         self.hold.set()
         self.generated = self.orders = self.steps = 0
         self.calls: list[str] = []
+        self.prompt: Any = None  # of the last request
         self.asleep = False  # deactivated
         self.pages, self.back = True, ""  # whether there are any for it; what is wrong with weights that come back
         self.room = True  # on the device, for its weights
@@ -136,6 +137,7 @@ class TwinAsyncLLM:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int, session_id: str
     ) -> AsyncGenerator[Any, None]:
+        self.prompt = prompt["tokens"]
         if prompt["tokens"][0] == 63:
             raise ValueError("the twin does not like token 63")
         request = TwinRequest(request_id, session_id, priority, self.orders, sampling_params.max_tokens)

@@ -24,6 +24,8 @@ from orchestrator.api import (
     RetryableError,
     RolloutWorker,
     Sampling,
+    SessionWorker,
+    TokenSequence,
     UpdateResult,
 )
 
@@ -33,7 +35,8 @@ _ROUNDING = 1e-5  # seconds: workers may round their times
 
 @dataclass
 class Rig:
-    """``publish`` makes the next version available to the worker and returns it. ``quiet`` is how long nothing must come
+    """``publish`` makes the next version available to the worker and returns it; ``evict`` lets it lose the contexts that it
+    remembers, where it does. ``quiet`` is how long nothing must come
     for the worker to count as done. ``limit``: seconds that any wait may take. The worker runs less than a quarter of
     ``many`` requests at once, and its model is shorter than ``too_long`` tokens."""
 
@@ -46,6 +49,7 @@ class Rig:
     too_long: int = 1024  # tokens
     quiet: float = 0.5
     limit: float = 60.0
+    evict: Callable[[], None] = lambda: None
 
     def requests(
         self, number: int, max_tokens: int = 0, *, priority: int = 0, group: str = "", trajectory: str = ""
@@ -186,6 +190,28 @@ async def a_prompt_that_does_not_fit_ends_in_an_error(rig: Rig) -> None:
     refused = done[bad.request_id]
     assert (refused.finish_reason, refused.token_ids) == ("error", ())
     assert refused.error
+
+
+async def a_turn_goes_on_from_the_context_before_it_whatever_became_of_that(rig: Rig) -> None:
+    """Remembered, lost, or given up: the request has the whole of it, as its length shows."""
+    (request,) = rig.requests(1)
+    context, session = TokenSequence(rig.prompt), rig.worker if isinstance(rig.worker, SessionWorker) else None
+    for turn, lost in enumerate((False, False, True, False)):
+        if lost:
+            rig.evict()
+        sent = replace(request, request_id=f"{request.trajectory_id}/{turn}", turn=turn, token_ids=context)
+        await rig.worker.add([sent])
+        ((_, completion),) = (await rig.collect(1)).items()
+        well_formed([completion])
+        assert completion.finish_reason in ("stop", "length"), completion.error
+        context = context + completion.token_ids + rig.prompt
+    long = context + [rig.prompt[index % len(rig.prompt)] for index in range(rig.too_long - len(context))]
+    await rig.worker.add([replace(request, request_id=f"{request.trajectory_id}/long", turn=4, token_ids=long)])
+    ((_, completion),) = (await rig.collect(1)).items()
+    assert (completion.finish_reason, completion.token_ids) == ("error", ())
+    if session is not None:
+        session.forget(request.trajectory_id)
+        session.take_resent()
 
 
 async def priority_can_be_raised_and_lowered_while_a_request_waits(rig: Rig) -> None:
@@ -386,6 +412,7 @@ CHECKS: tuple[Callable[[Rig], Awaitable[None]], ...] = (
     trajectories_and_groups_are_aborted_whole_and_nothing_else,
     no_token_of_an_aborted_request_is_made_after_the_answer,
     a_prompt_that_does_not_fit_ends_in_an_error,
+    a_turn_goes_on_from_the_context_before_it_whatever_became_of_that,
     priority_can_be_raised_and_lowered_while_a_request_waits,
     times_of_a_completion_add_up,
     requests_added_while_suspended_start_after_resume,

@@ -135,7 +135,7 @@ class KvMover:
         started = time.monotonic()
         have = moved = size = 0
         why = carrier = ""
-        tokens = np.array(move.token_ids, np.uint32)
+        tokens = np.array(move.token_ids[:], np.uint32)
         try:
             asked = _checked(await self._command("kv_ask", {"tokens": tokens.tobytes()}))
             have, size = int(asked["first"]), int(asked["block_size"])

@@ -25,6 +25,7 @@ from fastapi.responses import JSONResponse
 import vllm_rlplugin
 from orchestrator.api import CommandError, ConfigError, KvMove, KvMoved, RetryableError
 from orchestrator.api import http as wire
+from orchestrator.transfer.turns import HeldContexts, decode_turns, encode_completions
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
 from vllm_rlplugin.kvpool.engine.idle_upkeep import PoolUpkeep
@@ -59,6 +60,7 @@ class ControlContext:
         # One for all engines of the device.
         self.lease = LeaseKeeper(LeaseBook(str(facts["instance"]), None if pool is None else lease_path(pool)), worker)
         self.outbox = Outbox(worker)
+        self.contexts = HeldContexts()
         self.mover: KvMover | None = None  # where KV moves
         self.facts = facts  # for /rl/status: what does not change while the server runs
         self.pool: PoolUpkeep | None = None  # where the KV cache is in a pool
@@ -102,6 +104,18 @@ async def add(request: Request, body: request_bodies.AddBody) -> JSONResponse:
     return JSONResponse({"accepted": len(body.requests)})
 
 
+@router.post(wire.TURNS)
+async def turns(request: Request) -> JSONResponse:
+    """Enqueue turns of which only what is new comes: see :mod:`orchestrator.transfer.turns`. Answers for each with the digest
+    of its context, or "" where this server lacks what it goes on from, which is sent whole then. One that this model cannot
+    take ends in a completion with the finish reason ``error``."""
+    message = decode_turns(await request.body())
+    async with _used(request) as worker:
+        requests, digests = _control(request).contexts.take(message)
+        await worker.add(requests)
+    return JSONResponse({"contexts": digests})
+
+
 @router.post(wire.ABORT)
 async def abort(request: Request, body: request_bodies.AbortBody) -> JSONResponse:
     """Cancel by id, trajectory or group, or all. 404 when nothing of what is named was ever added."""
@@ -133,6 +147,8 @@ async def completions(
 ) -> Response:
     """The next batch of completions, waited for; kept until a later call acknowledges its sequence number."""
     number, batch = await _control(request).outbox.next_batch(acknowledged, timeout)
+    if request.headers.get("accept") == wire.TURNS_TYPE:
+        return Response(encode_completions(number, batch), media_type=wire.TURNS_TYPE)
     return Response(await encode_batch(number, batch), media_type="application/json")
 
 
@@ -241,6 +257,7 @@ async def status(request: Request) -> JSONResponse:
             "history": cycle.history.to_dict(),
             "unfinished": len(worker.unfinished_ids),
             "held": worker.held,
+            "contexts": control.contexts.status(),
             "activation": control.activation.status(),
             "lease": control.lease.status(),
             "pool": None if control.pool is None else control.pool.public_status(),  # by the engine's process

@@ -40,6 +40,7 @@ LEASED = frozenset(
     {
         *(
             wire.ADD,
+            wire.TURNS,
             wire.PRIORITIZE,
             wire.COMPLETIONS,
             wire.SUSPEND,

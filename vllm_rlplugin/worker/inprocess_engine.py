@@ -37,6 +37,7 @@ from orchestrator.api import (
     ReleaseResult,
     RetryableError,
     Sampling,
+    TokenSequence,
     UpdateResult,
     VersionSpans,
     WorkerStats,
@@ -47,6 +48,7 @@ from orchestrator.settings.engine_settings import EngineSettings
 from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
+from vllm_rlplugin.kvpool.engine.pool_processes import RANKED, check_workers
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
 from vllm_rlplugin.sleep.memory_release import MemoryRelease
 from vllm_rlplugin.weights.version_agreement import find_disagreement
@@ -72,8 +74,17 @@ class EngineOptions(EngineSettings):
     def _usable(self) -> EngineOptions:
         if not (Path(self.model) / "config.json").is_file():
             raise ConfigError("model", self.model, "no config.json there; give the path of a Hugging Face model folder")
-        PluginOptions.from_dict(self.plugin)
+        if PluginOptions.from_dict(self.plugin).kv_pool:
+            check_workers(self.tensor_parallel_size, self.pipeline_parallel_size)
         return self
+
+    @property
+    def executor(self) -> str | None:
+        """vLLM's ``distributed_executor_backend``. In a Ray placement group vLLM would ask Ray for more; the devices are this
+        process's already."""
+        if self.ranks == 1:
+            return None
+        return RANKED if self.plugin.get("kv_pool") else "mp"
 
 
 @dataclass(slots=True)
@@ -134,8 +145,7 @@ class InprocessEngine:
                 seed=options.seed,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
-                # In a Ray placement group vLLM would ask Ray for more; the devices are this process's already.
-                distributed_executor_backend="mp" if options.ranks > 1 else None,
+                distributed_executor_backend=options.executor,
                 enable_sleep_mode=options.sleep_mode and not on_cpu,  # the CPU build has none
                 **engine_arguments(PluginOptions.from_dict(options.plugin)),
             ).create_engine_config()
@@ -403,11 +413,13 @@ class InprocessEngine:
         except Exception as error:
             raise RetryableError(f"update to version {version}: {error}") from error
 
-    def _check_tokens(self, token_ids: tuple[int, ...]) -> list[int]:
+    def _check_tokens(self, token_ids: Sequence[int]) -> list[int]:
         # vLLM checks ids against the tokenizer's vocabulary, and there is none here.
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
+        tokens = TokenSequence.of(token_ids)
+        low, high = tokens.bounds
+        if tokens and not 0 <= low <= high < self._vocabulary:
             raise ValueError(f"token ids must lie in [0, {self._vocabulary})")
-        return list(token_ids)
+        return tokens.to_list()
 
     def _make_params(self, sampling: Sampling) -> Any:
         params = self._params.get(sampling)

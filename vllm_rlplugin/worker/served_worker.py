@@ -32,6 +32,7 @@ from orchestrator.api import (
     ConfigError,
     GenerationRequest,
     RetryableError,
+    TokenSequence,
     UpdateResult,
     WorkerStats,
     merge_spans,
@@ -444,12 +445,13 @@ class ServedWorker:
 
     def _refusal(self, request: GenerationRequest) -> str:
         """Why this model cannot take it; empty: it can."""
-        tokens, limits = request.token_ids, self.limits
+        tokens, limits = TokenSequence.of(request.token_ids), self.limits
+        low, high = tokens.bounds
         if not tokens:
             return "the prompt is empty"
         if len(tokens) >= limits.model_len:
             return f"{len(tokens)} prompt tokens and a generated one are over the model's length of {limits.model_len}"
-        if not 0 <= min(tokens) <= max(tokens) < limits.vocabulary:
+        if not 0 <= low <= high < limits.vocabulary:
             return f"token ids must lie in [0, {limits.vocabulary})"
         return ""
 

@@ -1,8 +1,12 @@
 """How the rollout engines are cut, step by step: the parallelism planner (RollPacker 4.2; experts: section 7).
 
-The rule: a rise of preemptions over ``rise`` times those of the step before asks for twice the tensor parallelism (more KV
-memory an engine), ``calm_steps`` steps without any ask for half of it (less communication). What it asks for is done only
+The rule: a sudden rise of preemptions over those of the last round of the same kind asks for twice the tensor parallelism (more
+KV memory an engine), ``calm_steps`` steps without any ask for half of it (less communication). What it asks for is done only
 when it can be and when it pays.
+
+Short rounds preempt more than long ones at any TP (the paper's figure 7), so counts of two kinds are never compared: four short
+rounds and a long one, repeated, are no rise. The paper gives the rise as a factor, 1.05; over a round that had none, or next to
+none, any count is one. Here it must also be that share of the round's responses: one preemption is not worth a restart.
 
 Guarantees:
 
@@ -43,7 +47,8 @@ class StepLoad:
     its responses were there; ``lengths``: tokens of each response; ``prompt``: mean tokens before a response.
 
     ``token_seconds``: mean time between tokens, at mean batch ``batch`` an engine and mean context ``context`` (tokens); 0:
-    not measured. ``imbalance``: tokens of the fullest device's experts over the mean (1: even; only with experts).
+    not measured. ``imbalance``: tokens of the fullest device's experts over the mean (1: even; only with experts). ``kind`` of
+    round, "" where all are alike: rounds of one kind are compared.
     """
 
     preemptions: int
@@ -54,6 +59,7 @@ class StepLoad:
     batch: float = 0.0
     context: float = 0.0
     imbalance: float = 1.0
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +127,11 @@ class ParallelismPlanner:
         self._rise, self._calm_steps = rise, calm_steps
         self._divergence, self._patience = divergence, patience
         self._expert_share = expert_share
-        self._previous: int | None = None  # preemptions of the step before
+        self._previous: dict[str, int] = {}  # kind of round -> preemptions of the last one
         self._calm = 0  # steps on end without preemption
         self._ratio: float | None = None  # measured over predicted, of steps without preemption
         # seconds a generated token, and in which step that was known last
-        self._seen: dict[EngineLayout, tuple[float, int]] = {}
+        self._seen: dict[tuple[EngineLayout, str], tuple[float, int]] = {}
         self._steps = 0
         self._cost: float | None = None  # of a change, measured
         self._failed: dict[EngineLayout, str] = {}
@@ -155,7 +161,8 @@ class ParallelismPlanner:
         :meth:`reject_change`.
         """
         self._measure(load)
-        previous, self._previous = self._previous, load.preemptions
+        previous = self._previous.get(load.kind)
+        self._previous[load.kind] = load.preemptions
         self._calm = 0 if load.preemptions else self._calm + 1
         reprofile, scaled, measured = self._diverges(load)
         plan = self._plan(load, previous, steps_left)
@@ -201,7 +208,8 @@ class ParallelismPlanner:
 
     def _asked_for(self, load: StepLoad, previous: int | None) -> tuple[EngineLayout | None, str]:
         """The rule of 4.2."""
-        if previous is not None and load.preemptions > self._rise * previous:
+        base = 0 if previous is None else max(previous, len(load.lengths))
+        if previous is not None and load.preemptions > previous + (self._rise - 1) * base:
             why = f"preemptions rose from {previous} to {load.preemptions}"
             return self._scaled(2 * self.layout.tp, why)
         if self._calm >= self._calm_steps:
@@ -244,7 +252,7 @@ class ParallelismPlanner:
         tokens = sum(load.lengths)
         if layout == self.layout:
             return load.seconds
-        each, when = self._seen.get(layout, (0.0, 0))
+        each, when = self._seen.get((layout, load.kind), (0.0, 0))
         if each and tokens and self._steps - when <= FORGET * self._calm_steps and layout.ep == 1:
             return each * tokens
         predicted = self._predicted(layout, load)
@@ -265,7 +273,8 @@ class ParallelismPlanner:
         self._steps += 1
         if tokens:
             each = load.seconds / tokens
-            self._seen[self.layout] = _blend(self._seen.get(self.layout, (each, 0))[0], each), self._steps
+            now = self.layout, load.kind
+            self._seen[now] = _blend(self._seen.get(now, (each, 0))[0], each), self._steps
         predicted = self._predicted(self.layout, load)
         if predicted and not load.preemptions:
             ratio = load.seconds / predicted

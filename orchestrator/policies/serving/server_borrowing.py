@@ -30,7 +30,10 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
+
 TURNS = 16  # of a rollout GPU at a time (ROSE, appendix A)
+SATURATED = 0.1  # what more turns may still add to the throughput, as a share, where it is said to grow no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +266,17 @@ class BorrowDemand:
         if not watched or not self._idle or dedicated is None or not cap:
             return most
         return min(most, max(0, math.ceil((self._peaks[0][1] - dedicated) / cap)))
+
+
+def saturating_turns(profile: EngineProfile, layout: EngineLayout, context: float) -> int:
+    """The concurrency cap of a dedicated engine (ROSE, appendix A): the least batch that was measured from which on no larger one
+    makes :data:`SATURATED` more tokens a second, with ``context`` tokens each; no more than its KV memory has room for, and at
+    least 1. KeyError: this layout was not profiled."""
+    batches, _ = profile.sizes("decode", layout)
+    rate = {batch: batch / profile.decode_seconds(batch, context, layout) for batch in batches}
+    most = max(rate.values())
+    enough = next(batch for batch in batches if most <= (1 + SATURATED) * rate[batch])
+    return max(1, min(enough, int(profile.shape(layout).kv_tokens / max(1.0, context))))
 
 
 def turns_within(budget: int, context: float, most: int = TURNS) -> int:

@@ -27,14 +27,18 @@ from orchestrator.sim.coserving.serving_engine import (
     UserRequest,
 )
 from orchestrator.sim.cost_model import ACTIVATION_BYTES, MEMORY_SHARE, RooflineCosts
+from orchestrator.sim.trace_files import read_arrivals
 
 Row = tuple[float, int, int]  # seconds, prompt tokens, answer tokens
 
 
-def read_trace(name: str) -> list[Row]:
-    """Arrivals of a packed trace by its name, or of a JSON file of the same form. Raises ConfigError."""
+def read_trace(name: str) -> Sequence[Row]:
+    """Arrivals of a packed trace by its name, of a JSON file of the same form, or of a trace as others write it
+    (:mod:`orchestrator.sim.trace_files`). Raises ConfigError."""
     packed = files("orchestrator.sim.coserving") / f"served_{name}.json.xz"
     path = Path(name)
+    if path.suffix != ".json" and path.is_file():
+        return read_arrivals(path)
     try:
         if packed.is_file():
             found = json.loads(lzma.decompress(packed.read_bytes()))["rows"]
@@ -43,7 +47,8 @@ def read_trace(name: str) -> list[Row]:
         rows = [(float(at) / 1000.0, int(prompt), int(answer)) for at, prompt, answer in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = (
-            "give azure_code, mooncake_conversation, or a JSON file with rows of milliseconds, prompt and answer tokens"
+            "give azure_code, mooncake_conversation, a CSV, JSONL or Parquet file with columns arrival_seconds, prompt_tokens "
+            "and response_tokens, or a JSON file with rows of milliseconds, prompt and answer tokens"
         )
         raise ConfigError("sim.borrowed.trace", name, f"{fix} ({error})") from error
     if (

@@ -1,7 +1,7 @@
 """Deltas of real snapshots: ``python -m scripts.bench.micro.delta_real FOLDER`` (JSON on standard output).
 
 FOLDER holds versions in the order of their names (numbers count as numbers): files ``*.safetensors``, or folders with such
-files in them, as the checkpoints of a run are (``checkpoint.every = 1``). For each two that follow one another: changed share,
+files in them, as the exports of a trainer are. For each two that follow one another: changed share,
 bytes on the wire, entropy bound; in all, by layer and by tensor (``--tensors``). Every change is applied and compared bit by
 bit. ``--cast``: float32 rounded to bf16 first, as an engine would serve it.
 

@@ -159,6 +159,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "environment_seconds_sigma": rng.choice((0.3, 1.5)),
                 "train_seconds_per_token": rng.choice((2e-4, 2e-2)),
                 "fault_rate": rng.choice((0.01, 0.03, 0.08)) if fault_rate is None else fault_rate,
+                "faults": ("crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"),
                 "kinds": more.choice((1, 1, 2, 3)),
                 "tools": more.choice((0.0, 0.0, 0.5)),
                 "tool_concurrency": more.choice((1, 16)),

@@ -28,21 +28,23 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 from orchestrator.api import ConfigError, ManagedWorker, RunError, TrainBatch
 from orchestrator.build import build_pipeline
-from orchestrator.checkpoint import Checkpoints, CheckpointState
+from orchestrator.checkpoint import Checkpoints, CheckpointState, write_checkpoint
 from orchestrator.components import Components, Position
 from orchestrator.config import Config, parse_config
 from orchestrator.ledger import END_STATES, recount
 from orchestrator.run_folder import RunFolder
+from orchestrator.runtime import run_records
 from orchestrator.runtime.run_records import RunRecords
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from orchestrator.sim.virtual_loop import VirtualTimeLoop
-from orchestrator.store import TrajectoryStore, read_trajectories
+from orchestrator.store import TrajectoryStore, read_trajectories, write_part
 from scripts.bench.micro.crash_states import Disk, Dropped
 from scripts.bench.micro.file_trace import Operation, Trace, recorded
 from scripts.bench.result import frame, now
@@ -122,6 +124,19 @@ class _NoAudit:
         """Nothing."""
 
 
+class InlineWriter:
+    """What the writer's process does, in this one, whose operations are recorded."""
+
+    write_part = staticmethod(write_part)
+    write_checkpoint = staticmethod(write_checkpoint)
+
+    def __init__(self, log: Path) -> None:
+        """Nothing is printed."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 class _InlineStore(TrajectoryStore):
     """Without a thread, which has no virtual time."""
 
@@ -169,9 +184,10 @@ def config_of(seed: int, folder: str) -> Config:
 async def _play(folder: RunFolder, config: Config, resume: bool, trace: Trace | None, rng: random.Random) -> Life:
     """One life, to its end; the logs are synced now and then, as the thread of a real run does."""
     loop = asyncio.get_running_loop()
-    records = RunRecords.open(
-        folder, config, loop.time, _STARTED, resume=resume, make_checkpoints=_Marking, make_store=_InlineStore
-    )
+    with patch.object(run_records, "RecordWriter", InlineWriter):
+        records = RunRecords.open(
+            folder, config, loop.time, _STARTED, resume=resume, make_checkpoints=_Marking, make_store=_InlineStore
+        )
     with records:
         cast(_Marking, records.checkpoints).trace = trace
         weights = SimWeights()
@@ -189,6 +205,7 @@ async def _play(folder: RunFolder, config: Config, resume: bool, trace: Trace | 
             SimTask(config), workers, trainer, SimReward(config), records.events, records.ledger, records.store,
             SimDisplay(False), records.checkpoints,
         )  # fmt: skip
+        parts.shards = records.shards
         pipeline = build_pipeline(config, parts, position)
         commits = loop.create_task(_group_commits(records, rng), name="group commits")
         try:

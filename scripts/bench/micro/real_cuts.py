@@ -33,11 +33,12 @@ from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.events import read_events
 from orchestrator.ledger import LIVE_STATES
 from orchestrator.run_folder import RunFolder
+from orchestrator.runtime import run_records
 from orchestrator.runtime.run_records import RunRecords
 from scripts.bench.micro.crash_states import Disk
 from scripts.bench.micro.fault_run import books_of
 from scripts.bench.micro.file_trace import Operation, recorded
-from scripts.bench.micro.power_cuts import Committed, Life, find_faults, kind_of
+from scripts.bench.micro.power_cuts import Committed, InlineWriter, Life, find_faults, kind_of
 from scripts.bench.result import now, source
 
 CUTS, RESUMES = 20, 4
@@ -74,6 +75,7 @@ def record(folder: Path) -> None:
             return final
 
         Checkpoints.commit = marked  # type: ignore[method-assign]
+        vars(run_records)["RecordWriter"] = InlineWriter  # a process of its own is not recorded
         code = cli.main(["train", "examples/frozenlake.toml", *_SMALL, f'run.folder="{root}"'])
     if code:
         raise RunError(f"the run ended with code {code}")

@@ -2,7 +2,7 @@
 
 Guarantees: the KV tensors that vLLM's runner gets are views of one range of addresses that never moves; the first group of
 blocks (the null block's) has pages from the beginning, every other one when the scheduler wants it. What cannot be (a layout
-that does not lie in pages, several workers a scheduler, a device without a backend) ends the engine's start with a ConfigError.
+that does not lie in pages, ranks that disagree, a device without a backend) ends the engine's start with a ConfigError.
 
 On a GPU vLLM profiles and warms up before a scheduler is there. Memory that it takes to measure CUDA graphs before it knows how
 large the KV cache will be is its own, not the pool's; what its warm-up writes to blocks that nobody has allocated goes to the
@@ -15,13 +15,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from orchestrator.api import ConfigError
-from vllm_rlplugin.kvpool.engine.single_process import check_connector
-from vllm_rlplugin.kvpool.ledger.page_ledger import Role
+from vllm_rlplugin.kvpool.engine.pool_processes import check_connector, check_workers
+from vllm_rlplugin.kvpool.engine.rank_agreement import RankAgreement
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Pages, Role
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords
+from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
 from vllm_rlplugin.kvpool.pages.page_backends import HostBackend, PageBackend, backend_for
 from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry, regions_of
 from vllm_rlplugin.kvpool.serving import mps_client
@@ -30,7 +35,16 @@ from vllm_rlplugin.sleep import sleep_options
 
 _FOLDER = Path("/dev/shm")
 PATIENCE = 2.0  # seconds that a rollout engine waits for the pages that it needs at least
-_here: dict[int, EnginePool] = {}  # process -> its engine's; a fork has none
+_here: dict[int, SchedulerPool] = {}  # process -> its engine's; a fork has none
+_ranks: dict[int, RankPages] = {}
+_SHARED = (
+    "kv_pool",
+    "kv_pool_role",
+    "kv_pool_mib",
+    "kv_pool_page_kib",
+    "kv_pool_supply",
+    "kv_pool_scrub",
+)  # by all ranks
 
 
 def pool_path(name: str) -> Path:
@@ -38,8 +52,70 @@ def pool_path(name: str) -> Path:
     return _FOLDER / f"rl-coserve-kv-{os.getuid()}-{name}"
 
 
+class SchedulerPool(Protocol):
+    """What a scheduler needs of its engine's pool: :class:`EnginePool`, or of several ranks
+    :class:`vllm_rlplugin.kvpool.engine.ranked_pool.RankedPool`."""
+
+    pool: PagePool
+    geometry: PageGeometry
+    role: Role
+    slot: int
+
+    def map_groups(self, groups: list[int]) -> bool:
+        """See :class:`vllm_rlplugin.kvpool.engine.parked_blocks.PageMapper`."""
+
+    def unmap_groups(self, groups: list[int]) -> None:
+        """See the protocol."""
+
+    def synchronize(self) -> None:
+        """See the protocol."""
+
+    def begin_allocating(self) -> None:
+        """From now on a scheduler allocates blocks, and sees to it that they have pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """What an engine asks of a pool. ``pages``: of the pool, if it is to be made; ``budget``: pages of a rollout engine."""
+
+    geometry: PageGeometry
+    pages: int
+    budget: int
+    role: Role
+
+    @classmethod
+    def of_engine(cls, options: PluginOptions, blocks: int, regions: list[tuple[int, int]]) -> PoolPlan:
+        """Raises ConfigError."""
+        page = options.kv_pool_page_kib << 10
+        try:
+            geometry = PageGeometry.from_regions(blocks, regions, page)
+        except ValueError as error:
+            raise ConfigError("kv_pool", options.kv_pool, str(error)) from error
+        pages = (options.kv_pool_mib << 20) // page
+        if options.kv_pool_mib and not pages:
+            raise ConfigError("kv_pool_mib", options.kv_pool_mib, f"is less than a page of {page >> 10} KiB")
+        role: Role = "serving" if options.kv_pool_role == "serving" else "rollout"
+        return cls(geometry, pages, options.kv_pool_budget_mib * (1 << 20) // page, role)
+
+    def join(self, pool: PagePool) -> int:
+        """Become a tenant; returns the slot. Raises ConfigError."""
+        slot = pool.join(f"{self.role}-{os.getpid()}", self.role, self.budget)
+        if self.role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
+            pool.publish(RolloutWords(minimum=self.geometry.pages_a_group).pack())
+        return slot
+
+    def try_first(self, attempt: Callable[[], bool], pool: PagePool) -> None:
+        """Have the first group's pages, which a serving engine may have to give back first. Raises ConfigError."""
+        deadline = time.monotonic() + PATIENCE
+        while not (had := attempt()) and self.role == "rollout" and time.monotonic() < deadline:
+            time.sleep(0.01)  # the serving engine may not have seen yet what this one needs at least
+        if not had:
+            fix = f"its first {self.geometry.pages_a_group} pages cannot be had (free: {pool.view().free}, budget of a "
+            raise ConfigError("kv_pool", str(pool.path), fix + "rollout engine: kv_pool_budget_mib)")
+
+
 class EnginePool:
-    """A tenant of the pool, with the range behind the KV tensors."""
+    """A tenant of the pool, with the range behind the KV tensors; of one rank."""
 
     def __init__(
         self,
@@ -50,28 +126,13 @@ class EnginePool:
         backend: PageBackend | None = None,
     ) -> None:
         page = options.kv_pool_page_kib << 10
-        self.name = options.kv_pool
         self._backend = backend or HostBackend(page)
-        try:
-            self.geometry = PageGeometry.from_regions(blocks, regions, page)
-        except ValueError as error:
-            raise ConfigError("kv_pool", options.kv_pool, str(error)) from error
-        pages = (options.kv_pool_mib << 20) // page
-        if options.kv_pool_mib and not pages:
-            raise ConfigError("kv_pool_mib", options.kv_pool_mib, f"is less than a page of {page >> 10} KiB")
-        self.pool = self._backend.pool(pool_path(options.kv_pool), pages)
-        role: Role = "serving" if options.kv_pool_role == "serving" else "rollout"
-        self.role = role
-        self.slot = self.pool.join(f"{role}-{os.getpid()}", role, options.kv_pool_budget_mib * (1 << 20) // page)
-        if role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
-            self.pool.publish(RolloutWords(minimum=self.geometry.pages_a_group).pack())
-        self.memory = self._backend.range(self.pool, -(-size // page), role, scrub=options.kv_pool_scrub)
-        deadline = time.monotonic() + PATIENCE
-        while not (had := self.map_groups([0])) and role == "rollout" and time.monotonic() < deadline:
-            time.sleep(0.01)  # the serving engine may not have seen yet what this one needs at least
-        if not had:
-            fix = f"its first {self.geometry.pages_a_group} pages cannot be had (free: {self.pool.view().free}, budget of a "
-            raise ConfigError("kv_pool", options.kv_pool, fix + "rollout engine: kv_pool_budget_mib)")
+        plan = PoolPlan.of_engine(options, blocks, regions)
+        self.geometry, self.role = plan.geometry, plan.role
+        self.pool = self._backend.pool(pool_path(options.kv_pool), plan.pages)
+        self.slot = plan.join(self.pool)
+        self.memory = self._backend.range(self.pool, -(-size // page), self.role, scrub=options.kv_pool_scrub)
+        plan.try_first(lambda: self.map_groups([0]), self.pool)
 
     def map_groups(self, groups: list[int]) -> bool:
         """See :class:`vllm_rlplugin.kvpool.engine.parked_blocks.PageMapper`."""
@@ -85,14 +146,118 @@ class EnginePool:
         """See the protocol."""
         self.memory.synchronize()
 
+    def begin_allocating(self) -> None:
+        """See the protocol."""
+        write_to_null_block(False)
+
     def buffer(self, size: int) -> Any:
         """The range as a tensor of ``size`` bytes. Reading a place without a page faults."""
         return self._backend.tensor(self.memory.address, size)
 
 
-def current_pool() -> EnginePool | None:
-    """Of the engine in this process; None: its KV cache is vLLM's own."""
+class RankPages:
+    """One rank's part of the memory of a pool's pages; which pages are where, the scheduler's process decides for all ranks
+    (:class:`vllm_rlplugin.kvpool.engine.ranked_pool.RankedPool`). Made by all ranks at the same time; what one of them cannot do
+    is an error of all."""
+
+    def __init__(
+        self,
+        options: PluginOptions,
+        blocks: int,
+        regions: list[tuple[int, int]],
+        size: int,
+        backend: PageBackend,
+        agreement: RankAgreement,
+    ) -> None:
+        self._backend, page = backend, options.kv_pool_page_kib << 10
+        agreement.require_same(
+            {"blocks": blocks, "regions": regions, "bytes": size, **{name: getattr(options, name) for name in _SHARED}}
+        )
+        plan = PoolPlan.of_engine(options, blocks, regions)
+        rank, ranks = agreement.rank, agreement.ranks
+        path = pool_path(options.kv_pool)
+        opened: list[PagePool] = []
+        agreement.each_does(lambda: None if rank else opened.append(backend.pool(path, plan.pages, ranks)))
+        agreement.each_does(lambda: opened.append(backend.pool(path, plan.pages, ranks, rank)) if rank else None)
+        (self.pool,) = opened
+
+        def join() -> tuple[int, int]:
+            slot = plan.join(self.pool)
+            return slot, next(tenant.generation for tenant in self.pool.view().tenants if tenant.slot == slot)
+
+        slot, generation = agreement.each_does(lambda: None if rank else join())[0]
+        agreement.each_does(
+            lambda: self.pool.attach(slot, generation, backend.device(self.pool)) if rank else None,
+        )
+        ranges: list[PageRange] = []
+        agreement.each_does(
+            lambda: ranges.append(
+                backend.range(self.pool, -(-size // page), plan.role, scrub=options.kv_pool_scrub),
+            )
+        )
+        (self.memory,) = ranges
+        places = plan.geometry.places([0])
+        had: list[int] = []
+
+        def try_acquire() -> bool:
+            had.extend(int(page) for page in self.pool.acquire(places.size))
+            return bool(had)
+
+        def acquire() -> list[int]:
+            plan.try_first(try_acquire, self.pool)
+            return had
+
+        first = agreement.each_does(lambda: None if rank else acquire())[0]
+        agreement.each_does(lambda: self._map_first(places, first))
+        self.facts = {
+            "slot": slot,
+            "generation": generation,
+            "role": plan.role,
+            "path": str(path),
+            "blocks": blocks,
+            "regions": regions,
+            "page_bytes": page,
+            "first": first,
+        }
+
+    def _map_first(self, places: Pages, pages: list[int]) -> None:
+        if not self.memory.map_pages(places, np.array(pages, np.uint64)):
+            fix = f"rank {self.pool.rank} has no memory for its first {len(pages)} pages"
+            raise ConfigError("kv_pool", str(self.pool.path), fix)
+
+    def map_pages(self, places: list[int], pages: list[int]) -> bool:
+        """All or none; False: the memory is not to be had here."""
+        return self.memory.map_pages(np.array(places, np.uint64), np.array(pages, np.uint64))
+
+    def unmap_pages(self, places: list[int]) -> None:
+        """Those that have pages; the device is done with them when this returns."""
+        self.memory.synchronize()
+        self.memory.unmap_pages(self.memory.with_pages(np.array(places, np.uint64)))
+
+    def buffer(self, size: int) -> Any:
+        """See :meth:`EnginePool.buffer`."""
+        return self._backend.tensor(self.memory.address, size)
+
+
+def current_pool() -> SchedulerPool | None:
+    """Of the engine whose scheduler is in this process; None: its KV cache is vLLM's own."""
     return _here.get(os.getpid())
+
+
+def set_current(pool: SchedulerPool) -> None:
+    """That is it."""
+    _here[os.getpid()] = pool
+
+
+def rank_facts() -> dict[str, Any]:
+    """:attr:`RankPages.facts` of the rank in this process; {}: it is none, or in no pool."""
+    found = _ranks.get(os.getpid())
+    return {} if found is None else found.facts
+
+
+def current_rank() -> RankPages:
+    """Of the rank in this process, of an engine of several. Raises KeyError: there is none."""
+    return _ranks[os.getpid()]
 
 
 def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *more: Any) -> Any:
@@ -103,11 +268,11 @@ def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layou
     options = PluginOptions.from_config(vllm_config)
     if not options.kv_pool or is_profiling(vllm_config):
         return stock(config, device, layout, *more)
-    workers = vllm_config.parallel_config.world_size
-    if workers != 1:
-        raise ConfigError(
-            "kv_pool", f"{options.kv_pool} with {workers} workers", "an engine in a pool has one worker so far"
-        )
+    parallel = vllm_config.parallel_config
+    ranks = check_workers(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    if (parallel.world_size, parallel.local_world_size) != (ranks, ranks):
+        fix = f"an engine in a pool has as many workers as --tensor-parallel-size, here {ranks}, on one machine"
+        raise ConfigError("kv_pool", f"{options.kv_pool} with {parallel.world_size} workers", fix)
     check_connector(vllm_config.kv_transfer_config)
     tensors = config.kv_cache_tensors
     try:
@@ -118,8 +283,13 @@ def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layou
     mps_client.check_mps(options.kv_pool_mps, device.type, os.environ)
     sleep_options.check_sleep_mode(options, vllm_config, os.environ)
     backend = backend_for(device, options.kv_pool_page_kib << 10, options.kv_pool_supply)
-    pool = EnginePool(options, config.num_blocks, regions, size, backend)
-    _here[os.getpid()] = pool
+    pool: EnginePool | RankPages
+    if ranks == 1:
+        pool = EnginePool(options, config.num_blocks, regions, size, backend)
+        set_current(pool)
+    else:
+        pool = RankPages(options, config.num_blocks, regions, size, backend, RankAgreement(parallel.rank, ranks))
+        _ranks[os.getpid()] = pool
     if device.type == "cuda":
         write_to_null_block(True)
 

@@ -23,7 +23,7 @@ from orchestrator.api import ConfigError
 from orchestrator.policies.serving.admission import Mode, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
-from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, EnginePool, current_pool, write_to_null_block
+from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, SchedulerPool, current_pool
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
@@ -44,7 +44,7 @@ class PoolScheduler:
     def __init__(
         self,
         scheduler: Any,
-        pool: EnginePool,
+        pool: SchedulerPool,
         keep: float,
         guardian: Guardian | None = None,
         meter: ServingMeter | None = None,
@@ -82,7 +82,7 @@ class PoolScheduler:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
             )
-        write_to_null_block(False)  # from here on blocks are allocated, and have pages
+        pool.begin_allocating()
         config = scheduler.vllm_config
         if pool.role != "serving":
             if not config.scheduler_config.enable_chunked_prefill:

@@ -13,8 +13,8 @@ from typing import Any
 
 from orchestrator.api import RunError
 
-ABI = 5
-TENANTS, WORDS, NAME, CONTROLS = 16, 14, 64, 8
+ABI = 6
+TENANTS, WORDS, NAME, CONTROLS, RANKS = 16, 14, 64, 8, 8
 DRIVER, FULL_DEVICE, PAGE_SIZE, NO_DEVICE, NO_LIBRARY = range(-34, -29)
 BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM, STUCK, NAMESPACE = range(-10, -22, -1)
 
@@ -34,14 +34,18 @@ class TenantRow(ctypes.Structure):
         ("used", _U64),
         ("sequence", _U64),
         ("words", _U64 * WORDS),
-        ("started", _U64),
+        ("started", _U64 * RANKS),
+        ("members", ctypes.c_int32 * RANKS),
+        ("attached", ctypes.c_uint32),
+        ("broken", ctypes.c_uint32),
     )
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rlc_pool_abi": (_INT, []),
-    "rlc_pool_open": (_INT, [ctypes.c_char_p, _U64, _U64, _INT, ctypes.c_char_p, _U64, _P, _P]),
+    "rlc_pool_open": (_INT, [ctypes.c_char_p, _U64, _U64, _INT, ctypes.c_char_p, _U64, _U64, _INT, _P, _P]),
     "rlc_pool_join": (_INT, [_P, ctypes.c_char_p, _INT, _INT, _U64]),
+    "rlc_pool_attach": (_INT, [_P, _INT, _U64, _INT, ctypes.c_char_p, _INT]),
     "rlc_pool_acquire": (_I64, [_P, _U64, _INT, _U64, _P]),
     "rlc_pool_release": (_INT, [_P, _P, _U64]),
     "rlc_pool_renew": (_INT, [_P, _P, _U64, _U64]),

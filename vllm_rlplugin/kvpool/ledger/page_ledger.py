@@ -8,6 +8,8 @@ Guarantees (``csrc/pages.c`` enforces them; tests/kvpool/test_page_ledger.py):
 * The pages of a tenant whose process is gone are free from the next :meth:`PagePool.reap` or :meth:`PagePool.join` on. A tenant
   lives as long as its process, a child that it forked without exec, or a page that is mapped. Where pages are memory of a device
   it lives until its process has closed all its files, the device's among them (seen from the same PID namespace).
+* An engine of several ranks is one tenant: a page is one piece of memory of each rank's device, with one owner; it can be
+  released when no rank has it mapped, and a tenant lives until its last rank is gone. One that lost a rank gets no more pages.
 * A pool file left by a crash is taken over, or made anew where its shape differs; one that tenants live in is never changed;
   another user's file, or a file that is no pool, is refused.
 
@@ -52,7 +54,8 @@ class TenantGone(PoolError):
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """One tenant. ``used`` and ``budget`` in pages; ``generation``: of its slot, one more at each join."""
+    """One tenant. ``used`` and ``budget`` in pages; ``generation``: of its slot, one more at each join. ``pid``: of who decides;
+    ``pids``: of that and of every rank; ``broken``: a rank is gone, and others are not."""
 
     slot: int
     name: str
@@ -62,11 +65,14 @@ class TenantView:
     budget: int
     revision: int
     generation: int
+    pids: tuple[int, ...]
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A consistent snapshot. ``deaths``: tenants whose pages were taken back; ``recoveries``: that died inside the ledger."""
+    """A consistent snapshot. ``ranks``: of each engine; pages are counted once for all. ``deaths``: tenants whose pages were
+    taken back; ``recoveries``: that died inside the ledger."""
 
     pages: int
     page_bytes: int
@@ -76,6 +82,7 @@ class PoolView:
     deaths: int
     recoveries: int
     tenants: tuple[TenantView, ...]
+    ranks: int = 1
 
     def tenant(self, name: str) -> TenantView | None:
         """By name."""
@@ -91,54 +98,67 @@ class PagePool:
     """A pool, opened or made; a tenant of it after :meth:`join`. Join, leave, publish and close are of one thread; the rest may
     be called from any."""
 
-    def __init__(self, path: Path, handle: int, made: bool) -> None:
+    def __init__(self, path: Path, handle: int, made: bool, rank: int) -> None:
         self.path = path
         self.made = made
+        self.rank = rank
         self.handle = handle
         self._library = native_pages.library()
         self._role: Role | None = None
         self._slot = -1
         view = self.view()
-        self.pages, self.page_bytes = view.pages, view.page_bytes
+        self.pages, self.page_bytes, self.ranks = view.pages, view.page_bytes, view.ranks
+
+    @property
+    def device(self) -> str:
+        """What this rank's pages are, as who had them first said; empty: nobody has."""
         device = ctypes.create_string_buffer(native_pages.NAME)
-        self._library.rlc_pool_device(handle, device)
-        self.device = device.value.decode(errors="replace")  # what the maker said
+        self._library.rlc_pool_device(self.handle, device)
+        return device.value.decode(errors="replace")
 
     @classmethod
     def create(
-        cls, path: Path, pages: int, *, page_bytes: int = PAGE_BYTES, host: bool = True, device: str = "cpu"
+        cls,
+        path: Path,
+        pages: int,
+        *,
+        page_bytes: int = PAGE_BYTES,
+        host: bool = True,
+        device: str = "cpu",
+        ranks: int = 1,
     ) -> PagePool:
-        """Open, or make if nobody lives in it. ``host``: the pages' memory is in the file too.
+        """Open, or make if nobody lives in it, for engines of so many ranks; as the first rank. ``host``: the pages' memory is in
+        the file too.
 
         Raises ConfigError for a shape that no pool has, or a file that is not ours to use.
         """
         if pages < 1:
             raise ConfigError("kv_pool.pages", pages, "must be at least 1")
-        return cls._open(path, pages, page_bytes, host, device)
+        return cls._open(path, pages, page_bytes, host, device, ranks, 0)
 
     @classmethod
-    def open(cls, path: Path) -> PagePool:
-        """One that is there. Raises ConfigError."""
-        return cls._open(path, 0, 0, False, "")
+    def open(cls, path: Path, rank: int = 0) -> PagePool:
+        """One that is there, to map pages of this rank. Raises ConfigError."""
+        return cls._open(path, 0, 0, False, "", 0, rank)
 
     @classmethod
-    def _open(cls, path: Path, pages: int, page_bytes: int, host: bool, device: str) -> PagePool:
+    def _open(cls, path: Path, pages: int, page_bytes: int, host: bool, device: str, ranks: int, rank: int) -> PagePool:
         made, handle = ctypes.c_int(), ctypes.c_void_p()
         epoch = time.time_ns()
         code = native_pages.library().rlc_pool_open(
-            *(os.fsencode(path), pages, page_bytes, host, device.encode(), epoch),
+            *(os.fsencode(path), pages, page_bytes, host, device.encode(), epoch, ranks, rank),
             *(ctypes.addressof(made), ctypes.addressof(handle)),
         )
         if code:
-            raise ConfigError("kv_pool.path", str(path), _reason(code, pages, page_bytes))
+            raise ConfigError("kv_pool.path", str(path), _reason(code, pages, page_bytes, ranks))
         assert handle.value is not None
-        return cls(path, handle.value, bool(made.value))
+        return cls(path, handle.value, bool(made.value), rank)
 
     def close(self) -> None:
         """Let go. A tenant's pages are free from the next look on; where they are memory of a device and were not dropped, when
         the process is gone. Idempotent."""
         if self.handle:
-            if self._role is not None and self.device != "cpu" and not self._owns():
+            if self._role is not None and self.ranks == 1 and self.device != "cpu" and not self._owns():
                 self.leave()
             self._library.rlc_pool_close(self.handle)
             self.handle = 0
@@ -166,6 +186,21 @@ class PagePool:
             raise ConfigError("kv_pool.name", name, f"the pool has {native_pages.TENANTS} tenants already")
         self._role, self._slot = role, self._check_code(slot)
         return self._slot
+
+    def attach(self, slot: int, generation: int, device: str) -> None:
+        """Be another rank of the tenant that joined as ``slot``, with pages on ``device``. Raises ConfigError: this rank's pages
+        are on another one; PoolError: the tenant has that rank; TenantGone."""
+        code = self._try_native("rlc_pool_attach", slot, generation, os.getpid(), device.encode(), False)
+        if code == native_pages.SHAPE:
+            fix = f"rank {self.rank} has its pages on {self.device!r} there, here on {device!r}: give another pool name"
+            raise ConfigError("kv_pool", str(self.path), fix)
+        self._check_code(code)
+        self._slot = slot
+
+    def decide(self, slot: int, generation: int, role: Role) -> None:
+        """Act for that tenant from this process, which maps nothing. Raises TenantGone."""
+        self._call_native("rlc_pool_attach", slot, generation, os.getpid(), b"", True)
+        self._role, self._slot = role, slot
 
     def leave(self) -> None:
         """No tenant any more. Raises PoolError while it owns pages."""
@@ -251,19 +286,19 @@ class PagePool:
         return found.astype(np.int16) - 1
 
     def _snapshot(self, owners: npt.NDArray[np.uint8] | None) -> PoolView:
-        numbers, rows = (ctypes.c_uint64 * 8)(), (native_pages.TenantRow * native_pages.TENANTS)()
+        numbers, rows = (ctypes.c_uint64 * 9)(), (native_pages.TenantRow * native_pages.TENANTS)()
         at = None if owners is None else owners.ctypes.data
         self._call_native("rlc_pool_snapshot", numbers, rows, at, None)
         tenants = tuple(
             TenantView(
                 *(slot, row.name.decode(errors="replace"), ROLES[row.role - 1], row.pid, row.used, row.budget),
-                *(row.revision, row.generation),
+                *(row.revision, row.generation, _pids(row), bool(row.broken)),
             )
             for slot, row in enumerate(rows)
             if row.role
         )
-        pages, page_bytes, free, headroom, epoch, deaths, recoveries, _ = numbers
-        return PoolView(pages, page_bytes, free, headroom, epoch, deaths, recoveries, tenants)
+        pages, page_bytes, free, headroom, epoch, deaths, recoveries, _, ranks = numbers
+        return PoolView(pages, page_bytes, free, headroom, epoch, deaths, recoveries, tenants, ranks)
 
     def _call_native(self, name: str, *arguments: Any) -> int:
         return self._check_code(self._try_native(name, *arguments))
@@ -304,15 +339,20 @@ _TENANT = {
 }
 
 
-def _reason(code: int, pages: int, page_bytes: int) -> str:
+def _pids(row: native_pages.TenantRow) -> tuple[int, ...]:
+    ranks = (pid for rank, pid in enumerate(row.members) if row.attached >> rank & 1)
+    return tuple(dict.fromkeys((row.pid, *ranks)))
+
+
+def _reason(code: int, pages: int, page_bytes: int, ranks: int) -> str:
     if code == native_pages.SYSTEM:
         return str(native_pages.system_error())
     return {
         native_pages.FOREIGN: "belongs to another user, can be opened by others, or is no KV pool: choose another pool name",
         native_pages.VERSION: "was made by another version of rl-coserve: end the engines that use it first",
-        native_pages.SHAPE: f"{pages} pages of {page_bytes} bytes do not fit: engines that run have a pool of another shape "
-        "there, "
-        "or the size of a page is no power of two of at least 4096",
+        native_pages.SHAPE: f"{pages} pages of {page_bytes} bytes for engines of {ranks} ranks do not fit: engines that run have "
+        "a pool of another shape there, or the size of a page is no power of two of at least 4096, or there are more than "
+        f"{native_pages.RANKS} ranks",
     }[code]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -34,6 +35,11 @@ def is_stopped(pid: int) -> bool:
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return False
     return text.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def kill_tenants(pids: Iterable[int], path: Path) -> list[int]:
+    """End those that may be; returns them."""
+    return [pid for pid in pids if kill_tenant(pid, path)]
 
 
 def kill_tenant(pid: int, path: Path) -> bool:

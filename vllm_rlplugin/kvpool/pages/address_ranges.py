@@ -47,25 +47,39 @@ class PageRange(ABC):
             return False
         done = False
         try:
-            done = self._map(places, pages)
+            done = self.map_pages(places, pages)
         finally:
             if not done:
                 self._pool.release(pages)
-        if done:
-            self._pages[places.astype(np.int64)] = pages.astype(np.int64)
         return done
 
     def unmap_places(self, places: Pages) -> None:
         """Unmap these places and release their pages. Nothing may use them any more. Raises ValueError."""
+        self._pool.release(self.unmap_pages(places))
+
+    def map_pages(self, places: Pages, pages: Pages) -> bool:
+        """Map these pages, which are this tenant's, all or none; False: there is no memory for them. Raises ValueError."""
+        places = self._places(places, with_page=False)
+        done = self._map(places, np.ascontiguousarray(pages, np.uint64))
+        if done:
+            self._pages[places.astype(np.int64)] = pages.astype(np.int64)
+        return done
+
+    def unmap_pages(self, places: Pages) -> Pages:
+        """Unmap these places; returns the pages that were there, which stay this tenant's. Raises ValueError."""
         places = self._places(places, with_page=True)
         pages = self._pages[places.astype(np.int64)].astype(np.uint64)
         self._unmap(places, pages)
         self._pages[places.astype(np.int64)] = -1
-        self._pool.release(pages)
+        return pages
 
     def pages_of(self, places: Pages) -> Pages:
         """The pages behind these places."""
         return self._pages[self._places(places, with_page=True).astype(np.int64)].astype(np.uint64)
+
+    def with_pages(self, places: Pages) -> Pages:
+        """Those of these places that have a page."""
+        return places[self._pages[places.astype(np.int64)] >= 0]
 
     def places_of(self, pages: Pages) -> Pages:
         """Where these pages of ours are."""

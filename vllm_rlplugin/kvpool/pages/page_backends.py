@@ -29,8 +29,12 @@ _logger = logging.getLogger(__name__)
 class PageBackend(Protocol):
     """Of one engine."""
 
-    def pool(self, path: Path, pages: int) -> PagePool:
-        """Open it; with ``pages``, make it if nobody lives in it. Raises ConfigError."""
+    def pool(self, path: Path, pages: int, ranks: int = 1, rank: int = 0) -> PagePool:
+        """Open it, for this rank of so many; with ``pages``, of the first rank: make it if nobody lives in it. Raises
+        ConfigError."""
+
+    def device(self, pool: PagePool) -> str:
+        """What this engine's pages of an opened pool are, as the pool has it."""
 
     def range(self, pool: PagePool, places: int, role: Role, *, scrub: bool) -> PageRange:
         """Addresses for a tenant that has joined. Raises ConfigError."""
@@ -45,10 +49,19 @@ class HostBackend:
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
 
-    def pool(self, path: Path, pages: int) -> PagePool:
+    def pool(self, path: Path, pages: int, ranks: int = 1, rank: int = 0) -> PagePool:
         """See the protocol."""
-        pool = PagePool.create(path, pages, page_bytes=self._page_bytes) if pages else PagePool.open(path)
-        return _fitting(pool, self._page_bytes, ("cpu",))
+        made = pages and not rank
+        pool = (
+            PagePool.create(path, pages, page_bytes=self._page_bytes, ranks=ranks)
+            if made
+            else PagePool.open(path, rank)
+        )
+        return _fitting(pool, self._page_bytes, ("cpu",), ranks)
+
+    def device(self, pool: PagePool) -> str:
+        """See the protocol."""
+        return "cpu"
 
     def range(self, pool: PagePool, places: int, role: Role, *, scrub: bool) -> PageRange:
         """See the protocol."""
@@ -68,13 +81,16 @@ class CudaBackend:
         self._driver = CudaDriver(page_bytes, ordinal=ordinal, library=library)
         self._page_bytes, self._ordinal, self._supply, self._library = page_bytes, ordinal, supply, library
 
-    def pool(self, path: Path, pages: int) -> PagePool:
+    def pool(self, path: Path, pages: int, ranks: int = 1, rank: int = 0) -> PagePool:
         """See the protocol. Raises RunError: its keeper did not start."""
         device = self._device(self._supply)
-        if not pages:
-            return _fitting(PagePool.open(path), self._page_bytes, [self._device(supply) for supply in SUPPLIES])
-        pool = PagePool.create(path, pages, page_bytes=self._page_bytes, host=False, device=device)
-        if self._supply == "kept":
+        if not pages or rank:
+            pool = _fitting(
+                PagePool.open(path, rank), self._page_bytes, [self._device(supply) for supply in SUPPLIES], ranks
+            )
+        else:
+            pool = PagePool.create(path, pages, page_bytes=self._page_bytes, host=False, device=device, ranks=ranks)
+        if pages and self.device(pool).endswith("kept"):
             try:
                 page_keeper.ensure_keeper(pool, self._driver, library=self._library)
             except Exception:
@@ -82,9 +98,13 @@ class CudaBackend:
                 raise
         return pool
 
+    def device(self, pool: PagePool) -> str:
+        """See the protocol. A rank that nobody had before gets its pages as this engine's own ``supply`` says."""
+        return pool.device or self._device(self._supply)
+
     def range(self, pool: PagePool, places: int, role: Role, *, scrub: bool) -> PageRange:
         """See the protocol."""
-        supply: Supply = "kept" if pool.device == self._device("kept") else "created"
+        supply: Supply = "kept" if self.device(pool) == self._device("kept") else "created"
         memory = open_page_source(pool, self._driver, supply)
         if supply == "kept":
             first = pool.pages if role == "serving" else 1
@@ -116,12 +136,16 @@ def backend_for(device: Any, page_bytes: int, supply: str) -> PageBackend:
     return CudaBackend(page_bytes, ordinal, "kept" if supply == "kept" else "created")
 
 
-def _fitting(pool: PagePool, page_bytes: int, devices: Any) -> PagePool:
+def _fitting(pool: PagePool, page_bytes: int, devices: Any, ranks: int) -> PagePool:
+    if pool.ranks != ranks:
+        fix = f"the pool is for engines of {pool.ranks} ranks, this one has {ranks}: give another pool name"
+        pool.close()
+        raise ConfigError("--tensor-parallel-size", ranks, fix)
     if pool.page_bytes != page_bytes:
         fix = f"the pool has pages of {pool.page_bytes >> 10} KiB"
         pool.close()
         raise ConfigError("kv_pool_page_kib", page_bytes >> 10, fix)
-    if pool.device not in devices:
+    if pool.device not in devices and (pool.device or not pool.rank):
         pool.close()
         fix = f"its pages are on {pool.device!r}, this engine computes on {devices[0]!r}: give another pool name"
         raise ConfigError("kv_pool", str(pool.path), fix)

@@ -4,8 +4,8 @@
 (:func:`ensure_keeper`). It makes all pages before anybody joins, computes nothing and has no context on the device.
 Guarantees:
 
-* It belongs to no engine: whichever dies, the pages stay. One a pool, by a lock on the pool's file that the kernel
-  drops with it.
+* It belongs to no engine: whichever dies, the pages stay. One per pool and rank, by a lock on the pool's file that the
+  kernel drops with it.
 * Its socket is for the pool's owner: mode 0600, and each side asks the kernel who the other is before a descriptor goes
   over.
 * It ends when nobody has lived in the pool for ``linger`` seconds, or when the pool is made anew or its file is
@@ -53,9 +53,9 @@ class KeeperGone(PoolError):
     """It does not answer, or keeps the pages of another pool."""
 
 
-def socket_path(pool: Path) -> Path:
-    """Beside the pool's file."""
-    return pool.with_name(pool.name + ".pages")
+def socket_path(pool: Path, rank: int = 0) -> Path:
+    """Of the keeper of this rank's pages, beside the pool's file."""
+    return pool.with_name(f"{pool.name}{f'.{rank}' if rank else ''}.pages")
 
 
 def _peer(found: socket.socket) -> int:
@@ -115,12 +115,12 @@ class KeptPages:
     def _request_handles(self, pages: Pages) -> list[int]:
         try:
             if self._socket is None:
-                self._socket = _connect(socket_path(self._pool.path))
+                self._socket = _connect(socket_path(self._pool.path, self._pool.rank))
             self._socket.sendall(_ASK.pack(self._epoch, pages.size) + pages.astype("<u8").tobytes())
             _, descriptors, _, _ = socket.recv_fds(self._socket, 16, BATCH, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             self._hang_up()
-            why = f"{error}; its last words: {socket_path(self._pool.path).with_suffix('.log')}"
+            why = f"{error}; its last words: {socket_path(self._pool.path, self._pool.rank).with_suffix('.log')}"
             text = (
                 f"the keeper of {self._pool.path} does not answer ({why}); end the pool's engines, and start them anew"
             )
@@ -155,13 +155,14 @@ def ensure_keeper(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY,
     """Start the pool's keeper if there is none; returns when it has the pages. Raises ConfigError: the device has no room for
     so many, or engines live on the pages of one that died; RunError: it did not start."""
     deadline = time.monotonic() + _START
-    command = [sys.executable, "-m", MODULE, str(pool.path), "--device", str(driver.ordinal), "--library", library]
+    command = [sys.executable, "-m", MODULE, str(pool.path), "--rank", str(pool.rank)]
+    command += ["--device", str(driver.ordinal), "--library", library]
     while True:
         if is_keeper_alive(pool):
             if _has(pool, driver):
                 return
             if time.monotonic() > deadline:
-                fix = f"end its process, which listens at {socket_path(pool.path)}"
+                fix = f"end its process, which listens at {socket_path(pool.path, pool.rank)}"
                 raise RunError(f"the keeper of {pool.path} does not answer, and does not end: {fix}")
             time.sleep(_POLL / 4)  # it starts just now, or is about to end with the pool that was here before
             continue
@@ -225,7 +226,7 @@ class PageKeeper:
         self._pool, self._driver = pool, driver
         self._epoch = pool.view().epoch
         self._handles = driver.create_pages(pool.pages)
-        path = socket_path(pool.path)
+        path = socket_path(pool.path, pool.rank)
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mask = os.umask(0o177)
@@ -265,7 +266,7 @@ class PageKeeper:
         self._watch.close()
         self._socket.close()
         if self._pool.view().epoch == self._epoch:
-            socket_path(self._pool.path).unlink(missing_ok=True)
+            socket_path(self._pool.path, self._pool.rank).unlink(missing_ok=True)
         self._driver.release_handles(self._handles)
 
     def _accept_client(self) -> None:
@@ -305,11 +306,12 @@ def main() -> int:
     """Exit code 0: nobody needed it any more."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("pool", type=Path)
+    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--library", default=LIBRARY)
     parser.add_argument("--linger", type=float, default=LINGER)
     options = parser.parse_args()
-    with closing(PagePool.open(options.pool)) as pool:
+    with closing(PagePool.open(options.pool, options.rank)) as pool:
         try:
             driver = CudaDriver(pool.page_bytes, ordinal=options.device, library=options.library)
             keeper = PageKeeper(pool, driver)
@@ -318,7 +320,7 @@ def main() -> int:
             print(json.dumps({"error": str(error), **made}), flush=True)
             return 2
         print(json.dumps({"pages": pool.pages}), flush=True)
-        log = _write_to(socket_path(options.pool).with_suffix(".log"))
+        log = _write_to(socket_path(pool.path, pool.rank).with_suffix(".log"))
         try:
             keeper.run(options.linger)
         finally:

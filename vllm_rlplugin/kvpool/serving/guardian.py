@@ -4,8 +4,8 @@ Guarantees: the decisions are those of :class:`orchestrator.policies.serving.kv_
 engines together; each of them that is active gets an equal share. The serving engine never waits here: a tick reads the
 ledger, and now and then writes a budget. A rollout engine that does not give back in time is killed, if its process can
 be seen and holds this pool's file (a process number may mean another process in another namespace); else that is said
-once, and its pages stay where they are. One that says that it loads weights has LOADING seconds for that first: its thread
-cannot give anything back meanwhile.
+once, and its pages stay where they are. One of several ranks of which one died has BROKEN seconds to end. One that says
+that it loads weights has LOADING seconds for that first: its thread cannot give anything back meanwhile.
 
 Opened when a rollout engine joins, by :meth:`Guardian.open_budget`, and when a rollout engine says that an RL step
 begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Looks
@@ -25,11 +25,12 @@ from dataclasses import replace
 
 from orchestrator.policies.serving.kv_sharing import KvBudget, KvSharing, SharingRules
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
-from vllm_rlplugin.kvpool.ledger.tenant_processes import holds_file, kill_tenant
+from vllm_rlplugin.kvpool.ledger.tenant_processes import holds_file, kill_tenants
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
 _TICK = 0.005  # seconds between two looks
 WATCH_SECONDS = 0.02  # between two looks of the thread
+BROKEN = 10.0  # seconds that a rollout engine that lost a rank has to end by itself
 LOADING = 30.0  # seconds that a rollout engine may take to put weights into its model, before it is to give pages back
 
 _logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Guardian:
         self._known: dict[tuple[int, int], int] = {}  # (slot, generation) -> pages it was told
         self._looked = float("-inf")
         self._blamed: set[tuple[int, int]] = set()
+        self._broken: dict[tuple[int, int], float] = {}  # (slot, generation) -> since when a rank is missing
         self._flag, self._said = rules.lent, 0  # the share that is lent by flag; what people said last
         self._steps = pool.controls()[ControlWord.STEPS]
         self._lock = threading.Lock()
@@ -121,6 +123,7 @@ class Guardian:
         self._pool.reap()  # also those that were killed a moment ago
         view = self._pool.view()
         self.rollouts = tuple(tenant.slot for tenant in self._active(view))
+        self._end_broken(view, now)
         self._read_controls(view, now)
         if not self.rollouts:
             self._known.clear()
@@ -189,11 +192,18 @@ class Guardian:
         self.kills += len(gone)
         return self._sharing.record_kill() if len(gone) == len(tenants) else budget
 
-    def _kill_tenant(self, tenant: TenantView) -> bool:
+    def _end_broken(self, view: PoolView, now: float) -> None:
+        """vLLM ends the ranks of an engine that lost one; where it hangs, they end here, as their pages are nobody's use."""
+        broken = {(tenant.slot, tenant.generation): tenant for tenant in _rollouts(view) if tenant.broken}
+        self._broken = {key: self._broken.get(key, now) for key in broken}
+        for key, tenant in broken.items():
+            if now - self._broken[key] >= BROKEN:
+                self._kill_tenant(tenant, "lost a rank and did not end")
+
+    def _kill_tenant(self, tenant: TenantView, why: str = "did not give back its pages in time") -> bool:
         key = (tenant.slot, tenant.generation)
-        if kill_tenant(tenant.pid, self._pool.path):
-            text = "rollout engine %s did not give back its pages in time: process %d is killed"
-            _logger.warning(text, tenant.name, tenant.pid)
+        if killed := kill_tenants(tenant.pids, self._pool.path):
+            _logger.warning("rollout engine %s %s: processes %s are killed", tenant.name, why, killed)
             return True
         if not holds_file(tenant.pid, self._pool.path) and key not in self._blamed:
             self._blamed.add(key)

@@ -19,7 +19,7 @@ from typing import Any
 from orchestrator.api import ConfigError, RetryableError
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, TenantGone
-from vllm_rlplugin.kvpool.ledger.tenant_processes import kill_tenant
+from vllm_rlplugin.kvpool.ledger.tenant_processes import kill_tenants
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
 
@@ -82,9 +82,8 @@ def reclaim_pages(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str,
     while True:
         tenants = [tenant for tenant in pool.view().tenants if tenant.role == "rollout"]
         if end:
-            killed += [
-                tenant.pid for tenant in tenants if tenant.pid not in killed and kill_tenant(tenant.pid, pool.path)
-            ]
+            left = [pid for tenant in tenants for pid in tenant.pids if pid not in killed]
+            killed += kill_tenants(left, pool.path)
         pool.reap()
         least = {
             tenant.slot: (RolloutWords.unpack(pool.read(tenant.slot)) or RolloutWords()).minimum for tenant in tenants

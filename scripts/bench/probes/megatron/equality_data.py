@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlplugin.model import build_model, causal_mask, unwrap
-from megatron_rlplugin.model_families import ModelShape
+from megatron_rlplugin.model_families import ModelShape, Rope
 from megatron_rlplugin.objective.advantages import group_advantages, says_nothing
 from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss, token_weights
 from megatron_rlplugin.parallel_layout import ParallelLayout, device
@@ -87,7 +87,7 @@ def shape_of(case: Case) -> ModelShape:
         head_dim=8,
         max_position_embeddings=LENGTH,
         rms_norm_eps=1e-6,
-        rope_theta=1e4,
+        rope=Rope(1e4),
         tie_word_embeddings=case.tied,
         qkv_bias=False,
         qk_norm=True,

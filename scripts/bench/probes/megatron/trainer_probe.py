@@ -23,7 +23,8 @@ from torch import Tensor
 from megatron_rlplugin import parallel_layout
 from megatron_rlplugin.model import unwrap
 from megatron_rlplugin.tiny_model import create_qwen3, create_qwen3_moe
-from megatron_rlplugin.trainer import trainer_checkpoint
+from megatron_rlplugin.trainer import sharded_state
+from megatron_rlplugin.trainer.colocated_trainer import ColocatedTrainer
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
 from megatron_rlplugin.weights import hf_bridge
@@ -99,10 +100,22 @@ def chunked(samples: Sequence[TrainSample], sizes: Iterable[int]) -> list[list[T
     return answer
 
 
-def train(trainer: MegatronTrainer, batch: TrainBatch, feeds: Iterable[int] = ()) -> TrainMetrics:
-    """One step, with the first groups fed before in parts of these sizes."""
+def train(
+    trainer: MegatronTrainer, batch: TrainBatch, feeds: Iterable[int] = (), units: Sequence[int] | None = None
+) -> TrainMetrics:
+    """One step, with the first groups fed before in parts of these sizes. ``units``: of replicas that compute what is fed; a
+    trainer that can leave its devices has only those there meanwhile."""
+    if isinstance(trainer, ColocatedTrainer):
+        for level, which in (("away", None), ("stream", units)):
+            _run(trainer.residency(level, which))
+    elif units is not None:
+        trainer._replicas.compute_on(units)
     for part in chunked(batch.samples, feeds):
         _run(trainer.feed(part, batch.version))
+    if isinstance(trainer, ColocatedTrainer):
+        _run(trainer.residency("step"))
+    else:
+        trainer._replicas.compute_on(None)
     metrics: TrainMetrics = _run(trainer.train_step(batch))
     return metrics
 
@@ -121,21 +134,10 @@ def weights_digest(learner: Learner) -> str:
 def state_digest(learner: Learner) -> str:
     """Of this rank's weights and optimizer state: masters, moments, steps."""
     found = [parameter.detach() for parameter in learner.parameters()]
-    found += list(_tensors(trainer_checkpoint.optimizer_state(learner.optimizer)))
-    return _digest(found)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for key in value:
-            yield from _tensors(value[key])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield torch.tensor(float(value), dtype=torch.float64)
+    found += [
+        kept.tensors[name] for kept in sharded_state.kept_state(learner.optimizer) for name in sorted(kept.tensors)
+    ]
+    return _digest([*found, torch.tensor(sharded_state.steps_of(learner.optimizer))])
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -179,16 +181,17 @@ def play(scenario: dict[str, Any], rank: int, world_size: int, init_method: str)
     }
     answer: dict[str, Any] = {"metrics": []}
     try:
-        trainer = MegatronTrainer(model=scenario["model"], settings=scenario["settings"], **arguments)
+        kind = ColocatedTrainer if scenario.get("lends") else MegatronTrainer
+        trainer = kind(model=scenario["model"], settings=scenario["settings"], **arguments)
         for step in range(scenario.get("steps", 2)):
             batch = make_batch(step, seed=scenario.get("seed", 0))
             if "spoil" in scenario and step == 1:
                 batch = _spoilt(trainer, batch, scenario["spoil"])
-            metrics = train(trainer, batch, scenario.get("feeds", ()))
+            metrics = train(trainer, batch, scenario.get("feeds", ()), scenario.get("units"))
             answer["metrics"].append({**comparable(metrics), "fed": metrics.values.get("stream_fed", 0.0)})
             if step == scenario.get("save_after"):
                 _run(trainer.save(scenario["folder"]))
-                _run(trainer.train_step(make_batch(step + 1, seed=7)))  # must leave no trace
+                _run(trainer.train_step(make_batch(step + 1, seed=7)))  # beside the writing; must leave no trace
                 _run(trainer.load(scenario["folder"]))
         answer["faulty"] = _run(trainer.status())["faulty"]
         answer["weights"] = weights_digest(trainer._learner)

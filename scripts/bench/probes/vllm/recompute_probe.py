@@ -157,7 +157,7 @@ async def serve_repeated(worker: EngineWorker, seed: int, label: str) -> tuple[l
     hits = (await worker.stats()).prefix_hits - before
     size = REPEATED_PROMPT_TOKENS
     return [
-        Spanning(item.request_id, version, item.token_ids, size, completions[item.request_id].token_ids)
+        Spanning(item.request_id, version, tuple(item.token_ids), size, completions[item.request_id].token_ids)
         for item in requests
     ], hits
 
@@ -197,7 +197,7 @@ async def serve_across_update(
         completion = completions[request.request_id]
         if len(completion.versions) == 2:
             (_, kept), (newer, _) = completion.versions
-            context = request.token_ids + completion.token_ids[:kept]
+            context = (*request.token_ids, *completion.token_ids[:kept])
             tail = completion.token_ids[kept:]
             spanning.append(Spanning(request.request_id, newer, context, len(request.token_ids), tail))
     return spanning, update.preempted

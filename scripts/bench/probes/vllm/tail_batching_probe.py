@@ -145,6 +145,9 @@ class NoTrainer:
     async def save(self, folder: str) -> None:
         """See the port."""
 
+    async def saved(self) -> None:
+        """See the port."""
+
     async def load(self, folder: str) -> int:
         """See the port."""
         return self.version

@@ -1,0 +1,1 @@
+"""Finished trajectories as immutable columnar files, and the references by which others read them."""

@@ -1,0 +1,206 @@
+"""Where the shards of a run lie, and how long.
+
+Guarantees: :meth:`ShardFolder.finish` returns when the shard can be read by every process of this machine; a shard is freed
+when nothing refers to it any more, neither a trajectory nor a sample nor a job of the writer; where shared memory is full,
+shards go to the disk, and where that is full, too, it is one RunError and nothing is left half written. What a process left that
+was killed is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import xxhash
+
+from orchestrator.api import RunError, Trajectory, Turn
+from orchestrator.shards.trajectory_shard import OpenShard, ShardContext, encode
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "rl-coserve-shards-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Shard:
+    """One, by reference: its file, bytes and digest (xxh3-64). Equal where these are."""
+
+    __slots__ = ("__weakref__", "contexts", "digest", "path", "size")
+
+    def __init__(self, path: str, size: int, digest: str, contexts: tuple[ShardContext, ...] = ()) -> None:
+        self.path = path
+        self.size = size
+        self.digest = digest
+        self.contexts = contexts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"Shard{self._key()}"
+
+    def __reduce__(self) -> Any:
+        return Shard, (self.path, self.size, self.digest)  # the other side neither needs the contexts nor frees it
+
+    def data(self) -> pa.Buffer:
+        """All of it, unchecked. Raises OSError."""
+        return map_file(self.path)
+
+    def open(self) -> OpenShard:
+        """Read it. Raises RunError where it is gone, or is not what was written."""
+        return OpenShard(self.checked())
+
+    def checked(self) -> pa.Buffer:
+        """All of it. Raises RunError as :meth:`open`."""
+        try:
+            data = self.data()
+        except OSError as error:
+            raise RunError(f"shard {self.path} is lost: {error}") from error
+        if data.size != self.size or xxhash.xxh3_64_hexdigest(memoryview(data)) != self.digest:
+            raise RunError(f"shard {self.path} is damaged: {data.size} of {self.size} bytes, or another digest")
+        return data
+
+    def is_there(self) -> bool:
+        """Whether the file has the size that it was written with."""
+        try:
+            return os.stat(self.path).st_size == self.size
+        except OSError:
+            return False
+
+    def _key(self) -> tuple[str, int, str]:
+        return self.path, self.size, self.digest
+
+
+class ShardTurns(tuple[Turn, ...]):
+    """The turns of a finished trajectory, whose numbers lie in ``shard``."""
+
+    shard: Shard
+
+    @classmethod
+    def of(cls, turns: Iterable[Turn], shard: Shard) -> Self:
+        """Turns with their shard."""
+        made = cls(turns)
+        made.shard = shard
+        return made
+
+
+def shard_of(trajectory: Trajectory) -> Shard | None:
+    """The shard of a finished trajectory; None: its turns are in memory."""
+    turns = trajectory.turns
+    return turns.shard if isinstance(turns, ShardTurns) else None
+
+
+def map_file(path: str) -> pa.Buffer:
+    """A file's content, mapped. Raises OSError."""
+    import pyarrow as pa  # here: what is not finished needs none of it
+
+    with pa.memory_map(path) as file:
+        return file.read_buffer()
+
+
+class ShardFolder:
+    """The shards of one process. ``disk``: a folder of the run's own, for what finds no room in ``memory``."""
+
+    def __init__(self, disk: Path, memory: Path = SHARED_MEMORY) -> None:
+        import pyarrow  # noqa: F401  a quarter of a second, and not of the first trajectory's
+
+        shutil.rmtree(disk, ignore_errors=True)
+        self._folders = [disk]
+        self._lock = -1
+        with contextlib.suppress(OSError):
+            self._folders.insert(0, self._open_memory(memory))
+        self._numbers = count()
+        self.bytes = 0  # of shards that are there
+
+    def finish(self, trajectory: Trajectory) -> Trajectory:
+        """The same with its numbers in a shard; one that is finished is returned as it is. Raises RunError."""
+        if shard_of(trajectory) is not None:
+            return trajectory
+        data, contexts = encode(trajectory)
+        path = self._write(memoryview(data))
+        shard = Shard(path, data.size, xxhash.xxh3_64_hexdigest(memoryview(data)), contexts)
+        self.bytes += data.size
+        weakref.finalize(shard, self._free, path, data.size).atexit = False
+        turns = OpenShard(shard.data()).attached(trajectory.turns)
+        return replace(trajectory, turns=ShardTurns.of(turns, shard))
+
+    def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
+        """Those whose shard is not there any more, by id."""
+        shards = ((trajectory.id, shard_of(trajectory)) for trajectory in trajectories)
+        return [name for name, shard in shards if shard is not None and not shard.is_there()]
+
+    def close(self) -> None:
+        """Remove all. What is mapped can be read on. Idempotent."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _write(self, data: memoryview) -> str:
+        name = f"{next(self._numbers):08d}.arrow"
+        problem: OSError | None = None
+        for folder in self._folders:
+            path = folder / name
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                try:
+                    rest = data
+                    while rest:
+                        rest = rest[os.write(file, rest) :]
+                finally:
+                    os.close(file)
+                return str(path)
+            except OSError as error:
+                problem = error
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                if error.errno not in _FULL:
+                    break
+        assert problem is not None
+        held = f"{self.bytes >> 20} MiB of shards are held"
+        raise RunError(
+            f"a trajectory's shard cannot be written: {problem.strerror}, {problem.filename or path} ({held})"
+        )
+
+    def _free(self, path: str, size: int) -> None:
+        self.bytes -= size
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+    def _open_memory(self, memory: Path) -> Path:
+        """A folder there for this process alone, locked while it lives."""
+        for left in memory.glob(f"{_PREFIX}*"):
+            _remove_unless_locked(left)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory))
+        self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return folder
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    """If it is ours and its process is gone."""
+    with contextlib.suppress(OSError):
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(file)

@@ -1,0 +1,251 @@
+"""The form of a shard: one finished trajectory as columns of numbers, in an Arrow file of one row that never changes.
+
+| column | what |
+| --- | --- |
+| record | the trajectory without its turns, JSON |
+| token_ids | int32, turn after turn: a context that begins anew, the observation, the action |
+| logprobs | of the policy's tokens alone: float32, or float64 where one of them is no float32, so that none is rounded |
+| turns | how many tokens of each kind, weight versions, reward, times |
+
+The loss mask follows from the counts. Guarantees: what :func:`encode` was given is what :meth:`OpenShard.trajectory` gives
+back, log-probs to the last bit; opening copies no token, the arrays are views of the buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from orchestrator.api import ContextStart, Prompt, RunError, SampleFacts, Trajectory, Turn, VersionSpans, merge_spans
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Numbers = np.ndarray[tuple[int], np.dtype[Any]]
+
+_RECORD = tuple(item.name for item in fields(Trajectory) if item.name != "turns")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardContext:
+    """One context of a trajectory: its turns, from the first to the one before ``end_turn``, and what is known of them unread."""
+
+    first_turn: int
+    end_turn: int
+    versions: VersionSpans
+    facts: SampleFacts
+
+
+@functools.cache
+def _turn_type() -> pa.DataType:
+    import pyarrow as pa  # here: who has no shards needs none of it
+
+    return pa.struct(
+        [
+            ("before", pa.int32()),  # tokens of a context that begins anew with this turn
+            ("observed", pa.int32()),
+            ("acted", pa.int32()),
+            ("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int32())]))),
+            ("reward", pa.float64()),
+            ("done", pa.bool_()),
+            ("generate_seconds", pa.float64()),
+            ("environment_seconds", pa.float64()),
+            ("reason", pa.string()),  # of a context that begins anew; null: none does
+            ("dropped_turns", pa.int32()),
+            ("dropped_tokens", pa.int32()),
+        ]
+    )
+
+
+class Column(Sequence[Any]):
+    """Numbers as they lie in a shard: a sequence of Python's numbers that equals the tuple of them, and NumPy's array at no
+    cost."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Numbers) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, key: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Any, ...]: ...
+
+    def __getitem__(self, key: int | slice) -> Any:
+        found = self._values[key]
+        return tuple(found.tolist()) if isinstance(key, slice) else found.item()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Column):
+            return np.array_equal(self._values, other._values)
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self._values, dtype, copy=copy)
+
+
+def encode(trajectory: Trajectory) -> tuple[pa.Buffer, tuple[ShardContext, ...]]:
+    """A trajectory's shard, and its contexts. Raises RunError where a turn's tokens, log-probs and versions differ in number."""
+    import pyarrow as pa
+
+    tokens: list[Numbers] = []
+    said: list[Numbers] = []
+    for turn in trajectory.turns:
+        if not len(turn.action_ids) == len(turn.logprobs) == sum(count for _, count in turn.versions):
+            raise RunError(f"trajectory {trajectory.id}: a turn's tokens, log-probs and versions differ in number")
+        before = () if turn.context is None else turn.context.token_ids
+        tokens += [np.asarray(part, np.int32) for part in (before, turn.observation_ids, turn.action_ids)]
+        said.append(np.asarray(turn.logprobs, np.float64))
+    exact = np.concatenate([np.empty(0), *said])
+    with np.errstate(over="ignore"):
+        logprobs = exact.astype(np.float32)
+    if not np.array_equal(logprobs, exact, equal_nan=True):
+        logprobs = exact
+    record = json.dumps({name: _plain(getattr(trajectory, name)) for name in _RECORD})
+    token_ids = np.concatenate([np.empty(0, np.int32), *tokens])
+    columns = {
+        "record": pa.array([record], pa.string()),
+        "token_ids": _one_list(token_ids),
+        "logprobs": _one_list(logprobs),
+        "turns": pa.array([[_turn_row(turn) for turn in trajectory.turns]], pa.list_(_turn_type())),
+    }
+    batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue(), _contexts(trajectory.turns, token_ids, exact)
+
+
+class OpenShard:
+    """A shard that can be read; its arrays are views of ``data``. Raises RunError for what is none."""
+
+    def __init__(self, data: pa.Buffer) -> None:
+        import pyarrow as pa
+
+        try:
+            batch = pa.ipc.open_file(data).get_batch(0)
+            self.token_ids: Numbers = batch.column("token_ids").values.to_numpy(zero_copy_only=True)
+            self.logprobs: Numbers = batch.column("logprobs").values.to_numpy(zero_copy_only=True)
+            self._record = batch.column("record")
+            self._turns = batch.column("turns").values
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            raise RunError(f"no shard of a trajectory: {error}") from error
+
+    def trajectory(self) -> Trajectory:
+        """What was encoded; its tokens and log-probs are :class:`Column`."""
+        record = json.loads(self._record[0].as_py())
+        turns = tuple(_turn_of(row, parts) for row, parts in zip(self._turns.to_pylist(), self._parts(), strict=True))
+        record |= {"prompt": Prompt(**record["prompt"]), "errors": tuple(record["errors"])}
+        return Trajectory(turns=turns, **record)
+
+    def attached(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        """The turns that were encoded, with the numbers that lie here in place of their own."""
+        return tuple(_with_columns(turn, parts) for turn, parts in zip(turns, self._parts(), strict=True))
+
+    def context(self, first: int, end: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Of these turns: token ids, which of them the policy's are (positions), the log-probs of those."""
+        before, acted = self._counts()
+        starts = np.cumsum([0, *(before + acted)])
+        said = np.cumsum([0, *acted])
+        own = [np.arange(starts[turn] + before[turn], starts[turn + 1]) for turn in range(first, end)]
+        positions = np.concatenate([np.empty(0, np.int64), *own]) - starts[first]
+        return self.token_ids[starts[first] : starts[end]], positions, self.logprobs[said[first] : said[end]]
+
+    def _counts(self) -> tuple[Numbers, Numbers]:
+        """Of each turn, the tokens that the policy did not write in it, and those that it did."""
+        count = {name: self._turns.field(name).to_numpy().astype(np.int64) for name in ("before", "observed", "acted")}
+        return count["before"] + count["observed"], count["acted"]
+
+    def _parts(self) -> Iterator[tuple[Column, Column, Column, Column]]:
+        """Of each turn: what stood before it, observation, action, log-probs."""
+        at = said = 0
+        names = ("before", "observed", "acted")
+        for counts in zip(*(self._turns.field(name).to_pylist() for name in names), strict=True):
+            cuts = [at, *accumulate(counts, initial=at)][1:]
+            spans = [Column(self.token_ids[begin:end]) for begin, end in pairwise(cuts)]
+            yield spans[0], spans[1], spans[2], Column(self.logprobs[said : said + counts[2]])
+            at, said = cuts[-1], said + counts[2]
+
+
+def _with_columns(turn: Turn, parts: tuple[Any, Any, Any, Any]) -> Turn:
+    before, observed, acted, logprobs = parts
+    context = None if turn.context is None else replace(turn.context, token_ids=before)
+    return replace(turn, observation_ids=observed, action_ids=acted, logprobs=logprobs, context=context)
+
+
+def _turn_of(row: dict[str, Any], parts: tuple[Any, Any, Any, Any]) -> Turn:
+    context = None
+    if row["reason"] is not None:
+        context = ContextStart((), row["reason"], row["dropped_turns"], row["dropped_tokens"])
+    versions = tuple((span["version"], span["count"]) for span in row["versions"])
+    times = row["generate_seconds"], row["environment_seconds"]
+    return _with_columns(Turn((), (), (), versions, row["reward"], row["done"], *times, context), parts)
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    start = turn.context
+    return {
+        "before": 0 if start is None else len(start.token_ids),
+        "observed": len(turn.observation_ids),
+        "acted": len(turn.action_ids),
+        "versions": [{"version": version, "count": count} for version, count in turn.versions],
+        "reward": turn.reward,
+        "done": turn.done,
+        "generate_seconds": turn.generate_seconds,
+        "environment_seconds": turn.environment_seconds,
+        "reason": None if start is None else start.reason,
+        "dropped_turns": None if start is None else start.dropped_turns,
+        "dropped_tokens": None if start is None else start.dropped_tokens,
+    }
+
+
+def _contexts(turns: Sequence[Turn], token_ids: Numbers, logprobs: Numbers) -> tuple[ShardContext, ...]:
+    starts = [index for index, turn in enumerate(turns) if index == 0 or turn.context is not None]
+    found, at, said = [], 0, 0
+    for first, end in pairwise([*starts, len(turns)]):
+        part = turns[first:end]
+        shown = [len(t.observation_ids) + (len(t.context.token_ids) if t.context is not None else 0) for t in part]
+        own = [len(turn.action_ids) for turn in part]
+        acted = sum(own)
+        tokens = token_ids[at : at + sum(shown) + acted]
+        facts = SampleFacts(
+            tokens=len(tokens),
+            generated=acted,
+            least=int(tokens.min()) if len(tokens) else 0,
+            most=int(tokens.max()) if len(tokens) else 0,
+            finite=bool(np.isfinite(logprobs[said : said + acted]).all()),
+            prompted=next((seen > 0 for seen, mine in zip(shown, own, strict=True) if seen + mine), False),
+        )
+        versions = merge_spans(span for turn in part for span in turn.versions)
+        found.append(ShardContext(first, end, versions, facts))
+        at, said = at + len(tokens), said + acted
+    return tuple(found)
+
+
+def _one_list(values: Numbers) -> pa.ListArray:
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), pa.array(values))
+
+
+def _plain(value: Any) -> Any:
+    return {item.name: getattr(value, item.name) for item in fields(value)} if isinstance(value, Prompt) else value
