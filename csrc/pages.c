@@ -492,6 +492,15 @@ EXPORT int64_t rlc_pool_expired(rlc_pool *pool, uint64_t now, uint64_t *out, uin
     return found;
 }
 
+/* Pages that we own, and that we may own; read before every step, so without the lock. */
+EXPORT int rlc_pool_share(rlc_pool *pool, uint64_t out[2]) {
+    const rlc_tenant *tenant = self(pool);
+    if (!tenant) return RLC_POOL_GONE;
+    out[0] = __atomic_load_n(&tenant->used, __ATOMIC_RELAXED);
+    out[1] = __atomic_load_n(&tenant->budget, __ATOMIC_RELAXED);
+    return 0;
+}
+
 /* Of any tenant, by whoever may decide it. Revisions only grow. */
 EXPORT int rlc_pool_budget(rlc_pool *pool, int slot, uint64_t budget, uint64_t revision) {
     if (slot < 0 || slot >= RLC_TENANTS) return RLC_POOL_GONE;

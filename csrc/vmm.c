@@ -107,6 +107,18 @@ static allocation wanted(const rlc_cuda *cuda) {
     return found;
 }
 
+/* What is written above by hand, to be compared with NVIDIA's own: the numbers in their order, what is asked of an allocation on
+ * device 5, and of access to it. */
+EXPORT void rlc_cuda_written(int numbers[8], unsigned char properties[32], unsigned char access[12]) {
+    const int found[8] = {OUT_OF_MEMORY, INVALID_CONTEXT, VMM_SUPPORTED, FD_SUPPORTED, PINNED, ON_DEVICE, AS_FD, READ_WRITE};
+    const rlc_cuda five = {.device = 5};
+    const allocation asked = wanted(&five);
+    const access_desc both = {{ON_DEVICE, 5}, READ_WRITE};
+    memcpy(numbers, found, sizeof found);
+    memcpy(properties, &asked, sizeof asked);
+    memcpy(access, &both, sizeof both);
+}
+
 /* The device's primary context is this thread's until leave(), whichever it had: one of another device, or none. */
 static int enter(rlc_cuda *cuda) {
     int result;

@@ -18,6 +18,7 @@ named assumption of Megatron-Core and touches only the modules that make it; no 
 | split sizes of the experts' all-to-all come from a GPU     | they become numpy, as they do on their way from a GPU   |
 | ``all_gather``, ``reduce_scatter`` of parts of other sizes  | gloo has neither: broadcasts, and a sum of everything   |
 | (experts that are split over tensor-parallel ranks)        |                                                         |
+| positions of a context-parallel rank go through a GPU       | they stay where they are                               |
 | latent attention takes a class that is None for Transformer | it is told that there is none                          |
 | Engine's                                                   |                                                         |
 | 0.16.1: ``te_general_gemm`` is defined (router's product)  | it is None, which that code takes for "not installed"   |
@@ -36,6 +37,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from megatron_rlplugin.context_parallel import zigzag_places
 
 _PROXIED_MODULES = (
     "megatron.core.pipeline_parallel.schedules",  # the token counter of a schedule
@@ -176,6 +179,11 @@ def _splits_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = F
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _positions_on_host(pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+    places = zigzag_places(pos_emb.shape[seq_dim], cp_group.rank(), cp_group.size())
+    return pos_emb.index_select(seq_dim, places)
+
+
 def _without_move(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method``, during which ``Tensor.cuda()`` answers the tensor itself."""
 
@@ -231,6 +239,9 @@ def activate() -> bool:
     _replace(dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host)
     _replace(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)  # so that no stand-in outlives the shims
     _replace(importlib.import_module("megatron.core.transformer.multi_latent_attention"), "HAVE_TE", False)
+    for name in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):
+        rope = importlib.import_module(f"megatron.core.models.common.embeddings.{name}")
+        _replace(rope, "get_pos_emb_on_this_cp_rank", _positions_on_host)
     moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe, "te_general_gemm"):
         _replace(moe, "te_general_gemm", None)

@@ -22,7 +22,7 @@ from megatron_rlplugin.stream.rank_agreement import agree_on_step
 from megatron_rlplugin.stream.stock_schedule import feed_size, part_size
 from megatron_rlplugin.stream.stream_conditions import check_movable
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
-from megatron_rlplugin.weights.tensor_places import UNPADDED, chunks_of
+from megatron_rlplugin.weights.tensor_places import UNPADDED, chunks_of, tensor_pieces
 from orchestrator.api import ConfigError, PublishResult
 
 ForwardStep = Callable[..., Any]  # Megatron's: (data iterator, model chunk) -> (output, loss function)
@@ -48,6 +48,9 @@ class RLTraining:
         for core in chunks_of(self.model):
             setattr(core, UNPADDED, vocabulary_from(args, core.vocab_size))
         self._relay = relay_from(args)
+        if self._relay is not None and converter is None:
+            for _ in tensor_pieces(self.model):  # a parameter without a place is told here, not by the first publish
+                pass
         self._publisher: WeightPublisher | None = None
         self._moving = 0.0  # seconds that gradients last took to the host and back
         self._waited = 0.0  # seconds that the source last let us wait

@@ -95,8 +95,7 @@ OWNED = {
     "moe_token_dispatcher_type": "must be alltoall: micro-batches differ in length",
     "perform_initialization": "must be off: the weights come from model.path",
     "use_cpu_initialization": "must be on: the weights come from model.path",
-    "context_parallel_size": "must be 1: inputs are not split over context-parallel ranks yet; use trainer.tensor_parallel "
-    "with sequence_parallel, or recompute_granularity, for long rows",
+    "context_parallel_size": _RATES.format("context_parallel"),
     "mtp_num_layers": "must be unset: the objective trains the policy's own head only",
     **dict.fromkeys(
         ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),

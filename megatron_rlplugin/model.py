@@ -5,8 +5,7 @@ auxiliary losses; a layout that cannot express it is refused with a ConfigError 
 uninitialised until ``bridge.load_hf`` filled them.
 
 Layers are Transformer Engine's where it is installed and there is CUDA, else Megatron's own ("local") ones; what stock
-Megatron-Core lacks is in ``model_layers``. The grouped kernels of Transformer Engine and context parallelism need a GPU; they
-were not run.
+Megatron-Core lacks is in ``model_layers``. Transformer Engine's layers need a GPU; they were not run.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def transformer_config(
         **{_graph_field(): []},  # the default is a spelling that Megatron warns about
         **mixture,
     )
-    if shape.windowed_layers and shape.window is not None:
+    if shape.window is not None:
         ours["window_size"] = (shape.window - 1, 0)  # tokens before and behind the one that looks
         ours["window_attn_skip_freq"] = [
             int(layer in shape.windowed_layers) for layer in range(shape.num_hidden_layers)
@@ -287,9 +286,6 @@ def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     if shape.num_experts and layout.tensor > 1 and not layout.sequence:
         fix = "a mixture of experts with tensor parallelism trains only with sequence parallelism; set it"
         raise ConfigError("layout.sequence", layout.sequence, fix)
-    if layout.context > 1 and not uses_transformer_engine():
-        fix = "context parallelism needs CUDA and Transformer Engine; must be 1 here"
-        raise ConfigError("layout.context", layout.context, fix)
 
 
 def _layers(shape: ModelShape, config: Any, stage: int | None) -> Any:
@@ -302,7 +298,10 @@ def _layers(shape: ModelShape, config: Any, stage: int | None) -> Any:
     first = get_transformer_layer_offset(config, stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
     experts = shape.num_experts or None
-    kinds = {mixture: _layer(shape, experts if mixture else None) for mixture in {experts is not None, False}}
+    kinds = {
+        mixture: _layer(shape, experts if mixture else None, config.context_parallel_size)
+        for mixture in {experts is not None, False}
+    }
     norm: Any = RMSNorm
     if uses_transformer_engine():
         norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm
@@ -310,7 +309,7 @@ def _layers(shape: ModelShape, config: Any, stage: int | None) -> Any:
     return TransformerBlockSubmodules([kinds[mixture] for mixture in mixed], norm)
 
 
-def _layer(shape: ModelShape, experts: int | None) -> Any:
+def _layer(shape: ModelShape, experts: int | None, context: int) -> Any:
     """One layer, with experts or dense."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.identity_op import IdentityOp
@@ -345,7 +344,7 @@ def _layer(shape: ModelShape, experts: int | None) -> Any:
                 setattr(attention.submodules, name, RMSNorm)
         if shape.latent and shape.latent.q_lora_rank is None:
             attention.submodules.q_layernorm = IdentityOp  # queries that are not compressed have none
-        if shape.windowed_layers or latent:
+        if shape.windowed_layers or latent or context > 1:
             attention.submodules.core_attention = LocalAttention
     if shape.family.bias and experts:
         _submodules(_submodules(layer.submodules.mlp).experts).linear_fc2 = BiasedExpertLinear

@@ -123,6 +123,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 ARCHITECTURES = tuple(FAMILIES)
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +312,8 @@ class _Reader:
         hidden, heads, layers = (
             self.integer(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
+        if layers > MOST_LAYERS:
+            raise ConfigError("model.num_hidden_layers", layers, f"must be at most {MOST_LAYERS}")
         latent = self._latent() if family.latent else None
         head_dim = self.integer("head_dim", default=None if family.head_dim_required else max(hidden // heads, 1))
         groups = self.integer("num_key_value_heads", default=None if family.kv_heads_required else heads)
@@ -402,10 +405,11 @@ class _Reader:
             raise ConfigError(
                 "model.rope_interleave", False, "is not supported: Megatron-Core turns neighbouring pairs"
             )
-        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        rank_kv, nope, turned, value = (
+            self.integer(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
         rank = self.integer("q_lora_rank") if self.data.get("q_lora_rank") is not None else None
-        compressed, plain, turned, value = (self.integer(name) for name in names)
-        return LatentAttention(compressed, plain, turned, value, rank)
+        return LatentAttention(rank_kv, nope, turned, value, rank)
 
     def _windows(self, layers: int) -> dict[str, Any]:
         data, family = self.data, self.family
@@ -418,7 +422,7 @@ class _Reader:
             kinds = data.get("layer_types") or [
                 "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)
             ]
-            if len(kinds) != layers or {*kinds} - {"full_attention", "sliding_attention"}:
+            if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
                 fix = f"must be 'full_attention' or 'sliding_attention' for each of the {layers} layers"
                 raise ConfigError("model.layer_types", kinds, fix)
             windowed = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
@@ -442,8 +446,9 @@ class _Reader:
             "yarn": ("factor", "original_max_position_embeddings"),
         }[kind]
         for name in names:
-            if rope.get(name) is None or (name == "factor" and rope[name] < 1):
-                fix = "must be a number from 1 on" if name == "factor" else f"must be a number: {kind} needs it"
+            from_one = name in ("factor", "original_max_position_embeddings")
+            if rope.get(name) is None or (from_one and rope[name] < 1):
+                fix = "must be a number from 1 on" if from_one else f"must be a number: {kind} needs it"
                 raise ConfigError(f"model.rope_parameters.{name}", rope.get(name), fix)
         if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
             fix = "must be more than low_freq_factor"
@@ -454,6 +459,9 @@ class _Reader:
         if rope.get("attention_factor") is not None:
             fix = "is not supported: Megatron-Core computes it from mscale and mscale_all_dim"
             raise ConfigError("model.rope_parameters.attention_factor", rope["attention_factor"], fix)
+        for name in ("beta_fast", "beta_slow"):
+            if not rope.get(name, 1):
+                raise ConfigError(f"model.rope_parameters.{name}", rope[name], "must be more than 0")
         more = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate") if kind == "yarn" else ()
         return Rope(theta, kind, **{name: rope[name] for name in (*names, *more) if name in rope})
 
@@ -463,7 +471,7 @@ class _Reader:
             part = 0.5 if self.family.partial_rotary else 1.0
         if part != 1.0 and not self.family.partial_rotary:
             raise ConfigError("model.partial_rotary_factor", part, "is not supported: RoPE turns all of a head")
-        if not 0 < part <= 1 or int(head_dim * part) % 2:
+        if not 0 < part <= 1 or int(head_dim * part) % 2 or not int(head_dim * part):
             raise ConfigError("model.partial_rotary_factor", part, f"must leave an even part of head_dim ({head_dim})")
         return float(part)
 

@@ -6,11 +6,13 @@ computes what transformers computes. Names of parameters are Megatron's, except 
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -18,6 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_rlplugin.context_parallel import gather_sequence, zigzag_places
 from megatron_rlplugin.model_families import Rope
 
 __all__ = [
@@ -52,16 +55,22 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
 
 
 class LocalAttention(DotProductAttention):  # type: ignore[misc]
-    """Megatron's attention that also takes what latent attention says of its channels, and whose window is cut out of the
-    mask that it is given.
+    """Megatron's attention that also takes what latent attention says of its channels, whose window is cut out of the mask
+    that it is given, and which gathers keys and values of a row that is split over context-parallel ranks.
 
-    The stock one puts a causal window in the mask's place, so that the trajectories of a packed row would see each other.
+    The stock one puts a causal window in the mask's place, so that the trajectories of a packed row would see each other, and
+    refuses context parallelism. Gathering costs each rank the keys and values of whole rows: what Transformer Engine does on
+    a GPU costs less, and is not this. The mask is that of whole rows, ``[1, 1, S, S]``.
     """
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         for name in ("k_channels", "v_channels"):  # the tensors say them
             kwargs.pop(name, None)
-        super().__init__(config, layer_number, *args, **kwargs)
+        own = copy.copy(config)
+        own.context_parallel_size = 1
+        super().__init__(own, layer_number, *args, **kwargs)
+        group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self._context: Any = group
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size[0] + 1 if windowed else None
         self.scale_mask_softmax.window_size = None
@@ -69,9 +78,14 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        if self._context is not None:
+            key, value = (gather_sequence(part, self._context) for part in (key, value))
         if self._window is not None and key.shape[0] > self._window:
             place = torch.arange(key.shape[0], device=key.device)
             attention_mask = attention_mask | (place[:, None] - place[None, :] >= self._window)
+        if self._context is not None:
+            rows = zigzag_places(key.shape[0], self._context.rank(), self._context.size())
+            attention_mask = attention_mask.index_select(2, rows.to(attention_mask.device))
         return super().forward(query, key, value, attention_mask, *args, **kwargs)
 
 

@@ -48,8 +48,15 @@ class ParallelLayout:
             raise ConfigError("layout.virtual", self.virtual, "needs pipeline parallelism (layout.pipeline >= 2)")
         if self.virtual is not None and self.virtual < 2:
             raise ConfigError("layout.virtual", self.virtual, "must be at least 2 chunks a stage; leave it out for one")
+        if self.context > 1 and self.expert > 1:
+            raise ConfigError("layout.context", self.context, "must be 1 with expert parallelism: never run together")
         if self.sequence and self.tensor < 2:
             raise ConfigError("layout.sequence", self.sequence, "needs tensor parallelism (layout.tensor >= 2)")
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows must have a multiple of so many tokens, which ranks divide evenly."""
+        return (self.tensor if self.sequence else 1) * (2 * self.context if self.context > 1 else 1)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ParallelLayout:

@@ -104,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rl-coserve {orchestrator.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    first = commands.add_parser("init", help="write a commented file to begin with, for one of the three ways in")
+    first.add_argument(
+        "way", choices=("train", "lend", "megatron"), help="the whole loop, your server, your own script"
+    )
+    first.add_argument("file", nargs="?", metavar="FILE", help="what to write (run.toml; megatron: rl_loop.py)")
+    first.set_defaults(run=_init)
+
     train = commands.add_parser("train", help="train a model from a TOML config, or resume a run")
     train.add_argument("config", nargs="?", help="TOML file")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
@@ -128,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
 
-    scale = commands.add_parser("scale", help="change how large the pools of a run are, while it goes on")
+    scale = commands.add_parser("scale", help="change how large the pools of a run are, while it runs")
     scale.add_argument(
         "changes",
         nargs="*",
@@ -198,6 +205,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     looking.add_view_commands(commands, _run_path)
+    play = commands.add_parser("play", help="play one episode with given weights, and watch it")
+    play.add_argument("config", nargs="?", help="TOML file (default: the config of the run whose weights play)")
+    play.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    play.add_argument(
+        "--weights", default="latest", metavar="WHERE", help="a run, a model's folder, or a server's URL (latest)"
+    )
+    play.add_argument("--prompt", type=int, default=0, metavar="N", help="which held-out prompt, from 0 (0)")
+    play.add_argument("--sample", action="store_true", help="at rollout.temperature instead of greedily")
+    play.add_argument("--token-file", default="", metavar="FILE", help="holds the token of the server's /v1")
+    play.set_defaults(run=_play)
     lend = commands.add_parser("lend", help="what a serving engine's KV pool lends to rollouts (docs/coserving.md)")
     lend.add_argument("--max", type=float, metavar="SHARE", help="of the pool, the most that rollouts may have")
     lend.add_argument("--status", action="store_true", help="only say what is lent, and to whom")
@@ -230,6 +247,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
+    completion = commands.add_parser("completion", help="print what completes commands, options and keys in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+    completion.set_defaults(run=lambda arguments: _completion(arguments, commands.choices))
     help_text.explain_commands(commands.choices)
     return parser
 
@@ -244,6 +264,63 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
 
         return config_from(_run_path(arguments.source), file, overrides)
     return load_config(file, overrides)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from orchestrator.ops.first_config import write_first
+
+    file = write_first(arguments.way, arguments.file)
+    print(
+        f"{file}: next "
+        + ("docs/recipes/existing.md" if file.suffix == ".py" else f"rl-coserve train {file} --dry-run")
+    )
+    return 0
+
+
+def _completion(arguments: argparse.Namespace, commands: Mapping[str, argparse.ArgumentParser]) -> int:
+    from orchestrator.ops.shell_completion import completion_script
+
+    print(completion_script(arguments.shell, commands, orchestrator.__version__), end="")
+    return 0
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from orchestrator.config import parse_config
+    from orchestrator.config.run_config import apply_override
+    from orchestrator.observe.report.page_text import printable
+    from orchestrator.ops import play_command as playing
+    from orchestrator.run_folder import RunFolder
+    from orchestrator.runtime.preflight import make_task
+
+    weights = str(_run_path("latest")) if arguments.weights == "latest" else arguments.weights
+    if playing.is_run(Path(weights)) and (arguments.config is None or "=" in arguments.config):
+        data = RunFolder.open(Path(weights)).config().model_dump(mode="json")
+        for override in [*filter(None, [arguments.config]), *arguments.overrides]:
+            apply_override(data, override)
+        config = parse_config(data)
+    else:
+        config = _config(arguments)
+    task = make_task(config)
+    prompt = playing.heldout_prompt(task, config.run.seed, max(0, arguments.prompt))
+    token = Path(arguments.token_file).read_text(encoding="utf-8").strip() if arguments.token_file else ""
+    temperature = config.rollout.temperature if arguments.sample else 0.0
+    speaker = playing.speaker_of(weights, token, temperature, config.run.seed)
+    console = Console(soft_wrap=True)
+    styles = {"head": "bold", "seen": "dim", "said": "green", "note": "yellow"}
+
+    def show(kind: str, text: str) -> None:
+        console.print(Padding(Text(printable(text), styles[kind]), (0, 0, 0, 0 if kind == "head" else 2), expand=False))
+
+    show("head", f"task {prompt.task}, held-out prompt {max(0, arguments.prompt)}, weights of {weights}")
+    reward = asyncio.run(playing.play_episode(config, task, prompt, speaker, show))
+    show(
+        "head", f"reward {reward:g}" if reward is not None else "not scored: the config's judge or endpoint is a run's"
+    )
+    return 0
 
 
 def _mps(arguments: argparse.Namespace) -> int:
@@ -390,7 +467,7 @@ def _replayed(arguments: argparse.Namespace, config: Config) -> Path | None:
     if arguments.replay is None:
         return None
     if arguments.resume is not None:
-        raise ConfigError("--replay", arguments.replay, "a resume goes on with its own run; drop --replay or --resume")
+        raise ConfigError("--replay", arguments.replay, "a resume continues its own run; drop --replay or --resume")
     from orchestrator.runtime.recorded_batches import Recording, recorded_model
 
     source = Path("runs/latest" if arguments.replay == "latest" else arguments.replay).resolve()

@@ -124,6 +124,8 @@ class CoserveScheduler(PriorityPreemption):
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._rl_generated += request.num_output_tokens
+        if self._rl_pages is not None:
+            self._rl_pages.request_gone(request)
         return super()._free_request(request, *args, **kwargs)
 
     def _rl_started(self, request_id: str, cached: int) -> None:

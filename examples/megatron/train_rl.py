@@ -42,6 +42,7 @@ from megatron_rlplugin.trainer.micro_batches import (
 )
 from megatron_rlplugin.trainer.recorded_rows import read_batches
 from megatron_rlplugin.trainer.replicas import Replicas
+from megatron_rlplugin.trainer.training_work import TrainingWork
 from megatron_rlplugin.weights import hf_bridge
 from orchestrator.api import ConfigError, CoserveError, TrainBatch
 from orchestrator.settings.trainer_settings import TrainerSettings
@@ -118,7 +119,9 @@ def micro_batches(batch: TrainBatch, shape: Any, settings: TrainerSettings, repl
     limits = MicroBatchLimits(
         settings.micro_batch_size, settings.order, multiple=multiple, tokens=settings.micro_batch_tokens
     )
-    _, own = replicas.dealer().deal_micro_batches(plan_micro_batches(rows, range(len(rows)), limits), last=True)
+    plans, flops = plan_micro_batches(rows, range(len(rows)), limits), TrainingWork.of_model(shape)
+    work = [flops.of_plan(rows, members, limits) for members in plans]
+    _, own = replicas.dealer().deal_micro_batches(plans, work, last=True)
     return [micro_batch(rows, share.members, limits, settings.loss_mean, idle=share.idle) for share in own]
 
 

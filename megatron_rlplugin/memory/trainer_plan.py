@@ -128,7 +128,7 @@ def _with_optimizer(ranks: Sequence[RankPlan], settings: Mapping[str, Any], dtyp
 def _run(folder: str, settings: Mapping[str, Any], dtype: str, longest: int) -> tuple[RankPlan, ...]:
     section = TrainerSection.from_dict(dict(settings))
     shape = read_shape(folder)
-    world = section.tensor_parallel * section.pipeline_parallel * section.data_parallel
+    world = section.ranks
     tokens = min(section.pack_tokens or longest, shape.max_position_embeddings)
     rows = 1 if section.pack_tokens else max(1, min(section.micro_batch_tokens // tokens, section.micro_batch_size))
     stages = {"first stage": 0, "last stage": world - 1} if section.pipeline_parallel > 1 else {"all": 0}

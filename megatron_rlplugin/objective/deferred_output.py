@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rlplugin.context_parallel import TokenPart
 from megatron_rlplugin.model import unwrap
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows
 
@@ -26,15 +27,15 @@ def defer_output_layer(chunks: Sequence[Any]) -> None:
             model.output_layer.forward = partial(_hidden_states, model.output_layer)
 
 
-def output_rows(model: Any, hidden_TH: Tensor) -> OutputRows:
-    """The logits of these hidden states, for :mod:`megatron_rlplugin.objective.vocab_logprobs`."""
+def output_rows(model: Any, hidden_TH: Tensor, part: TokenPart | None = None) -> OutputRows:
+    """The logits of these hidden states, for :mod:`megatron_rlplugin.objective.vocab_logprobs`. ``part``: whose they are."""
     from megatron.core import tensor_parallel
 
     model = unwrap(model)
     if not model.output_layer.sequence_parallel:
         # Here and not in the layer: Megatron-Core 0.16.1 sums a gradient that is not contiguous into a copy, and drops it.
         hidden_TH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_TH)
-    return OutputRows(hidden_TH, _weight(model))
+    return OutputRows(hidden_TH, _weight(model), part)
 
 
 def keeps_dtype(chunk: Any) -> dict[str, bool]:

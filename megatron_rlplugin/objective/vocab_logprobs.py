@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rlplugin.context_parallel import TokenPart
+
 CHUNK_BYTES = 128 << 20  # of a chunk's logits in fp32; some five tensors of this size live at once
 
 
@@ -33,14 +35,16 @@ class OutputRows:
 
     hidden_TH: Tensor
     weight_VH: Tensor
+    part: TokenPart | None = None  # of the policy's tokens, that these rows are; None: all
 
 
 def logprobs(
     logits_TV: Tensor | OutputRows, targets_T: Tensor, temperature: float = 1.0, *, group: Any = None
 ) -> Tensor:
     """Log-prob of each target, [T]."""
-    logp_T, _ = _VocabSoftmax.apply(*_factors(logits_TV), targets_T, temperature, group, False, False)
-    return logp_T
+    part, own_T = _own(logits_TV, targets_T)
+    logp_T: Tensor = _VocabSoftmax.apply(*_factors(logits_TV), own_T, temperature, group, False, False)[0]
+    return logp_T if part is None else part.whole(logp_T)
 
 
 def logprobs_and_entropy(
@@ -52,8 +56,15 @@ def logprobs_and_entropy(
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of each distribution), [T] both. Entropy has a gradient only when asked to."""
-    logp_T, entropy_T = _VocabSoftmax.apply(*_factors(logits_TV), targets_T, temperature, group, True, entropy_gradient)
-    return logp_T, entropy_T
+    part, own_T = _own(logits_TV, targets_T)
+    logp_T, entropy_T = _VocabSoftmax.apply(*_factors(logits_TV), own_T, temperature, group, True, entropy_gradient)
+    return (logp_T, entropy_T) if part is None else (part.whole(logp_T), part.whole(entropy_T))
+
+
+def _own(logits_TV: Tensor | OutputRows, targets_T: Tensor) -> tuple[TokenPart | None, Tensor]:
+    """(which part of the tokens these rows are, its targets)."""
+    part = logits_TV.part if isinstance(logits_TV, OutputRows) else None
+    return part, targets_T if part is None else targets_T.index_select(0, part.own_P)
 
 
 def _factors(logits_TV: Tensor | OutputRows) -> tuple[Tensor, Tensor | None]:

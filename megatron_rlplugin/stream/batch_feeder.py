@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_rlplugin.trainer.experience import Experience
-from megatron_rlplugin.trainer.micro_batches import ArrivalPacker, MicroBatchLimits, TrainRow
+from megatron_rlplugin.trainer.micro_batches import ArrivalPacker, LengthPool, MicroBatchLimits, TrainRow, arrival_order
 from megatron_rlplugin.trainer.optimizer_step import Stepper, StepReport
 from orchestrator.api import TrainBatch, TrainSample
 
@@ -23,7 +23,7 @@ class FedBatch:
     """What the open step has been given so far. ``gradients``: of how many rows they have been taken."""
 
     version: int
-    arrival: ArrivalPacker
+    arrival: ArrivalPacker | LengthPool
     samples: list[TrainSample] = field(default_factory=list)
     kept: list[TrainSample] = field(default_factory=list)
     rows: list[TrainRow] = field(default_factory=list)
@@ -95,7 +95,7 @@ class BatchFeeder:
 
     def _take(self, samples: Sequence[TrainSample], version: int, *, last: bool) -> FedBatch:
         if self._fed is None:
-            self._fed = FedBatch(version, ArrivalPacker(self._limits))
+            self._fed = FedBatch(version, arrival_order(self._limits))
             self._stepper.begin_step()
         fed = self._fed
         rows, kept, skipped = self._experience.rows(samples, version)

@@ -28,6 +28,7 @@ from megatron_rlplugin.trainer.micro_batches import (
     usable_samples,
 )
 from megatron_rlplugin.trainer.replicas import MicroBatchShare, Replicas
+from megatron_rlplugin.trainer.training_work import TrainingWork
 from orchestrator.api import TrainSample
 from orchestrator.settings.trainer_settings import TrainerSection
 
@@ -49,6 +50,7 @@ class Experience:
         self.reference: list[Tensor] | None = None
         self._settings = settings
         self._limits = limits
+        self._work = TrainingWork.of_model(policy.shape)
         self._policy = policy
         self._critic = critic
         self._replicas = replicas
@@ -65,6 +67,10 @@ class Experience:
             self.reference = self._policy.snapshot(self.reference)
         elif self.reference is None:
             self.reference = self._policy.snapshot_of(self._settings.reference_path)
+
+    def work(self, rows: Sequence[TrainRow], plans: Sequence[Sequence[int]]) -> list[float]:
+        """Operations of each of these micro-batches."""
+        return [self._work.of_plan(rows, members, self._limits) for members in plans]
 
     def rows(
         self, samples: Sequence[TrainSample], version: int

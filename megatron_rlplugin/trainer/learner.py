@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rlplugin.context_parallel import RowPart
 from megatron_rlplugin.megatron_options import MegatronOptions, make_config, sort_options
 from megatron_rlplugin.model import (
     DTYPES,
@@ -96,8 +97,12 @@ class Learner:
         ranks = ranks or Rendezvous()
         self.layout = layout_of(settings, self.shape, self.options)
         if self.layout.data_parallel_size(ranks.world_size) != settings.data_parallel:
-            ask = settings.tensor_parallel * settings.pipeline_parallel * settings.data_parallel
-            raise ConfigError("world_size", ranks.world_size, f"must be tensor * pipeline * data parallel = {ask}")
+            fix = f"must be tensor * pipeline * context * data parallel = {settings.ranks}"
+            raise ConfigError("world_size", ranks.world_size, fix)
+        if prepare is not None and self.layout.context > 1:
+            raise ConfigError(
+                "trainer.context_parallel", self.layout.context, "must be 1: a critic's rows are not split"
+            )
         initialize_parallel(
             self.layout, ranks.rank, ranks.world_size, ranks.init_method, ranks.timeout, ranks.interface
         )
@@ -358,6 +363,8 @@ def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     shape = read_shape(folder)
     layout = layout_of(settings, shape, options)
     check_layout(shape, layout)
+    if settings.needs_critic and layout.context > 1:
+        raise ConfigError("trainer.context_parallel", layout.context, "must be 1: a critic's rows are not split")
     if settings.reference_path:
         check_same_shape("trainer.reference_path", settings.reference_path, shape)
     transformer_config(shape, DTYPES[dtype], layout, options.transformer)
@@ -382,6 +389,7 @@ def layout_of(settings: TrainerSettings, shape: Any, options: MegatronOptions | 
     return ParallelLayout(
         tensor=settings.tensor_parallel,
         pipeline=settings.pipeline_parallel,
+        context=settings.context_parallel,
         expert=settings.expert_parallel,
         virtual=options.virtual_pipeline,
         sequence=sequence,
@@ -393,6 +401,7 @@ def _forward_step(
     loss: LossFunction, thd: bool, deferred: bool
 ) -> Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Callable[..., Any]]]:
     """Megatron's forward-step function: model output, and the function that turns it into (SUM, divisor, report)."""
+    from megatron.core import parallel_state
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
@@ -407,12 +416,22 @@ def _forward_step(
             mask = block_causal_mask(batch.packed, width)
         if getattr(model.config, "moe_router_enable_expert_bias", False) and model.config.moe_router_bias_update_rate:
             more["padding_mask"] = batch.padding_BS()  # else it would count in the experts' load
-        output_BSX = model(batch.inputs_BS, batch.positions_BS, mask, **more)
+        inputs_BS, positions_BS, part = batch.inputs_BS, batch.positions_BS, None
+        if model.config.context_parallel_size > 1:
+            part = RowPart(width, parallel_state.get_context_parallel_group(), inputs_BS.device)
+            inputs_BS, positions_BS = part.cut(inputs_BS), part.cut(positions_BS)
+            more |= {name: part.cut(value) for name, value in more.items() if name == "padding_mask"}
+        output_BSX = model(inputs_BS, positions_BS, mask, **more)
 
         def loss_function(output_BSX: Tensor) -> tuple[Tensor, Tensor, Any]:
-            output_TX = batch.select(output_BSX)
-            total, report = loss(output_rows(model, output_TX) if deferred else output_TX, batch)
-            return total, torch.tensor(batch.tokens.denominator, dtype=torch.int, device=total.device), report
+            if part is None:
+                output_TX, tokens = batch.select(output_BSX), None
+            else:
+                output_TX, tokens = part.select(output_BSX, batch.at_T)
+            total, report = loss(output_rows(model, output_TX, tokens) if deferred else output_TX, batch)
+            # Every rank of the context knows the whole loss; its gradient is of its own tokens, and one of them counts it.
+            counted = batch.tokens.denominator if part is None or part.first else 0
+            return total, torch.tensor(counted, dtype=torch.int, device=total.device), report
 
         return output_BSX, loss_function
 

@@ -21,7 +21,7 @@ Several ranks (tensor * pipeline * data parallel) are one trainer: every rank ge
 computes its share, and answers with the same metrics. Each publishes its own shards of the weights, all as one version
 (:mod:`megatron_rlplugin.weights.rank_publisher`), and may send them to workers meanwhile
 (:mod:`megatron_rlplugin.weights.collective_sender`). Each writes its shards of a checkpoint, beside what comes next
-(:mod:`megatron_rlplugin.trainer.checkpoint_writer`).
+(:mod:`megatron_rlplugin.trainer.sharded_writer`).
 
 Methods are coroutines because the port's are (the trainer lives in a Ray actor); they compute without yielding.
 """
@@ -52,7 +52,6 @@ from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.stream.batch_feeder import BatchFeeder
 from megatron_rlplugin.trainer import trainer_checkpoint
-from megatron_rlplugin.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rlplugin.trainer.experience import Experience
 from megatron_rlplugin.trainer.learner import Learner, Rendezvous
 from megatron_rlplugin.trainer.micro_batches import (
@@ -69,7 +68,8 @@ from megatron_rlplugin.trainer.micro_batches import (
     usable_samples,
 )
 from megatron_rlplugin.trainer.optimizer_step import Stepper, StepReport
-from megatron_rlplugin.trainer.replicas import Replicas
+from megatron_rlplugin.trainer.replicas import MicroBatchShare, Replicas
+from megatron_rlplugin.trainer.sharded_writer import ShardedWriter
 from megatron_rlplugin.weights.collective_sender import CollectiveSender, sender_of
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
@@ -91,7 +91,8 @@ class _Trained:
 
 
 class MegatronTrainer:
-    """See the module. ``temperature`` is the rollout's: log-probs are those of the sampling distribution.
+    """See the module. ``temperature`` is the rollout's: log-probs are those of the sampling distribution. ``batch_size``:
+    trajectories of a batch, of which a tenth may wait for others of their length; 0: not known, none waits.
 
     ``init_method`` (``tcp://host:port``) is where the ranks meet; a single rank needs none.
     """
@@ -107,6 +108,7 @@ class MegatronTrainer:
         relay: Mapping[str, Any] | None = None,
         weight_version: int = 0,
         temperature: float = 1.0,
+        batch_size: int = 0,
         rank: int = 0,
         world_size: int = 1,
         init_method: str = "",
@@ -138,9 +140,14 @@ class MegatronTrainer:
                 learning_rate=settings_.value_rate,
             )
         self._replicas = Replicas()
-        multiple = self._learner.layout.tensor if self._learner.layout.sequence else 1
+        multiple = self._learner.layout.row_multiple
         self._limits = limits = MicroBatchLimits(
-            settings_.micro_batch_size, settings_.order, settings_.pack_tokens, multiple, settings_.micro_batch_tokens
+            settings_.micro_batch_size,
+            settings_.order,
+            settings_.pack_tokens,
+            multiple,
+            settings_.micro_batch_tokens,
+            held=batch_size // 10,
         )
         parts = self._learner, self._critic, self._replicas
         self._experience = Experience(settings_, limits, *parts, temperature)
@@ -148,7 +155,7 @@ class MegatronTrainer:
         self._token_loss = token_loss_of(settings_)
         self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature, self._token_loss)
         self._feeder = BatchFeeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
-        self._writer = CheckpointWriter(settings_.collective_timeout)
+        self._writer = ShardedWriter(settings_.collective_timeout)
         self._version = weight_version
         self._step = 0
         self._warming_up = False
@@ -266,9 +273,7 @@ class MegatronTrainer:
         rows = [supervised_row(token_ids, loss_mask) for token_ids, loss_mask in samples if any(loss_mask)]
         if not rows:
             raise RunError("supervised_step: no sample has a token to learn")
-        _, own = self._replicas.dealer().deal_micro_batches(
-            plan_micro_batches(rows, range(len(rows)), self._limits), last=True
-        )
+        own = self._shares_of(rows)
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         update = self._learner.supervised_update(batches, self._supervised_loss, learning_rate)
         loss = self._replicas.sum_report(Totals(loss=math.fsum(update.reports))).loss
@@ -344,7 +349,8 @@ class MegatronTrainer:
         try:
             if several:
                 planned = plan_micro_batches(rows, range(len(rows)), self._limits)
-                plans, own = self._replicas.dealer().deal_micro_batches(planned, last=True)
+                work = self._experience.work(rows, planned)
+                plans, own = self._replicas.dealer().deal_micro_batches(planned, work, last=True)
                 self._experience.complete_rows(rows, plans, own)
             for part in split_rows(len(rows), self._settings.minibatches, self._generator):
                 self._stepper.begin_step()
@@ -393,6 +399,12 @@ class MegatronTrainer:
             _log.warning("step %d: an update was not taken (%s); trajectories at fault: %s", self._step, reasons, named)
         return values
 
+    def _shares_of(self, rows: Sequence[TrainRow]) -> list[MicroBatchShare]:
+        """What this replica computes of all these rows."""
+        plans = plan_micro_batches(rows, range(len(rows)), self._limits)
+        _, own = self._replicas.dealer().deal_micro_batches(plans, self._experience.work(rows, plans), last=True)
+        return own
+
     def _usable(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         shape = self._learner.shape
         kept, _ = usable_samples(samples, shape.vocab_size, shape.max_position_embeddings, self._limits.pack_tokens)
@@ -401,9 +413,7 @@ class MegatronTrainer:
     def _gap(self, samples: Sequence[TrainSample], version: int) -> Totals:
         """|log pi_trainer - log pi_rollout| of the tokens that ``version`` made; the model holds its weights."""
         rows = [row_of(sample, version) for sample in samples]
-        _, own = self._replicas.dealer().deal_micro_batches(
-            plan_micro_batches(rows, range(len(rows)), self._limits), last=True
-        )
+        own = self._shares_of(rows)
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         outputs = self._learner.logprobs(batches, self._temperature)
         totals = Totals()
@@ -430,9 +440,7 @@ class MegatronTrainer:
         if self._settings.needs_reference or not most or reference is None or not samples:
             return {}
         rows = [row_of(sample, self._version) for sample in samples[:: max(1, len(samples) // most)][:most]]
-        _, own = self._replicas.dealer().deal_micro_batches(
-            plan_micro_batches(rows, range(len(rows)), self._limits), last=True
-        )
+        own = self._shares_of(rows)
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         now = self._learner.logprobs(batches, self._temperature)
         with self._learner.swapped_weights(reference):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,8 @@ class MicroBatchLimits:
 
     ``multiple``: rows are padded to a multiple of this many tokens (sequence parallelism splits them evenly). ``tokens``:
     of padded rows, padding included; a longer trajectory is alone. Without a bound the longest ones meet in one micro-batch,
-    and decide the memory of a step. None: no bound.
+    and decide the memory of a step. None: no bound. ``held``: in the order of arrival, so many trajectories wait for others of
+    their length (:class:`LengthPool`); 0: none does. Packed rows have no padding, and none waits.
     """
 
     size: int  # trajectories
@@ -146,6 +148,7 @@ class MicroBatchLimits:
     pack_tokens: int | None = None
     multiple: int = 1
     tokens: int | None = None
+    held: int = 0
 
     def takes(self, count: int, widest: int, total: int) -> bool:
         """Whether so many trajectories, with the longest and the sum of their tokens, may be one micro-batch."""
@@ -314,10 +317,88 @@ class ArrivalPacker:
         return self._limits.takes(count, widest, self._tokens + sum(more))
 
 
+PADDED = 1.1  # the tokens of a micro-batch over the real ones, at most, in a LengthPool
+_FULL = 0.75  # of what a micro-batch may hold; one that has as much is chosen by its padding
+
+
+class LengthPool:
+    """Fills micro-batches with trajectories of about one length, from those that have arrived: one is filled before more than
+    ``limits.held`` wait beside those that the oldest need to fill theirs. None has more than :data:`PADDED` times its real
+    tokens, but for what ``limits.multiple`` adds.
+
+    What is filled depends on the sequence of groups only, not on how many were added at once.
+    """
+
+    def __init__(self, limits: MicroBatchLimits) -> None:
+        self._limits = limits
+        self._waiting: list[tuple[int, int]] = []  # (index, tokens), the oldest first
+
+    def add(self, members: Iterable[tuple[int, str, int]]) -> list[list[int]]:
+        """See :meth:`ArrivalPacker.add`."""
+        full: list[list[int]] = []
+        for _, group in groupby(members, key=lambda member: member[1]):
+            own = [(index, tokens) for index, _, tokens in group]
+            self._waiting += own
+            # Another such group would be too much.
+            while (spare := len(self._waiting) - self._needed()) > 0 and spare + len(own) > self._limits.held:
+                full.append(self._fill())
+        return full
+
+    def rest(self) -> list[list[int]]:
+        """Those that wait, longest first. The pool is empty then."""
+        left, full = self._longest_first(), list[list[int]]()
+        while left:
+            count = self._fitting(left, 0)
+            full.append([index for index, _ in left[:count]])
+            del left[:count]
+        self._waiting = []
+        return full
+
+    def _needed(self) -> int:
+        """How many of the oldest fill a micro-batch."""
+        widest = total = 0
+        for count, (_, tokens) in enumerate(self._waiting):
+            widest, total = max(widest, tokens), total + tokens
+            if not self._limits.takes(count + 1, widest, total):
+                return count
+        return len(self._waiting)
+
+    def _fill(self) -> list[int]:
+        """The run of neighbours in length that pads least, of those that are full; else the fullest."""
+        order = self._longest_first()
+        runs = [(first, self._fitting(order, first)) for first in range(len(order))]
+        first, count = max(runs, key=lambda run: self._worth(order, *run))
+        chosen = {index for index, _ in order[first : first + count]}
+        self._waiting = [one for one in self._waiting if one[0] not in chosen]
+        return [index for index, _ in order[first : first + count]]
+
+    def _worth(self, order: Sequence[tuple[int, int]], first: int, count: int) -> tuple[float, float]:
+        padded = count * order[first][1]
+        share = max(count / self._limits.size, padded / self._limits.tokens if self._limits.tokens else 0.0)
+        return min(share, _FULL), sum(tokens for _, tokens in order[first : first + count]) / padded
+
+    def _fitting(self, order: Sequence[tuple[int, int]], first: int) -> int:
+        """How many from ``first`` on may be one micro-batch."""
+        widest, total = order[first][1], 0
+        for count, (_, tokens) in enumerate(order[first:], 1):
+            total += tokens
+            if not self._limits.takes(count, widest, total) or count * widest > PADDED * total:
+                return max(count - 1, 1)
+        return len(order) - first
+
+    def _longest_first(self) -> list[tuple[int, int]]:
+        return sorted(self._waiting, key=lambda one: (-one[1], one[0]))
+
+
+def arrival_order(limits: MicroBatchLimits) -> ArrivalPacker | LengthPool:
+    """What fills the micro-batches of groups as they come."""
+    return LengthPool(limits) if limits.held and limits.pack_tokens is None else ArrivalPacker(limits)
+
+
 def plan_micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], limits: MicroBatchLimits) -> list[list[int]]:
     """``indices`` in micro-batches. ``length``: longest first, then by index; packed: first-fit decreasing."""
     if limits.order == "arrival":
-        arrival = ArrivalPacker(limits)
+        arrival = arrival_order(limits)
         return arrival.add((index, rows[index].group, len(rows[index])) for index in indices) + arrival.rest()
     if limits.pack_tokens is not None:
         return first_fit_decreasing(indices, [len(row) for row in rows], limits.pack_tokens, limits.size)

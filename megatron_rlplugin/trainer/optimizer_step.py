@@ -75,7 +75,8 @@ class Stepper:
         """Add the gradients of these micro-batches. ``last``: no more will come. ``complete``: what needs forward passes
         is filled into ``rows`` first."""
         self._open_gradients()
-        now, own = self._dealer.deal_micro_batches(plans, last=last, among=self._replicas.present)
+        work = self._experience.work(rows, plans)
+        now, own = self._dealer.deal_micro_batches(plans, work, last=last, among=self._replicas.present)
         if complete:
             self._experience.complete_rows(rows, now, own)
         loss = self._settings.loss_mean
@@ -135,7 +136,8 @@ class Stepper:
         """The trajectories whose gradient is not finite, when they are computed alone. Replicas share the search, so that it
         takes as long as a step; those that share experts cannot, and compute everything together."""
         if self._replicas.world > 1:
-            now, own = self._replicas.dealer().deal_micro_batches(self._plans, last=True)
+            work = self._experience.work(rows, self._plans)
+            now, own = self._replicas.dealer().deal_micro_batches(self._plans, work, last=True)
             self._experience.complete_rows(rows, now, own, everywhere=True)
         found = self._not_finite(rows, self._plans, learner, loss)
         whole = [self._plans[place] for place in found]

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from megatron_rlplugin.model import read_shape
 from megatron_rlplugin.trainer import sharded_state
-from megatron_rlplugin.trainer.checkpoint_writer import CheckpointWriter
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.replicas import Replicas
+from megatron_rlplugin.trainer.sharded_writer import ShardedWriter
 from megatron_rlplugin.weights.hf_export import export_folder
 from orchestrator.api import ConfigError, RunError
 
@@ -70,7 +70,7 @@ def export(learner: Learner, replicas: Replicas, folder: str | Path) -> None:
     together(replicas, "write the Hugging Face folder", lambda: export_folder(learner.chunks, learner.folder, folder))
 
 
-def begin_save(parts: TrainerParts, position: TrainerPosition, folder: str | Path, writer: CheckpointWriter) -> None:
+def begin_save(parts: TrainerParts, position: TrainerPosition, folder: str | Path, writer: ShardedWriter) -> None:
     """Write into an empty folder (made if needed). When it returns the state is copied; ``writer`` says when it is written."""
     path, replicas, policy = Path(folder), parts.replicas, parts.policy
 

@@ -35,7 +35,7 @@ def load_hf(model: Any, folder: str | Path) -> None:
         core.config.num_layers,
         getattr(core, "extra_layers", 0),
     )
-    left_out = tuple(f"model.layers.{layers + index}." for index in range(extra))
+    left_out = range(layers, layers + extra)
     mine = list(tensor_pieces(model))
     with _Folder(path) as files:
         _check(files, tensor_shapes(model), path, tied=tied, left_out=left_out)
@@ -159,10 +159,14 @@ class _Folder:
         return part
 
 
-def _check(
-    files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool, left_out: tuple[str, ...]
-) -> None:
-    found = [name for name in files.names() if not name.startswith(left_out or ("\0",))]
+def _layer_of(name: str) -> int:
+    """The number in ``model.layers.N.``; -1: none."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return int(number) if name.startswith("model.layers.") and number.isdecimal() else -1
+
+
+def _check(files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool, left_out: range) -> None:
+    found = [name for name in files.names() if _layer_of(name) not in left_out]
     if tied and "lm_head.weight" in found:  # some folders store the tied tensor twice
         embedding, head = (files.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
         if not torch.equal(embedding, head):

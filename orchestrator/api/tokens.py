@@ -2,7 +2,8 @@
 
 Guarantees: a :class:`TokenSequence` never changes; to append to it costs what is appended, however long it is (only a second
 continuation of the same sequence copies it); so does its digest, which is the same wherever and in whatever pieces the
-sequence was put together: BLAKE2b (RFC 7693) with 16 bytes over the ids as little-endian int32.
+sequence was put together: BLAKE2b (RFC 7693) with 16 bytes over the ids as little-endian int32. Sequences that begin alike share
+their tokens: they belong to one thread.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.api import (
     ConfigError,
     ManagedWorker,
+    Prompt,
     PublishResult,
     ReleasingWorker,
     ResidentTrainer,
@@ -35,7 +36,6 @@ from orchestrator.api import (
 )
 from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.config.rollout_keys import ColocationSection
-from orchestrator.envs import Episode
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.stream_trigger import KvLimit, LengthDistribution, StreamTrigger, Unit
 from orchestrator.proxy.gateway import LLMProxy
@@ -44,6 +44,14 @@ from orchestrator.proxy.worker_state import Pending
 HISTORY = 4096  # final lengths of the latest trajectories
 _TRIES = 3  # for a step whose devices could not be handed over
 _BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class BegunEpisode(Protocol):
+    """What the projection asks of a trajectory that is being made."""
+
+    id: str
+    prompt: Prompt
+    context_tokens: int | None
 
 
 class LendingTrainer:
@@ -115,7 +123,7 @@ class StreamTraining:
         proxy: LLMProxy,
         events: EventLog,
         *,
-        under_way: Callable[[], Iterable[Episode]],
+        under_way: Callable[[], Iterable[BegunEpisode]],
         training: Sequence[Unit],
         limit: KvLimit,
         block_size: int,

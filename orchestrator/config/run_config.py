@@ -198,7 +198,7 @@ class Config(Section):
 
     def _colocation_conflicts(self) -> Iterator[Conflict]:
         trainer, workers, field = self.trainer, self.rollout.workers, "rollout.colocation.enabled"
-        ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+        ranks = trainer.ranks
         if self.run.mode not in ("sync", "sync_plus"):
             fix = f"is for run.mode 'sync' and 'sync_plus', not {self.run.mode!r}: in the others rollout never leaves the devices"
             yield field, True, f"{fix} (set it to false, or change the mode)"

@@ -63,6 +63,9 @@ QUANTITIES = {
 }  # fmt: skip
 HEADLINES = tuple(name for name, quantity in QUANTITIES.items() if quantity.fields)
 HEALTH = tuple(name for name in QUANTITIES if name not in HEADLINES)  # the trainer's own, in the order to look at
+WEIGHTY = (  # of them, what a report shows at first sight
+    "entropy", "groups_silent_share", "grad_norm", "clip_fraction", "logprob_gap_mean", "ess",
+)  # fmt: skip
 TOLD = (  # by the live views, of the last step
     "entropy", "groups_silent_share", "advantage_std", "grad_norm", "clip_fraction", "approx_kl", "reference_kl", "tis_p01",
     "tis_p99", "tis_capped", "logprob_gap_mean", "response_tokens_mean", "truncated_share", "prompts_repeated",

@@ -205,7 +205,8 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
-    """A server that was ``borrowed`` or ``returned``, or ``handed_back`` requests."""
+    """A server that was ``borrowed`` or ``returned``, or ``handed_back`` requests; or a worker, borrowed or not, that lacked the
+    contexts of some (``contexts_resent``)."""
 
     kind: str
     worker: str
@@ -216,7 +217,7 @@ class Borrowing:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class ScaledEngine:
     """An own engine that was ``added`` or ``removed`` while the run went on: what its group has since, the requests that it
     handed over, and how long it took."""
 
@@ -310,12 +311,12 @@ def _serving(event: Mapping[str, Any]) -> dict[str, Any]:
 _READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "run_start": partial(_of, Start), "run_end": partial(_of, End), "update": partial(_of, Update),
     "worker": partial(_of, WorkerSnapshot), "warmup": partial(_of, Warmup), "environments": partial(_of, PoolSnapshot),
-    "scaled": partial(_of, Scaling),
+    "scaled": partial(_of, ScaledEngine),
     "stage": lambda event: _of(Stage, event, name=str(event["stage"])),
     "step": lambda event: _of(Step, event, number=int(event["step"]) + 1, period=0.0),
     "evaluation": lambda event: _of(Evaluation, event, value=float(event["success"])),
     **dict.fromkeys(("alarm", "fault", "recovered"), partial(_of, Incident)),
-    **dict.fromkeys(("borrowed", "returned", "handed_back"), partial(_of, Borrowing)),
+    **dict.fromkeys(("borrowed", "returned", "handed_back", "contexts_resent"), partial(_of, Borrowing)),
     "occupancy": _occupancy, "serving": _serving, "round": lambda event: {**event, "step": int(event["step"])},
     "tools": lambda event: {str(name): dict(found) for name, found in (event.get("tools") or {}).items()},
     "rewards": lambda event: {name: value for name, value in event.items() if name not in ("kind", "t", "step")},

@@ -29,7 +29,7 @@ from orchestrator.observe.event_records import (
     Incident,
     LedgerCounts,
     PoolSnapshot,
-    Scaling,
+    ScaledEngine,
     Stage,
     Start,
     Step,
@@ -110,6 +110,7 @@ class EventFigures:
         self.incidents_total: dict[tuple[str, str], int] = {}  # by kind and cause
         self.exchanges_total: dict[tuple[str, str], int] = {}  # by kind (borrowed or returned) and reason
         self.handed_back: dict[str, list[int]] = {}  # server -> requests, tokens that they kept
+        self.contexts_resent: dict[str, list[int]] = {}  # worker -> contexts that it lacked, their tokens
         self.scaled_total: Counter[str] = Counter()  # engines that were added, removed
         self.updates_total = [0] * (len(UPDATE_BUCKETS) + 1)  # by how long they took
         self.update_seconds = 0.0
@@ -149,7 +150,7 @@ class EventFigures:
                 _count(self.incidents_total, record.kind, record.cause or record.what)
             case Borrowing():
                 self._take_borrowing(record)
-            case Scaling():
+            case ScaledEngine():
                 self.scaled_total[record.what] += 1
                 self._note_incident(Incident("scaled", record.t, record.worker, "", record.words))
             case End():
@@ -202,10 +203,11 @@ class EventFigures:
                 curve.add(step, *values)
 
     def _take_borrowing(self, event: Borrowing) -> None:
-        if event.kind == "handed_back":
-            if event.worker in self.handed_back or len(self.handed_back) < WORKERS:
-                requests, tokens = self.handed_back.get(event.worker, (0, 0))
-                self.handed_back[event.worker] = [requests + event.requests, tokens + event.tokens]
+        counted = {"handed_back": self.handed_back, "contexts_resent": self.contexts_resent}.get(event.kind)
+        if counted is not None:
+            if event.worker in counted or len(counted) < WORKERS:
+                requests, tokens = counted.get(event.worker, (0, 0))
+                counted[event.worker] = [requests + event.requests, tokens + event.tokens]
             return
         _count(self.exchanges_total, event.kind, event.reason)
         self._note_incident(Incident(event.kind, event.t, event.worker, "", event.reason))

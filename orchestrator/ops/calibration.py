@@ -69,11 +69,10 @@ def calibrate(folder: Path) -> Calibration:
     run, config = load_run(folder), RunFolder.open(folder).config()
     if run.kind == "simulated" and not (folder / "trajectories").is_dir():
         raise ConfigError("run", str(folder), "was simulated: calibrate a real one")
-    measured = _periods(run)
     if len(run.steps) < FEWEST_STEPS:
         fix = f"has {len(run.steps)} steps: at least {FEWEST_STEPS} are needed, for the first ones fill the pipeline"
         raise ConfigError("run", str(folder), fix)
-    step = sum(measured) / len(measured)
+    step = measured_step(run)
     figures = _figures(run, folder)
     factor, simulated = 1.0, 0.0
     for _ in range(_TRIES):
@@ -141,14 +140,15 @@ def _simulated_step(config: Config, sim: dict[str, Any]) -> float:
     return (ends[-1] - ends[_WARM - 1]) / (len(ends) - _WARM)
 
 
-def _periods(run: RunLog) -> list[float]:
-    """Seconds of the steps behind the first ones, without the evaluations between them."""
+def measured_step(run: RunLog) -> float:
+    """Seconds per step behind the first ones, without the evaluations between them."""
     steps = run.steps[int(_FILLING * len(run.steps)) :]
     between = [(stage.start, stage.end) for stage in run.stages if stage.name == "evaluate"]
-    return [
+    periods = [
         step.period - sum(end - begin for begin, end in between if step.t - step.period <= begin and end <= step.t)
         for step in steps
     ]
+    return sum(periods) / len(periods)
 
 
 def _figures(run: RunLog, folder: Path) -> dict[str, float]:

@@ -120,7 +120,7 @@ def estimate_cost(config: Config) -> CostEstimate:
 
 def _items(config: Config, run: RunLog, hours: float, rewards: float) -> Sequence[CostItem]:
     cost, trainer, rollout = config.cost, config.trainer, config.rollout
-    gpus = cost.trainer_gpus or trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    gpus = cost.trainer_gpus or trainer.ranks
     each = cost.gpus_per_worker
     samples = sum(found["samples"] for found in run.occupancy)
     elapsed = sum(step.period for step in run.steps)

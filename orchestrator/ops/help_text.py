@@ -19,8 +19,14 @@ class Usage:
 
 
 USAGE: Mapping[str, Usage] = {
+    "init": Usage(
+        "Write a commented file to begin with: `train` the whole loop by rl-coserve, `lend` rollouts on a `vllm serve` of\n"
+        "yours, `megatron` the lines for your own Megatron script. Nothing that is there is overwritten.",
+        ("init train", "init lend served.toml", "init megatron"),
+        "start.md",
+    ),
     "train": Usage(
-        "Train a model from a TOML config, or go on with a run. Any value can be given as section.key=value, also\n"
+        "Train a model from a TOML config, or continue a run. Any value can be given as section.key=value, also\n"
         "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.\n"
         "--dry-run starts nothing: the config on standard output, then where the processes would go and OK, or all that is\n"
         "wrong, on standard error.",
@@ -39,8 +45,8 @@ USAGE: Mapping[str, Usage] = {
         "install.md",
     ),
     "scale": Usage(
-        "Change how many engines a run has, and how many environments, while it goes on; without a change, say the sizes.\n"
-        "What is in flight on an engine that is taken away goes on elsewhere. A resume keeps the sizes (scale.json).",
+        "Change how many engines a run has, and how many environments, while it runs; without a change, say the sizes.\n"
+        "What is in flight on an engine that is taken away continues elsewhere. A resume keeps the sizes (scale.json).",
         ("scale", "scale rollout=+2", "scale environments=64 --run runs/frozenlake-001"),
         "processes.md",
     ),
@@ -100,6 +106,16 @@ USAGE: Mapping[str, Usage] = {
         ("show", "show latest --step 12", "show latest --worst --step 12", "show runs/frozenlake-001 --failed"),
         "seeing.md",
     ),
+    "play": Usage(
+        "Play one held-out prompt with the final weights of a run, a model's folder or a server's model, and show each turn\n"
+        "as it happens. Greedily, unless --sample. Nothing is trained or written; a folder's weights compute here.",
+        (
+            "play",
+            "play --weights runs/frozenlake-001 --prompt 3 --sample",
+            "play examples/frozenlake.toml --weights http://127.0.0.1:8000",
+        ),
+        "seeing.md",
+    ),
     "lend": Usage(
         "For the serving team: say what the KV pool of a serving engine lends to rollouts. What is said holds until\n"
         "something else is said, for engines that join later too.",
@@ -123,8 +139,14 @@ USAGE: Mapping[str, Usage] = {
         ("site-cache --token-file TOKEN", "site-cache --host 10.0.0.5 --port 7100 --token-file TOKEN --allow-plain"),
         "weights.md",
     ),
+    "completion": Usage(
+        "Print a script that completes commands, their options and the keys of a config with Tab. Nothing of rl-coserve runs\n"
+        "while you type; print it again after an update.",
+        ("completion bash", "completion zsh"),
+        "install.md",
+    ),
     "doctor": Usage(
-        "Check this installation, and with a config what its run needs of it. One line a check, with a fix below each\n"
+        "Check this installation, and with a config what its run needs of it. One line per check, with a fix below each\n"
         "failure. Exit code 1 when something that is needed is missing.",
         ("doctor --quick", "doctor examples/frozenlake.toml rollout.workers=4"),
         "install.md",

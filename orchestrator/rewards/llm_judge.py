@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.api import ConfigError, Task, Trajectory, TrajectoryError, jsontext
@@ -188,17 +189,18 @@ def _score_in(said: str) -> int | None:
 
 def transcript(task: Task, trajectory: Trajectory) -> str:
     """The episode in words: ``> shown`` and ``< answered``, a line each (or more, where the words hold line feeds)."""
-    words = getattr(task, "words", None)
-
-    def text(token_ids: tuple[int, ...]) -> str:
-        if words is not None:
-            return str(words.decode(token_ids))
-        return " ".join(task.vocabulary[token] for token in token_ids)
-
     lines = []
     for turn in trajectory.turns:
-        lines += [f"> {text(turn.observation_ids)}", f"< {text(turn.action_ids)}"]
+        lines += [f"> {spoken_text(task, turn.observation_ids)}", f"< {spoken_text(task, turn.action_ids)}"]
     return "\n".join(lines)
+
+
+def spoken_text(task: Task, token_ids: Sequence[int]) -> str:
+    """What ids say in the task's own words."""
+    words = getattr(task, "words", None)
+    if words is not None:
+        return str(words.decode(token_ids))
+    return " ".join(task.vocabulary[token] for token in token_ids)
 
 
 def _content(answer: Any) -> str:

@@ -54,15 +54,7 @@ class HttpReward(FunctionClient):
 
     async def score(self, trajectory: Trajectory) -> float:
         """The terminal reward; finite."""
-        actions = trajectory.actions if self._played is None else self._played(trajectory.task, trajectory.actions)
-        event: dict[str, Any] = {
-            "trajectory_id": trajectory.id,
-            "task": trajectory.task,
-            "prompt": trajectory.prompt.payload,
-            "actions": [list(action) for action in actions],
-        }
-        if self._said is not None:
-            event["texts"] = [self._said(action) for action in trajectory.actions]
+        event = reward_event(trajectory, self._played, self._said)
         timeouts, prompt = self._timeouts, f"{trajectory.task}/{trajectory.prompt.key}"
         if timeouts is not None:
             event["timeouts"] = {"cases": timeouts.limits(prompt), "other": timeouts.most, "whole": self._whole}
@@ -76,6 +68,20 @@ class HttpReward(FunctionClient):
         """For the event log."""
         timeouts = {} if self._timeouts is None else {"timeouts": asdict(self._timeouts.counts)}
         return {**super().stats(), **timeouts}
+
+
+def reward_event(trajectory: Trajectory, played: Played | None, said: Said | None) -> dict[str, Any]:
+    """What a reward function is sent; ``played`` and ``said`` as in :class:`HttpReward`."""
+    actions = trajectory.actions if played is None else played(trajectory.task, trajectory.actions)
+    event: dict[str, Any] = {
+        "trajectory_id": trajectory.id,
+        "task": trajectory.task,
+        "prompt": trajectory.prompt.payload,
+        "actions": [list(action) for action in actions],
+    }
+    if said is not None:
+        event["texts"] = [said(action) for action in trajectory.actions]
+    return event
 
 
 async def call_reward(client: FunctionClient, event: Any) -> Any:

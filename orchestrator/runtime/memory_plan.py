@@ -145,7 +145,7 @@ def relay_segment(config: Config, shape: Any) -> int:
     stages, that of the fullest one, which has an embedding beside its layers."""
     trainer = config.trainer
     stage = (shape.parameters - shape.embedding_parameters) / trainer.pipeline_parallel + shape.embedding_parameters
-    share: float = stage / (trainer.tensor_parallel * trainer.data_parallel)
+    share: float = stage / (trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel)
     return round(share * _BYTES[config.model.dtype] * (config.relay.keep_versions + 1) * _MARGIN)
 
 

@@ -19,9 +19,8 @@ from orchestrator.runtime.engine_actors import trainer_names
 
 
 def trainer_ranks(config: Config) -> int:
-    """Experts are split over data-parallel ranks: they need no ranks of their own."""
-    trainer = config.trainer
-    return trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    """Processes of the trainer."""
+    return config.trainer.ranks
 
 
 def wishes(config: Config) -> list[tuple[str, str, int]]:

@@ -174,7 +174,7 @@ def _model(config: Config, task: Task) -> None:
 
 def _trainer(config: Config) -> None:
     trainer = config.trainer
-    sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.expert_parallel
+    sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel * trainer.expert_parallel
     if (
         trainer.megatron or sizes > 1 or trainer.loss_function or trainer.reference_path
     ):  # what one rank of the defaults does is known
@@ -204,8 +204,8 @@ def _task(config: Config, task: Task) -> None:
 
 def _one_turn(config: Config, task: Task) -> None:
     """Play one: methods of the wrong shape, and observations that the policy has no token for, are known now."""
-    if hasattr(task, "gateway"):  # an agent program makes its trajectories
-        return
+    if hasattr(task, "gateway") or not config.environment.backend.startswith("in-process"):
+        return  # an agent program makes its trajectories; what runs elsewhere may not run here
 
     async def play() -> None:
         environment = task.environment()

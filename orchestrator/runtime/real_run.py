@@ -537,6 +537,7 @@ def trainer_arguments(config: Config, model: str) -> dict[str, Any]:
         "seed": config.run.seed,
         "dtype": config.model.dtype,
         "temperature": config.rollout.temperature,
+        "batch_size": config.batch_trajectories,
     }
 
 

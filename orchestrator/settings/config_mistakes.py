@@ -100,7 +100,7 @@ def _unknown(place: tuple[str, ...], item: Any, model: type[BaseModel], prefix: 
     if not above and isinstance(item["input"], dict):
         near = difflib.get_close_matches(name, fields, n=1)
         return f"unknown section; did you mean [{near[0]}]?" if near else "unknown section; docs/config.md lists all"
-    keys = {".".join((*prefix, *path)) for path in _paths(model)}
+    keys = {".".join((*prefix, *path)) for path in paths_of(model)}
     there = tuple(section for section in _OPEN if section.removesuffix(".") in keys)
     own = [key for key in ALIASES.get(name, ()) if key in keys or (there and key.startswith(there))]
     if any(key.startswith(f"{above}.") for key in own):  # the section was right
@@ -111,12 +111,12 @@ def _unknown(place: tuple[str, ...], item: Any, model: type[BaseModel], prefix: 
     return f"no such key; did you mean {' or '.join(meant)}?" if meant else "no such key; docs/config.md lists all"
 
 
-def _paths(model: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def paths_of(model: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Every key of a section and of the sections in it."""
     for name, field in getattr(model, "model_fields", {}).items():
         yield (*above, name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _paths(field.annotation, (*above, name))
+            yield from paths_of(field.annotation, (*above, name))
 
 
 def _table(model: Any, path: tuple[str | int, ...]) -> Any:

@@ -145,6 +145,7 @@ class TrainerSettings(Section):
     grad_offload: Annotated[bool, Flag("keep gradients in host memory between the parts of a stream")] = False
     tensor_parallel: Annotated[Positive, Flag(megatron="tensor_model_parallel_size")] = 1
     pipeline_parallel: Annotated[Positive, Flag(megatron="pipeline_model_parallel_size")] = 1
+    context_parallel: Annotated[Positive, Flag(megatron="context_parallel_size")] = 1  # ranks that share each row
     expert_parallel: Annotated[Positive, Flag(megatron="expert_model_parallel_size")] = 1
     data_parallel: Annotated[Positive, Flag(megatron="data_parallel_size")] = 1
     # optimizer state split over the data-parallel replicas
@@ -190,6 +191,11 @@ class TrainerSettings(Section):
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference weights are needed."""
         return self.kl_coefficient > 0 or OBJECTIVES[self.objective].advantage == "reference"
+
+    @property
+    def ranks(self) -> int:
+        """Experts are split over data-parallel ranks: they need none of their own."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
     def needs_critic(self) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
-from orchestrator.api import RunError, Trajectory, Turn
+from orchestrator.api import Prompt, RunError, Trajectory, Turn
 from orchestrator.shards.trajectory_shard import OpenShard, ShardContext, encode
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rl-coserve-shards-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+_NOTHING = Trajectory("", "", "", Prompt("", "", 0, ""), (Turn((), (), (), ()),), None, "", 0, False)
 
 
 class Shard:
@@ -117,8 +120,7 @@ class ShardFolder:
     """The shards of one process. ``disk``: a folder of the run's own, for what finds no room in ``memory``."""
 
     def __init__(self, disk: Path, memory: Path = SHARED_MEMORY) -> None:
-        import pyarrow  # noqa: F401  a quarter of a second, and not of the first trajectory's
-
+        encode(_NOTHING)  # what Arrow loads for its first one is not the loop's time
         shutil.rmtree(disk, ignore_errors=True)
         self._folders = [disk]
         self._lock = -1

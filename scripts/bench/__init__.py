@@ -36,6 +36,7 @@ BENCHES = {
     "power-cuts": Bench("scripts.bench.micro.power_cuts", "4 min"),
     "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min"),
+    "turn-cost": Bench("scripts.bench.micro.turn_cost", "1 min"),
     "event-loop": Bench("scripts.bench.micro.event_loop", "31 min"),
     "learning-parity": Bench("scripts.bench.papers.learning_parity", "60 min", RUN),
     "trajectory-vs-batch": Bench("scripts.bench.micro.trajectory_vs_batch", "15 min", f"{VLLM}, ray"),
@@ -51,7 +52,9 @@ BENCHES = {
     "heddle": Bench("scripts.bench.papers.heddle", "46 min"),
     "all-together": Bench("scripts.bench.papers.all_together", "37 min"),
     "stream-equality": Bench("scripts.bench.micro.stream_equality", "29 min", MEGATRON),
+    "calibrated-prediction": Bench("scripts.bench.micro.calibrated_prediction", "8 min", RUN),
     "stream-step": Bench("scripts.bench.micro.stream_step", "10 min", RUN),
+    "padding": Bench("scripts.bench.micro.padding", "10 s", MEGATRON),
     "merge-control": Bench("scripts.bench.micro.merge_control", "8 min", MEGATRON),
     "delta-bytes": Bench("scripts.bench.micro.delta_bytes", "5 min"),
     "delta-speed": Bench("scripts.bench.micro.delta_speed", "1 min"),
@@ -69,7 +72,8 @@ BENCHES = {
     "borrowed": Bench("scripts.bench.papers.borrowed", "43 min"),
     "rose-figures": Bench("scripts.bench.papers.rose_figures", "18 min"),
     "tail-batching": Bench("scripts.bench.papers.tail_batching", "3 min", VLLM),
-    "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "2 min", VLLM),
+    "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "30 min", VLLM),
+    "pool-step": Bench("scripts.bench.micro.pool_step", "2 min", VLLM),
     "kv-remap": Bench("scripts.bench.micro.kv_remap", "a few seconds", VLLM),
 }
 

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from orchestrator.config import load_config
-from scripts.bench.micro import event_loop, ledger_faults, soak, store, stream_step, trajectory_vs_batch
+from scripts.bench.micro import (
+    batch_handover,
+    checkpoint_stall,
+    event_loop,
+    ledger_faults,
+    soak,
+    store,
+    stream_step,
+    trajectory_vs_batch,
+    turn_cost,
+)
 from scripts.bench.micro.loop_delay import LoopDelay, WatchedSelector, percentiles
 from scripts.bench.papers import learning_parity
 
@@ -146,6 +156,23 @@ def test_the_quick_form_measures_afresh(bench: Any) -> None:
         assert found["detail"]["files_changed"] == []
 
 
+def test_a_checkpoint_beside_the_loop_is_measured_and_what_it_wrote_is_read_back() -> None:
+    found = checkpoint_stall.run(quick=True, nonce="test")
+    assert (found["holds"], found["detail"]["nonce"], found["detail"]["deaths"]) == (None, "test", 1)
+    assert found["reference_value"] == 64 * 4096
+    assert found["detail"]["shard_bytes"] > 8 * 0.8 * found["reference_value"]
+    assert set(found["detail"]) >= {"whole", "killed"}
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_the_handover_of_a_batch_counts_what_ranks_read() -> None:
+    found = batch_handover.run(quick=True, nonce="test")
+    assert (found["holds"], found["detail"]["all_tokens_read"]) == (None, True)
+    assert 1.0 < found["detail"]["copied_over_share"] < 1.2
+    assert [len(found["detail"][way]["ranks"]) for way in ("files", "objects")] == [2, 2]
+
+
 @pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("bench", [trajectory_vs_batch, learning_parity, stream_step])
@@ -154,3 +181,28 @@ def test_the_quick_form_runs_on_real_engines(bench: Any) -> None:
     assert found["kind"] == "real"
     assert not found["holds"], "a quick run proves nothing"
     assert found["detail"]["samples"] > 0
+
+
+def test_a_turn_costs_the_wire_the_same_however_long_its_context_is() -> None:
+    found = turn_cost.run(True, "n")
+    assert found["holds"] is None
+    assert 0.99 < found["value"] < 1.01
+    assert found["detail"]["ledger_closes"]
+    sizes = found["detail"]["bytes_per_turn"]
+    assert all(300 * 4 + 150 * 8 < size < 300 * 4 + 150 * 12 + 700 for size in sizes.values())
+    assert found["detail"]["shrunk"]
+
+
+def test_a_turn_that_costs_too_much_misses_the_bar() -> None:
+    def played(processor: float, sent: int, closes: bool = True) -> list[turn_cost.Played]:
+        return [turn_cost.Played(1000, processor, 1.0, sent, 0, 10, closes)]
+
+    def holds(*three: list[turn_cost.Played]) -> bool:
+        return turn_cost.result(dict(zip(turn_cost.CONTEXTS, three, strict=True)), {}, False)["holds"]
+
+    good = played(0.3, 1000)
+    assert holds(good, good, good)
+    assert holds(good, good, played(0.3, 1100))
+    assert not holds(good, good, played(0.3, 1101))
+    assert not holds(good, good, played(0.34, 1000))
+    assert not holds(good, played(0.3, 1000, closes=False), good)

@@ -21,6 +21,8 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "borrowed", "t": 1.0, "worker": ONE, "reason": "the run starts", "use": 0.1},
     {"kind": "handed_back", "t": 3.0, "worker": ONE, "requests": 4, "tokens": 70},
     {"kind": "handed_back", "t": 4.0, "worker": ONE, "requests": 1, "tokens": 0},
+    {"kind": "contexts_resent", "t": 4.5, "worker": ONE, "requests": 2, "tokens": 900},
+    {"kind": "contexts_resent", "t": 4.6, "worker": "w-1", "requests": 1, "tokens": 30},
     {"kind": "returned", "t": 5.0, "worker": ONE, "reason": "reclaimed", "use": 0.1, "requests": 2, "seconds": 4.0},
     {"kind": "borrowed", "t": 6.0, "worker": TWO, "reason": "used least", "use": 0.0},
     {"kind": "borrowed", "t": 9.0, "worker": ONE, "reason": "used least", "use": 0.0},
@@ -61,6 +63,8 @@ def test_the_live_page_and_the_metrics_count_them_by_server_and_reason() -> None
         'rl_coserve:run_exchanges_total{kind="returned",reason="reclaimed"} 1.0',
         f'rl_coserve:run_handed_back_requests_total{{worker="{ONE}"}} 5.0',
         f'rl_coserve:run_handed_back_tokens_total{{worker="{ONE}"}} 70.0',
+        f'rl_coserve:run_contexts_resent_total{{worker="{ONE}"}} 2.0',
+        'rl_coserve:run_contexts_resent_tokens_total{worker="w-1"} 30.0',
     ):
         assert line in lines
     state.take({"kind": "returned", "t": 11.0})

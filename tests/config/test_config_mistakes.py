@@ -59,7 +59,7 @@ def test_no_more_than_five_keys_are_offered() -> None:
 
 
 def test_the_page_for_users_of_other_systems_names_keys_that_there_are() -> None:
-    known = {".".join(path) for path in config_mistakes._paths(Config)}
+    known = {".".join(path) for path in config_mistakes.paths_of(Config)}
     table = PAGE.read_text(encoding="utf-8").partition("## Keys")[2].partition("\n## ")[0]
     named = {
         key for cell in re.findall(r"^\| [^|]+ \| ([^|]+) \|", table, re.M) for key in re.findall(r"`([^`]+)`", cell)
@@ -70,6 +70,6 @@ def test_the_page_for_users_of_other_systems_names_keys_that_there_are() -> None
 
 @pytest.mark.parametrize(("alias", "targets"), config_mistakes.ALIASES.items())
 def test_what_other_systems_call_a_key_leads_to_keys_that_there_are(alias: str, targets: tuple[str, ...]) -> None:
-    known = {".".join(path) for path in config_mistakes._paths(Config)}
+    known = {".".join(path) for path in config_mistakes.paths_of(Config)}
     assert {key for key in targets if not key.startswith(config_mistakes._OPEN)} <= known
     assert not any(key.rpartition(".")[2] == alias for key in targets)

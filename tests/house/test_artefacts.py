@@ -191,7 +191,7 @@ def sending(made: Path) -> None:
 
 NEWER: dict[str, tuple[Callable[[Path], Any], type[CoserveError], str]] = {
     "run folder": (run_folder, ConfigError, "format 99, this version reads 1"),
-    "checkpoint": (state, RunError, "format 99, this version reads 1"),
+    "checkpoint": (state, RunError, "format 99, this version reads 2"),
     "trajectories": (trajectories, ConfigError, "format 99, this version reads 1"),
     "bucket": (bucket, CorruptWeightsError, "of another format"),
     "sending": (sending, CorruptWeightsError, "of another format"),

@@ -434,7 +434,7 @@ def test_pages_of_a_request_that_a_cut_displaced_stay_until_its_batch_is_over_wi
     for _ in range(6):
         rig.step()
     held = rig.pool.memory.mapped
-    assert held == 4, "three that they use, one for the blocks that they begin next"
+    assert held == 3, "what they use, and the blocks that they begin next"
     assert len(rig.runner.queue) == 1, "a batch is in flight"
     rig.budget(1)
     rig.scheduler.rl_command("page_pool", {})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scripts.bench.micro import coserve_slo
 from scripts.bench.micro.coserve_slo import LADDER, table
 from scripts.bench.probes.vllm.coserve_probe import MODES, TRAJECTORY, Pair, scaled, summary
 from scripts.bench.probes.vllm.remap_probe import measure
@@ -119,6 +122,48 @@ def test_the_summary_counts_over_all_replays_and_says_what_of_the_idle_share_was
     found = summary(rows, 100.0)
     assert (found["requests"], found["late"], found["ttft_p99"], found["busy"]) == (3, 1, 0.3, 0.4)
     assert "rollout_tokens_per_s" not in found
+
+
+def played(late: int, ttft: float, tokens: float = 50.0, requests: int = 80) -> dict[str, Any]:
+    """What the probe says of one run."""
+    alone = {"requests": requests, "late": 2, "ttft_p99": 0.1, "tpot_p99": 0.02}
+    dual = {**alone, "late": late, "ttft_p99": ttft, "rollout_tokens_per_s": tokens}
+    return {"modes": {"alone": alone, "dual": dual}, "slo": {"ttft": 0.15, "tpot": 0.03}, "pid": 7}
+
+
+@pytest.mark.parametrize(
+    ("runs", "value", "holds"),
+    [
+        ([played(1, 0.12)] * 4 + [played(2, 0.14)], 1.4, True),
+        ([played(1, 0.12)] * 4 + [played(3, 0.14)], 1.4, False),  # later than the worst run alone
+        ([played(1, 0.12)] * 4 + [played(1, 0.16)], 1.6, False),
+        ([played(1, 0.12)] * 5 + [played(1, 0.12, tokens=0.0)], 1.2, False),
+        ([played(1, 0.12, requests=50)] * 5, 1.2, False),  # too few
+    ],
+)
+def test_the_worst_run_decides_not_the_median(runs: list[dict[str, Any]], value: float, holds: bool) -> None:
+    found = coserve_slo.result({"azure_code": runs}, {}, quick=False, nonce="n")
+    assert (found["value"], found["holds"]) == (pytest.approx(value), holds)
+    assert found["detail"]["traces"]["azure_code"]["dual"]["ttft_p99_over_alone"]["median"] == pytest.approx(1.2)
+
+
+def test_one_command_plays_both_traces_five_times_and_the_curve_and_the_quick_form_claims_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[list[str]] = []
+
+    def probe(name: str, arguments: list[str]) -> dict[str, Any]:
+        assert len(json.loads(Path(arguments[1]).read_text())) == 2000
+        asked.append(arguments[2:])
+        return played(1, 0.12)
+
+    monkeypatch.setattr(coserve_slo, "run_probe", probe)
+    found = coserve_slo.run(quick=False, nonce="n")
+    assert len(asked) == 2 * (coserve_slo.RUNS + len(coserve_slo.LOADS))
+    assert found["detail"]["by_load"]["azure_code"].keys() == {"0.15", "0.3", "0.45", "0.6"}
+    asked.clear()
+    assert coserve_slo.run(quick=True, nonce="n")["holds"] is None
+    assert asked == [["--seconds", "3", "--rounds", "1", "--modes", "static,none,dual"]]
 
 
 def test_the_table_has_the_rungs_that_a_result_has_in_the_order_of_the_ladder() -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ from scripts.bench.micro import kv_remap
 from scripts.bench.probes.probe_run import run_probe
 from tests.support import fake_cuda
 from vllm_rlplugin.kvpool.ledger.page_ledger import PAGE_BYTES, PagePool, PoolError
-from vllm_rlplugin.kvpool.pages import page_keeper
-from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver, DeviceFull
+from vllm_rlplugin.kvpool.pages import cuda_driver, page_keeper
+from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver, DeviceFull, check_written, find_differences
 from vllm_rlplugin.kvpool.pages.cuda_pages import CreatedPages, CudaRange, Supply
 from vllm_rlplugin.kvpool.pages.dlpack import byte_tensor
 from vllm_rlplugin.kvpool.pages.page_backends import CudaBackend, HostBackend
@@ -91,33 +92,20 @@ def test_the_native_library_compiles_without_a_warning_and_without_cuda(tmp_path
     assert b"pthread_mutex_clocklock" not in made.read_bytes(), "of glibc 2.30; wheels are built for 2.28"
 
 
-def test_numbers_and_structures_are_those_of_nvidias_own_bindings(tmp_path: Path) -> None:
+def test_numbers_and_structures_are_those_of_nvidias_own_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda-bindings is made from NVIDIA's headers; what stands in csrc/vmm.c was written by hand."""
-    bindings: Any = pytest.importorskip("cuda.bindings.driver")
-    source = " ".join((CSRC / "vmm.c").read_text(encoding="utf-8").split())
-    numbers = dict(item.split(" = ") for item in source.partition("enum { ")[2].partition(" }")[0].split(", "))
-    attribute = bindings.CUdevice_attribute
-    assert {name: int(value) for name, value in numbers.items()} == {
-        "OUT_OF_MEMORY": bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
-        "INVALID_CONTEXT": bindings.CUresult.CUDA_ERROR_INVALID_CONTEXT,
-        "VMM_SUPPORTED": attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
-        "FD_SUPPORTED": attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
-        "PINNED": bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED,
-        "ON_DEVICE": bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE,
-        "AS_FD": bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-        "READ_WRITE": bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-    }
-    wanted = bindings.CUmemAllocationProp()
-    wanted.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    wanted.requestedHandleTypes = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    wanted.location.type, wanted.location.id = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 5
-    probe = tmp_path / "probe.c"
-    probe.write_text(
-        f'#include "{CSRC}/vmm.c"\nEXPORT void probe(allocation *out) {{ rlc_cuda c = {{.device = 5}}; *out = wanted(&c); }}\n'
+    theirs: Any = pytest.importorskip("cuda.bindings.driver")
+    assert find_differences(theirs) == []
+    other = SimpleNamespace(**vars(theirs))
+    other.CUmemAccess_flags = SimpleNamespace(
+        CU_MEM_ACCESS_FLAGS_PROT_READWRITE=theirs.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
     )
-    ours = ctypes.create_string_buffer(32)
-    ctypes.CDLL(str(fake_cuda.compile_c(tmp_path / "probe.so", str(probe), "-ldl"))).probe(ours)
-    assert ours.raw == ctypes.string_at(wanted.getPtr(), 32)
+    monkeypatch.setattr(cuda_driver.importlib, "import_module", lambda name: other)
+    check_written.cache_clear()
+    with pytest.raises(ConfigError, match=r"PROT_READ is 1, here 3; CUmemAccessDesc lies in memory otherwise"):
+        CudaDriver(PAGE, library="libcuda-not-here.so")
+    monkeypatch.undo()
+    assert check_written()
 
 
 def test_without_a_driver_there_is_one_error_that_names_what_is_missing() -> None:

@@ -179,11 +179,11 @@ group = types.SimpleNamespace()
 state = types.SimpleNamespace(get_tp_group=lambda: group)
 sys.modules["vllm"] = sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
 from orchestrator.api import ConfigError
-from vllm_rlplugin.kvpool.engine.rank_agreement import RankAgreement
+from vllm_rlplugin.kvpool.engine.pool_agreement import PoolAgreement
 rank = int(sys.argv[1])
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 group.cpu_group = torch.distributed.group.WORLD
-agreement = RankAgreement(rank, 2)
+agreement = PoolAgreement(rank, 2)
 def cannot():
     if rank:
         raise OSError("no room here")

@@ -23,7 +23,8 @@ from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
-from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter, count_parts
+from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
+from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, count_parts
 from vllm_rlplugin.options import PluginOptions
 
 
@@ -68,12 +69,17 @@ class Setup:
         return self.turns.schedule(self.stock.schedule, False)
 
 
+class Queue(list[Any]):
+    def peek_request(self) -> Any:
+        return self[0]
+
+
 class Stock:
     """As much of a stock scheduler as :class:`RolloutAdmission` reads: it computes whatever it may."""
 
     def __init__(self) -> None:
         self.running: list[Any] = []
-        self.waiting: list[Any] = []
+        self.waiting = Queue()
         self.requests: dict[str, Any] = {}
         self.max_num_scheduled_tokens, self.max_num_running_reqs = 2048, 8
         self.prefill_capacity_bound = False
@@ -83,12 +89,15 @@ class Stock:
         made = request(name, prompt, outputs, computed=prompt + outputs - 1 if outputs else 0)
         made.spec_token_ids = [7] * self.num_spec_tokens if outputs else []
         made.num_tokens_with_spec += len(made.spec_token_ids)
-        self.running.append(made)
+        (self.running if outputs else self.waiting).append(made)
         self.requests[name] = made
         return made
 
     def schedule(self, throttle: bool) -> Any:
         left, counts, drafted = self.max_num_scheduled_tokens, {}, {}
+        if left and not throttle:
+            self.running = [*self.waiting, *self.running]
+            self.waiting.clear()
         for item in self.running:
             need = item.num_tokens_with_spec - item.num_computed_tokens
             if throttle and not item.num_output_tokens:
@@ -120,6 +129,7 @@ def request(name: str, prompt: int, outputs: int = 0, computed: int = 0, arrival
         spec_token_ids=[],
         arrival_time=arrival,
         is_finished=lambda: False,
+        status=SimpleNamespace(name="RUNNING"),
     )
 
 
@@ -299,9 +309,116 @@ def test_a_prompt_that_is_aborted_before_its_first_token_is_not_waited_for(setup
     setup.meter.request_added(prompt)
     setup.meter.publish_idle()
     assert setup.said().waiting, "it is still there"
-    prompt.is_finished = lambda: True
+    setup.meter.request_gone("a")
     setup.meter.publish_idle()
     assert (setup.said().busy, setup.said().waiting) == (False, False)
+
+
+class Every:
+    """The slack of equation 2 and the counts, by a look at every request in every step."""
+
+    def __init__(self, slo: Slo) -> None:
+        self.slo, self.counts = slo, [0] * 6
+        self.known: dict[str, list[float]] = {}  # name -> since, first, tokens
+        self.steps: list[tuple[set[str], float]] = []
+
+    def ended(self, now: float, requests: dict[str, Any]) -> None:
+        names, _ = self.steps.pop(0)
+        for name in sorted(names & requests.keys()):
+            since, first, tokens = self.known[name]
+            new = requests[name].num_output_tokens - tokens
+            if new > 0:
+                at, limit = (3, self.slo.tpot * new) if tokens else (0, self.slo.ttft)
+                self.counts[at] += new if tokens else 1
+                self.counts[at + 1] += now - since > limit
+                self.known[name] = [now, first if tokens else now, requests[name].num_output_tokens]
+
+    def tpot(self, now: float, requests: dict[str, Any], ends: list[float], otherwise: float) -> float:
+        least = math.inf
+        for name in requests:
+            since, first, tokens = self.known[name]
+            if tokens:
+                mine = [end for (names, _), end in zip(self.steps, ends, strict=True) if name in names]
+                ready = max((end - now - at * self.slo.tpot for at, end in enumerate(mine)), default=otherwise)
+                due = min(since, first + (tokens - 1) * self.slo.tpot)
+                least = min(least, due + self.slo.tpot - now - ready)
+        return least
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_slack_and_counts_are_those_of_a_look_at_every_request(setup: Setup, seed: int, drafts: int) -> None:
+    """Arrivals, chunked prompts, steps for some of those that decode, preemptions, ends, aborts; one or two steps in flight."""
+    rng, slo = random.Random(seed), Slo(0.2, 0.05)
+    meter = ServingMeter(setup.pool, Known(), slo, "dual", rollouts=lambda: (setup.slot,), now=lambda: setup.at)
+    every, requests, flights, made = Every(slo), dict[str, Any](), list[Any](), 0
+    for _ in range(150):
+        setup.at += rng.choice((0.001, 0.02, 0.08))
+        while rng.random() < 0.3:
+            made += 1
+            name = f"r{made}"
+            requests[name] = request(name, rng.randrange(1, 300), arrival=setup.at)
+            meter.request_added(requests[name])
+            every.known[name] = [setup.at, 0.0, 0]
+        if len(flights) < rng.choice((1, 2)):
+            counts: dict[str, int] = {}
+            drafted: dict[str, list[int]] = {}
+            for name, found in requests.items():
+                left = found.num_tokens + found.num_output_placeholders - found.num_computed_tokens
+                if (
+                    rng.random() < 0.05
+                    and found.num_output_tokens
+                    and not any(name in names for names, _ in every.steps)
+                ):
+                    found.num_computed_tokens, left = 0, found.num_tokens  # preempted: it computes again what it had
+                if left <= 0 or rng.random() < 0.1:
+                    continue
+                counts[name] = min(left, 100)
+                if left == 1 and found.num_output_tokens and drafts and rng.random() < 0.7:
+                    drafted[name] = [7] * rng.randrange(1, drafts + 1)
+                    counts[name] += len(drafted[name])
+            making = set[str]()
+            for name, count in counts.items():
+                found = requests[name]
+                found.num_computed_tokens += count - len(drafted.get(name, ()))
+                whole = found.num_computed_tokens >= found.num_tokens + found.num_output_placeholders
+                found.num_output_placeholders += whole
+                making |= {name} if whole else set()
+            output = step_of(counts, drafted)
+            flights.append((output, making))
+            every.steps.append((set(counts), 0.0))
+            meter.step_scheduled(output)
+            assert (meter._steps[-1].tokens, meter._steps[-1].batch) == count_parts(output, requests)
+        elif flights:
+            output, making = flights.pop(0)
+            gone = []
+            for name in sorted(making):
+                if (found := requests.get(name)) is not None:
+                    found.num_output_placeholders -= 1
+                    new = 1 + rng.randrange(len(output.scheduled_spec_decode_tokens.get(name, ())) + 1)
+                    found.num_output_tokens += new
+                    for what in ("num_tokens", "num_tokens_with_spec"):
+                        setattr(found, what, getattr(found, what) + new)
+                    found.num_computed_tokens += new - 1
+                    if rng.random() < 0.1:
+                        gone.append(name)
+            for name in gone:
+                meter.request_gone(name)
+            every.ended(setup.at, requests)
+            meter.step_ended()
+            for name in gone:
+                del requests[name]
+        if requests and rng.random() < 0.05:
+            name = rng.choice(sorted(requests))
+            del requests[name]
+            meter.request_gone(name)
+        if not any(name in meter._gone for name in meter._requests):
+            steps = tuple(meter._steps)
+            ends = meter._ends(steps, setup.at)
+            flown = list(zip(steps, ends, strict=True))
+            assert meter._tpot(setup.at, flown, 0.01) == pytest.approx(every.tpot(setup.at, requests, ends, 0.01))
+        assert meter._counts[:2] + meter._counts[3:5] == every.counts[:2] + every.counts[3:5]
+    assert every.counts[3] > 50
 
 
 # -- rollouts ----------------------------------------------------------------------------------------------------------
@@ -354,6 +471,26 @@ def test_drafted_tokens_are_part_of_a_decode_and_no_prefill(setup: Setup) -> Non
     assert count_parts(output, setup.stock.requests) == (0, 2)
     resumed = step_of({"a": 4})
     assert count_parts(resumed, setup.stock.requests) == (4, 0), "tokens that are computed again were not drafted"
+
+
+def test_the_head_of_a_queue_is_read_anew_only_when_the_queue_has_changed() -> None:
+    read: list[str] = []
+
+    class Sorting(Queue):
+        def __iter__(self) -> Iterator[Any]:
+            for item in list.__iter__(self):
+                read.append(item.request_id)
+                yield item
+
+    waiting = Sorting(request(name, 100) for name in "abcd")
+    head = QueueHead(SimpleNamespace(waiting=waiting), lambda item: int(item.num_tokens))
+    for _ in range(3):
+        assert head.read(150, 8) == [100, 100]
+    assert read == ["a", "b"]
+    waiting.pop(0)
+    assert head.read(150, 1) == [100]
+    assert head.read(150, 0) == []
+    assert read == ["a", "b", "b"]
 
 
 def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_one_only(setup: Setup) -> None:

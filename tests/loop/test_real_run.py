@@ -182,13 +182,14 @@ import asyncio, itertools, json, sys
 from pathlib import Path
 from megatron_rlplugin.trainer.recorded_rows import read_batches
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
+from orchestrator.config import parse_config
 
 async def replay(run, stream, target):
     config = json.loads((run / "config.json").read_text())
     trainer = MegatronTrainer(
         model=str(run / "model"), settings=config["trainer"] | {"stream": stream, "micro_batch_order": "arrival"},
         total_steps=config["run"]["steps"], seed=config["run"]["seed"], dtype=config["model"]["dtype"],
-        temperature=config["rollout"]["temperature"],
+        temperature=config["rollout"]["temperature"], batch_size=parse_config(config).batch_trajectories,
     )
     version = await trainer.load(str(run / "checkpoints" / "step-000000" / "trainer"))
     fed = []

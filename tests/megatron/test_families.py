@@ -5,6 +5,7 @@ fp32, tiny random models; one rank. vLLM's side is in ``test_vllm_logits.py``, m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import save_file  # noqa: E402
+
 from megatron_rlplugin import model, parallel_layout  # noqa: E402
 from megatron_rlplugin.model_families import FAMILIES  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge, tensor_places  # noqa: E402
+from orchestrator.api import ConfigError  # noqa: E402
 from tests.support.family_models import (  # noqa: E402
     FAMILY_MODELS,
     LENGTH,
@@ -77,6 +81,49 @@ def test_log_probs_and_gradients_are_those_of_transformers(folders: dict[str, Pa
         assert (piece.cut_from(piece.parameter.grad) - part).abs().max() <= TOLERANCE * whole.abs().max(), piece.name
         seen.add(piece.name)
     assert seen == gradients.keys()
+
+
+def test_heads_that_predict_several_tokens_are_left_out_and_nothing_else(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "model", "glm")
+    config, files = json.loads((folder / "config.json").read_text()), file_tensors(folder)
+    save_file(files | {"model.layers.4.eh_proj.weight": torch.ones(3)}, folder / "model.safetensors")
+    (ours,) = model.build_model(model.read_shape(folder), "float32")
+    with pytest.raises(ConfigError, match=r"^model.layers.4.eh_proj.weight = .*is not a tensor of this model"):
+        hf_bridge.load_hf(ours, folder)
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (ours,) = model.build_model(model.read_shape(folder), "float32")
+    hf_bridge.load_hf(ours, folder)
+    assert dict(hf_bridge.export_hf(ours)).keys() == files.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "llama",
+            {"architectures": ["Qwen3NextForCausalLM"]},
+            r"model.architectures = .*nearest that it builds is Qwen3",
+        ),
+        ("mistral", {"sliding_window": "absent"}, r"model.sliding_window = None: must be in config.json"),
+        ("deepseek-v3", {"topk_group": 1}, r"model.topk_group = 1: must be half"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, r"model.scoring_func = 'softmax': is not supported"),
+        ("deepseek-v3", {"rope_interleave": False}, r"model.rope_interleave = False: is not supported"),
+        ("glm", {"norm_topk_prob": False}, r"model.norm_topk_prob = False: is not supported"),
+        ("gpt-oss", {"attention_bias": False}, r"model.attention_bias = False: is not supported"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"model.quantization_config = .*converted"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 4}, r"model.layer_types = .*must be 'full_attention' or"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, r"model.final_logit_softcapping = 30.0: is not supported"),
+        ("qwen3", {"num_hidden_layers": 10**9}, r"model.num_hidden_layers = 1000000000: must be at most"),
+    ],
+)
+def test_what_a_family_cannot_be_is_refused_by_name(
+    folders: dict[str, Path], tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    config = json.loads((folders[name] / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        model.read_shape(tmp_path)
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)

@@ -177,6 +177,17 @@ def test_padding_of_the_vocabulary_is_not_published(built: learner.Learner, tmp_
             wrap(built.chunks, built.optimizer, parse("--rl-vocab-size", wrong))
 
 
+def test_a_parameter_that_publish_would_not_know_is_told_when_the_model_is_wrapped(built: learner.Learner) -> None:
+    layer = model.unwrap(built.chunks[0]).decoder.layers[0]
+    layer.adapter = torch.nn.Linear(2, 2, bias=False)
+    try:
+        with pytest.raises(ConfigError, match=r"adapter\.weight.*the bridge knows no Hugging Face place"):
+            wrap(built.chunks, built.optimizer, parse("--rl-weight-relay", json.dumps(RELAY)))
+        wrap(built.chunks, built.optimizer, parse())  # nothing is published
+    finally:
+        del layer.adapter
+
+
 def test_publishing_without_a_relay_is_refused(built: learner.Learner) -> None:
     with pytest.raises(ConfigError, match="--rl-weight-relay"):
         wrap(built.chunks, built.optimizer, parse()).publish(1)

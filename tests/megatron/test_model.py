@@ -356,7 +356,6 @@ def test_two_tensor_parallel_ranks_hold_the_same_model(tmp_path: Path) -> None:
         ("qwen3", {"tensor": 3}, r"^model.vocab_size = 61: must be a multiple of TP = 3"),
         ("qwen3", {"pipeline": 2}, r"^model.num_hidden_layers = 3: must be a multiple of the 2 pipeline stages"),
         ("qwen3", {"expert": 2}, r"^layout.expert = 2: Qwen3ForCausalLM has no experts"),
-        ("qwen3", {"context": 2}, r"^layout.context = 2: context parallelism needs CUDA"),
         ("moe", {"expert": 2}, r"^model.num_experts = 5: must be a multiple of EP = 2"),
         ("moe-60", {"tensor": 2}, r"^layout.sequence = False: a mixture of experts with tensor parallelism"),
         ("qwen3-60", {"tensor": 4}, r"^model.num_key_value_heads = 2: must be a multiple of TP = 4"),

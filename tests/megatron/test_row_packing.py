@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -18,11 +20,13 @@ from megatron_rlplugin import (  # noqa: E402
     model,
     parallel_layout,
 )
+from megatron_rlplugin.model import read_shape  # noqa: E402
 from megatron_rlplugin.objective.policy_loss import token_weights  # noqa: E402
 from megatron_rlplugin.trainer import row_packing  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
 from megatron_rlplugin.trainer.micro_batches import (  # noqa: E402
     ArrivalPacker,
+    LengthPool,
     MicroBatchLimits,
     TrainRow,
     micro_batch,
@@ -30,6 +34,8 @@ from megatron_rlplugin.trainer.micro_batches import (  # noqa: E402
     row_of,
     usable_samples,
 )
+from megatron_rlplugin.trainer.replicas import Dealer  # noqa: E402
+from megatron_rlplugin.trainer.training_work import TrainingWork  # noqa: E402
 from orchestrator.api import RunError, TrainBatch  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import VOCABULARY, make_batch, tiny_folder  # noqa: E402
 
@@ -111,6 +117,91 @@ def test_a_budget_of_tokens_bounds_every_micro_batch_of_rows_of_any_length(order
     assert max(map(len, plans)) > 4  # short ones still share
     without = plan_micro_batches(rows, range(200), MicroBatchLimits(64, order))
     assert max(padded([lengths[index] for index in part]) for part in without) > 20 * 32_768
+
+
+def arriving(rows: list[TrainRow]) -> list[list[tuple[int, str, int]]]:
+    """The groups of these rows, as they are added."""
+    members = [(index, row.group, len(row)) for index, row in enumerate(rows)]
+    return [[m for m in members if m[1] == name] for name in dict.fromkeys(row.group for row in rows)]
+
+
+def rows_of_lengths(lengths: list[int]) -> list[TrainRow]:
+    """In groups of eight."""
+    return [
+        TrainRow(f"t{k}", f"g{k // 8}", np.zeros(n, np.int64), *[np.zeros(1, np.int64)] * 5)  # type: ignore[arg-type]
+        for k, n in enumerate(lengths)
+    ]
+
+
+@given(st.lists(st.integers(2, 400), min_size=1, max_size=96), st.integers(1, 20), st.integers(1, 20), st.data())
+def test_a_pool_of_lengths_pads_little_begins_in_time_and_does_not_depend_on_how_groups_were_added(
+    lengths: list[int], size: int, held: int, data: st.DataObject
+) -> None:
+    rows, limits = rows_of_lengths(lengths), MicroBatchLimits(size, "arrival", tokens=800, held=held)
+    pool, found, added = LengthPool(limits), [], 0
+    groups = arriving(rows)
+    first = ArrivalPacker(limits).add([member for group in groups for member in group])
+    needed = len(first[0]) if first else len(rows)  # trajectories that fill a micro-batch in the order of arrival
+    while groups:
+        count = data.draw(st.integers(1, len(groups)))
+        added += sum(map(len, groups[:count]))
+        found += pool.add([member for group in groups[:count] for member in group])
+        groups = groups[count:]
+        assert (
+            found or added <= needed + max(held, 8) + 8
+        )  # the order of arrival begins a group later than ``needed``, too
+    found += pool.rest()
+    assert found == plan_micro_batches(rows, range(len(rows)), limits)
+    assert sorted(index for part in found for index in part) == list(range(len(rows)))
+    for part in found:
+        own = [lengths[index] for index in part]
+        assert len(part) <= size
+        assert len(part) == 1 or padded(own) <= min(800, 1.1 * sum(own))
+
+
+def test_replicas_get_equal_work_whatever_the_lengths(folder: str) -> None:
+    shape = read_shape(folder)
+    flops, limits = TrainingWork.of_model(shape), MicroBatchLimits(64, "arrival", tokens=4_096)
+    rng = random.Random(2)
+    rows = rows_of_lengths([rng.choice([60, 300, 1_000, 4_000]) for _ in range(120)])
+    plans = plan_micro_batches(rows, range(120), limits)
+    work = [flops.of_plan(rows, members, limits) for members in plans]
+    for in_step in (False, True):
+        dealt = [Dealer(index, 4, in_step=in_step).deal_micro_batches(plans, work, last=True)[1] for index in range(4)]
+        shares = [[share.members for share in own if not share.idle] for own in dealt]
+        assert sorted(map(sorted, (m for own in shares for m in own))) == sorted(map(sorted, plans))
+        loads = [sum(flops.of_plan(rows, members, limits) for members in own) for own in shares]
+        assert max(loads) < 1.1 * sum(work) / 4
+        assert len({len(own) for own in dealt}) == 1 or not in_step
+    turns = [sum(work[place] for place in range(k, len(work), 4)) for k in range(4)]
+    assert max(turns) > 1.15 * sum(work) / 4, "dealt in turn they would be as even, and this test shows nothing"
+
+
+def test_micro_batches_are_dealt_alike_whether_they_come_one_by_one_or_all_at_once() -> None:
+    rng = random.Random(5)
+    plans, work = [[k] for k in range(23)], [rng.random() for _ in range(23)]
+    for in_step in (False, True):
+        for index in range(3):
+            whole = Dealer(index, 3, in_step=in_step).deal_micro_batches(plans, work, last=True)[1]
+            dealer, parts = Dealer(index, 3, in_step=in_step), []
+            for k in range(23):
+                parts += dealer.deal_micro_batches(plans[k : k + 1], work[k : k + 1], last=k == 22)[1]
+            assert parts == whole
+
+
+def test_attention_counts_with_the_square_of_a_row_and_experts_as_they_are_chosen(folder: str) -> None:
+    """By hand: two layers, hidden 8, 4 heads of 2 with 2 for keys and values, feed forward 16, vocabulary 10."""
+    shape = replace(
+        read_shape(folder), num_hidden_layers=2, hidden_size=8, num_attention_heads=4, head_dim=2,
+        num_key_value_heads=2, intermediate_size=16, vocab_size=10,
+    )  # fmt: skip
+    rows, limits = rows_of_lengths([5, 3]), MicroBatchLimits(8)
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
+    one = 5 * 2 * 2 * layer + 2 * 2 * 8 * 5 * 5  # half of 2 x 2 x 5 x 5 x 8 for each layer
+    assert TrainingWork.of_model(shape).of_plan(rows, [0, 1], limits) == 2 * one + 2 * 2 * 8 * 10
+    mixture = replace(shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
+    each = TrainingWork.of_model(mixture).token / 2 / 2
+    assert each == 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 6 * 2 + 8 * 4
 
 
 def test_a_group_is_split_only_when_it_does_not_fit_whole() -> None:

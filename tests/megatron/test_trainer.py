@@ -27,7 +27,7 @@ from megatron_rlplugin import (  # noqa: E402
     parallel_layout,
     tiny_model,
 )
-from megatron_rlplugin.trainer import checkpoint_writer  # noqa: E402
+from megatron_rlplugin.trainer import sharded_writer  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
 from megatron_rlplugin.trainer.micro_batches import micro_batch  # noqa: E402
 from megatron_rlplugin.trainer.replicas import MicroBatchShare  # noqa: E402
@@ -620,7 +620,7 @@ def test_a_large_export_is_several_files_of_which_one_is_held_at_a_time(
 
 def test_what_is_saved_is_copied_to_the_host_and_not_on_the_device() -> None:
     def copied(tensor: Any) -> Any:
-        (_, found), *_ = checkpoint_writer._on_host(("file", "key", ([], [("item", tensor)])))[2][1]
+        (_, found), *_ = sharded_writer._on_host(("file", "key", ([], [("item", tensor)])))[2][1]
         return found
 
     with FakeTensorMode():

@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import parallel_layout  # noqa: E402
-from megatron_rlplugin.trainer import checkpoint_writer, sharded_state  # noqa: E402
+from megatron_rlplugin.trainer import sharded_state, sharded_writer  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
 from orchestrator.api import ConfigError, RunError  # noqa: E402
 from scripts.bench.probes.megatron.checkpoint_probe import play  # noqa: E402
@@ -51,21 +51,37 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
 Answers = list[dict[str, dict[str, Any]]]
 
 
-def play_ranks(folder: Path, scenarios: dict[str, Any], world: int = 4) -> Answers:
-    """What each rank says of each scenario."""
+def play_ranks(folder: Path, scenarios: dict[str, Any], world: int = 4, beside: Path | None = None) -> Answers:
+    """What each rank says of each scenario; ``beside``: with another Megatron-Core, in interpreters that imported none."""
     folder.mkdir()
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
     command = ["-m", "scripts.bench.probes.megatron.checkpoint_probe", str(folder / "scenarios.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     meet = f"file://{folder / 'meet'}"
-    ranks = [ForkedRank(*command, str(rank), str(world), meet, env=environment) for rank in range(world)]
-    for ended in wait_for_all(ranks, 280):
-        assert ended.code == 0, ended.err[-4000:]
+    words = [[*command, str(rank), str(world), meet] for rank in range(world)]
+    if beside is None:
+        for ended in wait_for_all([ForkedRank(*each, env=environment) for each in words], 280):
+            assert ended.code == 0, ended.err[-4000:]
+    else:
+        environment["PYTHONPATH"] = f"{beside}{os.pathsep}{ROOT}"
+        started = [subprocess.Popen([sys.executable, "-W", "ignore", *each], env=environment) for each in words]
+        try:
+            assert [process.wait(280) for process in started] == [0] * world
+        finally:
+            for process in started:
+                process.kill()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Answers, dict[str, Any], Answers, Path]]:
+OTHER = pytest.mark.skipif(not NEWEST.is_dir(), reason="the wheel of Megatron-Core 0.19.2 is not unpacked")
+
+
+@pytest.fixture(
+    scope="module", params=[None, pytest.param(NEWEST, marks=[pytest.mark.long, OTHER])], ids=["installed", "0.19.2"]
+)
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Answers, dict[str, Any], Answers, Path]]:
     """(four ranks that trained and saved, one that loaded and saved, four that loaded what the one had saved, the folder)."""
     folder = tmp_path_factory.mktemp("checkpoints")
     models = {
@@ -79,15 +95,17 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Answers, 
         settings = {**BASE, **shared, **(of_four if four else of_one)}
         return {"model": models[model], "dtype": dtype, "settings": settings, **more}
 
-    first = play_ranks(
-        folder / "first", {name: scenario(name, True, steps=2, save=str(folder / f"{name}-4")) for name in CASES}
-    )
-    alone = {
-        name: play(scenario(name, False, load=str(folder / f"{name}-4"), save=str(folder / f"{name}-1")), 0, 1, "")
-        for name in CASES
+    train = {name: scenario(name, True, steps=2, save=str(folder / f"{name}-4")) for name in CASES}
+    move = {
+        name: scenario(name, False, load=str(folder / f"{name}-4"), save=str(folder / f"{name}-1")) for name in CASES
     }
-    again = play_ranks(folder / "again", {name: scenario(name, True, load=str(folder / f"{name}-1")) for name in CASES})
-    yield first, alone, again, folder
+    back = {name: scenario(name, True, load=str(folder / f"{name}-1")) for name in CASES}
+    first = play_ranks(folder / "first", train, beside=request.param)
+    if request.param is None:
+        alone = {name: play(one, 0, 1, "") for name, one in move.items()}
+    else:
+        (alone,) = play_ranks(folder / "alone", move, 1, request.param)
+    yield first, alone, play_ranks(folder / "again", back, beside=request.param), folder
     parallel_layout.shutdown_parallel()
 
 
@@ -166,7 +184,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_i
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, disk, order = make_trainer(folder), threading.Event(), []
-    write = checkpoint_writer._write_bucket
+    write = sharded_writer._write_bucket
 
     def slow(*arguments: Any) -> Any:
         order.append("begun")
@@ -175,7 +193,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_i
         order.append("written")
         return answer
 
-    monkeypatch.setattr(checkpoint_writer, "_write_bucket", slow)
+    monkeypatch.setattr(sharded_writer, "_write_bucket", slow)
     run(trainer.save(str(tmp_path / "first")))
     run(trainer.train_step(make_batch(0)))  # the disk stands still
     assert not (tmp_path / "first" / ".metadata").exists()
@@ -197,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_error_with_its_cause(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "_write_bucket", full)
+        patch.setattr(sharded_writer, "_write_bucket", full)
         run(trainer.save(str(tmp_path / "full")))
         with pytest.raises(RunError, match=r"full cannot be written \(\d+ MB free there\): .*No space left"):
             run(trainer.saved())
@@ -272,7 +290,7 @@ print("ANSWER", iteration, weights_digest(learner), state_digest(learner), learn
 """
 
 
-@pytest.mark.skipif(not NEWEST.is_dir(), reason="the wheel of Megatron-Core 0.19.2 is not unpacked")
+@OTHER
 @pytest.mark.parametrize("sharded", [False, True])
 def test_megatron_lm_loads_it_as_one_of_its_own(tmp_path: Path, sharded: bool) -> None:
     parallel_layout.leave_parallel()

@@ -50,6 +50,8 @@ LONG_ROWS = {
 SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": (DP, {}),
     "dp stream": ({**DP, **STREAM}, {"feeds": [1, 2]}),
+    "dp pool": (DP, {"batch_size": 30}),
+    "dp pool stream": ({**DP, **STREAM}, {"batch_size": 30, "feeds": [1, 2]}),
     "dp one micro-batch": ({**DP, "micro_batch_size": 64}, {}),
     "dp by length, packed": ({**DP, "micro_batch_order": "length", "pack_tokens": 60}, {}),
     "dp overlapped": ({**DP, "megatron": {"overlap_grad_reduce": True, "bucket_size": 2000}}, {}),
@@ -204,6 +206,7 @@ def test_the_trajectory_at_fault_is_named_on_whichever_replica_it_was(name: str,
 
 STREAMED = {
     "dp stream": "dp",
+    "dp pool stream": "dp pool",
     "dp kl stream": "dp kl",
     "dp ppo stream": "dp ppo",
     "tp stream": "tp",

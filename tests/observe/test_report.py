@@ -126,12 +126,28 @@ def test_every_figure_card_and_table_says_real_or_simulated(tmp_path: Path, simu
     kind, other = ("simulated", "real") if simulated else ("real", "simulated")
     figures = page.findall(".//figure") + [item for item in page.iter("div") if "card" in item.get("class", "").split()]
     assert len(figures) > 15
-    for figure in figures:
-        badges = [item.text for item in figure.iter("span") if "badge" in item.get("class", "")]
-        assert badges == [kind]
+    assert {figure.get("data-kind") for figure in figures} == {kind}
+    assert [item.text for item in page.iter("span") if "badge" in item.get("class", "")] == [kind]  # once, at the top
     captions = [words(caption) for caption in page.iter("caption")]
     assert captions
     assert all(f"({kind}" in caption and f"({other}" not in caption for caption in captions)
+
+
+def test_what_a_mark_says_is_also_there_for_keyboard_and_touch(drawn: Path) -> None:
+    page = read_document(drawn)
+    parents = {child: parent for parent in page.iter() for child in parent}
+    drawings = [svg for svg in page.iter("svg") if svg.findall(".//rect[@class='hit']")]
+    assert len(drawings) > 5
+    for svg in drawings:
+        around = list(parents[svg])
+        values = around[around.index(svg) + 1]
+        assert (values.tag, values.get("class")) == ("details", "values")
+        said = [hit.findtext("title") for hit in svg.findall(".//rect[@class='hit']")]
+        assert [item.text for item in values.iter("li")] == said
+
+
+def test_a_report_of_a_machine_without_a_gpu_speaks_of_none(drawn: Path) -> None:
+    assert "GPU" not in words(read_document(drawn)).partition("[cost]")[0]
 
 
 def test_every_drawing_has_a_title_and_a_label_for_screen_readers(drawn: Path) -> None:

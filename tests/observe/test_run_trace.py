@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -22,6 +23,7 @@ from orchestrator.cli import main
 from orchestrator.observe.view import run_trace as tracing
 from orchestrator.observe.view.run_trace import write_trace
 from orchestrator.observe.view.top import screen
+from orchestrator.observe.view.view_server import Hub
 from orchestrator.store import TrajectoryStore
 from tests.support import view_runs as runs
 
@@ -146,6 +148,17 @@ def test_the_command_says_where_the_trace_is(tmp_path: Path, capsys: pytest.Capt
 
 
 # -- the terminal ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_terminals_screen_needs_80_columns_and_cuts_no_value(tmp_path: Path) -> None:
+    hub = Hub(runs.write_unfinished(tmp_path / "frozenlake-001"))
+    asyncio.run(hub.look())
+    narrow, wide = (drawn(json.loads(hub.picture), width) for width in (80, 400))
+    folded = sum(line.startswith("           ") for line in narrow)  # a long value goes on below itself
+    assert len(narrow) - folded <= len(wide)
+    assert not any("…" in line for line in narrow)
+    place = {line.split()[0]: number for number, line in reversed([*enumerate(narrow)]) if line.strip()}
+    assert place["reward"] < place["success"] < place["rollout"]
 
 
 def drawn(now: dict[str, Any], width: int) -> list[str]:

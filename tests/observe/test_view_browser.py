@@ -102,6 +102,78 @@ def test_the_page_shows_the_run_in_light_and_dark_and_follows_it(tmp_path: Path)
     asyncio.run(main())
 
 
+# Elements with text of their own whose colour is less than 4.5 to 1 (large text: 3 to 1) against what lies behind them.
+PALE = """
+(() => {
+  const linear = (v) => (v <= 10.02 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+  const light = (c) => { const f = c.map(linear);
+    return 0.2126 * f[0] + 0.7152 * f[1] + 0.0722 * f[2]; };
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const behind = (one) => {
+    for (; one; one = one.parentElement) {
+      const [r, g, b, a] = rgb(getComputedStyle(one).backgroundColor);
+      if (a === undefined || a > 0.99) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  return [...document.querySelectorAll("main *")].filter((one) => !(one instanceof SVGElement) && one.checkVisibility()
+      && [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())).map((one) => {
+    const style = getComputedStyle(one), [a, b] = [light(rgb(style.color).slice(0, 3)), light(behind(one))].sort((x, y) => y - x);
+    const large = parseFloat(style.fontSize) >= 24 || (parseFloat(style.fontSize) >= 18.66 && style.fontWeight >= 700);
+    return [(a + 0.05) / (b + 0.05), large ? 3 : 4.5, one.className || one.tagName, one.innerText.slice(0, 30)];
+  }).filter(([ratio, least]) => ratio < least).map((found) => found.join(" "));
+})()
+"""
+CUT = """[...document.querySelectorAll(".card-value, .card-label, .card-detail, .bars span, dd, td")]
+  .filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline")
+  .map((one) => one.innerText)"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_on_a_phone_no_value_is_cut_and_all_text_can_be_read(tmp_path: Path, dark: bool) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    report = write_report(runs.write_run(tmp_path / "run-002", steps=20))
+    pictures = Path(os.environ.get("VIEW_PICTURES", tmp_path))
+
+    async def main() -> None:
+        hub = Hub(folder)
+        server = Server(hub, TOKEN)
+        await server.start()
+        following = asyncio.create_task(hub.run())
+        try:
+            async with chromium.browser(dark=dark, width=360, height=740) as page:
+                for url, drawn in (
+                    (server.url, "document.body.dataset.drawn === '40'"),
+                    (report.as_uri(), "document.title"),
+                ):
+                    await page.go(url)
+                    await page.until(drawn)
+                    assert await page.value(CUT) == []
+                    assert await page.value("document.documentElement.scrollWidth <= window.innerWidth")
+                    assert await page.value(PALE) == []
+                    await page.picture(
+                        pictures
+                        / f"phone-{'report' if url == report.as_uri() else 'live'}{'-dark' if dark else ''}.png"
+                    )
+                await page.go(server.url)
+                await page.until("document.body.dataset.drawn === '40'")
+                beyond = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+                assert await page.value(beyond) == 0
+                labels = await page.value("[...document.querySelectorAll('.card-label')].map((one) => one.innerText)")
+                assert labels[:2] == ["Reward", "Success"]
+                headings = await page.value("[...document.querySelectorAll('h2')].map((one) => one.innerText)")
+                assert headings[:2] == ["How it learns", "What is under way"]
+                assert await page.value("document.getElementById('notice').hidden")  # waiting is no alarm
+                assert (await page.value("document.getElementById('waiting').innerText")).startswith("Waiting for: ")
+                assert page.complaints == []
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await server.close()
+
+    asyncio.run(main())
+
+
 def test_the_runs_of_a_folder_are_on_one_page_and_each_leads_to_its_own(tmp_path: Path) -> None:
     for name in ("alpha-001", "beta-002"):
         runs.write_unfinished(tmp_path / name)
@@ -119,7 +191,7 @@ def test_the_runs_of_a_folder_are_on_one_page_and_each_leads_to_its_own(tmp_path
                 await page.until("document.querySelectorAll('#runs tbody tr').length === 2")
                 await page.until("document.body.innerText.includes('40 of 80')")
                 text = await page.value("document.body.innerText")
-                assert "2 of 2 runs go on" in text
+                assert "2 of 2 running" in text
                 assert "64" in text  # trajectories in flight
                 await page.picture(pictures / "runs.png")
                 runs.write_unfinished(tmp_path / "gamma-003")

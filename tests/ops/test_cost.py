@@ -1,4 +1,4 @@
-"""Environment-bound or GPU-bound, how many environments, and what a config costs."""
+"""Environment-bound or engine-bound, how many environments, and what a config costs."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def test_the_example_of_the_notes() -> None:
 
 def test_the_borders_of_the_notes() -> None:
     assert [bottleneck_of(share) for share in (0.038, 0.49, 0.5, 0.8, 0.81)] == [
-        "environment-bound", "environment-bound", "balanced", "balanced", "GPU-bound"
+        "environment-bound", "environment-bound", "balanced", "balanced", "engine-bound"
     ]  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_slow_environments_are_named_and_the_suggested_number_of_them_cures_it(t
     assert before.verdict == "environment-bound"
     assert before.engine_busy < 0.5
     assert before.environment_seconds > before.generate_seconds
-    assert before.measured_by == "no GPU: engine busy share instead"
+    assert before.measured_by == "share of the time with a request"
     assert before.environments_suggested > 4
     more = [
         f"rollout.environments={before.environments_suggested}",
@@ -166,7 +166,7 @@ def test_slow_gpus_are_named_in_synchronous_modes_too(mode: tuple[str, int], tmp
     """Where the rollout stands while the trainer works: that is no sign of slow environments."""
     wait = "sim.train_seconds_per_token=0.1"
     found = analysed(tmp_path, *SLOW_GPUS, wait, f"run.mode={mode[0]}", f"rollout.alpha={mode[1]}")
-    assert found.verdict == "GPU-bound"
+    assert found.verdict == "engine-bound"
     assert found.environments_suggested == found.environments
     assert found.trainer_busy > 0
     assert found.generation_to_training is not None
@@ -192,7 +192,7 @@ def test_the_sampled_share_is_the_simulated_engines_own(tmp_path: Path, monkeypa
 def test_the_report_and_the_summary_say_it(tmp_path: Path) -> None:
     found = analysed(tmp_path, *SLOW_ENVIRONMENTS)
     page = render_report(load_run(tmp_path))
-    assert "environment-bound; no GPU: engine busy share instead" in page
+    assert "environment-bound; share of the time with a request" in page
     assert 'href="#bottleneck"' in page
     assert summarize(tmp_path)["analysis"] == asdict(found)
 

@@ -6,6 +6,7 @@
  * Addresses are reserved without access; a mapping has none before cuMemSetAccess. What the driver refuses is refused.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -117,6 +118,19 @@ int cuGetErrorName(int error, const char **name) {
     for (unsigned index = 0; index < sizeof known / sizeof *known; index++)
         if (known[index].error == error) return *name = known[index].name, OK;
     return INVALID_VALUE;
+}
+
+/* By which NVIDIA's cuda-bindings find the others. */
+int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long long flags, int *status) {
+    char newer[128];
+    Dl_info here;
+    (void)version, (void)flags;
+    snprintf(newer, sizeof newer, "%s_v2", name);
+    void *self = dladdr((void *)cuGetProcAddress_v2, &here) ? dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+    *out = self ? dlsym(self, newer) : NULL;
+    if (self && !*out) *out = dlsym(self, name);
+    if (status) *status = !*out;
+    return *out ? OK : 500;
 }
 
 int cuInit(unsigned flags) {

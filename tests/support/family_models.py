@@ -51,7 +51,7 @@ _YARN = {
 }
 _LATENT = {
     "num_key_value_heads": 4,
-    "q_lora_rank": 20,
+    "q_lora_rank": 32,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
@@ -86,19 +86,16 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3MoeConfig", _EXPERTS),
     "qwen3-moe-dense": ("Qwen3MoeConfig", _EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
-    "deepseek-v3": ("DeepseekV3Config", _SIGMOID | _LATENT | _DEEPSEEK | {"head_dim": None}),
-    "deepseek-yarn": (
+    "deepseek-v3": (
         "DeepseekV3Config",
         _SIGMOID
         | _LATENT
         | _DEEPSEEK
-        | {
-            "head_dim": None,
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_parameters": _ROPE | _YARN | {"mscale": 0.9, "mscale_all_dim": 0.8},
-        },
+        | {"head_dim": None, "rope_parameters": _ROPE | _YARN | {"mscale": 0.9, "mscale_all_dim": 0.8}},
+    ),
+    "moonlight": (  # one of DeepSeek-V3's architecture
+        "DeepseekV3Config",
+        _SIGMOID | _LATENT | _DEEPSEEK | {"head_dim": None, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
     "glm": (
         "Glm4MoeConfig",

@@ -63,7 +63,7 @@ def analyse_bottleneck(run: RunLog) -> Analysis | None:
     trained = sum(working.get(state, 0.0) for state in ("train", "stream"))
     return Analysis(
         verdict=bottleneck_of(busy),
-        measured_by="NVML" if gpu is not None else "no GPU: engine busy share instead",
+        measured_by="NVML" if gpu is not None else "share of the time with a request",
         engine_busy=round(engine, 6),
         gpu_busy=number(gpu),
         requests_per_engine=round(seen["requests"] / seen["usable"], 3),

@@ -146,7 +146,7 @@ def lag_histogram(run: RunLog, size: Size) -> str:
         for counts, total in ((taken, totals[0]), (trained, totals[1]))
         for lag in lags
     ]
-    plot.y_scale(0.0, 1.08 * max(most), "share of trajectories (%)", form=as_percent)
+    plot.y_scale(0.0, min(1.0, 1.08 * max(most)), "share of trajectories (%)", form=as_percent)
     wide = min(0.36, 46.0 / plot.unit)
     for counts, total, colour, word, left in (
         (taken, totals[0], "c1", "when taken by get_batch", -wide - 1 / plot.unit),
@@ -161,7 +161,7 @@ def lag_histogram(run: RunLog, size: Size) -> str:
                 if len(lags) <= 5:
                     value = percent(share, 0 if share >= 0.1 else 1)
                     plot.words(lag + left + wide / 2, share, value, "ink", ha="center", va="bottom")
-    plot.mark(run.alpha + 0.5, f"bound: lag ≤ {run.alpha}", "bad")
+    plot.mark(run.alpha + 0.5, f"bound when taken: lag ≤ {run.alpha}", "bad")
     return plot.page_svg()
 
 

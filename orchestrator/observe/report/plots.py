@@ -24,7 +24,8 @@ Point = tuple[float, float]
 # Colour -> (its light value, its name in page.css): on a page the name decides, in light as in dark.
 _COLOURS = {
     "c0": ("#9aa3ab", "n"), "c1": ("#0b6fb8", "blue"), "c2": ("#bf6600", "orange"), "c3": ("#0a8f72", "green"),
-    "c4": ("#b4578f", "pink"), "c5": ("#4aa7dc", "sky"), "c6": ("#8a7a00", "olive"), "bad": ("#c2331d", "alarm"),
+    "c4": ("#b4578f", "pink"), "c5": ("#4aa7dc", "sky"), "c6": ("#8a7a00", "olive"), "c7": ("#6d5bd0", "violet"),
+    "bad": ("#c2331d", "alarm"),
     "ink": ("#1c2126", "ink"), "soft": ("#5b646d", "soft"), "faint": ("#8b949c", "faint"), "grid": ("#ecedea", "grid"),
     "sheet": ("#fefefe", "sheet"), "on": ("#fdfdfd", "on-colour"),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from orchestrator.observe.event_records import (
     Incident,
     LedgerCounts,
     PoolSnapshot,
-    Scaling,
+    ScaledEngine,
     Stage,
     Start,
     Step,
@@ -70,7 +70,7 @@ class RunLog:
     degrees: list[dict[str, Any]] = field(default_factory=list)  # orchestrator.parallelism.replanner
     rounds: list[dict[str, Any]] = field(default_factory=list)  # short and long ones; empty without
     borrowing: list[Borrowing] = field(default_factory=list)  # orchestrator.borrowing.server_exchange
-    scalings: list[Scaling] = field(default_factory=list)  # orchestrator.proxy.engine_scaling
+    scalings: list[ScaledEngine] = field(default_factory=list)  # orchestrator.proxy.engine_scaling
     serving: list[dict[str, Any]] = field(default_factory=list)  # orchestrator.observe.view.serving_neighbours
     warmup: Warmup | None = None
     unreadable: int = 0  # lines cut by a kill

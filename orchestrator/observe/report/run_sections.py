@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from orchestrator.config import Config
-from orchestrator.observe.curves import QUANTITIES, quantity_of
+from orchestrator.observe.curves import QUANTITIES, WEIGHTY, quantity_of
 from orchestrator.observe.event_records import ENDS, LedgerCounts
 from orchestrator.observe.report import charts
 from orchestrator.observe.report.page_templates import NOTHING, fill
@@ -120,12 +120,13 @@ def speed(run: RunLog) -> Markup:
 def trainer_health(run: RunLog) -> Markup:
     """Small multiples of the trainer's scalars."""
     names, other_names = charts.metric_names(run.steps)
-    shown, others = _multiples(run, names), _multiples(run, other_names)
+    shown = _multiples(run, [name for name in names if name in WEIGHTY])
+    others = _multiples(run, [name for name in (*names, *other_names) if name not in WEIGHTY])
     if not (shown or others):
         return NOTHING
     gaps = [gap for _, gap in charts.metric(run.steps, "logprob_gap_mean") if math.isfinite(gap)]
     over = sum(run.gap_alarm is not None and gap > run.gap_alarm for gap in gaps)
-    return fill("health.html", run=run, shown=shown, others=others, others_named=len(other_names), gaps=gaps, over=over)
+    return fill("health.html", run=run, shown=shown, others=others, gaps=gaps, over=over)
 
 
 def ledger(run: RunLog, stored: Mapping[str, int] | None) -> Markup:

@@ -13,7 +13,7 @@
 * ``borrowed``: by server, how often and how long it was borrowed, why it was given back, and what it handed back; null without.
 * ``serving``: by server, how serving was beside the run: its share of the memory, its least slack in seconds, its tokens, how
   many were late, and how many of these because of rollouts; null without.
-* ``analysis``: environment-bound or GPU-bound, with the numbers
+* ``analysis``: environment-bound or engine-bound, with the numbers
   (:mod:`orchestrator.observe.report.bottleneck_analysis`); null where the log has none.
 * ``status``: completed, interrupted or failed as the run said it; unfinished when it said nothing (killed, or running).
 * ``ledger``: totals as the run ended with; of an unfinished run, recounted from its journal.

@@ -30,7 +30,7 @@ STATES: dict[str, tuple[str, str, bool]] = {
     "generate": ("generating", "c1", False),
     "train": ("training", "c2", False),
     "stream": ("training on the coming batch", "c6", False),
-    "publish": ("publishing weights", "c3", False),
+    "publish": ("publishing weights", "c7", False),
     "update": ("loading weights", "c3", False),
     "checkpoint": ("checkpoint", "c4", False),
     "evaluate": ("evaluation", "c5", False),

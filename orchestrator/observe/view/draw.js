@@ -44,7 +44,7 @@ function table(head, rows, numbers) {
   const side = (place) => (numbers.includes(place) ? { class: "number" } : {});
   return html("div", { class: "scroll" }, html("table", { class: "tight" },
     html("thead", {}, html("tr", {}, ...head.map((name, place) => html("th", side(place), name)))),
-    html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map((cell, place) => html("td", side(place), cell)))))));
+    html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map((cell, place) => html("td", { ...side(place), "data-label": head[place] }, cell)))))));
 }
 
 function niceStep(span, wanted) {

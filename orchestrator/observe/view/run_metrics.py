@@ -52,7 +52,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "worker_waiting": ("gauge", ("worker",), "Requests that wait in the worker."),
     "worker_kv_used_ratio": ("gauge", ("worker",), "Share of the worker's KV blocks in use."),
     "worker_version": ("gauge", ("worker",), "The weight version that the worker holds."),
-    "worker_tokens_per_second": ("gauge", ("worker",), "Tokens that the worker generates a second."),
+    "worker_tokens_per_second": ("gauge", ("worker",), "Tokens that the worker generates per second."),
     "worker_lent_pages": ("gauge", ("worker",), "Pages of serving's device that the worker has."),
     "worker_lent_pages_budget": ("gauge", ("worker",), "Pages of serving's device that the worker may have."),
     "worker_slo_slack_seconds": (
@@ -68,6 +68,8 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "scaled": ("counter", ("what",), "Engines of the run's own that were added and removed while it went on."),
     "handed_back_requests": ("counter", ("worker",), "Requests that a borrowed server handed back."),
     "handed_back_tokens": ("counter", ("worker",), "Tokens that these had, and kept."),
+    "contexts_resent": ("counter", ("worker",), "Contexts that the worker lacked, and was sent whole."),
+    "contexts_resent_tokens": ("counter", ("worker",), "Tokens of these."),
     "metric": ("gauge", ("metric",), "The trainer's own figures of the last step: loss, entropy, ess, and so on."),
 }
 _TRAINER_METRICS = 64  # of a step, at most
@@ -100,6 +102,9 @@ class _Metrics(Collector):
         told = sorted(figures.handed_back.items())
         yield _family("handed_back_requests", [((name,), float(counts[0])) for name, counts in told])
         yield _family("handed_back_tokens", [((name,), float(counts[1])) for name, counts in told])
+        resent = sorted(figures.contexts_resent.items())
+        yield _family("contexts_resent", [((name,), float(counts[0])) for name, counts in resent])
+        yield _family("contexts_resent_tokens", [((name,), float(counts[1])) for name, counts in resent])
         last = figures.last_step.metrics if figures.last_step else {}
         yield _family("metric", [((name,), last[name]) for name in sorted(last)[:_TRAINER_METRICS]])
         lags = sorted(figures.lag_total.items())

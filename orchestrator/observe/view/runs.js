@@ -11,7 +11,7 @@ function draw(now) {
   put("name", now.folder);
   const going = now.runs.filter((run) => run.state === "running" || run.state === "starting").length;
   const older = now.older ? [html("span", {}, `${count(now.older)} older ones are not shown`)] : [];
-  put("meta", html("span", {}, `${count(going)} of ${count(now.runs.length)} runs go on`), ...older);
+  put("meta", html("span", {}, `${count(going)} of ${count(now.runs.length)} running`), ...older);
   put("runs", now.runs.length
     ? table(["Run", "State", "Mode", "Step", "Success", "Reward", "In flight", "Staleness", "Faults", "Time"],
       now.runs.map((run) => [

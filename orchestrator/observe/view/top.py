@@ -23,6 +23,7 @@ _LANE = 60  # characters of a timeline
 _ROWS = 8  # of a table
 _COLOURS = {  # of a page (page.css) -> of a terminal
     "c0": "bright_black", "c1": "blue", "c2": "dark_orange", "c3": "green", "c4": "magenta", "c5": "cyan", "c6": "yellow",
+    "c7": "bright_magenta",
 }  # fmt: skip
 
 
@@ -30,8 +31,7 @@ def screen(now: Mapping[str, Any]) -> RenderableType:
     """One picture. ``now``: :meth:`orchestrator.observe.view.run_state.RunState.shown`, with ``silent`` where it is known."""
     now = _printable(now)
     parts: list[RenderableType] = [_head(now), _said(now), Text("")]
-    parts += [_timeline(now["timeline"]), Text("")]
-    parts.append(_numbers(now))
+    parts += [_numbers(now), Text(""), _timeline(now["timeline"])]
     parts += [Text(""), _reasons(now), Text(""), _workers(now["workers"])]
     if beside := [row for row in now["workers"] if "budget" in row]:
         parts += [Text(""), _beside(beside)]
@@ -53,10 +53,9 @@ def _head(now: Mapping[str, Any]) -> Text:
     run = now["run"]
     status = "running" if run["status"] == "unfinished" else run["status"]
     style = {"running": "green", "completed": "green", "failed": "bold red"}.get(status, "yellow")
-    words = Text.assemble(
-        (run["name"], "bold"), "  ", (status, style), f"  {run['mode']}, alpha {run['alpha']}, {run['kind']}"
-    )
-    return words.append(f"  step {now['step']:,} of {run['steps']:,}, version {now['version']:,}, {clock(now['t'])}")
+    words = Text.assemble((run["name"], "bold"), "  ", (status, style))
+    words.append(f"  {run['mode']}, alpha {run['alpha']}, {run['kind']}\n", "dim")
+    return words.append(f"step {now['step']:,} of {run['steps']:,}, version {now['version']:,}, {clock(now['t'])}")
 
 
 def _said(now: Mapping[str, Any]) -> Text:
@@ -145,7 +144,7 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Table:
 def _beside(found: Sequence[Mapping[str, Any]]) -> Table:
     """Workers on devices of serving: what they have, and what serving can spare."""
     rows = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    rows.add_column("beside serving")
+    rows.add_column("serving", no_wrap=True)
     for name in ("pages", "TTFT slack", "TPOT slack", "arrival", "late first", "late next"):
         rows.add_column(name, justify="right")
     for row in found[:_ROWS]:
@@ -154,7 +153,7 @@ def _beside(found: Sequence[Mapping[str, Any]]) -> Table:
             for name in ("ttft_slack", "tpot_slack", "arriving")
         ]
         shares = [
-            f"{row[name]:,} of {row[of]:,}" if name in row and of in row else "-"
+            f"{row[name]:,} / {row[of]:,}" if name in row and of in row else "-"
             for name, of in (("pages", "budget"), ("late_first", "firsts"), ("late_next", "nexts"))
         ]
         rows.add_row(Text(str(row["name"])), shares[0], *slacks, *shares[1:])

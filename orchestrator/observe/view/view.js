@@ -32,17 +32,28 @@ function notice(now) {
   else if (run.status === "interrupted") say("", "The run was interrupted.", run.reason === "interrupted" ? "" : run.reason);
   else if (run.status === "completed") say("good", "The run is complete.", "This is its last state.");
   else if (now.silent) say("bad", `No sign of life for ${count(now.silent)} s.`, "It may be stopped, or gone.");
-  else if (now.waiting_for || now.open.length) say("", "Waiting for:", now.waiting_for || now.open.join(", "));
   else place.hidden = true;
+  waiting(run.status === "unfinished" && !now.silent ? now.waiting_for || now.open.join(", ") : "");
+}
+
+const HELD = 3000;  // milliseconds that a text stays, for it to be read
+let heldUntil = 0;
+function waiting(text) {
+  const place = document.getElementById("waiting");
+  const same = place.dataset.text === text;
+  if (same || (text && place.dataset.text && Date.now() < heldUntil)) return;
+  place.dataset.text = text;
+  heldUntil = Date.now() + HELD;
+  place.replaceChildren(...(text ? [`Waiting for: ${text}`] : []));
 }
 
 function cards(now) {
   const [reward, success] = ["reward", "success"].map((name) => now.curves.find((curve) => curve.name === name).points.slice(-1)[0]);
   const started = now.ledger.started, summed = now.ends.reduce((sum, [, , number]) => sum + number, 0);
   put("cards",
-    card("Step", html("span", {}, count(now.step), html("small", {}, ` of ${count(now.run.steps)}`)), `${clock(now.t)} since the start`),
-    card("Success", success ? percent(success[1]) : "–", success ? `${percent(success[2])} to ${percent(success[3])}, step ${success[0]}` : "not evaluated yet"),
     card("Reward", reward ? brief(reward[1]) : "–", "mean of the last batch"),
+    card("Success", success ? percent(success[1]) : "–", success ? `${percent(success[2])} to ${percent(success[3])}, step ${success[0]}` : "not evaluated yet"),
+    card("Step", html("span", {}, count(now.step), html("small", {}, ` of ${count(now.run.steps)}`)), `${clock(now.t)} since the start`),
     card("Speed", html("span", {}, now.tokens_per_s === null ? "–" : count(now.tokens_per_s), html("small", {}, " tokens/s")), `the last 5 steps; version ${now.version}`),
     card("Ledger", started === summed ? "closes ✓" : `off by ${count(started - summed)}`, `${count(started)} trajectories`, started === summed ? "" : "bad"));
 }
@@ -65,13 +76,14 @@ function beside(now) {
   const rows = now.workers.filter((row) => row.budget !== undefined);
   document.getElementById("beside-figure").hidden = !rows.length;
   put("beside", table(
-    ["Worker", "Lent pages", "MiB", "TTFT slack", "TPOT slack", "Arrival slack", "Late first · by rollouts", "Late later · by rollouts"],
+    ["Worker", "Lent pages", "MiB", "TTFT slack", "TPOT slack", "Arrival slack", "TTFT misses · by rollouts", "TPOT misses · by rollouts"],
     rows.map((row) => [row.name, `${count(row.pages)} of ${count(row.budget)}`, brief((row.pages * row.page_bytes) / (1 << 20)), slack(row.ttft_slack),
       slack(row.tpot_slack), slack(row.arriving), late(row.late_first, row.firsts, row.blamed_first), late(row.late_next, row.nexts, row.blamed_next)]),
     [1, 2, 3, 4, 5, 6, 7]));
 }
 
 function underWay(now) {
+  put("under-way", now.run.status === "unfinished" ? "What is under way" : "What was under way at the end");
   put("timeline", timeline(now.timeline, document.getElementById("timeline-legend")));
   const reasons = Object.entries(now.reasons);
   const none = now.run.status === "unfinished" ? "None is in flight." : "The run has ended.";
@@ -104,12 +116,14 @@ function learning(now) {
     : empty("No step was trained yet."));
 }
 
+const incident = { recovered: "incident-good", borrowed: "incident-good", returned: "incident-warn" };
+
 function accounts(now) {
   put("ledger", bars(now.ends.filter(([, , number]) => number).map(([words, colour, number]) => [words, number, colour]), "c0"));
   const lags = Object.entries(now.lag).map(([lag, number]) => [lag === "1" ? "1 version" : `${lag} versions`, number]);
   put("lag", lags.length ? bars(lags, "c2") : empty("No batch was taken yet."));
   put("incidents", now.incidents.length
-    ? table(["When", "Kind", "What", "Detail"], now.incidents.map((row) => [clock(row.t), row.kind, row.what, row.detail]), [])
+    ? table(["When", "Kind", "What", "Detail"], now.incidents.map((row) => [clock(row.t), html("span", { class: incident[row.kind] || "incident-bad" }, row.kind), row.what, row.detail]), [])
     : empty("Nothing."));
 }
 
@@ -123,6 +137,7 @@ function draw(now) {
   document.body.dataset.drawn = String(now.step);
 }
 
+document.getElementById("all-runs").hidden = !/\/run\/[^/]+\/$/.test(location.pathname);
 const connection = document.getElementById("connection");
 const stream = new EventSource("stream");
 let over = false;

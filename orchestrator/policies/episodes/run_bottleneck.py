@@ -17,7 +17,7 @@ def bottleneck_of(busy: float) -> str:
     """From the share of the time that the GPUs are busy while trajectories are in flight."""
     if busy < ENVIRONMENT_BOUND:
         return "environment-bound"
-    return "GPU-bound" if busy > GPU_BOUND else "balanced"
+    return "engine-bound" if busy > GPU_BOUND else "balanced"
 
 
 def environments_wanted(generate: float, environment: float, workers: int, concurrent: float = 1.0) -> int | None:

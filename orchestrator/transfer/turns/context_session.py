@@ -16,7 +16,8 @@ from orchestrator.api import GenerationRequest, RetryableError, TokenSequence
 from orchestrator.api import http as wire
 from orchestrator.transfer.turns.turn_messages import encode_turns
 
-MESSAGE_TOKENS = 50_000  # new ones in a message: its reader takes some milliseconds for them
+MESSAGE_TOKENS = 50_000  # new ones in a message, and
+MESSAGE_TURNS = 128  # turns: its reader's loop, which serves others too, takes a few milliseconds for them
 _BRANCHES = 8  # contexts of one trajectory: an agent's that asks side by side
 _TRAJECTORIES = 1 << 16
 
@@ -67,7 +68,7 @@ class ContextSession:
             context = TokenSequence.of(request.token_ids)
             base = None if whole else self._base(request.trajectory_id, context)
             size = len(context) - (0 if base is None else len(base))
-            if turns and (size > room or len(turns) == wire.MAX_REQUESTS):
+            if turns and (size > room or len(turns) == MESSAGE_TURNS):
                 lost += await self._send_some(turns)
                 turns, room = [], MESSAGE_TOKENS
                 base = None if whole else self._base(request.trajectory_id, context)

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 from orchestrator.api import ConfigError, RunError
 from orchestrator.checkpoint import Checkpoints, CheckpointState
@@ -75,8 +76,8 @@ def record(folder: Path) -> None:
             return final
 
         Checkpoints.commit = marked  # type: ignore[method-assign]
-        vars(run_records)["RecordWriter"] = InlineWriter  # a process of its own is not recorded
-        code = cli.main(["train", "examples/frozenlake.toml", *_SMALL, f'run.folder="{root}"'])
+        with patch.object(run_records, "RecordWriter", InlineWriter):  # a process of its own is not recorded
+            code = cli.main(["train", "examples/frozenlake.toml", *_SMALL, f'run.folder="{root}"'])
     if code:
         raise RunError(f"the run ended with code {code}")
     with (folder / ".trace").open("wb") as stream:

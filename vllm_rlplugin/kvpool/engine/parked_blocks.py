@@ -16,11 +16,14 @@ The stock pool stays as it is; block ids are those of vLLM. One thread: the sche
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry
+
+_PARTS = 128  # steps in which every group that has pages is looked at once
 
 
 class PageMapper(Protocol):
@@ -59,12 +62,16 @@ class ParkedBlocks:
         self._after = after
         self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
         self._scheduled = self._ended = 0  # steps
+        self._parked: list[int] = []  # without pages: a heap
+        self._unseen: list[int] = []  # groups that the present round of looks has not come to
+        self._part = 1  # how many of them a step looks at
         self._leaving: dict[int, int] = {}  # parked, still mapped -> steps that had been scheduled by then
         self.most = geometry.groups  # that may have pages: less in a static partition
         self.asleep = False  # nothing has pages; no step may run
         for group in range(geometry.groups):
             if group not in self._used:
                 self._park(group)
+                self._parked.append(group)
 
     @property
     def backed_groups(self) -> int:
@@ -107,12 +114,12 @@ class ParkedBlocks:
         for group in coming:
             del self._leaving[group]
             self._unpark(group)
-        parked = (
-            group for group in range(self.geometry.groups) if group not in self._used and group not in self._leaving
-        )
-        fresh = [group for group, _ in zip(parked, range(count - len(coming)), strict=False)]
+        fresh = [heapq.heappop(self._parked) for _ in range(min(count - len(coming), len(self._parked)))]
         while fresh and not self._backing.map_groups(fresh):
-            fresh = fresh[: len(fresh) // 2]
+            half = len(fresh) // 2
+            for group in fresh[half:]:
+                heapq.heappush(self._parked, group)
+            fresh = fresh[:half]
         for group in fresh:
             self._unpark(group)
         return bool(self._pool.get_num_free_blocks() >= blocks)
@@ -128,6 +135,27 @@ class ParkedBlocks:
                 self._used.move_to_end(group)
         idle = [group for group, since in self._used.items() if now - since >= self.keep and not self._in_use(group)]
         self._park_groups(idle)
+
+    def park_idle_part(self) -> None:
+        """The same for one of ``_PARTS`` of the groups that have pages, before a step: none waits for a look at all of them."""
+        if self.asleep:
+            return
+        now = self._now()
+        if not self._unseen:
+            self._unseen = list(self._used)
+            self._part = -(-len(self._unseen) // _PARTS)
+        part, self._unseen = self._unseen[-self._part :], self._unseen[: -self._part]
+        idle = []
+        for group in part:
+            if group not in self._used:
+                continue
+            if self._in_use(group):
+                self._used[group] = now
+                self._used.move_to_end(group)
+            elif now - self._used[group] >= self.keep:
+                idle.append(group)
+        if idle:
+            self._park_groups(idle)
 
     def shrink(self, groups: int) -> int:
         """Give back so many groups that nobody references now, the least recently used first; returns how many that were.
@@ -184,12 +212,14 @@ class ParkedBlocks:
             self._backing.unmap_groups(gone)
             for group in gone:
                 del self._leaving[group]
+                heapq.heappush(self._parked, group)
 
     def _blocks(self, group: int) -> list[Any]:
         return [self._pool.blocks[block] for block in self.geometry.blocks_of(group)]
 
     def _in_use(self, group: int) -> bool:
-        return any(block.is_null or block.ref_cnt > 0 for block in self._blocks(group))
+        blocks = self._pool.blocks
+        return any(blocks[block].ref_cnt > 0 or blocks[block].is_null for block in self.geometry.blocks_of(group))
 
     def _park(self, group: int) -> None:
         blocks = self._blocks(group)

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from orchestrator.api import ConfigError
+from vllm_rlplugin.kvpool.engine.pool_agreement import PoolAgreement
 from vllm_rlplugin.kvpool.engine.pool_processes import check_connector, check_workers
-from vllm_rlplugin.kvpool.engine.rank_agreement import RankAgreement
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Pages, Role
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
@@ -167,7 +167,7 @@ class RankPages:
         regions: list[tuple[int, int]],
         size: int,
         backend: PageBackend,
-        agreement: RankAgreement,
+        agreement: PoolAgreement,
     ) -> None:
         self._backend, page = backend, options.kv_pool_page_kib << 10
         agreement.require_same(
@@ -288,7 +288,7 @@ def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layou
         pool = EnginePool(options, config.num_blocks, regions, size, backend)
         set_current(pool)
     else:
-        pool = RankPages(options, config.num_blocks, regions, size, backend, RankAgreement(parallel.rank, ranks))
+        pool = RankPages(options, config.num_blocks, regions, size, backend, PoolAgreement(parallel.rank, ranks))
         _ranks[os.getpid()] = pool
     if device.type == "cuda":
         write_to_null_block(True)

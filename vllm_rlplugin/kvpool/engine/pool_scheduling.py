@@ -29,11 +29,11 @@ from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
+from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, left_of
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
 
 POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held", "loading")
-_LOOK_SECONDS = 0.25  # between two looks at all blocks
 _AHEAD = 8  # steps
 _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
 
@@ -63,10 +63,11 @@ class PoolScheduler:
             after=int(scheduler.num_lookahead_tokens > 0),  # what a drafter writes comes after its step's output
         )
         self._block_tokens = [group.block_size for group in manager.coordinator.single_type_managers]
-        self._looked = 0.0
         self._partition = 0.0
         self._allowed: int | None = None  # groups, in the latest step
         self._guardian, self._meter, self._admission = guardian, meter, admission
+        self._parts = meter.parts if meter is not None else admission.parts if admission is not None else None
+        self._head = QueueHead(scheduler, lambda request: int(request.num_tokens))
         self._displaced: set[str] = set()  # to be handed back
         self.displaced = 0  # requests whose pages were taken for the budget's sake
         if guardian is not None and meter is not None:
@@ -109,6 +110,11 @@ class PoolScheduler:
         """A request was added."""
         if self._meter is not None:
             self._meter.request_added(request)
+
+    def request_gone(self, request: Any) -> None:
+        """It has finished, or was aborted."""
+        if self._meter is not None:
+            self._meter.request_gone(request.request_id)
 
     def schedule(self, stock: Callable[..., Any], throttle: bool = False) -> Any:
         """One step of stock's scheduler, with its pages and its time."""
@@ -228,18 +234,13 @@ class PoolScheduler:
         if self._guardian is not None:
             self._guardian.tick()
         self._parked.ensure_free(self._blocks_wanted(), self._allowed)
-        now = time.monotonic()
-        if now - self._looked >= _LOOK_SECONDS:
-            self._looked = now
-            self._parked.park_idle()
+        self._parked.park_idle_part()
 
     def map_ahead(self) -> None:
-        """While a batch computes: pages for what the next step may allocate, and for the blocks that requests begin in the
-        next ``_AHEAD`` steps, so that a step finds its pages there. What there is not is not waited for."""
-        running = self._scheduler.running
-        if not self._scheduler.waiting and self._parked.free_blocks >= 3 * len(running) * len(self._block_tokens):
-            return  # two for each are wanted, and one is begun at most
-        soon = sum(-request.num_computed_tokens % size < _AHEAD for request in running for size in self._block_tokens)
+        """While a batch computes: pages for what the next step may allocate, and for as many blocks as requests begin in
+        ``_AHEAD`` steps in the mean, so that a step finds its pages there. What there is not is not waited for."""
+        running = len(self._scheduler.running)
+        soon = sum(-(-running * min(_AHEAD, size) // size) for size in self._block_tokens)
         self._parked.ensure_free(self._blocks_wanted() + soon, self._allowed)
 
     def check_pages(self, opened: bool = False) -> dict[str, Any]:
@@ -250,7 +251,6 @@ class PoolScheduler:
                 self._guardian.open_budget()
             self._guardian.tick()
         self._comply_with_budget()
-        self._looked = time.monotonic()
         self._parked.park_idle()
         view = self._pool.pool.view()
         mine = next(tenant for tenant in view.tenants if tenant.slot == self._pool.slot)
@@ -296,32 +296,32 @@ class PoolScheduler:
         """Blocks that running and waiting requests may ask for in the next step: an upper bound, so that stock finds them."""
         scheduler = self._scheduler
         tokens, drafted = scheduler.max_num_scheduled_tokens, scheduler.num_lookahead_tokens
-        ahead = []
-        for request in scheduler.running:
-            known = request.num_tokens_with_spec + request.num_output_placeholders  # those of batches in flight too
-            ahead.append(min(tokens, max(1, known - request.num_computed_tokens)) + drafted)
+        prefilling = [] if self._parts is None else self._parts.running()
+        ahead = [min(tokens, max(1, left_of(request))) + drafted for request in prefilling]
         room = scheduler.max_num_running_reqs - len(scheduler.running)
-        for _, request in zip(range(max(0, room)), scheduler.waiting, strict=False):
-            ahead.append(request.num_tokens + drafted)
-        if not ahead:
+        # No step computes more of those that wait; stock starts one only where all of it fits.
+        ahead += [size + drafted for size in self._head.read(tokens, room)]
+        decoding = len(scheduler.running) - len(prefilling)
+        if not decoding and not ahead:
             return 0
         each = (-(-count // size) + 1 for count in ahead for size in self._block_tokens)  # one pool for all KV groups
-        return int(sum(each) + scheduler.kv_cache_manager.watermark_blocks)
+        one = sum(-(-(1 + 2 * drafted) // size) + 1 for size in self._block_tokens)  # and one for those that decode
+        return int(sum(each) + decoding * one + scheduler.kv_cache_manager.watermark_blocks)
 
     def _comply_with_budget(self) -> int | None:
         """Give back what is beyond the budget. Returns the groups that may be used; None: there is no budget."""
         if self._pool.role == "serving" or self._parked.asleep:
             return None
-        mine = next(tenant for tenant in self._pool.pool.view().tenants if tenant.slot == self._pool.slot)
+        used, budget = self._pool.pool.own_share()
         each = self._pool.geometry.pages_a_group
-        excess = -(-(mine.used - mine.budget) // each)
+        excess = -(-(used - budget) // each)
         excess -= self._parked.held_groups - self._parked.backed_groups  # those that are on their way
         if excess > 0:
             excess -= self._parked.shrink(excess)
         while excess > 0 and self._scheduler.running and excess > self._groups_coming():
             self._displace_last()
             excess -= self._parked.shrink(excess)
-        return int(mine.budget // each)
+        return budget // each
 
     def _groups_coming(self) -> int:
         """Groups that come free by themselves: with a KV connector and async scheduling stock frees after a step in flight."""

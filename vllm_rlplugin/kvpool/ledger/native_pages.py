@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rlc_pool_release": (_INT, [_P, _P, _U64]),
     "rlc_pool_renew": (_INT, [_P, _P, _U64, _U64]),
     "rlc_pool_expired": (_I64, [_P, _U64, _P, _U64]),
+    "rlc_pool_share": (_INT, [_P, _P]),
     "rlc_pool_budget": (_INT, [_P, _INT, _U64, _U64]),
     "rlc_pool_headroom": (_INT, [_P, _U64]),
     "rlc_pool_reap": (_INT, [_P]),
@@ -99,8 +100,8 @@ def library() -> ctypes.CDLL:
         if function is None:
             raise RunError(f"the KV pool's native library has no {name}: {fix}")
         function.restype, function.argtypes = result, arguments
-    for name in ("rlc_pool_close", "rlc_cuda_close"):
-        getattr(found, name).restype, getattr(found, name).argtypes = None, [_P]
+    for name, arguments in (("rlc_pool_close", [_P]), ("rlc_cuda_close", [_P]), ("rlc_cuda_written", [_P, _P, _P])):
+        getattr(found, name).restype, getattr(found, name).argtypes = None, arguments
     if (version := found.rlc_pool_abi()) != ABI:
         raise RunError(f"the KV pool's native library has version {version}, this package needs {ABI}: {fix}")
     return found

@@ -105,6 +105,7 @@ class PagePool:
         self.handle = handle
         self._library = native_pages.library()
         self._role: Role | None = None
+        self._share = (ctypes.c_uint64 * 2)()
         self._slot = -1
         view = self.view()
         self.pages, self.page_bytes, self.ranks = view.pages, view.page_bytes, view.ranks
@@ -240,6 +241,12 @@ class PagePool:
                 f"{native_pages.WORDS} words of uint64 are published, not {words.dtype}{list(words.shape)}"
             )
         self._call_native("rlc_pool_publish", _contiguous(words).ctypes.data)
+
+    def own_share(self) -> tuple[int, int]:
+        """Pages that this tenant owns, and its budget. Never waits."""
+        self._check_code(self._library.rlc_pool_share(self.handle, self._share))
+        used, budget = self._share
+        return used, budget
 
     # -- anybody -----------------------------------------------------------------------------------------------------
 

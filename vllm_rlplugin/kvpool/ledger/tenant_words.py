@@ -111,6 +111,13 @@ class RolloutWords:
         bits = {"inactive": bool(head >> 18 & 1), "loading": bool(head >> 19 & 1)}
         return replace(said, **bits, weights=int(words[12]), activation=took)
 
+    @staticmethod
+    def read_used(words: Words | None, now: float) -> float | None:
+        """:meth:`used_until` of these words, which are read before and after every step of a serving engine."""
+        if words is None or (head := int(words[0])) & 0xFFFF != _ROLLOUT:
+            return None
+        return _seconds(int(words[2])) + (max(0.0, now - _seconds(int(words[1]))) if head >> 16 & 1 else 0.0)
+
     def used_until(self, now: float) -> float:
         """Seconds that its steps have taken so far."""
         return self.busy + (max(0.0, now - self.begun) if self.running else 0.0)

@@ -2,12 +2,17 @@
 
 Guarantees: loaded when asked for, so that everything imports without CUDA; a host without a driver or a device, and a page size
 that the driver does not map, is one ConfigError that names it. A call for many pages is one call. No context is made, which
-would cost memory of the device, but where pages are zeroed. Handles are ``uint64`` arrays, and belong to this process.
+would cost memory of the device, but where pages are zeroed. Handles are ``uint64`` arrays, and belong to this process. Where
+NVIDIA's cuda-bindings are installed (``pip install 'rl-coserve[cuda]'``; vLLM on GPUs brings them), the numbers and structures of
+``csrc/vmm.c`` are compared with theirs before the driver is called.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +38,7 @@ class CudaDriver:
 
     def __init__(self, page_bytes: int, *, ordinal: int = 0, library: str = LIBRARY) -> None:
         self._library = native_pages.library()
+        check_written()
         self.page_bytes = page_bytes
         self.ordinal = ordinal
         handle = ctypes.c_void_p()
@@ -117,6 +123,51 @@ class CudaDriver:
             raise DeviceFull(f"{self.name}: {self._why()}", 0)
         if code:
             raise PoolError(f"{self.name}: {self._why()}")
+
+
+@cache
+def check_written() -> bool:
+    """Whether there was something to compare with. Raises ConfigError: C's numbers or structures are not those of NVIDIA's
+    headers."""
+    try:
+        theirs = importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        return False
+    if differ := find_differences(theirs):
+        fix = f"{'; '.join(differ)}: install rl-coserve again, for this cuda-bindings"
+        raise ConfigError("kv_pool", "CUDA's numbers in csrc/vmm.c", fix)
+    return True
+
+
+def find_differences(theirs: Any) -> list[str]:
+    """``theirs``: ``cuda.bindings.driver``."""
+    numbers = (ctypes.c_int * 8)()
+    properties, access = ctypes.create_string_buffer(32), ctypes.create_string_buffer(12)
+    native_pages.library().rlc_cuda_written(numbers, properties, access)
+    attribute, on_device = theirs.CUdevice_attribute, theirs.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    expected = (
+        theirs.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
+        theirs.CUresult.CUDA_ERROR_INVALID_CONTEXT,
+        attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+        theirs.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED,
+        on_device,
+        theirs.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        theirs.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    )
+    found = [
+        f"{number.name} is {int(number)}, here {ours}"
+        for ours, number in zip(numbers, expected, strict=True)
+        if ours != int(number)
+    ]
+    asked, both = theirs.CUmemAllocationProp(), theirs.CUmemAccessDesc()
+    asked.type, asked.requestedHandleTypes = expected[4], expected[6]
+    asked.location.type, asked.location.id = on_device, 5
+    both.location.type, both.location.id, both.flags = on_device, 5, expected[7]
+    for name, ours, structure in (("CUmemAllocationProp", properties, asked), ("CUmemAccessDesc", access, both)):
+        if ours.raw != ctypes.string_at(structure.getPtr(), len(ours)):
+            found.append(f"{name} lies in memory otherwise")
+    return found
 
 
 def _config_error(code: int, page_bytes: int, why: str) -> Exception:

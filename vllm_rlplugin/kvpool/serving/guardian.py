@@ -4,8 +4,8 @@ Guarantees: the decisions are those of :class:`orchestrator.policies.serving.kv_
 engines together; each of them that is active gets an equal share. The serving engine never waits here: a tick reads the
 ledger, and now and then writes a budget. A rollout engine that does not give back in time is killed, if its process can
 be seen and holds this pool's file (a process number may mean another process in another namespace); else that is said
-once, and its pages stay where they are. One of several ranks of which one died has BROKEN seconds to end. One that says
-that it loads weights has LOADING seconds for that first: its thread cannot give anything back meanwhile.
+once, and its pages stay where they are. One of several ranks of which one died has BROKEN seconds to end. One that
+says that it loads weights has LOADING seconds for that first: its thread cannot give anything back meanwhile.
 
 Opened when a rollout engine joins, by :meth:`Guardian.open_budget`, and when a rollout engine says that an RL step
 begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Looks
@@ -28,7 +28,7 @@ from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError, PoolVie
 from vllm_rlplugin.kvpool.ledger.tenant_processes import holds_file, kill_tenants
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
-_TICK = 0.005  # seconds between two looks
+_TICK = 0.02  # seconds between two looks
 WATCH_SECONDS = 0.02  # between two looks of the thread
 BROKEN = 10.0  # seconds that a rollout engine that lost a rank has to end by itself
 LOADING = 30.0  # seconds that a rollout engine may take to put weights into its model, before it is to give pages back
@@ -52,6 +52,7 @@ class Guardian:
         self._broken: dict[tuple[int, int], float] = {}  # (slot, generation) -> since when a rank is missing
         self._flag, self._said = rules.lent, 0  # the share that is lent by flag; what people said last
         self._steps = pool.controls()[ControlWord.STEPS]
+        self._said_by: dict[int, RolloutWords | None] = {}  # slot -> in this look
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.rollouts: tuple[int, ...] = ()  # their slots, at the last look
@@ -71,6 +72,7 @@ class Guardian:
     def open_budget(self) -> KvBudget:
         """An RL step begins: budgets anew, from serving's recent peak."""
         with self._lock:
+            self._said_by.clear()
             return self._open_budget(self._pool.view(), self._now())
 
     def partition(self, share: float) -> int:
@@ -120,6 +122,7 @@ class Guardian:
         if now - self._looked < _TICK:
             return
         self._looked = now
+        self._said_by.clear()
         self._pool.reap()  # also those that were killed a moment ago
         view = self._pool.view()
         self.rollouts = tuple(tenant.slot for tenant in self._active(view))
@@ -211,18 +214,24 @@ class Guardian:
             _logger.error(text, tenant.name, tenant.used - tenant.budget, tenant.pid)
         return False
 
+    def _words(self, tenant: TenantView) -> RolloutWords | None:
+        """What it says, read once per look."""
+        if tenant.slot not in self._said_by:
+            self._said_by[tenant.slot] = RolloutWords.unpack(self._pool.read(tenant.slot))
+        return self._said_by[tenant.slot]
+
     def _is_loading(self, tenant: TenantView) -> bool:
-        said = RolloutWords.unpack(self._pool.read(tenant.slot))
+        said = self._words(tenant)
         return said is not None and said.loading and self._now() - said.begun < LOADING
 
     def _active(self, view: PoolView) -> list[TenantView]:
         """The rollout engines that share what is lent: one that was deactivated has nothing and gets nothing."""
-        said = [(tenant, RolloutWords.unpack(self._pool.read(tenant.slot))) for tenant in _rollouts(view)]
+        said = [(tenant, self._words(tenant)) for tenant in _rollouts(view)]
         return [tenant for tenant, found in said if tenant.used or found is None or not found.inactive]
 
     def _minimum_pages(self, tenant: TenantView) -> int:
         """Pages that it cannot give back, or needs to start."""
-        found = RolloutWords.unpack(self._pool.read(tenant.slot))
+        found = self._words(tenant)
         return found.minimum if found is not None else 0
 
     def _minimum(self, view: PoolView) -> int:

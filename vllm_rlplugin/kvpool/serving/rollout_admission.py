@@ -21,10 +21,11 @@ from orchestrator.policies.parallelism.engine_profile import StepCosts
 from orchestrator.policies.serving.admission import CHUNK, STALL_SECONDS, Admission, AdmittedWork
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
-from vllm_rlplugin.kvpool.serving.serving_slack import count_parts
+from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, StepParts, left_of
 
 _COUNTS = ("firsts", "late_first", "blamed_first", "nexts", "late_next", "blamed_next")
-_FIND_SECONDS = 0.25  # between two looks for the serving tenant, and at who made progress
+_FIND_SECONDS = 0.25  # between two looks for the serving tenant
+_STALL_LOOK = 0.5  # and at who made progress
 _LEAST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds that a refused step waits
 _ASLEEP = 1.0  # seconds without a look: the engine was idle or paused, and nothing was stalled
 
@@ -47,6 +48,8 @@ class RolloutAdmission:
         self._admission = Admission(costs.prefill, costs.decode)
         self._serving = -1  # its slot
         self._found = -math.inf  # when it was looked for
+        self.parts = StepParts(scheduler.requests.get)
+        self._head = QueueHead(scheduler, lambda request: max(1, request.num_tokens - request.num_computed_tokens))
         self._flights: list[tuple[int, int]] = []  # (tokens of prefill, sequences) of the steps under way
         self._begun = 0.0
         self._granted = math.inf  # seconds that the latest step was admitted for
@@ -110,18 +113,11 @@ class RolloutAdmission:
 
     def _pending_work(self) -> tuple[int, int]:
         """Tokens to prefill, at least a chunk of them if there are so many, and sequences that decode."""
-        scheduler, tokens, decoding = self._scheduler, 0, 0
-        for request in scheduler.running:
-            left = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-            if request.num_output_tokens and left <= 1 + len(request.spec_token_ids):
-                decoding += 1
-            else:
-                tokens += max(0, left)
-        if len(scheduler.running) < scheduler.max_num_running_reqs:
-            for request in scheduler.waiting:
-                if tokens >= CHUNK:
-                    break
-                tokens += max(1, request.num_tokens - request.num_computed_tokens)
+        scheduler = self._scheduler
+        prefilling = self.parts.running()
+        tokens, decoding = sum(map(left_of, prefilling)), len(scheduler.running) - len(prefilling)
+        if tokens < CHUNK:
+            tokens += sum(self._head.read(CHUNK, scheduler.max_num_running_reqs - len(scheduler.running)))
         return tokens, decoding
 
     def _schedule_limited(self, stock: Callable[..., Any], tokens: int, throttle: bool) -> Any:
@@ -144,7 +140,7 @@ class RolloutAdmission:
         self._sleep(min(_LONGEST_PAUSE, max(_LEAST_PAUSE, pause)))
 
     def _note_scheduled(self, output: Any) -> None:
-        tokens, batch = count_parts(output, self._scheduler.requests)
+        tokens, batch, _ = self.parts.note(output)
         if not self._flights:
             self._begun = self._now()
         self._flights.append((tokens, batch))
@@ -174,7 +170,7 @@ class RolloutAdmission:
     def requests_to_hand_back(self, displaced: set[str]) -> list[str]:
         """Names of the requests that go on elsewhere: ``displaced``, and those that stalled."""
         now = self._now()
-        if now - self._looked < _FIND_SECONDS and not displaced:
+        if now - self._looked < _STALL_LOOK and not displaced:
             return []
         if now - self._looked > _ASLEEP:
             self._progress.clear()

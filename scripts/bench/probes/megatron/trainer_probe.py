@@ -178,6 +178,7 @@ def play(scenario: dict[str, Any], rank: int, world_size: int, init_method: str)
         "init_method": init_method,
         "total_steps": 10,
         "seed": 3,
+        "batch_size": scenario.get("batch_size", 0),
     }
     answer: dict[str, Any] = {"metrics": []}
     try:

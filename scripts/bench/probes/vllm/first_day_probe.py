@@ -203,12 +203,12 @@ def coserve(dry: bool) -> dict[str, Any]:
 
 
 def _coserve(dry: bool, arguments: list[str]) -> dict[str, Any]:
-    from scripts.bench.micro.coserve_slo import TRACE
+    from scripts.bench.micro.coserve_slo import excerpt
 
     mib = 192
     with tempfile.TemporaryDirectory() as folder, driver_library(dry, mib * (1 << 20) // _PAGE) as library:
         trace = Path(folder) / "trace.json"
-        trace.write_text(json.dumps(json.loads(TRACE.read_text(encoding="utf-8"))["rows"]), encoding="utf-8")
+        trace.write_text(json.dumps(excerpt("azure_code")), encoding="utf-8")
         size = ["--page-kib", str(_PAGE >> 10), "--pool-mib", str(mib), "--library", library]
         return run_probe("coserve", ["--trace", str(trace), *arguments, *size], limit=600)
 

@@ -1,7 +1,7 @@
 """Writing a checkpoint of Megatron-Core's kind (``torch_dist``) beside training.
 
-Guarantees: :meth:`CheckpointWriter.begin` returns when this rank's shards are copied to the host, and the state may change;
-each rank writes its own file in a thread, synced, and rank 0 the index when all have; :meth:`CheckpointWriter.wait` returns
+Guarantees: :meth:`ShardedWriter.begin` returns when this rank's shards are copied to the host, and the state may change;
+each rank writes its own file in a thread, synced, and rank 0 the index when all have; :meth:`ShardedWriter.wait` returns
 when the checkpoint is whole, or raises one RunError with the cause, the same on every rank. One is written at a time: the next
 begins when the one before has ended. Planning is Megatron-Core's; its own asynchronous callers fork a process, which threads of
 gloo, Ray and OpenMP may not survive, so they are not used. Threads of ranks speak over a group of their own.
@@ -27,7 +27,7 @@ import xxhash
 from orchestrator.api import CHECKPOINT_DIGESTS, RunError
 
 
-class CheckpointWriter:
+class ShardedWriter:
     """Of one rank. ``limit``: seconds that its thread waits for another rank's."""
 
     def __init__(self, limit: float) -> None:

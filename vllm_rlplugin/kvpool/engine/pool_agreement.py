@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.api import ConfigError, RunError
 
 
-class RankAgreement:
+class PoolAgreement:
     """Of this ``rank`` with the others of its tensor-parallel group of ``ranks``."""
 
     def __init__(self, rank: int, ranks: int) -> None:
