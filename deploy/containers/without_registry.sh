@@ -27,4 +27,4 @@ if ! buildah inspect --type image "$base" > /dev/null 2>&1; then
     buildah config --env PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin --cmd python3 "$container"
     buildah commit --quiet --rm "$container" "$base"
 fi
-exec buildah bud --pull-never --layers "$@" --file "$file" --tag "rl-coserve-$name" .
+buildah bud --pull-never --layers "$@" --file "$file" --tag "rl-coserve-$name" .
