@@ -28,6 +28,7 @@ _QUEUE = "vllm.v1.core.sched.request_queue:PriorityRequestQueue"
 _KV = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_RANKS = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
 _TRANSFER = "vllm.distributed.weight_transfer.base"
 _NCCL = "vllm.distributed.weight_transfer.nccl"
@@ -140,6 +141,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
     # The KV cache of an engine in a pool.
     "vllm.v1.worker.utils:allocate_kv_cache": ("kv_cache_config", "device", "layout", "kernel_block_sizes"),
     "vllm.config:get_current_vllm_config": (),
+    f"{_RANKS}.initialize_from_config": ("self", "kv_cache_configs"),
+    f"{_RANKS}.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
     # KV that comes from other engines.
     f"{_CONNECTOR}.__init__": ("self", "vllm_config", "role", "kv_cache_config"),
     f"{_CONNECTOR}.get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),

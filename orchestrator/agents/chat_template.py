@@ -153,6 +153,10 @@ class ModelChat:
         return ids[1:] if ended else ids
 
     def encode(self, text: str) -> tuple[int, ...]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TemplateRefused("holds half of a surrogate pair, which is no text") from error
         with self._one:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 

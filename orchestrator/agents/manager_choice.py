@@ -23,5 +23,5 @@ def is_agent(task: object) -> bool:
 
 def outcome_scores(reward: RewardSection, task: object) -> bool:
     """Whether the end of the agent is the reward: nothing else was named."""
-    named = reward.url or reward.function or reward.judge.any
+    named = reward.url or reward.function or reward.judge.any or reward.judges
     return is_agent(task) and not named

@@ -65,8 +65,9 @@ class Fleet(Protocol):
 
 
 class Colocation:
-    """One run's. ``workers``: how many the fleet has. ``level``: what they release; ``dropped`` saves the host's copy of
-    their weights, and costs an update also where a step is not made. ``timeout``: seconds for any answer of the trainer."""
+    """One run's. ``engines``: the workers, by index in the fleet, that share devices with the trainer. ``level``: what they
+    release; ``dropped`` saves the host's copy of their weights, and costs an update also where a step is not made.
+    ``timeout``: seconds for any answer of the trainer."""
 
     def __init__(
         self,
@@ -74,14 +75,14 @@ class Colocation:
         trainer: ResidentTrainer,
         events: EventLog,
         *,
-        workers: int,
+        engines: Sequence[int],
         timeout: float,
         level: str = "weights",
     ) -> None:
         self._fleet = fleet
         self._trainer = trainer
         self._events = events
-        self._all = tuple(range(workers))
+        self._all = tuple(engines)
         self._timeout = timeout
         self._level = level
         self._lent: tuple[int, ...] = ()

@@ -5,6 +5,9 @@ frees half of the engines, their requests migrate (tokens kept, KV recomputed), 
 the groups that are complete, from the first one on. When the rollout has ended, the trainer takes all devices and makes the
 step; then it leaves, and the workers come back with the new weights. :mod:`orchestrator.colocation.handover` keeps that order.
 
+Own workers only: borrowed ones generate on, and load each version when the own ones take their devices back. Engines that are cut
+anew between steps are those of the step under way.
+
 Guarantees: at most one hand-over a step, and none after its rollout has ended; whatever a hand-over meets, the step is
 trained, streamed or not; every attempt is one event ``stream_trigger`` with what it was decided by.
 
@@ -39,7 +42,7 @@ from orchestrator.config.rollout_keys import ColocationSection
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.stream_trigger import KvLimit, LengthDistribution, StreamTrigger, Unit
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import Pending
+from orchestrator.proxy.worker_state import Pending, WorkerState, device_count
 
 HISTORY = 4096  # final lengths of the latest trajectories
 _TRIES = 3  # for a step whose devices could not be handed over
@@ -130,7 +133,8 @@ class StreamTraining:
         longest: int,
         timeout: float,
     ) -> None:
-        require_colocatable(trainer, [state.worker for state in proxy.states])
+        own = [state for state in proxy.states if not state.borrowed]
+        require_colocatable(trainer, [state.worker for state in own])
         assert isinstance(trainer, ResidentTrainer)
         self._settings, self._under_way = settings, under_way
         self._proxy = proxy
@@ -138,11 +142,11 @@ class StreamTraining:
         self._longest = longest
         self._history: deque[int] = deque(maxlen=HISTORY)
         self._limit, self._block_size = limit, block_size
-        self._rollout: list[Unit] = [(index,) for index in range(len(proxy.states))]
+        self._own = own  # the i-th has the i-th device, and those after it where it runs over several
+        self._engines: list[WorkerState] = []  # of them those that have devices in the step under way
         self._training = list(training)
-        self.colocation = Colocation(
-            proxy, trainer, events, workers=len(proxy.states), timeout=timeout, level=settings.level
-        )
+        engines = [state.index for state in own]
+        self.colocation = Colocation(proxy, trainer, events, engines=engines, timeout=timeout, level=settings.level)
         self.trainer = LendingTrainer(trainer, self.colocation)
         self._trigger: StreamTrigger | None = None
         self._finished = 0
@@ -154,7 +158,10 @@ class StreamTraining:
         settings = self._settings
         lengths = LengthDistribution(tuple(self._history), self._longest)
         marks = {"low": settings.low, "high": settings.high, "every": settings.every}
-        self._trigger = StreamTrigger(requests, self._rollout, self._training, self._limit, lengths, **marks)
+        devices = {state.index: (place, device_count(state)) for place, state in enumerate(self._own)}
+        self._engines = [state for state in self._own if devices[state.index][1]]
+        rollout = [tuple(range(first, first + count)) for first, count in devices.values() if count]
+        self._trigger = StreamTrigger(requests, rollout, self._training, self._limit, lengths, **marks)
         self._finished = 0
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -193,24 +200,27 @@ class StreamTraining:
             freed=list(attempt.freed),
             reason=attempt.reason,
         )
-        return bool(attempt.freed) and await self.colocation.shrink(attempt.engines, attempt.replicas)
+        engines = [self._engines[place].index for place in attempt.engines]
+        return bool(attempt.freed) and await self.colocation.shrink(engines, attempt.replicas)
 
     async def _held(self) -> list[list[int]]:
-        """Context lengths of the unfinished trajectories by engine; those that no engine has anything of are dealt out."""
+        """Context lengths of the unfinished trajectories by engine; those that no engine has anything of are dealt out. What
+        borrowed workers have stays there."""
         stats = dict(await self._proxy.stats())
         block, held = self._block_size, list[list[int]]()
-        for state in self._proxy.states:
+        for state in self._engines:
             known = [_context(pending) for pending in state.sent.values()]
             kv = stats[state.worker.name].kv_used * block if state.worker.name in stats else 0
             more = max(0, kv - sum(known)) // len(known) if known else 0
             held.append([length + more for length in known])
+        places = {state.index: place for place, state in enumerate(self._engines)}
         homeless = [_context(pending) for pending in self._proxy.waiting]
         generating = self._proxy.generating
         for episode in self._under_way():
             if episode.context_tokens is None or episode.id in generating:
                 continue
-            place = self._proxy.router.prefix_holder(episode.id, episode.prompt.task)
-            (homeless if place < 0 else held[place]).append(episode.context_tokens)
+            holder = self._proxy.router.prefix_holder(episode.id, episode.prompt.task)
+            (held[places[holder]] if holder in places else homeless).append(episode.context_tokens)
         for number, length in enumerate(homeless):
             held[number % len(held)].append(length)
         return held

@@ -42,6 +42,7 @@ class JudgeSection(Section):
     high: int = 10
     structured: bool | None = None  # the endpoint enforces the form of the answer (response_format); None: with `url`
     max_tokens: Positive = 64
+    timeout: PositiveSeconds | None = None  # of a question; None: reward.timeout, with "adaptive" reward.adaptive.whole
     streamed: StreamedJudgeSection = StreamedJudgeSection()
 
     @property
@@ -125,13 +126,32 @@ class RewardSection(Section):
     votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
     vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
     judge: JudgeSection = JudgeSection()
+    # task of a mixture -> its judge; `function` scores the others (RollPacker 4.3: maths, code and judge in one run)
+    judges: dict[str, JudgeSection] = {}
     overlong: OverlongSection = OverlongSection()
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.votes % 2 == 0:
             yield "votes", self.votes, "must be odd, so that there is a majority"
         if self.judge.any and self.timeout == "adaptive":
-            yield "timeout", self.timeout, "a judge has no test cases: give the seconds of a call"
+            fix = "a judge has no test cases: give the seconds of a call, or name the tasks that it scores in reward.judges"
+            yield "timeout", self.timeout, fix
+        if self.judge.any and self.judges:
+            fix = "score some of the tasks, and reward.judge scores all of them: leave one of the two out"
+            yield "judges", sorted(self.judges), fix
+        for name, judge in self.judges.items():
+            if not judge.any:
+                yield f"judges.{name}", "", "a judge needs a url or a path"
+
+    @property
+    def own_judges(self) -> dict[str, JudgeSection]:
+        """Those that the run starts itself, by task; "" scores all."""
+        return {name: judge for name, judge in {"": self.judge, **self.judges}.items() if judge.path}
+
+    def judge_seconds(self, judge: JudgeSection) -> float:
+        """How long a question to this judge may take."""
+        fixed = self.adaptive.whole if self.timeout == "adaptive" else self.timeout
+        return judge.timeout or fixed
 
     def call_seconds(self, by_case: bool) -> float:
         """How long a call may run. ``by_case``: the function limits its test cases itself, and starts and checks besides."""

@@ -306,10 +306,9 @@ class RolloutSection(Section):
         """Who has, cuts and shares the devices of the run's own engines."""
         if self.colocation.low > self.colocation.high:
             yield "colocation", self.colocation.low, "low must not be above high: no milestone would be left"
-        if self.colocation.enabled and (self.served or self.planner.enabled or self.weights == "collective"):
-            fix = "shares the devices of the run's own, fixed workers over the relay: leave out rollout.served, "
-            fix += "rollout.planner and weights = 'collective', or set rollout.colocation.enabled to false"
-            yield "colocation", "enabled", fix
+        if self.colocation.enabled and self.weights == "collective":
+            fix = "workers whose memory the trainer has receive nothing: take weights = 'relay', or leave out rollout.colocation"
+            yield "weights", self.weights, fix
         if self.planner.enabled and not self.workers:
             fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
             yield "planner", "enabled", fix
@@ -355,7 +354,7 @@ class RolloutSection(Section):
     def _degrees_conflicts(self) -> Iterator[Conflict]:
         """Who else would cut or lend the engines, and what the degrees are chosen by."""
         field, degrees = "placement.degrees", self.placement.degrees
-        others = [name for name in ("planner", "colocation", "disaggregation") if getattr(self, name).enabled]
+        others = [name for name in ("planner", "disaggregation") if getattr(self, name).enabled]
         if self.borrows:
             others = [name for name in others if name != "disaggregation"]
         if others:

@@ -93,6 +93,10 @@ class Config(Section):
         yield from self._size_conflicts()
         if rollout.colocation.enabled:
             yield from self._colocation_conflicts()
+        for name in self.reward.judges:
+            if name not in self.task.mixture:
+                there = ", ".join(sorted(self.task.mixture)) or "none: task.mixture names them"
+                yield f"reward.judges.{name}", "", f"is no task of the mixture; there are: {there}"
         if rollout.rounds.enabled and self.filters.balance != "none":
             fix = "chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
             yield "filters.balance", self.filters.balance, fix
@@ -114,6 +118,7 @@ class Config(Section):
             fix = "rollout.weights = 'collective' brings weights unsigned: take 'relay'"
             yield "relay.signing_key", self.relay.signing_key, fix
         called = {"reward.url": self.reward.url, "reward.judge.url": self.reward.judge.url}
+        called |= {f"reward.judges.{name}.url": judge.url for name, judge in self.reward.judges.items()}
         called |= {f"tools.urls.{name}": url for name, url in self.tools.urls.items()}
         for name, url in called.items():
             if url and (fix := urls.plain_mistake(url, self.tls.allow_plain_http)):

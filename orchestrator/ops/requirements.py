@@ -27,7 +27,7 @@ def required_components(config: Config) -> tuple[EngineComponent, ...]:
     """What must be there in a tested version: vLLM where engines run on the run's own account (not on the head of a cluster that
     has none: each engine checks its own), Mooncake where something travels over it."""
     elsewhere = bool(config.ray.address) and not is_installed("vllm")
-    generates = (config.rollout.workers > 0 and not elsewhere) or bool(config.reward.judge.path)
+    generates = (config.rollout.workers > 0 and not elsewhere) or bool(config.reward.own_judges)
     carries = config.relay.kind == "mooncake" or config.rollout.kv_transfer.carrier == "mooncake"
     return (PYTHON, *((VLLM,) if generates else ()), MEGATRON_CORE, *((MOONCAKE,) if carries else ()), RAY)
 

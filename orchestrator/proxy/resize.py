@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import LOST, WorkerState
+from orchestrator.proxy.worker_state import LOST, WorkerState, device_count
 
 NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
 
@@ -165,7 +165,7 @@ def require_resizable(workers: Sequence[ManagedWorker], planner: bool = True, ex
 
 def ranks_of(state: WorkerState) -> int:
     """Devices of a worker that can be cut anew; 0: it is parked, or no such worker."""
-    return state.worker.ranks if isinstance(state.worker, ResizableWorker) else 0
+    return device_count(state) if isinstance(state.worker, ResizableWorker) else 0
 
 
 def _cut_of(state: WorkerState) -> tuple[int, int]:

@@ -276,3 +276,8 @@ def waiting_reason(states: Sequence[WorkerState], suspended: bool, preparing: in
     if all(state.lent for state in states):
         return "the trainer, which has the devices"
     return f"weights of version {preparing} to reach the workers" if preparing >= 0 else ""
+
+
+def device_count(state: WorkerState) -> int:
+    """Devices of an own worker's engine; 0: others have its device."""
+    return state.worker.ranks if isinstance(state.worker, ResizableWorker) else 1

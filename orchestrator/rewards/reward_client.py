@@ -16,9 +16,10 @@ token or an unknown function is a RunError: every trajectory would meet it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.api import RetryableError, RunError, Trajectory, TrajectoryError
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
@@ -68,6 +69,44 @@ class HttpReward(FunctionClient):
         """For the event log."""
         timeouts = {} if self._timeouts is None else {"timeouts": asdict(self._timeouts.counts)}
         return {**super().stats(), **timeouts}
+
+
+class CountedReward(Protocol):
+    """What scores, says how many calls it made, and is closed."""
+
+    async def score(self, trajectory: Trajectory) -> float: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
+
+
+class RewardByTask:
+    """Several judges and a function in one run (RollPacker 4.3: maths, code and judge): a trajectory is scored by the judge of
+    its task, and by the function where its task has none."""
+
+    limited = True
+
+    def __init__(self, judges: Mapping[str, CountedReward], function: HttpReward) -> None:
+        self._judges = dict(judges)
+        self._function = function
+        self.resize = function.resize  # a judge's calls wait for the judge
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """See those that score."""
+        return await self._judges.get(trajectory.task, self._function).score(trajectory)
+
+    def stats(self) -> dict[str, Any]:
+        """The counters of all, added up."""
+        total = Counter[str](self._function.stats())
+        for judge in self._judges.values():
+            total.update({"unreadable": 0, **judge.stats()})
+        return dict(total)
+
+    async def close(self) -> None:
+        """Idempotent. Calls in flight fail."""
+        for one in (*self._judges.values(), self._function):
+            await one.close()
 
 
 def reward_event(trajectory: Trajectory, played: Played | None, said: Said | None) -> dict[str, Any]:

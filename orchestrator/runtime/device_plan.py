@@ -43,12 +43,11 @@ def plan_rows(config: Config, places: Mapping[str, Placement]) -> list[PlanRow]:
         gpus = placement.bundle().get("GPU", 0)
         kind = binding.hardware or ("GPU" if gpus else "CPU")
         rows.append(PlanRow(process, nodes.get(placement.node(), ""), kind, devices, binding.fallback))
-    judge = config.reward.judge
-    if judge.path:
+    for name, judge in config.reward.own_judges.items():
         note = (
             "the orchestrator's processors" if judge.streamed.device == "cpu" else "shares the devices of the engines"
         )
-        rows.append(PlanRow("judge", "", "", 0, note))
+        rows.append(PlanRow(f"judge {name}".strip(), "", "", 0, note))
     rows += [PlanRow(url, "", "", 0, "borrowed: its owner's devices") for url in config.rollout.served]
     return rows
 

@@ -16,6 +16,7 @@ from typing import Any
 from orchestrator.agents.manager_choice import outcome_scores
 from orchestrator.api import RewardFunction, Task, bearer
 from orchestrator.config import Config
+from orchestrator.config.reward_keys import JudgeSection
 from orchestrator.environments.tool_functions import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog
 from orchestrator.placement.forecast_setup import make_predictor
@@ -26,7 +27,7 @@ from orchestrator.resources.pool_sizes import pools_of
 from orchestrator.rewards.host_launch import PATIENCE, FunctionHost, JudgeHost, RewardHost
 from orchestrator.rewards.llm_judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
-from orchestrator.rewards.reward_client import HttpReward
+from orchestrator.rewards.reward_client import HttpReward, RewardByTask
 from orchestrator.rewards.voting import MajorityVote
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import judge_setup as judges
@@ -52,27 +53,27 @@ async def start_reward(
 ) -> Rewards:
     """What scores trajectories. Raises ConfigError and RunError."""
     settings = config.reward
-    beside: Mapping[str, str] = {}
-    timeouts = adaptive_timeouts(config) if not settings.judge.any else None
-    reward: LLMJudge | HttpReward
+    timeouts = adaptive_timeouts(config)
     if outcome_scores(config.reward, task):
         from orchestrator.agents.agent_manager import OutcomeReward
 
         return Rewards(OutcomeReward(), dict, None)
-    if settings.judge.path:
-        own, beside = await judges.start(config, keeper, stack, folder, events)
-        reward = judge_of(config, task, own)
-    elif settings.judge.url:
-        reward = judge_of(config, task)
+    hosts, beside = await judges.start(config, keeper, stack, folder, events)
+    reward: LLMJudge | HttpReward | RewardByTask
+    if settings.judge.any:
+        reward = judge_of(config, task, settings.judge, hosts.get(""))
     else:
-        reward = await _function(config, task, timeouts, keeper, stack, folder)
+        reward = function = await _function(config, task, timeouts, keeper, stack, folder)
+        if settings.judges:
+            asked = {name: judge_of(config, task, one, hosts.get(name)) for name, one in settings.judges.items()}
+            reward = RewardByTask(asked, function)
     stack.push_async_callback(reward.close)
     return Rewards(
         reward if settings.votes == 1 else MajorityVote(reward, settings.votes, settings.vote_by),
         reward.stats,
         timeouts,
         beside,
-        reward.resize if isinstance(reward, HttpReward) else None,
+        None if isinstance(reward, LLMJudge) else reward.resize,
     )
 
 
@@ -124,9 +125,9 @@ async def _function(
     )
 
 
-def judge_of(config: Config, task: Task, own: JudgeHost | None = None) -> LLMJudge:
-    """The model that the config names; ``own``: the run's, which is started, and restarted when it dies."""
-    settings, judge = config.reward, config.reward.judge
+def judge_of(config: Config, task: Task, judge: JudgeSection, own: JudgeHost | None = None) -> LLMJudge:
+    """A model that the config names; ``own``: the run's, which is started, and restarted when it dies."""
+    settings = config.reward
     token = bearer.variable("RL_COSERVE_JUDGE_TOKEN") if own is None else own.token
     return LLMJudge(
         task,
@@ -141,7 +142,7 @@ def judge_of(config: Config, task: Task, own: JudgeHost | None = None) -> LLMJud
         temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
         token=token,
         concurrency=settings.concurrency if own is None else 1,  # it answers one at a time, and waiting is not its time
-        timeout=settings.call_seconds(by_case=False),
+        timeout=settings.judge_seconds(judge),
         retries=settings.retries,
         seed=config.run.seed,
         tls=config.tls.files(),

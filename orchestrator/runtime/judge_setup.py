@@ -20,6 +20,7 @@ import aiohttp
 from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.config import Config
+from orchestrator.config.reward_keys import JudgeSection
 from orchestrator.events import EventLog
 from orchestrator.ops.mps import MpsControl
 from orchestrator.rewards.host_launch import JudgeHost
@@ -33,26 +34,28 @@ _HEALTH_SECONDS = 10.0
 
 
 def check(config: Config) -> None:
-    """What can be known before anything starts. Raises ConfigError."""
-    judge = config.reward.judge
+    """What can be known before anything starts of the judges that the run starts. Raises ConfigError."""
+    for name, judge in config.reward.own_judges.items():
+        _check(judge, f"reward.judges.{name}" if name else "reward.judge")
+    if config.reward.own_judges and not why_no_mps(config):
+        MpsControl(Path())  # says how to go on where it is not installed
+
+
+def _check(judge: JudgeSection, field: str) -> None:
     folder = Path(judge.path)
     fix = "give a Hugging Face folder with weights, a tokenizer and a chat template"
     try:
         parse_object((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            "reward.judge.path", judge.path, f"its config.json cannot be read ({error}); {fix}"
-        ) from error
+        raise ConfigError(f"{field}.path", judge.path, f"its config.json cannot be read ({error}); {fix}") from error
     if not (folder / "tokenizer_config.json").is_file():
-        raise ConfigError("reward.judge.path", judge.path, f"has no tokenizer_config.json; {fix}")
+        raise ConfigError(f"{field}.path", judge.path, f"has no tokenizer_config.json; {fix}")
     device = judge.streamed.device
     if device.startswith("cuda") and not gpu_here():
-        raise ConfigError("reward.judge.streamed.device", device, "this host has no GPU: auto, or cpu")
+        raise ConfigError(f"{field}.streamed.device", device, "this host has no GPU: auto, or cpu")
     if judge.streamed.layers_file and (device.startswith("cuda") or (device == "auto" and gpu_here())):
         fix = 'layers for a GPU lie in pinned memory: leave it out, or set device = "cpu"'
-        raise ConfigError("reward.judge.streamed.layers_file", judge.streamed.layers_file, fix)
-    if not why_no_mps(config):
-        MpsControl(folder)  # says how to go on where it is not installed
+        raise ConfigError(f"{field}.streamed.layers_file", judge.streamed.layers_file, fix)
 
 
 def gpu_here() -> bool:
@@ -62,12 +65,12 @@ def gpu_here() -> bool:
 
 def why_no_mps(config: Config) -> str:
     """In words; "": it is to be started."""
-    streamed = config.reward.judge.streamed
-    if streamed.device == "cpu":
+    streamed = [judge.streamed for judge in config.reward.own_judges.values()]
+    if all(one.device == "cpu" for one in streamed):
         return "the judge computes on the CPU"
     if not gpu_here():
         return "there is no GPU here: the judge computes on the CPU"
-    if not streamed.mps:
+    if not all(one.mps for one in streamed):
         return "reward.judge.streamed.mps is false"
     if config.ray.address or not config.rollout.workers:
         return "the engines are not this run's processes on this host"
@@ -76,12 +79,26 @@ def why_no_mps(config: Config) -> str:
 
 async def start(
     config: Config, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder, events: EventLog
-) -> tuple[JudgeHost, Mapping[str, str]]:
-    """The judge, up, and what the environment of engines beside it needs. Raises ConfigError and RunError."""
-    judge, streamed = config.reward.judge, config.reward.judge.streamed
+) -> tuple[dict[str, JudgeHost], Mapping[str, str]]:
+    """The judges that the run starts, up, by task; and what the environment of engines beside them needs. Raises ConfigError and
+    RunError."""
+    own = config.reward.own_judges
     without, mps = why_no_mps(config), None
-    if not without:
-        mps = await start_mps(folder_of(environment_owner(folder.path)), keeper, stack, streamed.restarts)
+    if own and not without:
+        restarts = max(judge.streamed.restarts for judge in own.values())
+        mps = await start_mps(folder_of(environment_owner(folder.path)), keeper, stack, restarts)
+    hosts = {name: await _start(judge, name, mps, keeper, stack, folder) for name, judge in own.items()}
+    for name, host in hosts.items():
+        events.emit(
+            "judge", mps=mps is not None, why=without, **({"task": name} if name else {}), **await _health(host)
+        )
+    return hosts, mps.environment() if mps is not None else {}
+
+
+async def _start(
+    judge: JudgeSection, task: str, mps: MpsControl | None, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder
+) -> JudgeHost:
+    streamed, name = judge.streamed, f"judge {task}".strip()
     host = JudgeHost(
         judge.path,
         device=streamed.device,
@@ -91,13 +108,12 @@ async def start(
         threads=streamed.threads,
         start_seconds=streamed.start_seconds,
         beside=mps.environment(streamed.mps_share) if mps is not None else None,
-        log=folder.logs / "judge.log",
+        log=folder.logs / f"{name.replace(' ', '-')}.log",
     )
     await host.start()
     stack.push_async_callback(host.stop)
-    keeper.keep("judge", host, streamed.restarts)
-    events.emit("judge", mps=mps is not None, why=without, **await _health(host))
-    return host, mps.environment() if mps is not None else {}
+    keeper.keep(name, host, streamed.restarts)
+    return host
 
 
 async def _health(host: JudgeHost) -> dict[str, object]:

@@ -239,9 +239,9 @@ def _spoken(task: Task, token_ids: Sequence[int]) -> None:
 
 
 def _function(config: Config, task: Task) -> None:
-    if config.reward.judge.path:
-        judge_setup.check(config)
-    elif not config.reward.url and not config.reward.judge.url and not outcome_scores(config.reward, task):
+    reward = config.reward
+    judge_setup.check(config)
+    if not reward.url and not reward.judge.any and not outcome_scores(reward, task):
         named_function("reward.function", config.reward.function or registry.reward_of(task))
         if config.reward.host == "ray_serve":
             _ray_serve(config)

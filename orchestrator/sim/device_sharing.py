@@ -20,6 +20,7 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.config import Config
+from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_cluster import engine_costs
 from orchestrator.sim.simulated_worker import MODEL_BYTES, SimWeights, SimWorker
@@ -64,6 +65,10 @@ class LendingSimWorker(SimWorker):
         """See there. A new process holds its device again."""
         super().die()
         self.released = ""
+
+
+class LendingResizableSimWorker(LendingSimWorker, ResizableSimWorker):
+    """Its engine is cut anew between steps, too."""
 
 
 class ResidentSimTrainer(SimTrainer):

@@ -201,11 +201,11 @@ def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None)
     )
 
 
-def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
+def resizable(config: Config, cutter: Cutter, kind: type[ResizableSimWorker] | None = None) -> Callable[..., SimWorker]:
     """Makes the workers of a run with this one. Arguments as :class:`ResizableSimWorker`."""
     layout = cutter.layout if isinstance(cutter, ParallelismPlanner) else EngineLayout(cutter.degrees[0])
     costs = engine_costs(config, fleet(config)[0], layout.tp, expert_ranks=layout.ep)
-    return partial(ResizableSimWorker, costs=costs)
+    return partial(kind or ResizableSimWorker, costs=costs)
 
 
 def seat_workers(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
@@ -214,12 +214,12 @@ def seat_workers(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Wat
         worker.watch = watch
     if cutter is None:
         return
+    own = [worker for worker in workers if isinstance(worker, ResizableSimWorker)]  # the others are borrowed
     if isinstance(cutter, ParallelismPlanner):
-        ranks, experts = engine_seats(cutter.layout, len(workers)), cutter.layout.ep
+        ranks, experts = engine_seats(cutter.layout, len(own)), cutter.layout.ep
     else:
-        ranks, experts = engine_seats(cutter.degrees, len(workers)), 1
-    for worker, count in zip(workers, ranks, strict=True):
-        assert isinstance(worker, ResizableSimWorker)
+        ranks, experts = engine_seats(cutter.degrees, len(own)), 1
+    for worker, count in zip(own, ranks, strict=True):
         worker.set_devices(count, experts if count else 1)
 
 

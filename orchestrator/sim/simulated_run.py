@@ -46,7 +46,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.runtime.resume import rewind
 from orchestrator.sim.coserving.borrowed_fleet import BorrowedFleet, borrowed_of, bounded
 from orchestrator.sim.crash_remains import CrashRemains, EventSink, SimCheckpoints, SimStore
-from orchestrator.sim.device_sharing import LendingSimWorker, ResidentSimTrainer
+from orchestrator.sim.device_sharing import LendingResizableSimWorker, LendingSimWorker, ResidentSimTrainer
 from orchestrator.sim.fault_injector import (
     FaultInjector,
     FaultyReward,
@@ -350,7 +350,8 @@ class _Simulation:
         self._task = SimTask(config, self.traces)
         cutter = cutter_of(config, self._task, position.degrees)
         make: Callable[..., SimWorker] = LendingSimWorker if lends else SimWorker
-        make = make if cutter is None else resizable(config, cutter)
+        if cutter is not None:
+            make = resizable(config, cutter, LendingResizableSimWorker if lends else None)
         rest, moves = (self.audit.record_response, self.traces), TurnMoves()
         self._workers = [
             make(f"sim-{index}", config, weights, *rest, name, self._speech, moves)

@@ -61,7 +61,7 @@ class Colocated:
             on_fatal=lambda error: self.fatal.append(error),
         )
         self.colocation = Colocation(
-            self.proxy, self.trainer, self.events, workers=WORKERS, timeout=TRAINER, level=level
+            self.proxy, self.trainer, self.events, engines=range(WORKERS), timeout=TRAINER, level=level
         )
         self.metrics: list[TrainMetrics] = []
         self.retried = 0

@@ -91,7 +91,7 @@ class Rig:
     async def start(self) -> None:
         events = EventLog(self.sink, asyncio.get_running_loop().time)
         self.proxy = LLMProxy([self.worker], events, limits=WorkerLimits(60.0), restarts=2, on_fatal=self.fatal.append)
-        self.colocation = Colocation(self.proxy, self.trainer, events, workers=1, timeout=60.0)
+        self.colocation = Colocation(self.proxy, self.trainer, events, engines=[0], timeout=60.0)
         self.proxy.start()
         await self.trainer.publish()
         await self.trainer.residency("away")

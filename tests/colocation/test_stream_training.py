@@ -227,6 +227,19 @@ def test_a_trajectory_whose_turn_is_with_a_tool_counts_in_the_projection(
     )
 
 
+def test_engines_of_several_devices_are_freed_as_a_whole_and_cut_anew_between_steps() -> None:
+    config = colocated().model_dump()
+    degrees = {"enabled": True, "start": [2, 1, 1], "speeds": {"1": 1.0, "2": 0.7, "4": 0.6}}
+    config["rollout"] |= {"prediction": {"enabled": True}, "placement": {"enabled": True, "degrees": degrees}}
+    result = sim_run.simulate(Config.model_validate(config))
+    assert result.violations == []
+    freed = [set(event["freed"]) for event in events_of(result, "stream_trigger") if event["freed"]]
+    assert len(freed) == 4
+    assert freed[0] in ({0, 1}, {2, 3}), "the engine of devices 0 and 1, or the two others"
+    assert events_of(result, "reshape"), "and then others"
+    assert all(step["metrics"]["stream_fed"] > 0 for step in events_of(result, "step"))
+
+
 def test_a_long_round_is_measured_by_what_it_launches(looks: list[tuple[int, int, list[list[int]]]]) -> None:
     config = colocated().model_dump()
     config["run"]["steps"] = 6
@@ -244,18 +257,20 @@ def test_a_long_round_is_measured_by_what_it_launches(looks: list[tuple[int, int
         ({"stream": False}, "set trainer.stream to true"),
         ({"ranks": 8}, "8 trainer ranks need as many devices"),
         ({"pools": {"H800": 8}}, "leave one of the two out"),
-        ({"planner": True}, "leave out rollout.served, rollout.planner"),
+        ({"weights": "collective"}, "workers whose memory the trainer has receive nothing"),
         ({"low": 0.6}, "low must not be above high"),
     ],
 )
 def test_what_cannot_share_devices_is_refused_with_its_fix(
     overrides: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    given = {"mode": "sync_plus", "alpha": 0, "stream": True, "ranks": 4, "pools": {}, "planner": False, "low": 0.2}
+    given = {"mode": "sync_plus", "alpha": 0, "stream": True, "ranks": 4, "pools": {}, "weights": "relay", "low": 0.2}
     given |= overrides
-    lines = [f'[run]\nmode = "{given["mode"]}"', f"[rollout]\nworkers = 4\nalpha = {given['alpha']}"]
+    lines = [
+        f'[run]\nmode = "{given["mode"]}"',
+        f'[rollout]\nworkers = 4\nalpha = {given["alpha"]}\nweights = "{given["weights"]}"',
+    ]
     lines += [f"[rollout.colocation]\nenabled = true\nlow = {given['low']}"]
-    lines += [f"[rollout.planner]\nenabled = {str(given['planner']).lower()}"]
     lines += [f"[trainer]\nstream = {str(given['stream']).lower()}\ndata_parallel = {given['ranks']}"]
     lines += [f"[resources.pools]\n{name} = {count}" for name, count in given["pools"].items()]
     (tmp_path / "c.toml").write_text("\n".join(lines) + "\n")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError
-from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
+from vllm_rlplugin.kvpool.engine.parked_blocks import _PARTS, ParkedBlocks
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry, regions_of
@@ -121,12 +121,14 @@ class Pages:
         """Nothing runs on a device."""
 
 
-def parking_of(pages: Any, clock: list[float] | None = None, **options: Any) -> tuple[Any, ParkedBlocks]:
+def parking_of(
+    pages: Any, clock: list[float] | None = None, groups: int = 8, **options: Any
+) -> tuple[Any, ParkedBlocks]:
     from vllm.v1.core.block_pool import BlockPool
 
-    pool = BlockPool(32, enable_caching=True, hash_block_size=16)
+    pool = BlockPool(4 * groups, enable_caching=True, hash_block_size=16)
     at = clock if clock is not None else [0.0]
-    geometry = PageGeometry.from_regions(32, [(0, 1024)], 4096)
+    geometry = PageGeometry.from_regions(4 * groups, [(0, 1024)], 4096)
     return pool, ParkedBlocks(pool, geometry, pages, backed=[0], now=lambda: at[0], keep=10.0, **options)
 
 
@@ -218,6 +220,20 @@ def test_a_group_nobody_used_for_long_goes_back_and_a_used_one_stays() -> None:
     parking.park_idle()
     used = {block.block_id // 4 for block in blocks}
     assert pages.mapped == used | {0}
+
+
+def test_steps_together_look_at_every_group_and_each_at_a_part() -> None:
+    pages, clock = Pages(600), [0.0]
+    pool, parking = parking_of(pages, clock=clock, groups=600)
+    assert parking.ensure_free(4 * 500)
+    blocks = pool.get_new_blocks(4)
+    clock[0] = 11.0
+    parking.park_idle_part()
+    backed = parking.backed_groups
+    assert 600 - 100 > backed > 400, "a part of them"
+    for _ in range(2 * _PARTS):
+        parking.park_idle_part()
+    assert pages.mapped == {block.block_id // 4 for block in blocks} | {0}
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

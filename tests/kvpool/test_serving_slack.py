@@ -24,7 +24,7 @@ from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
-from vllm_rlplugin.kvpool.serving.step_parts import count_parts
+from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, count_parts
 from vllm_rlplugin.options import PluginOptions
 
 
@@ -471,6 +471,26 @@ def test_drafted_tokens_are_part_of_a_decode_and_no_prefill(setup: Setup) -> Non
     assert count_parts(output, setup.stock.requests) == (0, 2)
     resumed = step_of({"a": 4})
     assert count_parts(resumed, setup.stock.requests) == (4, 0), "tokens that are computed again were not drafted"
+
+
+def test_the_head_of_a_queue_is_read_anew_only_when_the_queue_has_changed() -> None:
+    read: list[str] = []
+
+    class Sorting(Queue):
+        def __iter__(self) -> Iterator[Any]:
+            for item in list.__iter__(self):
+                read.append(item.request_id)
+                yield item
+
+    waiting = Sorting(request(name, 100) for name in "abcd")
+    head = QueueHead(SimpleNamespace(waiting=waiting), lambda item: int(item.num_tokens))
+    for _ in range(3):
+        assert head.read(150, 8) == [100, 100]
+    assert read == ["a", "b"]
+    waiting.pop(0)
+    assert head.read(150, 1) == [100]
+    assert head.read(150, 0) == []
+    assert read == ["a", "b", "b"]
 
 
 def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_one_only(setup: Setup) -> None:

@@ -326,9 +326,27 @@ def test_what_lost_its_tokens_ends_with_the_cause_and_a_batch_of_it_is_filled_up
             assert [taken.trajectory.id for taken in await batch] == left_now
         assert r.evicted == expected
         assert r.buffer.scored == len(left_now)
+        assert (gone[0] in r.taken) == (gone == ["a-1"] and not early), "what is lost before is not taken at all"
 
     asyncio.run(run(True))
     asyncio.run(run(False))
+
+
+def test_what_a_streamed_trainer_was_given_stays_though_its_shard_is_lost() -> None:
+    async def run() -> None:
+        r = Recorder(1)
+        owner = r.buffer.owner
+        assert isinstance(owner, Owner)
+        filled(r, "a", 2)
+        batch = asyncio.ensure_future(r.buffer.get_batch(2, r.take, streamed=True))
+        await asyncio.sleep(0)
+        owner.gone = ["a-0", "b-0"]
+        filled(r, "b", 3)
+        async with asyncio.timeout(1.0):
+            assert [taken.trajectory.id for taken in await batch] == ["a-0", "a-1", "b-1", "b-2"]
+        assert r.evicted == [("b-0", "failed", "reference_lost")]
+
+    asyncio.run(run())
 
 
 def test_a_group_with_redundant_members_is_complete_when_enough_are_scored_and_the_others_are_surplus() -> None:

@@ -8,6 +8,7 @@ import json
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.ops.mps import BINARY, MpsControl
 from orchestrator.rewards.host_launch import JudgeHost
 from orchestrator.rewards.llm_judge import LLMJudge
+from orchestrator.rewards.reward_client import RewardByTask
 from orchestrator.runtime import function_hosts, judge_setup
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.tasks import registry
 
 OWN = ["reward.judge.path=model", "reward.judge.criterion=c"]
+MIXED = ["task.name=mixture", "task.mixture.nim=1.0", "task.mixture.coding=1.0"]
+BY_TASK = ["reward.judges.nim.path=model", "reward.judges.nim.criterion=c"]
 PROGRAM = """#!{python}
 import os, pathlib, sys
 state = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]) / "alive"
@@ -41,7 +45,14 @@ elif sys.stdin.readline().split()[0] == "quit":
         (["reward.judge.path=model"], "criterion = .*: a judge needs one"),
         ([*OWN, "reward.judge.url='http://x/v1'", "reward.judge.model=m"], "is for a judge that the run starts"),
         ([*OWN, "reward.judge.structured=true"], "the run's own judge enforces no form"),
-        ([*OWN, "reward.timeout=adaptive"], "a judge has no test cases"),
+        ([*OWN, "reward.timeout=adaptive"], "a judge has no test cases.*reward.judges"),
+        ([*OWN, *BY_TASK], "score some of the tasks, and reward.judge scores all of them"),
+        ([*MIXED, "reward.judges.nim.criterion=c"], "reward.judges.nim.*a judge needs a url or a path"),
+        (
+            [*MIXED, *BY_TASK, "reward.judges.chess.path=m", "reward.judges.chess.criterion=c"],
+            "chess.*is no task of the mixture",
+        ),
+        (BY_TASK, "is no task of the mixture; there are: none"),
         ([*OWN, "reward.judge.streamed.device=gpu"], "reward.judge.streamed.device"),
         ([*OWN, "reward.judge.streamed.mps_share=0"], "reward.judge.streamed.mps_share"),
         ([*OWN, "reward.judge.streamed.memory_gb=4"], "memory_gb"),
@@ -167,7 +178,7 @@ def test_the_runs_own_judge_is_asked_one_at_a_time_at_its_address_with_its_token
     config = load_config(None, ["task.name=nim", *OWN, "reward.concurrency=32"])
     host = JudgeHost("model", memory_mb=7, log=None)
     host._port = 4711
-    found = function_hosts.judge_of(config, registry.make("nim", 10), host)
+    found = function_hosts.judge_of(config, registry.make("nim", 10), config.reward.judge, host)
     assert isinstance(found, LLMJudge)
     client: Any = found._endpoint
     assert client._url == "http://127.0.0.1:4711/v1/chat/completions"
@@ -177,3 +188,44 @@ def test_the_runs_own_judge_is_asked_one_at_a_time_at_its_address_with_its_token
     assert not found._structured
     assert host.token not in " ".join(host.command()), "arguments are seen by all users of the machine"
     assert host.command()[host.command().index("--memory-mb") :][:2] == ["--memory-mb", "7"]
+
+
+def test_judges_of_tasks_a_function_and_adaptive_timeouts_score_one_mixture() -> None:
+    class Judge:
+        def __init__(self) -> None:
+            self.closed = False
+
+        async def score(self, trajectory: Any) -> float:
+            return 0.25
+
+        def stats(self) -> dict[str, Any]:
+            return {"calls": 2, "unreadable": 1}
+
+        async def close(self) -> None:
+            self.closed = True
+
+    class Function(Judge):
+        resize = staticmethod(lambda size: None)
+
+        async def score(self, trajectory: Any) -> float:
+            return 1.0
+
+        def stats(self) -> dict[str, Any]:
+            return {"calls": 3}
+
+    config = load_config(None, [*MIXED, *BY_TASK, "reward.timeout=adaptive", "reward.judges.nim.timeout=7.5"])
+    assert function_hosts.adaptive_timeouts(config) is not None, "the coding part has test cases"
+    assert config.reward.judge_seconds(config.reward.judges["nim"]) == 7.5
+    assert config.reward.judge_seconds(config.reward.judge) == config.reward.adaptive.whole
+    assert list(config.reward.own_judges) == ["nim"]
+
+    async def scenario() -> None:
+        judge, function = Judge(), Function()
+        reward = RewardByTask({"nim": judge}, function)  # type: ignore[arg-type]
+        assert [await reward.score(SimpleNamespace(task=task)) for task in ("nim", "coding")] == [0.25, 1.0]  # type: ignore[arg-type]
+        assert reward.stats() == {"calls": 5, "unreadable": 1}
+        await reward.close()
+        assert judge.closed
+        assert function.closed
+
+    asyncio.run(scenario())

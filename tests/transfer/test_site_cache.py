@@ -314,7 +314,9 @@ SITE = {"workers": ["vllm-1"]}
         ({"far": {"workers": ["http://127.0.0.1:9"]}}, {}, "relay.sites.far.cache"),
         ({"far": {**SITE, "cache": "nowhere"}}, {}, "relay.sites.far.cache"),
         ({"far": SITE}, {"ray": {"address": "auto"}}, "relay.sites.far.cache"),
+        ({"far": {**SITE, "link": "x"}}, {}, "relay.sites.far.link"),
         ({"far": {**SITE, "label": "x"}}, {}, "relay.sites.far.label"),
+        ({"far": {"label": "rack=2"}, "near": {"label": "rack=2"}}, {}, "relay.sites.near.label"),
     ],
 )
 def test_a_site_that_cannot_be_is_one_error(sites: dict[str, Any], more: dict[str, Any], field: str) -> None:

@@ -88,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, vllm_serve: Any) -> Iterato
     ]
     options += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"user={adapter}"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    options += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True})]
+    options += ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     with vllm_serve(folder, folder / "model", TOKEN, *options, "--speculative-config", json.dumps(drafts)) as found:
         yield found

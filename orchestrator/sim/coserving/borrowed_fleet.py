@@ -277,13 +277,12 @@ def borrowed_of(config: Config) -> BorrowedFleet | None:
         return None
     if sim.costs != "roofline":
         raise ConfigError("sim.costs", sim.costs, "borrowed devices are known by their hardware: set it to 'roofline'")
-    for wrong, section, fix in (
-        (rollout.colocation.enabled, "colocation", "lends the run's own workers: not played with borrowed ones"),
-        (rollout.disaggregation.enabled, "disaggregation", "not played with borrowed workers"),
-        (rollout.reshapes, "planner", "cuts the run's own workers: not played with borrowed ones"),
-    ):
-        if wrong:
-            raise ConfigError(f"rollout.{section}.enabled", True, fix)
+    if rollout.disaggregation.enabled:
+        raise ConfigError(
+            "rollout.disaggregation.enabled",
+            True,
+            "the simulator does not play it with borrowed workers: set it to false",
+        )
     _exchanged(config)
     return BorrowedFleet(config)
 
