@@ -160,11 +160,11 @@ def _start_local_ray(**options: Any) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
     import ray
 
-    _forget_ray_token()
     # "local": a new one, whatever an earlier Ray of this process left in the folder, which Ray makes 0777; nobody gets as far
     options |= {"address": "local", "_temp_dir": f"{folder}/r"}
     if ray.is_initialized():  # what runs there is not ours to shut down
         raise RuntimeError("this process has a Ray already")
+    _forget_ray_token()  # not while a Ray uses it
     for last in (False, False, True):
         try:
             ray.init(**options)
