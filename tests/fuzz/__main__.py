@@ -2,7 +2,8 @@
 
 An input that fails is printed as a line for its corpus, with what it did; exit code 1. ``--out FILE`` keeps the figures, in the
 form of ``docs/results``; with ``--until MINUTES`` it adds to those that are there, slice by slice and the least fuzzed first,
-until each harness has had so many minutes of processor time. It may be stopped at any moment. ``--collect`` begins the corpora
+until each harness has had so many minutes of processor time; one with a finding rests until it is named, as mended. It may be
+stopped at any moment. ``--collect`` begins the corpora
 of harnesses that have none; ``--page`` writes ``docs/fuzzing.md``.
 """
 
@@ -108,6 +109,9 @@ def fuzz_until(minutes: float, names: list[str], seconds: float, seed: int, out:
     begun, commit = now(), source()["commit"][:12]
     empty = {"inputs": 0, "minutes": 0.0, "finding": "", "commits": []}
     rows = {name: {**empty, "harness": name, **rows.get(name, {})} for name in everything()}
+    if names != list(everything()):
+        for name in names:
+            rows[name]["finding"] = ""
     while due := [rows[name] for name in names if rows[name]["minutes"] < minutes and not rows[name]["finding"]]:
         row = min(due, key=lambda one: one["minutes"])
         seed += 1

@@ -111,11 +111,14 @@ def test_figures_grow_slice_by_slice_the_least_fuzzed_first_and_a_finding_rests(
     assert runner.fuzz_until(1, ["address"], 60, 0, out) == 0
     assert runner.fuzz_until(2, names, 60, 0, out) == 1
     assert asked == ["address", "journal", "events", "address", "events"]
+    found = json.loads(out.read_text())
+    assert (found["value"], found["holds"]) == (1, False)
+    assert runner.fuzz_until(2, ["journal"], 60, 0, out) == 1, "it was named as mended, and is not"
+    assert asked[5:] == ["journal"]
     result = json.loads(out.read_text())
     rows = {one["harness"]: one for one in result["detail"]["harnesses"]}
     assert set(rows) == set(everything())
-    assert [(rows[name]["inputs"], rows[name]["minutes"]) for name in names] == [(20, 2.0), (10, 1.0), (20, 2.0)]
-    assert (result["value"], result["holds"]) == (1, False)
+    assert [(rows[name]["inputs"], rows[name]["minutes"]) for name in names] == [(20, 2.0), (20, 2.0), (20, 2.0)]
     assert len(rows["address"]["commits"]) == 1
 
 
