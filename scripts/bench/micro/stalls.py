@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -143,4 +144,9 @@ class StallWatch:
 
 def _stack(frame: FrameType) -> str:
     rows = traceback.extract_stack(frame)[-_FRAMES:]
-    return "\n".join(f"  {row.filename}:{row.lineno} {row.name}: {(row.line or '')[:90]}" for row in rows)
+    return "\n".join(f"  {_place(row.filename)}:{row.lineno} {row.name}: {(row.line or '')[:90]}" for row in rows)
+
+
+def _place(file: str) -> str:
+    """Without the machine's folders."""
+    return "/".join(Path(file).parts[-3:])
