@@ -63,7 +63,7 @@ class WorkerHost:
         if self._failure is not None:
             return _words(self._failure)
         found = {name: version for name in DISTRIBUTIONS if (version := _version_of(name))}
-        labels = ray.get_runtime_context().get_node_labels()
+        labels = ray.get_runtime_context().get_node_labels() if ray.is_initialized() else {}
         return OK, FirstReport(str(ray.util.get_node_ip_address()), self._devices, found, time.time(), labels)
 
 
