@@ -112,7 +112,7 @@ class TokenSequence(Sequence[int]):
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(tuple(self))
+        return tuple(self).__hash__()
 
     def __reduce__(self) -> tuple[object, ...]:
         return TokenSequence.from_bytes, (self.bytes_after(0),)

@@ -275,7 +275,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ),
     ("recipes/tune", "| {:.2f} of the rollout's processor seconds;", "tail-batching", value),
     ("recipes/tune", "| {:.2f} a step ({:.2f}, {:.2f}, {:.2f}: within", "stream-step", stream_steps),
-    ("recipes/tune", "| {:.2f} bytes a changed weight at 1 %", "delta-bytes", sparse(0.01)),
+    ("recipes/tune", "| {:.2f} bytes per changed weight at 1 %", "delta-bytes", sparse(0.01)),
     (
         "recipes/tune",
         "{:.2f} of computing it at 8,192 tokens, {:.2f} at 1,024, {:.2f} at 256",

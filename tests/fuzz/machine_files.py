@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -60,16 +61,26 @@ def model_config(folder: Path) -> Drawn:
         (folder / "config.json").write_bytes(data)
         shape = inputs.survives(lambda: read_shape(folder), ConfigError)
         if shape is not None:
-            for name, field in shape.__dataclass_fields__.items():
-                held = getattr(shape, name)
-                kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-                assert type(held) in kinds.get(str(field.type), (int, float, type(None))), (name, held)
-                assert isinstance(held, str | None) or 0 <= held < 1e300, (name, held)
+            check_shape(shape)
         inputs.survives(lambda: model_name(folder, "float32"), ConfigError)
         inputs.survives(lambda: _check_heads(str(folder), [1, 2]) or True, ConfigError)
         inputs.survives(lambda: _wanted(run, SimpleNamespace()), ConfigError)  # type: ignore[arg-type]
 
     yield st.one_of(*(inputs.texts(made) for made in (MODEL, LLAMA, MIXTURE))), check
+
+
+def check_shape(shape: Any) -> None:
+    """Each field, and those of the records in it."""
+    kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+    for name, field in shape.__dataclass_fields__.items():
+        held = getattr(shape, name)
+        if dataclasses.is_dataclass(held):
+            check_shape(held)
+        elif isinstance(held, tuple):
+            assert all(type(one) is int and one >= 0 for one in held), (name, held)
+        else:
+            assert type(held) in kinds.get(str(field.type), (int, float, str, type(None))), (name, held)
+            assert isinstance(held, str | None) or 0 <= held < 1e300, (name, held)
 
 
 @harness("megatron_rlplugin/weights/hf_bridge.py", refuses="ConfigError")

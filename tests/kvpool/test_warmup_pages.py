@@ -80,7 +80,7 @@ def test_a_connector_that_registers_the_memory_of_a_pool_is_refused_at_start(mon
     from vllm.config import KVTransferConfig, ParallelConfig
 
     from orchestrator.api import ConfigError
-    from vllm_rlplugin.kvpool.engine.single_process import check_connector
+    from vllm_rlplugin.kvpool.engine.pool_processes import check_connector
     from vllm_rlplugin.options import PluginOptions, kv_transfer_config
 
     other = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")

@@ -207,7 +207,7 @@ class ThreadTrainer:
 
     def __init__(self, inner: MegatronTrainer) -> None:
         self.inner = inner
-        for name in ("train_step", "feed", "save", "load", "close"):
+        for name in ("train_step", "feed", "save", "saved", "load", "close"):
             setattr(self, name, getattr(inner, name))
 
     async def publish(self) -> PublishResult:

@@ -450,7 +450,6 @@ def test_gradients_summed_in_bf16_and_models_without_ddp_are_refused() -> None:
         (ParallelLayout(expert=2), 8),
         (ParallelLayout(expert=4, pipeline=2), 16),
         (ParallelLayout(expert=2, tensor=2, sequence=True, pipeline=2), 16),
-        (ParallelLayout(expert=3, context=2), 12),
     ],
 )
 def test_no_group_of_a_replica_is_split_over_units(layout: ParallelLayout, world: int) -> None:

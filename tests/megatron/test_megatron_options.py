@@ -54,7 +54,7 @@ def test_options_reach_every_config_that_has_them() -> None:
         ("tensor_model_parallel_size", 2, "trainer.tensor_parallel"),
         ("fp16", True, "model.dtype = 'bfloat16'"),
         ("grad_reduce_in_fp32", False, "must be true"),
-        ("context_parallel_size", 2, "not split over context-parallel ranks"),
+        ("context_parallel_size", 2, "is trainer.context_parallel"),
         ("moe_aux_loss_coeff", 0.01, "must be unset"),
         ("timers", "x", "a function"),
         ("overlap_grad_reduce", "maybe", "must be boolean"),

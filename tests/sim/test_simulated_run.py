@@ -346,7 +346,7 @@ def test_a_resume_that_trains_on_what_was_trained_before_is_caught(monkeypatch: 
 
 
 def test_a_hang_is_found_and_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: SampleBuffer, groups: int, on_take: Any) -> list[Taken]:
+    async def never(self: SampleBuffer, *args: Any, **kwargs: Any) -> list[Taken]:
         import asyncio
 
         await asyncio.get_running_loop().create_future()

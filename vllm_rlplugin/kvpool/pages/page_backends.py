@@ -146,7 +146,7 @@ def _fitting(pool: PagePool, page_bytes: int, devices: Any, ranks: int) -> PageP
         pool.close()
         raise ConfigError("kv_pool_page_kib", page_bytes >> 10, fix)
     if pool.device not in devices and (pool.device or not pool.rank):
-        pool.close()
         fix = f"its pages are on {pool.device!r}, this engine computes on {devices[0]!r}: give another pool name"
+        pool.close()
         raise ConfigError("kv_pool", str(pool.path), fix)
     return pool
