@@ -54,7 +54,7 @@ async def _measure(folder: Path, number: int, tokens: int, trainer: int) -> dict
         stored = time.perf_counter() - began
         committing = asyncio.ensure_future(checkpoints.committed(partial, _state(step, buffer)))
         if name == "killed":
-            while writer.pid is None:
+            while writer.pid is None:  # noqa: ASYNC110  another process is looked at
                 await asyncio.sleep(0.001)
             if writer.pid is not None:
                 os.kill(writer.pid, signal.SIGKILL)
