@@ -48,7 +48,7 @@ def test_the_process_learns_and_answers_as_the_policy_does_and_keeps_what_it_lea
             policy.learn(outcome(number))
             process.learn(outcome(number))
         wanted = [policy.forecast(one) for one in outcome(3).before]
-        for _ in range(200):  # what is to be learned goes after questions
+        for _ in range(1000):  # what is to be learned goes after questions
             found = [await process.forecast(one) for one in outcome(3).before]
             if found == wanted:
                 break
