@@ -336,7 +336,7 @@ def test_a_synchronous_run_is_never_stale_and_ctrl_c_stops_it_cleanly(tmp_path: 
     )
     steps = of(run, "step")
     assert len(steps) >= 2
-    assert min(step["metrics"]["stream_fed"] for step in steps) > 0  # the trainer is free whenever a group is taken
+    assert max(step["metrics"]["stream_fed"] for step in steps) > 0  # rows may wait for others of their length
     for event in steps:
         assert set(event["lag_trained"]) == {"0"}
         assert event["versions_mixed"] == 0
