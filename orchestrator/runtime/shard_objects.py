@@ -29,12 +29,15 @@ class BatchReferences:
     objects: Any = None
 
     def samples(self) -> tuple[TrainSample, ...]:
-        """On the other side. Blocks for Ray's answer."""
+        """On the other side. Blocks for Ray's answer. Raises RunError where it has them no more."""
         if self.objects is None:
             return unpack(self.parts)
         import ray
 
-        objects = ray.get(self.objects)
+        try:
+            objects = ray.get(self.objects)
+        except ray.exceptions.RayError as error:
+            raise RunError(f"the references of a batch are lost: {error}") from error
         return unpack(self.parts, lambda path, size, digest: NodeShard(path, size, digest, objects[path]))
 
 
@@ -74,7 +77,10 @@ class NodeObjects:
             if shard not in self._references:
                 self._references[shard] = self._put(shard)
             found[shard.path] = self._references[shard]
-        return BatchReferences(parts, ray.put(found))
+        try:
+            return BatchReferences(parts, ray.put(found))
+        except ray.exceptions.RayError as error:
+            raise RunError(f"the references of a batch find no room in Ray's object store: {error}") from error
 
     def _put(self, shard: Shard) -> Any:
         import ray

@@ -42,7 +42,7 @@ from orchestrator.runtime.engine_actors import (
     meeting_point,
 )
 from orchestrator.runtime.real_run import start_ray
-from orchestrator.runtime.shard_objects import NodeObjects, NodeShard
+from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects, NodeShard
 from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.train_samples import to_samples
 from tests.support.engines import rollout_worker
@@ -328,6 +328,10 @@ def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_t
     monkeypatch.setattr(ray, "put", refuse)
     with pytest.raises(RunError, match="shard /a is lost: Ray cannot fetch it: gone or full"):
         NodeShard("/a", 8, "0", "object").open()
+    with pytest.raises(RunError, match="references of a batch are lost: gone or full"):
+        BatchReferences((), object()).samples()
+    with pytest.raises(RunError, match="references of a batch find no room in Ray's object store: gone or full"):
+        NodeObjects().refer([], [])
     shards = ShardFolder(tmp_path / "disk", tmp_path)
     turn = Turn((1,), (2,), (-0.5,), ((4, 1),))
     finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))
