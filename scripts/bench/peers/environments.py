@@ -23,7 +23,7 @@ REQUIREMENTS = {
         "datasets>=4.7,<6",
         "gymnasium>=1.2,<2",
     ),
-    "verl": ("verl>=0.9,<0.10", "TransferQueue>=0.1.10,<0.2"),
+    "verl": ("verl[verl-core]>=0.9,<0.10",),
 }
 FOLDER = Path(sys.prefix) / "peers"
 _STAMP = "requirements.json"

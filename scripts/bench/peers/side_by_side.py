@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import time
@@ -136,15 +137,24 @@ def _trl(python: Path, folder: Path, model: Path, seed: int, steps: int, every: 
 
 
 def _call(command: list[str], limit: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A child that imports this checkout; ended at its limit, with what it had said."""
+    """A child that imports this checkout, in a session of its own; at its limit it is ended with its children."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=limit, env=environment, cwd=ROOT
-        )
-    except subprocess.TimeoutExpired as error:
-        said = [part.decode() if isinstance(part, bytes) else part or "" for part in (error.stdout, error.stderr)]
-        return subprocess.CompletedProcess(command, 124, *said)
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+    ) as child:
+        try:
+            said = child.communicate(timeout=limit)
+            code = child.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            said, code = child.communicate(), 124
+    return subprocess.CompletedProcess(command, code, *said)
 
 
 def _verl(python: Path, folder: Path, model: Path) -> dict[str, Any]:
@@ -164,22 +174,34 @@ def _verl(python: Path, folder: Path, model: Path) -> dict[str, Any]:
         f"data.val_files={data}",
         "data.train_batch_size=8",
         f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.n=8",
         "algorithm.adv_estimator=grpo",
+        "ray_kwargs.ray_init.num_cpus=32",  # logical: its queue alone reserves more than the two there are
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1",
         "trainer.logger=console",
         "trainer.total_training_steps=2",
     ]
-    done = _call([str(python), "-m", "verl.trainer.main_ppo", *given], _VERL_SECONDS, {"HYDRA_FULL_ERROR": "1"})
-    said = re.sub(r"(/[\w.@+-]+){2,}/", ".../", (done.stdout + "\n" + done.stderr).strip())
+    alone = {
+        "RAY_ADDRESS": "local",
+        "RAY_TMPDIR": str(folder / "ray"),
+        "HYDRA_FULL_ERROR": "1",
+    }  # not another's cluster
+    done = _call([str(python), "-m", "verl.trainer.main_ppo", *given], _VERL_SECONDS, alone)
+    said = re.sub(r"\x1b\[[\d;]*m", "", (done.stdout + "\n" + done.stderr).strip())
+    said = re.sub(r"(/[\w.@+-]+){2,}/", ".../", said)
     return {
         "starts": done.returncode == 0,
         "exit_code": done.returncode,
         "limit_seconds": _VERL_SECONDS,
         "command": "python -m verl.trainer.main_ppo trainer.device=cpu trainer.n_gpus_per_node=1 and a tiny model",
-        "log": said.splitlines()[-30:],
+        "log": [line for line in said.splitlines() if line.strip(" ^")][-24:],
     }
 
 
