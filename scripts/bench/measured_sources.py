@@ -58,8 +58,13 @@ def sources_of(name: str) -> tuple[Path, ...]:
     found = set(_closure(bench.module))
     for engine in re.findall(r"[\w-]+", bench.needs):
         for folder in _OF_ENGINE.get(engine, ()):
-            found.update(path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in _KINDS)
+            found.update(_files_under(folder))
     return tuple(sorted(found))
+
+
+@cache
+def _files_under(folder: str) -> tuple[Path, ...]:
+    return tuple(path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in _KINDS)
 
 
 def digest_of(files: Iterable[Path], root: Path = ROOT) -> str:

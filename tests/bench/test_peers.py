@@ -98,7 +98,9 @@ def test_the_figure_is_the_ratio_of_medians_and_null_where_a_side_never_got_ther
     missed = result([*both[:3], row("trl", 1, None)], False, {})
     assert (missed["value"], missed["detail"]["medians"]["trl"]["seconds_to_target"]) == (None, None)
     assert "0.7 not reached" in missed["detail"]["lines"][1]
-    assert result(both[:1], True, {})["value"] is None
+    alone = result(both[:1], True, {})
+    assert (alone["value"], alone["detail"]["medians"].keys()) == (None, {"ours"})
+    assert "no environment of TRL is there" in alone["detail"]["shrunk"]
 
 
 def test_lines_are_those_with_code() -> None:

@@ -37,7 +37,7 @@ from scripts.bench.result import frame, now
 
 NAME = "peers"
 TARGET = 0.70  # held-out success
-ROUNDS, STEPS, EVERY, PROMPTS = 2, 100, 10, 200
+ROUNDS, STEPS, EVERY, PROMPTS = 3, 100, 10, 200
 QUICK_STEPS = 4
 CONFIG, DEMO = Path("scripts/bench/peers/frozenlake.toml"), Path("examples/frozenlake.toml")
 _VERL_SECONDS = 240.0
@@ -49,7 +49,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Needs the checkout. Raises RunError when a side fails."""
     begun, load = now(), os.getloadavg()[0]
     rounds, steps, every = (1, QUICK_STEPS, 0) if quick else (ROUNDS, STEPS, EVERY)
-    pythons = {name: environments.prepared(name) if quick else environments.prepare(name) for name in ("trl", "verl")}
+    pythons = (
+        {"trl": environments.prepared("trl"), "verl": None}
+        if quick
+        else {name: environments.prepare(name) for name in ("trl", "verl")}
+    )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="rl-coserve-peers-") as name:
         folder = Path(name)
@@ -60,7 +64,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
                     rows.append(_row(side, seed, steps, *_ours(folder, model, seed, steps, every)))
                 elif python := pythons["trl"]:
                     rows.append(_row(side, seed, steps, *_trl(python, folder, model, seed, steps, every)))
-        verl = _verl(pythons["verl"], folder, model) if pythons["verl"] else {"starts": None, "log": "not prepared"}
+        verl = _verl(pythons["verl"], folder, model) if pythons["verl"] else {"starts": None, "log": "not asked"}
     found = {name: environments.versions(python) for name, python in pythons.items() if python}
     about = {"started": begun, "nonce": nonce, "verl": verl, "peer_versions": found}
     return result(rows, quick, {**about, "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]})
@@ -261,7 +265,7 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
             "runs": rows,
             "lines": [_said(side, one) for side, one in medians.items()],
             "users_lines": {side: {"files": files, "sum": sum(files.values())} for side, files in lines.items()},
-            **({"shrunk": f"{QUICK_STEPS} steps, one seed, the environments that were there"} if quick else {}),
+            **({"shrunk": _shrunk(sides["trl"])} if quick else {}),
             **detail,
         },
         quick=quick,
@@ -280,6 +284,11 @@ def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
     )
     values = {name: [row[name] for row in rows] for name in names}
     return {name: None if None in found else round(median(found), 4) for name, found in values.items()}
+
+
+def _shrunk(trl: list[dict[str, Any]]) -> str:
+    there = "TRL's environment as it was there" if trl else "no environment of TRL is there: the whole run makes one"
+    return f"{QUICK_STEPS} steps, one seed, verl not asked; {there}"
 
 
 def _said(side: str, one: dict[str, Any]) -> str:
