@@ -191,6 +191,7 @@ def _verl(python: Path, folder: Path, model: Path) -> dict[str, Any]:
         "trainer.nnodes=1",
         "trainer.logger=console",
         "trainer.total_training_steps=2",
+        f"hydra.run.dir={folder / 'hydra'}",
     ]
     alone = {
         "RAY_ADDRESS": "local",
