@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -63,11 +63,14 @@ class PoolScheduler:
             after=int(scheduler.num_lookahead_tokens > 0),  # what a drafter writes comes after its step's output
         )
         self._block_tokens = [group.block_size for group in manager.coordinator.single_type_managers]
+        growth = 1 + 2 * int(scheduler.num_lookahead_tokens)  # tokens of a step, and drafts that it wrote before
+        self._decode_blocks = sum(-(-growth // size) + 1 for size in self._block_tokens)  # one pool for all KV groups
         self._partition = 0.0
         self._allowed: int | None = None  # groups, in the latest step
         self._guardian, self._meter, self._admission = guardian, meter, admission
         self._parts = meter.parts if meter is not None else admission.parts if admission is not None else None
         self._head = QueueHead(scheduler, lambda request: int(request.num_tokens))
+        self._head_blocks: tuple[list[int], int] = ([], 0)  # what was read of the queue, and blocks for it
         self._displaced: set[str] = set()  # to be handed back
         self.displaced = 0  # requests whose pages were taken for the budget's sake
         if guardian is not None and meter is not None:
@@ -251,7 +254,7 @@ class PoolScheduler:
                 self._guardian.open_budget()
             self._guardian.tick()
         self._comply_with_budget()
-        self._parked.park_idle()
+        self._parked.park_idle(running=bool(self._scheduler.running))
         view = self._pool.pool.view()
         mine = next(tenant for tenant in view.tenants if tenant.slot == self._pool.slot)
         return {
@@ -297,16 +300,21 @@ class PoolScheduler:
         scheduler = self._scheduler
         tokens, drafted = scheduler.max_num_scheduled_tokens, scheduler.num_lookahead_tokens
         prefilling = [] if self._parts is None else self._parts.running()
-        ahead = [min(tokens, max(1, left_of(request))) + drafted for request in prefilling]
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         # No step computes more of those that wait; stock starts one only where all of it fits.
-        ahead += [size + drafted for size in self._head.read(tokens, room)]
+        waiting = self._head.read(tokens, room)
+        if waiting is not self._head_blocks[0]:
+            self._head_blocks = waiting, self._blocks_for(size + drafted for size in waiting)
         decoding = len(scheduler.running) - len(prefilling)
-        if not decoding and not ahead:
+        if not decoding and not prefilling and not waiting:
             return 0
-        each = (-(-count // size) + 1 for count in ahead for size in self._block_tokens)  # one pool for all KV groups
-        one = sum(-(-(1 + 2 * drafted) // size) + 1 for size in self._block_tokens)  # and one for those that decode
-        return int(sum(each) + decoding * one + scheduler.kv_cache_manager.watermark_blocks)
+        each = self._blocks_for(min(tokens, max(1, left_of(request))) + drafted for request in prefilling)
+        each += self._head_blocks[1] + decoding * self._decode_blocks
+        return int(each + scheduler.kv_cache_manager.watermark_blocks)
+
+    def _blocks_for(self, counts: Iterable[int]) -> int:
+        """That so many tokens of a request each may begin."""
+        return sum([-(-count // size) + 1 for count in counts for size in self._block_tokens])
 
     def _comply_with_budget(self) -> int | None:
         """Give back what is beyond the budget. Returns the groups that may be used; None: there is no budget."""

@@ -61,6 +61,7 @@ class RolloutAdmission:
         self._looked = -math.inf
         self._moved = 0.0  # when anything was computed last
         self._inactive, self._weights, self._activation = False, 0, 0.0
+        self._dry = self._is_dry_run()  # at the latest step
         self.reason = ""  # why the last step was refused; "" if it was not
         self._publish()
 
@@ -69,6 +70,7 @@ class RolloutAdmission:
     def schedule(self, stock: Callable[..., Any], throttle: bool) -> Any:
         """Stock's step, cut to what is admitted."""
         now = self._now()
+        self._dry = self._is_dry_run()
         serving = self._serving_words(now)
         free = self._is_unlimited(serving)
         if self._flights and not free:
@@ -91,7 +93,7 @@ class RolloutAdmission:
         return self._serving < 0 or (serving is not None and serving.mode == "none")
 
     def _admit(self, serving: ServingWords | None, now: float) -> AdmittedWork:
-        dry = self._is_dry_run()
+        dry = self._dry
         if serving is None:
             found = AdmittedWork(reason="serving has not said anything yet")
         elif dry and now < self._pretends:
@@ -225,23 +227,33 @@ class RolloutAdmission:
 
     def note_loading(self) -> None:
         """Weights are put into the model from now on, until anything else is said of this engine."""
-        self._pool.publish(replace(self.words(), loading=True, running=False, begun=self._now()).pack())
+        self._pool.publish(replace(self._words(), loading=True, running=False, begun=self._now()).pack())
 
     def note_loaded(self) -> None:
         """It gives pages back again."""
         self._publish()
 
     def _publish(self) -> None:
-        self._pool.publish(self.words().pack())
+        self._pool.publish(self._words().pack())
 
     def words(self) -> RolloutWords:
-        """What is published."""
-        running = bool(self._flights)
-        times = (self._begun, self._busy, self._admission.guard)
-        minimum = 0 if self._inactive else self._minimum
-        counts: dict[str, Any] = self._counts
-        said = RolloutWords(running, self._is_dry_run(), *times, minimum, **counts)
-        return replace(said, inactive=self._inactive, weights=self._weights, activation=self._activation)
+        """What is published, with what people ask for now."""
+        self._dry = self._is_dry_run()
+        return self._words()
+
+    def _words(self) -> RolloutWords:
+        return RolloutWords(
+            bool(self._flights),
+            self._dry,
+            self._begun,
+            self._busy,
+            self._admission.guard,
+            0 if self._inactive else self._minimum,
+            *self._counts.values(),  # in their order
+            inactive=self._inactive,
+            weights=self._weights,
+            activation=self._activation,
+        )
 
 
 def device_status(pool: PagePool, slot: int) -> dict[str, Any] | None:
