@@ -223,6 +223,7 @@ class EnvManager:
                     generate_seconds=round(answered - asked, 6),
                     environment_seconds=round(loop.time() - begun, 6),
                     context=begins,
+                    experts=completion.experts,
                 )
             )
             if self.on_turn is not None:
@@ -248,12 +249,15 @@ class EnvManager:
             sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
             task=episode.prompt.task,
             group_id=episode.group_id,
+            experts_from=context.routed,
         )
         if self.forecasts is not None:
             request = await self.forecasts.rank(request)
         episode.context_tokens = len(request.token_ids)
         completion = await self._proxy.generate(request)
         episode.context_tokens += len(completion.token_ids)
+        if completion.experts is not None:
+            context.routed = completion.experts.end
         episode.requests += 1
         return completion
 
@@ -304,6 +308,7 @@ class EnvManager:
                 completion.versions,
                 generate_seconds=seconds,
                 context=context.summarised(completion.token_ids),
+                experts=completion.experts,
             )
         )
         context.begin_anew("summary", observation, completion.token_ids)

@@ -97,6 +97,9 @@ class Config(Section):
             if name not in self.task.mixture:
                 there = ", ".join(sorted(self.task.mixture)) or "none: task.mixture names them"
                 yield f"reward.judges.{name}", "", f"is no task of the mixture; there are: {there}"
+        if self.trainer.routing_replay and rollout.kv_transfer.enabled:
+            fix = "vLLM cannot say the experts of tokens whose KV came from elsewhere: leave out rollout.kv_transfer, or this"
+            yield "trainer.routing_replay", True, fix
         if rollout.rounds.enabled and self.filters.balance != "none":
             fix = "chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
             yield "filters.balance", self.filters.balance, fix
