@@ -180,10 +180,11 @@ def build_rollout(
         step_timeout=settings.environment_step_timeout,
         reset_timeout=_reset_seconds(settings),
         trajectory_timeout=settings.trajectory_timeout,
-        is_stale=lambda first: not bound.admissible(buffer.version, first),
+        is_stale=buffer.too_stale,
         source=parts.environments,
         context=setup_of(config.context, task),
         contexts={name: setup_of(config.context, part) for name, part in parts_of(task).items()},
+        on_timeout=config.task.on_timeout,
         # a race in which all take their turns in step has no winner: with rounds only the rewards are waited for
         lockstep=lockstep if mode.batch_environments and not settings.rounds.enabled else None,
     )

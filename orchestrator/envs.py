@@ -2,7 +2,9 @@
 
 Guarantees: every call into an environment has a time limit; whatever the environment does (raise, hang, wrong types,
 not-a-number, too much text, exit) ends only this trajectory, with a cause, and an environment that misbehaved is never
-reused; tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary. Where an
+reused; tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary, and an answer that
+was called back as stale ends the trajectory. What a time limit that was reached means, the task says: the trajectory failed, is
+truncated, or keeps what it has earned (:data:`orchestrator.api.TimeoutMeaning`); one that has no turn has failed. Where an
 environment comes from and goes back to is an :class:`~orchestrator.environments.environment_session.EnvironmentSource`.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from orchestrator.api import (
     Completion,
@@ -26,6 +28,7 @@ from orchestrator.api import (
     Sampling,
     Task,
     TaskLimits,
+    TimeoutMeaning,
     Trajectory,
     TrajectoryError,
     Turn,
@@ -40,9 +43,11 @@ from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.proxy.gateway import LLMProxy
 
+TIME_LIMITS = ("environment_timeout", "trajectory_timeout")  # causes whose meaning the task says
+
 
 class StaleTrajectory(Exception):
-    """The staleness bound was passed at a turn boundary: the trajectory is evicted."""
+    """The staleness bound was passed: the trajectory is evicted."""
 
 
 @dataclass(slots=True)
@@ -61,6 +66,8 @@ class Episode:
     context_tokens: int | None = 0  # that its next turn goes on from, in a tool or not begun too; None: it is played
     heldout: bool = False  # of an evaluation: what it took says nothing of the prompts that are trained
     environment_in_order: bool = True  # no call into it is open, and its last answer passed the checks
+    unanswered: Turn | None = None  # what the environment was told, and has not answered yet
+    earned: float | None = None  # the reward of one that a time limit ended; None: the reward function says it
 
     def trajectory(
         self, finished_at: float, errors: tuple[str, ...] = (), reward: float | None = None, scored_at: float = 0.0
@@ -81,6 +88,13 @@ class Episode:
             finished_at=finished_at,
             scored_at=scored_at,
         )
+
+
+async def reward_of_episode(reward: RewardFunction, episode: Episode, finished_at: float, seconds: float) -> float:
+    """What a played episode has earned; as :func:`score_of`."""
+    if episode.earned is not None:
+        return episode.earned
+    return await score_of(reward, episode.trajectory(finished_at), seconds)
 
 
 async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: float) -> float:
@@ -129,7 +143,9 @@ class EnvManager:
         lockstep: Lockstep | None = None,
         context: Setup | None = None,
         contexts: Mapping[str, Setup] | None = None,
+        on_timeout: TimeoutMeaning | None = None,
     ) -> None:
+        """``on_timeout``: what a time limit means; None: what the task says."""
         self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
         self.forecasts: LengthTracker | None = None  # set where lengths are predicted
         # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
@@ -144,9 +160,30 @@ class EnvManager:
         self._context: Setup = context or (keep, (), None)
         self._contexts = contexts or {}  # of the parts of a mixture
         self._parts = parts_of(task)
+        self._on_timeout = on_timeout
 
     async def play(self, episode: Episode, sampling: Sampling) -> None:
         """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
+        try:
+            await self._play_through(episode, sampling)
+        except TrajectoryError as error:
+            if error.cause not in TIME_LIMITS or not self._ended_in_time(episode, error):
+                raise
+
+    def _ended_in_time(self, episode: Episode, error: TrajectoryError) -> bool:
+        """Whether an episode that a time limit ended counts, as the task says; then it is truncated where it is."""
+        meaning = self._on_timeout or getattr(self._part(episode), "on_timeout", "failed")
+        if episode.unanswered is not None and meaning != "failed":
+            episode.turns.append(episode.unanswered)
+        if not episode.turns or meaning == "failed":
+            return False
+        episode.truncated = True
+        if meaning == "partial":
+            episode.earned = sum(turn.reward for turn in episode.turns)
+        self._proxy.note_fault(error.cause, f"{episode.id}: {error.detail}; {meaning}")
+        return True
+
+    async def _play_through(self, episode: Episode, sampling: Sampling) -> None:
 
         def waiting(reason: str) -> None:
             episode.waiting_for = reason
@@ -207,24 +244,23 @@ class EnvManager:
             if self.forecasts is not None:
                 turns, said = episode.turns, completion.token_ids
                 self.forecasts.turn_over(episode.id, episode.prompt, turns, observation.token_ids, said)
+            begins = context.acted(completion.token_ids)
+            episode.unanswered = Turn(
+                observation_ids=observation.token_ids,
+                action_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+                generate_seconds=round(answered - asked, 6),
+                context=begins,
+            )
             await self._in_step(episode, "environment step", limit)
             begun = loop.time()
             result = step_of(await self._ask(episode, environment, "step", completion.token_ids))
             episode.environment_in_order = True
-            begins = context.acted(completion.token_ids)
-            episode.turns.append(
-                Turn(
-                    observation_ids=observation.token_ids,
-                    action_ids=completion.token_ids,
-                    logprobs=completion.logprobs,
-                    versions=completion.versions,
-                    reward=result.reward,
-                    done=result.done,
-                    generate_seconds=round(answered - asked, 6),
-                    environment_seconds=round(loop.time() - begun, 6),
-                    context=begins,
-                )
-            )
+            took = round(loop.time() - begun, 6)
+            turn = replace(episode.unanswered, reward=result.reward, done=result.done, environment_seconds=took)
+            episode.turns.append(turn)
+            episode.unanswered = None
             if self.on_turn is not None:
                 self.on_turn(episode, asked, answered, begun, loop.time())
             if result.done or result.truncated:
@@ -253,9 +289,15 @@ class EnvManager:
             request = await self.forecasts.rank(request)
         episode.context_tokens = len(request.token_ids)
         completion = await self._proxy.generate(request)
+        self._check_fresh(completion)
         episode.context_tokens += len(completion.token_ids)
         episode.requests += 1
         return completion
+
+    def _check_fresh(self, completion: Completion) -> None:
+        """Raises StaleTrajectory for an answer that was called back (:meth:`LLMProxy.call_back`)."""
+        if completion.finish_reason == "abort" and completion.versions and self._is_stale(completion.versions[0][0]):
+            raise StaleTrajectory
 
     async def _once_more_shorter(
         self, episode: Episode, context: EpisodeContext, sampling: Sampling, cause: str

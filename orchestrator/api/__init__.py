@@ -46,6 +46,7 @@ from orchestrator.api.ports import (
     RolloutWorker,
     Task,
     TaskLimits,
+    TimeoutMeaning,
     Trainer,
     parts_of,
 )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from orchestrator.api import TimeoutMeaning
 from orchestrator.config.agent_keys import AgentSection
 from orchestrator.config.data_keys import DataSection
 from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
@@ -78,6 +79,8 @@ class TaskSection(Section):
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
     mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
+    # what a time limit that ends an episode makes of it; None: what the task says, or failed
+    on_timeout: TimeoutMeaning | None = None
     memory: MemorySection = MemorySection()
     chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()  # of name = "agent"

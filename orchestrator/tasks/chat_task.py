@@ -29,7 +29,7 @@ from orchestrator.tasks.text import TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
 _FIELD = "task.chat.tokenizer"
-_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "use_tools")
+_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "use_tools", "on_timeout")
 
 _TOKEN = re.compile(  # of a regular expression: an escape, a set, a group's beginning, a count, or a character
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+\)|P?<\w+>|[a-zA-Z-]*[:)]|<?[=!>])|\{\d*,?\d*\}|.", re.DOTALL

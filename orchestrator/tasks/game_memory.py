@@ -19,7 +19,15 @@ from orchestrator.tasks.mixture import MixturePart
 
 WORDS = ("<note>", "<recall>", "<memory>")
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
-_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "demonstrations", "use_tools")
+_OF_THE_TASK = (
+    "reward",
+    "reward_seconds",
+    "reward_by_case",
+    "needs_sandbox",
+    "demonstrations",
+    "use_tools",
+    "on_timeout",
+)
 
 
 class MemoryTask:
@@ -38,7 +46,12 @@ class MemoryTask:
         self.turns, self.longest, self.notes = turns, longest, notes
         self.parts = {
             name: MixturePart(
-                name, self.vocabulary, part.max_turns + turns, part.max_response_tokens, part.max_context_tokens
+                name,
+                self.vocabulary,
+                part.max_turns + turns,
+                part.max_response_tokens,
+                part.max_context_tokens,
+                getattr(part, "on_timeout", "failed"),
             )
             for name, part in parts_of(task).items()
         }

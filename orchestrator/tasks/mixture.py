@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from orchestrator.api import Environment, Observation, Prompt, StepResult, Task
+from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TimeoutMeaning
 
 _UNUSED = "<unused"  # how vocabularies name ids that fill them up
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
@@ -37,6 +37,7 @@ class MixturePart:
     max_turns: int
     max_response_tokens: int
     max_context_tokens: int
+    on_timeout: TimeoutMeaning = "failed"
 
 
 class MixtureWords:
@@ -96,7 +97,12 @@ class MixtureTask:
         self.words_of = {name: MixtureWords(task, ids) for name, task in self.tasks.items()}
         limits = ("max_turns", "max_response_tokens", "max_context_tokens")
         self.parts = {
-            name: MixturePart(name, self.vocabulary, *(getattr(task, limit) for limit in limits))
+            name: MixturePart(
+                name,
+                self.vocabulary,
+                *(getattr(task, limit) for limit in limits),
+                on_timeout=getattr(task, "on_timeout", "failed"),
+            )
             for name, task in self.tasks.items()
         }
         self.max_turns, self.max_response_tokens, self.max_context_tokens = (
