@@ -179,6 +179,7 @@ def build_rollout(
         proxy,
         step_timeout=settings.environment_step_timeout,
         reset_timeout=_reset_seconds(settings),
+        reset_tries=config.environment.reset_tries,
         trajectory_timeout=settings.trajectory_timeout,
         is_stale=buffer.too_stale,
         source=parts.environments,
@@ -352,7 +353,9 @@ def build_environment_pool(
     of its sessions and marks what is theirs. For environments in other processes: ``log`` gets what they print, ``tools``
     are the fields of their ToolSettings (those in this process have the task's), ``tally`` counts their calls."""
     backend = _environment_backend(config, task, owner, log, tools, tally)
-    return None if backend is None else EnvPool(backend, _pool_settings(config, owner), events)
+    if backend is None:
+        return None
+    return EnvPool(backend, _pool_settings(config, owner), events, getattr(task, "environment_template", None))
 
 
 def environment_target(config: Config, task: Task) -> tuple[str, dict[str, Any]]:

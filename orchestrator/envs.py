@@ -2,10 +2,11 @@
 
 Guarantees: every call into an environment has a time limit; whatever the environment does (raise, hang, wrong types,
 not-a-number, too much text, exit) ends only this trajectory, with a cause, and an environment that misbehaved is never
-reused; tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary, and an answer that
-was called back as stale ends the trajectory. What a time limit that was reached means, the task says: the trajectory failed, is
-truncated, or keeps what it has earned (:data:`orchestrator.api.TimeoutMeaning`); one that has no turn has failed. Where an
-environment comes from and goes back to is an :class:`~orchestrator.environments.environment_session.EnvironmentSource`.
+reused; where one does not begin the episode, another is asked; tokens go in and out as ids, nothing is re-tokenised; staleness
+is checked at every turn boundary, and an answer that was called back as stale ends the trajectory. What a time limit that was
+reached means, the task says: the trajectory failed, is truncated, or keeps what it has earned
+(:data:`orchestrator.api.TimeoutMeaning`); one that has no turn has failed. Where an environment comes from and goes back to is
+an :class:`~orchestrator.environments.environment_session.EnvironmentSource`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.proxy.gateway import LLMProxy
 
+# Causes of a failed reset after which another environment may do
+ANOTHER_MAY = (
+    "environment_error",
+    "environment_timeout",
+    "environment_output",
+    "environment_died",
+    "environment_protocol",
+)
 TIME_LIMITS = ("environment_timeout", "trajectory_timeout")  # causes whose meaning the task says
 
 
@@ -66,6 +75,7 @@ class Episode:
     context_tokens: int | None = 0  # that its next turn goes on from, in a tool or not begun too; None: it is played
     heldout: bool = False  # of an evaluation: what it took says nothing of the prompts that are trained
     environment_in_order: bool = True  # no call into it is open, and its last answer passed the checks
+    begun: bool = False  # an environment was reset to its prompt
     unanswered: Turn | None = None  # what the environment was told, and has not answered yet
     earned: float | None = None  # the reward of one that a time limit ended; None: the reward function says it
 
@@ -137,6 +147,7 @@ class EnvManager:
         *,
         step_timeout: float,
         reset_timeout: float | None = None,
+        reset_tries: int = 1,
         trajectory_timeout: float,
         is_stale: Callable[[int], bool],
         source: EnvironmentSource | None = None,
@@ -145,13 +156,17 @@ class EnvManager:
         contexts: Mapping[str, Setup] | None = None,
         on_timeout: TimeoutMeaning | None = None,
     ) -> None:
-        """``on_timeout``: what a time limit means; None: what the task says."""
-        self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
+        """``reset_tries``: environments that are asked until one begins the episode; ``on_timeout``: what a time limit means;
+        None: what the task says."""
+        self.source: EnvironmentSource = source or FreshEnvironments(
+            task, step_timeout, proxy.note_fault, getattr(task, "environment_template", None)
+        )
         self.forecasts: LengthTracker | None = None  # set where lengths are predicted
         # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
         self.on_turn: Callable[[Episode, float, float, float, float], None] | None = None
         self._task = task
         self._proxy = proxy
+        self._reset_tries = reset_tries
         self._limits = {"reset": reset_timeout or step_timeout, "step": step_timeout}
         self._trajectory_timeout = trajectory_timeout
         self._is_stale = is_stale
@@ -199,16 +214,24 @@ class EnvManager:
                 self.forecasts.ended(episode.trajectory(0.0), complete, episode.heldout)
 
     async def _play(self, episode: Episode, sampling: Sampling, waiting: Callable[[str], None]) -> None:
-        environment = await self.source.acquire(waiting)  # its time is the pool's, not the trajectory's
-        try:
-            async with asyncio.timeout(self._trajectory_timeout) as limit:
-                await self._turns(episode, sampling, environment, limit)
-        except TimeoutError as error:
-            raise TrajectoryError(
-                "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
-            ) from error
-        finally:
-            await self.source.release(environment, episode.environment_in_order)
+        for tries in reversed(range(self._reset_tries)):
+            environment = await self.source.acquire(
+                episode.prompt, waiting
+            )  # its time is the pool's, not the trajectory's
+            try:
+                async with asyncio.timeout(self._trajectory_timeout) as limit:
+                    await self._turns(episode, sampling, environment, limit)
+                return
+            except TimeoutError as error:
+                raise TrajectoryError(
+                    "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
+                ) from error
+            except TrajectoryError as error:
+                if episode.begun or not tries or error.cause not in ANOTHER_MAY:
+                    raise
+                self._proxy.note_fault("environment_reset", f"{episode.id}: {error}; another environment is asked")
+            finally:
+                await self.source.release(environment, episode.environment_in_order)
 
     async def _turns(
         self, episode: Episode, sampling: Sampling, environment: Environment, limit: asyncio.Timeout
@@ -218,6 +241,7 @@ class EnvManager:
         episode.waiting_for = "environment reset"
         first = await self._ask(episode, environment, "reset", episode.prompt)
         observation = observation_of(first, "reset")
+        episode.begun = True
         part, (rules, _, _) = self._part(episode), self._rules(episode)
         context = EpisodeContext(rules)
         for _ in range(part.max_turns):

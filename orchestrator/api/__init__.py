@@ -55,6 +55,7 @@ from orchestrator.api.types import (
     Completion,
     CompletionTiming,
     ContextStart,
+    EnvironmentTemplate,
     GenerationRequest,
     Observation,
     Prompt,

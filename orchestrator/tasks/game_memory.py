@@ -27,6 +27,7 @@ _OF_THE_TASK = (
     "demonstrations",
     "use_tools",
     "on_timeout",
+    "environment_template",
 )
 
 
@@ -92,6 +93,10 @@ class MemoryEnvironment:
         self._notes: list[tuple[int, ...]] = []
         self._used = 0
         self.version = f"{inner.version}+memory"
+
+    async def prepare(self, setup: str) -> None:
+        """As the inner environment's."""
+        await self._inner.prepare(setup)  # type: ignore[attr-defined]  # its template asked for it
 
     async def reset(self, prompt: Prompt) -> Observation:
         self._notes, self._used = [], 0
