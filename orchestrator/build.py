@@ -179,11 +179,13 @@ def build_rollout(
         proxy,
         step_timeout=settings.environment_step_timeout,
         reset_timeout=_reset_seconds(settings),
+        reset_tries=config.environment.reset_tries,
         trajectory_timeout=settings.trajectory_timeout,
-        is_stale=lambda first: not bound.admissible(buffer.version, first),
+        is_stale=buffer.too_stale,
         source=parts.environments,
         context=setup_of(config.context, task),
         contexts={name: setup_of(config.context, part) for name, part in parts_of(task).items()},
+        on_timeout=config.task.on_timeout,
         # a race in which all take their turns in step has no winner: with rounds only the rewards are waited for
         lockstep=lockstep if mode.batch_environments and not settings.rounds.enabled else None,
     )
@@ -351,7 +353,9 @@ def build_environment_pool(
     of its sessions and marks what is theirs. For environments in other processes: ``log`` gets what they print, ``tools``
     are the fields of their ToolSettings (those in this process have the task's), ``tally`` counts their calls."""
     backend = _environment_backend(config, task, owner, log, tools, tally)
-    return None if backend is None else EnvPool(backend, _pool_settings(config, owner), events)
+    if backend is None:
+        return None
+    return EnvPool(backend, _pool_settings(config, owner), events, getattr(task, "environment_template", None))
 
 
 def environment_target(config: Config, task: Task) -> tuple[str, dict[str, Any]]:

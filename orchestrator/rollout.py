@@ -27,7 +27,7 @@ from orchestrator.buffer import REFERENCE_LOST, SampleBuffer
 from orchestrator.components import Shards
 from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory, score_of
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory, reward_of_episode
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.placement.length_tracker import LengthTracker
@@ -121,6 +121,21 @@ class Rollout:
         """So many trajectories in flight at most, and environments in the pool; those beyond play to their end."""
         self.gate = replace(self.gate, environments=environments)
         self.environments.source.resize(environments)
+        self._room.set()
+
+    def set_version(self, version: int) -> None:
+        """The trainer's version moved: what is too stale ends, in the buffer and in the midst of an answer. A call into an
+        environment is not broken off, which would cost the environment: its trajectory ends when it returns."""
+        self.buffer.set_version(version)
+        unknown: dict[str, None] = {}  # whose first token is not known yet
+        for episode in list(self.episodes.values()):
+            if episode.waiting_for != "generation":
+                continue
+            if not episode.turns:
+                unknown[episode.id] = None
+            elif self.buffer.too_stale(episode.turns[0].versions[0][0]):
+                self._cancel(episode.id, "evicted_stale", "", replace=True)
+        self.proxy.call_back(unknown, self.buffer.too_stale)
         self._room.set()
 
     def poke(self) -> None:
@@ -311,7 +326,7 @@ class Rollout:
         self._note_version(episode)
         finished = self.events.time()
         episode.waiting_for = "reward"
-        reward = await score_of(self.reward, episode.trajectory(finished), self.settings.trajectory_timeout)
+        reward = await reward_of_episode(self.reward, episode, finished, self.settings.trajectory_timeout)
         trajectory = self.shards.finish(episode.trajectory(finished, reward=reward, scored_at=self.events.time()))
         self.ledger.move(episode.id, "buffered")
         self._failed_in_row = 0

@@ -40,6 +40,7 @@ BENCHES = {
     "event-loop": Bench("scripts.bench.micro.event_loop", "31 min", "bubblewrap"),
     "learning-parity": Bench("scripts.bench.papers.learning_parity", "60 min", RUN),
     "trajectory-vs-batch": Bench("scripts.bench.micro.trajectory_vs_batch", "15 min", f"{VLLM}, ray"),
+    "resets": Bench("scripts.bench.micro.resets", "3 min"),
     "store": Bench("scripts.bench.micro.store", "6 min", "duckdb, polars"),
     "batch-handover": Bench("scripts.bench.micro.batch_handover", "1 min", "ray"),
     "checkpoint-stall": Bench("scripts.bench.micro.checkpoint_stall", "1 min"),
