@@ -48,7 +48,10 @@ def write_tiny_llava(folder: Path) -> Path:
         max_position_embeddings=512,
     )
     config = transformers.LlavaConfig(
-        vision, text, image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=4
+        vision_config=vision,
+        text_config=text,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=4,
     )
     torch.manual_seed(5)
     model = transformers.LlavaForConditionalGeneration(config).float()

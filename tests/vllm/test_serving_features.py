@@ -75,7 +75,7 @@ def write_adapter(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, vllm_serve: Any) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("features")
-    write_tiny_qwen3(folder / "model", 1)
+    write_tiny_qwen3(folder / "model", 1, vocabulary=300)  # all of the tokenizer's
     write_tokenizer(folder / "model")
     adapter = write_adapter(folder / "adapter")
     options = [
@@ -124,7 +124,7 @@ def users(server: Any) -> dict[str, Any]:
     }
     tool = {"type": "function", "function": {"name": "sit", "parameters": schema}}
     asked = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "sit"}}}
-    message = ask(server, "chat/completions", messages=messages, max_tokens=64, **asked)["choices"][0]["message"]
+    message = ask(server, "chat/completions", messages=messages, max_tokens=200, **asked)["choices"][0]["message"]
     said["tool"] = message["tool_calls"][0]["function"]
     return said
 

@@ -93,7 +93,9 @@ def quick_library() -> ctypes.PyDLL:
     """The same, for calls that never wait: they keep the interpreter lock, which another thread might not give back for
     milliseconds."""
     library()  # which says what is wrong with it
-    return _declared(ctypes.PyDLL(str(_PATH), use_errno=True))
+    found = ctypes.PyDLL(str(_PATH), use_errno=True)
+    _declare(found)
+    return found
 
 
 @cache
@@ -102,13 +104,14 @@ def library() -> ctypes.CDLL:
     fix = "install the package again, with a C compiler"
     if not _PATH.exists():
         raise RunError(f"the KV pool needs its native library, which was not built: {fix}")
-    found = _declared(ctypes.CDLL(str(_PATH), use_errno=True))
+    found = ctypes.CDLL(str(_PATH), use_errno=True)
+    _declare(found)
     if (version := found.rlc_pool_abi()) != ABI:
         raise RunError(f"the KV pool's native library has version {version}, this package needs {ABI}: {fix}")
     return found
 
 
-def _declared(found: Any) -> Any:
+def _declare(found: ctypes.CDLL) -> None:
     fix = "install the package again, with a C compiler"
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(found, name, None)
@@ -117,7 +120,6 @@ def _declared(found: Any) -> Any:
         function.restype, function.argtypes = result, arguments
     for name, arguments in (("rlc_pool_close", [_P]), ("rlc_cuda_close", [_P]), ("rlc_cuda_written", [_P, _P, _P])):
         getattr(found, name).restype, getattr(found, name).argtypes = None, arguments
-    return found
 
 
 def system_error() -> OSError:
