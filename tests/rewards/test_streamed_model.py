@@ -277,3 +277,17 @@ def test_sampled_answers_of_a_batch_are_each_of_its_own_seed() -> None:
 
 def test_a_batch_has_memory_for_all_as_long_as_the_longest() -> None:
     assert padded_tokens([Question([1, 2], 9), Question([1, 2, 3, 4], 5)]) == 2 * (4 + 9)
+
+
+def test_each_row_of_a_batch_counts_its_positions_from_its_own_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = StreamedModel(qwen())
+    seen: list[Any] = []
+    plain = judge.forward
+
+    def noted(ids: torch.Tensor, **keywords: Any) -> Any:
+        seen.append(keywords["position_ids"].tolist())
+        return plain(ids, **keywords)
+
+    monkeypatch.setattr(judge, "forward", noted)
+    judge.generate_batch([Question([5, 6], 3), Question([5, 6, 7, 8], 3)])
+    assert seen == [[[0, 0, 0, 1], [0, 1, 2, 3]], [[2], [4]], [[3], [5]]]
