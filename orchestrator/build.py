@@ -19,8 +19,6 @@ from orchestrator.api import (
     BorrowedWorker,
     ConfigError,
     ManagedWorker,
-    PlacedWorker,
-    ResizableWorker,
     Task,
     Trajectory,
     parts_of,
@@ -230,7 +228,6 @@ def build_proxy(
     settings = config.rollout
     if settings.reshapes:
         require_resizable(workers, settings.planner.enabled, settings.planner.experts)
-        _require_one_class(workers, config)
     routing = routing_of(config, borrows or any(isinstance(worker, BorrowedWorker) for worker in workers))
     proxy = LLMProxy(
         workers,
@@ -257,26 +254,6 @@ def routing_of(config: Config, borrows: bool) -> RoutingSection:
     settings = config.rollout
     profile = read_profile(settings.routing.profile, "rollout.routing.profile")
     return router_setup.with_caps(settings, borrows or settings.borrows, profile)
-
-
-def _require_one_class(workers: Sequence[ManagedWorker], config: Config) -> None:
-    """Engines are cut anew over devices that are alike: where prefill and decode are on classes of their own, all of the run's
-    own workers must be of one of the two (the other is borrowed). Raises ConfigError."""
-    settings = config.rollout
-    if not settings.disaggregation.enabled:
-        return
-    own = [worker for worker in workers if isinstance(worker, ResizableWorker)]
-    known = settings.routing.hardware
-    classes = {
-        (worker.hardware if isinstance(worker, PlacedWorker) else "") or known.get(worker.name, "") for worker in own
-    }
-    if len(classes) > 1:
-        field = "rollout.planner.enabled" if settings.planner.enabled else "rollout.placement.degrees.enabled"
-        fix = (
-            "cuts all engines anew over one class of devices, and rollout.disaggregation has them on two: borrow the workers of "
-            "one class (rollout.served), or set one of the two to false"
-        )
-        raise ConfigError(field, True, fix)
 
 
 def make_filters(settings: FiltersSection) -> FilterChain:

@@ -226,7 +226,7 @@ class Rollout:
         """Trajectories that the present batch is collected from: what speculation adds is of short rounds only."""
         if self.rounds is not None:
             return self.rounds.launches
-        return math.ceil(self.size.trajectories * self.size.redundancy)
+        return math.ceil(self.size.trajectories * self.gate.redundancy)
 
     @property
     def round_kind(self) -> str:
@@ -280,7 +280,11 @@ class Rollout:
         settings, buffer = self.settings, self.buffer
         if not settings.dynamic_sampling:
             return
-        self.events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
+        filtered, kept, then = buffer.filtered_groups, buffer.uniform_taken, {}
+        if settings.dynamic_concurrency:
+            self.gate = self.gate.following(self.size.redundancy, settings.groups_per_step, filtered)
+            then["redundancy"] = round(self.gate.redundancy, 6)
+        self.events.emit("dynamic_sampling", step=step, filtered=filtered, kept=kept, **then)
         if buffer.uniform_taken:
             limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
             detail = f"{buffer.uniform_taken} of {settings.groups_per_step} groups of step {step + 1} have equal rewards: {limit}"

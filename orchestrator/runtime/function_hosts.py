@@ -141,8 +141,9 @@ def judge_of(config: Config, task: Task, judge: JudgeSection, own: JudgeHost | N
         max_tokens=judge.max_tokens,
         temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
         token=token,
-        concurrency=settings.concurrency if own is None else 1,  # it answers one at a time, and waiting is not its time
-        timeout=settings.judge_seconds(judge),
+        concurrency=settings.concurrency,
+        # ours computes what waits as one batch; where memory is for one at a time, the last of them waits for all others
+        timeout=settings.judge_seconds(judge) * (1 if own is None else settings.concurrency),
         retries=settings.retries,
         seed=config.run.seed,
         tls=config.tls.files(),

@@ -77,6 +77,8 @@ BENCHES = {
     "tail-batching": Bench("scripts.bench.papers.tail_batching", "3 min", VLLM),
     "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "30 min", VLLM),
     "pool-step": Bench("scripts.bench.micro.pool_step", "2 min", VLLM),
+    "four-papers": Bench("scripts.bench.micro.four_papers", "10 min", RUN),
+    "judge-batches": Bench("scripts.bench.micro.judge_batches", "3 min", VLLM),
     "kv-remap": Bench("scripts.bench.micro.kv_remap", "a few seconds", VLLM),
 }
 
