@@ -154,9 +154,12 @@ class OpenShard:
     def trajectory(self) -> Trajectory:
         """What was encoded; its tokens and log-probs are :class:`Column`."""
         record = json.loads(self._record[0].as_py())
-        turns = tuple(_turn_of(row, parts) for row, parts in zip(self._turns.to_pylist(), self._parts(), strict=True))
         record |= {"prompt": Prompt(**record["prompt"]), "errors": tuple(record["errors"])}
-        return Trajectory(turns=turns, **record)
+        return Trajectory(turns=self.turns(), **record)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Those of :meth:`trajectory`."""
+        return tuple(_turn_of(row, parts) for row, parts in zip(self._turns.to_pylist(), self._parts(), strict=True))
 
     def attached(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The turns that were encoded, with the numbers that lie here in place of their own."""
