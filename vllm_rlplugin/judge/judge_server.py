@@ -40,7 +40,7 @@ from orchestrator.api.listener_limits import (
     serve_until_told,
 )
 from orchestrator.policies.serving.judge_residency import BATCH
-from vllm_rlplugin.judge.streamed_model import Question, StreamedModel, padded_tokens
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel, padded_tokens
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
 LIMITS = LISTENERS["judge"]
@@ -51,7 +51,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(eq=False)
 class _Asked:
-    question: Question
+    question: JudgeQuestion
     answer: list[int] | None = None
 
 
@@ -115,7 +115,7 @@ class JudgeServer:
             return _refuse(400, str(error)[:500])
         stop = frozenset({self._tokenizer.eos_token_id} - {None})
         try:
-            found = await self._generated(Question(tuple(prompt), most, temperature, seed), stop)
+            found = await self._generated(JudgeQuestion(tuple(prompt), most, temperature, seed), stop)
         except ValueError as error:
             return _refuse(413, str(error))
         self._count += 1
@@ -135,7 +135,7 @@ class JudgeServer:
         kept = {"layers": self._model.residency.layers, "resident": self._model.residency.resident}
         return web.json_response({**answer, "choices": [choice], "usage": usage, "residency": kept})
 
-    async def _generated(self, question: Question, stop: frozenset[int]) -> list[int]:
+    async def _generated(self, question: JudgeQuestion, stop: frozenset[int]) -> list[int]:
         """Its answer. Whoever comes to the model first computes what waits with its own. Raises ValueError: no memory for it."""
         mine = _Asked(question)
         self._unanswered.append(mine)

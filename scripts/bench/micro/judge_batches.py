@@ -20,7 +20,7 @@ import torch
 
 from orchestrator.policies.serving.judge_residency import spread_layers
 from scripts.bench.result import frame, now
-from vllm_rlplugin.judge.streamed_model import Question, StreamedModel
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel
 
 NAME = "judge-batches"
 _LEAST, _BYTES, PAIRS = 8.0, 1 / 32, 3
@@ -78,18 +78,18 @@ def _model(layers: int) -> Any:
     ).float()
 
 
-def _questions(count: int, tokens: int, most: int) -> list[Question]:
+def _questions(count: int, tokens: int, most: int) -> list[JudgeQuestion]:
     """Prompts of 90 to 110 per cent of so many tokens."""
     chance = random.Random(tokens)
     lengths = [chance.randint(9 * tokens // 10, 11 * tokens // 10) for _ in range(count)]
-    return [Question([chance.randrange(_VOCABULARY) for _ in range(length)], most) for length in lengths]
+    return [JudgeQuestion([chance.randrange(_VOCABULARY) for _ in range(length)], most) for length in lengths]
 
 
-def _compared(judge: StreamedModel, questions: list[Question], pairs: int) -> dict[str, Any]:
+def _compared(judge: StreamedModel, questions: list[JudgeQuestion], pairs: int) -> dict[str, Any]:
     """A batch with streamed layers beside one at a time: streamed once, for answers and bytes, and resident, for time."""
     layers = judge.memory.layers
 
-    def timed(resident: int, batch: int, asked: list[Question] = questions) -> tuple[list[list[int]], float, int]:
+    def timed(resident: int, batch: int, asked: list[JudgeQuestion] = questions) -> tuple[list[list[int]], float, int]:
         judge.arrange(spread_layers(judge.memory, 0, resident))
         before, begun, said = judge.counts.bytes, time.perf_counter(), list[list[int]]()
         for at in range(0, len(asked), batch):
