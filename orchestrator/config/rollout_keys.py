@@ -181,6 +181,8 @@ class RolloutSection(Section):
     served_priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 1_000_000
     served_deactivate: bool = False  # at the run's end, rollout engines of a device's pool that nobody else uses
     environments: Positive = 64  # trajectories in flight at most
+    # processes that environments, their managers and calls of rewards are shared out over: docs/processes.md; 1: the run's own
+    shards: Annotated[int, Field(ge=1, le=256)] = 1
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
     groups_per_step: Positive = 32
