@@ -49,6 +49,10 @@ MOST_MESSAGES = 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class _NoRoom(Exception):
+    """A sequence does not fit into the memory that there is."""
+
+
 @dataclass(eq=False)
 class _Asked:
     question: JudgeQuestion
@@ -116,7 +120,7 @@ class JudgeServer:
         stop = frozenset({self._tokenizer.eos_token_id} - {None})
         try:
             found = await self._generated(JudgeQuestion(tuple(prompt), most, temperature, seed), stop)
-        except ValueError as error:
+        except _NoRoom as error:
             return _refuse(413, str(error))
         self._count += 1
         ended = bool(found) and found[-1] in stop
@@ -136,7 +140,7 @@ class JudgeServer:
         return web.json_response({**answer, "choices": [choice], "usage": usage, "residency": kept})
 
     async def _generated(self, question: JudgeQuestion, stop: frozenset[int]) -> list[int]:
-        """Its answer. Whoever comes to the model first computes what waits with its own. Raises ValueError: no memory for it."""
+        """Its answer. Whoever comes to the model first computes what waits with its own. Raises _NoRoom."""
         mine = _Asked(question)
         self._unanswered.append(mine)
         try:
@@ -161,9 +165,9 @@ class JudgeServer:
         while True:
             try:
                 self._model.fit(padded_tokens([one.question for one in batch]), memory)
-            except ValueError:
+            except ValueError as error:
                 if len(batch) == 1:
-                    raise
+                    raise _NoRoom(str(error)) from error
                 batch = batch[: len(batch) // 2]
             else:
                 return batch
