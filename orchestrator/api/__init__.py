@@ -46,6 +46,7 @@ from orchestrator.api.ports import (
     RolloutWorker,
     Task,
     TaskLimits,
+    TimeoutMeaning,
     Trainer,
     parts_of,
 )
@@ -54,6 +55,7 @@ from orchestrator.api.types import (
     Completion,
     CompletionTiming,
     ContextStart,
+    EnvironmentTemplate,
     GenerationRequest,
     Observation,
     Prompt,

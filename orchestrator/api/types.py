@@ -121,6 +121,16 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentTemplate:
+    """What an environment begins from: in one of the same template any of its prompts can be played. ``image``: of its
+    container, empty for that of the config; ``setup``: what the environment's ``prepare`` is told once, before its first
+    episode, the name of a repository for example."""
+
+    image: str = ""
+    setup: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """Tokens that the environment appends to the context before the policy speaks."""
 

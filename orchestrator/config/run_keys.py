@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from orchestrator.api import TimeoutMeaning
 from orchestrator.config.agent_keys import AgentSection
 from orchestrator.config.data_keys import DataSection
 from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
@@ -78,6 +79,9 @@ class TaskSection(Section):
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
     mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
+    repositories: tuple[str, ...] = ()  # of repository: names, files of your own; empty: all that come with the package
+    # what a time limit that ends an episode makes of it; None: what the task says, or failed
+    on_timeout: TimeoutMeaning | None = None
     memory: MemorySection = MemorySection()
     chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()  # of name = "agent"
@@ -108,6 +112,8 @@ class TaskSection(Section):
             yield from ((name, self._gym[name], "only for name = 'reasoning_gym'") for name in others)
         elif not self.dataset:
             yield "dataset", "", "name = 'reasoning_gym' needs one, chain_sum for example"
+        if self.repositories and "repository" not in names:
+            yield "repositories", list(self.repositories), "only for name = 'repository'"
         if self.name != "agent" and self.agent != AgentSection():
             yield "agent", self.agent, "only for name = 'agent'"
         if self.name != "dataset" and self.data != DataSection():
@@ -132,9 +138,12 @@ class TaskSection(Section):
     def options(self) -> dict[str, Any]:
         """What the task's class is given beside the number of held-out prompts."""
         if self.name == "mixture":
-            return {"shares": self.mixture, **({"reasoning_gym": self._gym} if self._gym else {})}
+            own = {"reasoning_gym": self._gym, "repository": {"repositories": self.repositories}}
+            return {"shares": self.mixture, **{name: given for name, given in own.items() if any(given.values())}}
         if self.name == "agent":
             return {"settings": self.agent}
+        if self.name == "repository":
+            return {"repositories": self.repositories}
         if self.name == "dataset":
             return {"settings": self.data}
         return dict(self._gym)

@@ -170,12 +170,13 @@ class OpenShard:
     def trajectory(self) -> Trajectory:
         """What was encoded; its tokens and log-probs are :class:`Column`."""
         record = json.loads(self._record[0].as_py())
-        turns = tuple(
-            replace(_turn_of(row, parts), experts=self._experts_of(place))
-            for place, (row, parts) in enumerate(zip(self._turns.to_pylist(), self._parts(), strict=True))
-        )
         record |= {"prompt": Prompt(**record["prompt"]), "errors": tuple(record["errors"])}
+        turns = tuple(replace(turn, experts=self._experts_of(place)) for place, turn in enumerate(self.turns()))
         return Trajectory(turns=turns, **record)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Those of :meth:`trajectory`, without routed experts."""
+        return tuple(_turn_of(row, parts) for row, parts in zip(self._turns.to_pylist(), self._parts(), strict=True))
 
     def attached(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The turns that were encoded, with the numbers that lie here in place of their own; routed experts lie here only."""

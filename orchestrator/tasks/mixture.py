@@ -18,11 +18,11 @@ import functools
 import importlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from orchestrator.api import Environment, Observation, Prompt, StepResult, Task
+from orchestrator.api import Environment, EnvironmentTemplate, Observation, Prompt, StepResult, Task, TimeoutMeaning
 
 _UNUSED = "<unused"  # how vocabularies name ids that fill them up
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
@@ -37,6 +37,7 @@ class MixturePart:
     max_turns: int
     max_response_tokens: int
     max_context_tokens: int
+    on_timeout: TimeoutMeaning = "failed"
 
 
 class MixtureWords:
@@ -96,7 +97,12 @@ class MixtureTask:
         self.words_of = {name: MixtureWords(task, ids) for name, task in self.tasks.items()}
         limits = ("max_turns", "max_response_tokens", "max_context_tokens")
         self.parts = {
-            name: MixturePart(name, self.vocabulary, *(getattr(task, limit) for limit in limits))
+            name: MixturePart(
+                name,
+                self.vocabulary,
+                *(getattr(task, limit) for limit in limits),
+                on_timeout=getattr(task, "on_timeout", "failed"),
+            )
             for name, task in self.tasks.items()
         }
         self.max_turns, self.max_response_tokens, self.max_context_tokens = (
@@ -105,6 +111,8 @@ class MixtureTask:
         self.needs_sandbox = any(getattr(task, "needs_sandbox", False) for task in self.tasks.values())
         self.reward_by_case = any(getattr(task, "reward_by_case", False) for task in self.tasks.values())
         self.reward_seconds = max(getattr(task, "reward_seconds", 0.0) for task in self.tasks.values())
+        if any(hasattr(task, "environment_template") for task in self.tasks.values()):
+            self.environment_template = self._template_of
         versions = (f"{name} {getattr(task, 'version', '1')}" for name, task in self.tasks.items())
         self.environment_version = f"mixture {self.version}: {', '.join(versions)}"
 
@@ -114,6 +122,14 @@ class MixtureTask:
         if split == "train":
             return self._drawn(streams, f"mixture/{seed}")
         return islice((prompt for row in zip(*streams.values(), strict=False) for prompt in row), self._heldout)
+
+    def _template_of(self, prompt: Prompt) -> EnvironmentTemplate:
+        """What the part says; where it says nothing, it is the same as for all of these."""
+        said = getattr(self.tasks[prompt.task], "environment_template", None)
+        if said is None:
+            return EnvironmentTemplate()
+        template: EnvironmentTemplate = said(prompt)
+        return replace(template, setup=f"{prompt.task} {template.setup}") if template.setup else template
 
     def environment(self) -> MixtureEnvironment:
         """A fresh environment; which task it plays follows from the prompt."""
@@ -154,12 +170,20 @@ class MixtureEnvironment:
         self._task = task
         self._inner: Environment | None = None
         self._words: MixtureWords | None = None
+        self._setup = ""  # what it was prepared with: the part, a space, and what is the part's own
         self.version = task.environment_version
+
+    async def prepare(self, setup: str) -> None:
+        """What the part's own environment is told, see :meth:`MixtureTask.environment_template`."""
+        self._setup = setup
 
     async def reset(self, prompt: Prompt) -> Observation:
         await self.close()
         self._words = self._task.words_of[prompt.task]
         self._inner = self._task.tasks[prompt.task].environment()
+        part, _, setup = self._setup.partition(" ")
+        if part == prompt.task:
+            await self._inner.prepare(setup)  # type: ignore[attr-defined]  # a part that asked for it
         return Observation(self._words.to_mixture((await self._inner.reset(prompt)).token_ids))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
