@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from orchestrator.config import Config, load_config, parse_config
 from orchestrator.envs import SHARD_LOST, Episode, StaleTrajectory
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.manager_shards import shard_managers, shard_messages
+from orchestrator.manager_shards.shard_host import ShardHost
 from orchestrator.manager_shards.shard_managers import ShardManagers
 from orchestrator.manager_shards.shard_messages import EpisodeEnd
 from orchestrator.shards.shard_folder import ShardFolder, TrajectoryWriter, lay_by_value, shard_of, turns_by_value
@@ -228,6 +230,8 @@ def test_an_episode_that_is_called_off_returns_what_there_is_when_the_shard_has_
         assert head.shard.said[-1] == (shard_messages.END, ["t1"])
         head.shard.heard(shard_messages.pack(shard_messages.PLAYED, "t1", "", False))  # it was on its way
         played.cancel()
+        await asyncio.sleep(0.01)
+        assert not played.done()
         head.shard.heard(EpisodeEnd("t1", "cancelled", laid=lay_by_value(a_trajectory())).message())
         with pytest.raises(asyncio.CancelledError):
             await played
@@ -340,6 +344,50 @@ def test_counters_of_shards_are_added_up() -> None:
     }  # fmt: skip
 
 
+# -- a shard, and a head that a test speaks for ----------------------------------------------------------------------
+
+
+class Manager:
+    """Plays until it is cancelled, and ends as if it had come to its end then."""
+
+    class source:
+        @staticmethod
+        def resize(size: int) -> None:
+            raise AssertionError
+
+    def __init__(self) -> None:
+        self.playing = 0
+
+    async def play(self, episode: Episode, sampling: Sampling) -> None:
+        self.playing += 1
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1e6)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_episode_that_is_called_off_ends_once_whether_it_had_begun_or_comes_to_its_end_just_then(
+    begun: bool,
+) -> None:
+    async def main() -> None:
+        said, manager = list[bytes](), Manager()
+        host = ShardHost(lambda proxy: manager, InMemory(), lay_by_value, said.append, 1.0)  # type: ignore[arg-type, return-value]
+        prompt, sampling = shard_messages.prompt_row(PROMPT), shard_messages.sampling_row(SAMPLING)
+        host.hear(shard_messages.pack(shard_messages.BEGIN, "t1", "g", prompt, sampling, 0.0, False))
+        if begun:
+            await asyncio.sleep(0.01)
+        assert manager.playing == begun
+        host.hear(shard_messages.pack(shard_messages.END, "t1"))
+        await asyncio.sleep(0.01)
+        ends = [
+            EpisodeEnd.of(fields) for kind, fields in map(shard_messages.unpack, said) if kind != shard_messages.ALIVE
+        ]
+        assert [(end.id, end.outcome) for end in ends] == [("t1", "cancelled")]
+        host.hear(shard_messages.pack(shard_messages.END, "t1"))  # nobody knows it any more
+        await host.close()
+
+    run(main())
+
+
 # -- messages and files ----------------------------------------------------------------------------------------------
 
 
@@ -350,6 +398,14 @@ def test_bytes_that_are_no_message_are_one_value_error(kind: str, rest: bytes) -
     except ValueError:
         return
     assert shard_messages.unpack(shard_messages.pack(found, *fields)) == (found, fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [(), ("t1", "", True, 0), ("t1", ""), ("t1", "", 1), ("", "", True), ("t" * 257, "", True)]
+)
+def test_a_message_with_other_fields_is_refused(fields: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="a P message with other fields"):
+        shard_messages.unpack(shard_messages.pack(shard_messages.PLAYED, *fields))
 
 
 @given(place=st.integers(0, 400), bit=st.integers(0, 7))
