@@ -113,6 +113,7 @@ async def _function(
         url,
         played=getattr(task, "played", None),
         said=getattr(task, "said", None),
+        scorers=getattr(task, "scorers", None),
         token=token,
         concurrency=slots,
         timeouts=timeouts,
