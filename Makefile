@@ -19,9 +19,10 @@ venv: ## Make .venv with CPU builds of the stock engines (3 to 5 minutes; return
 demo: venv ## Train an agent on FrozenLake with real engines (CONFIG=FILE for another run); prints where the report is
 	@$(BIN)/rl-coserve train $(CONFIG)
 
-lint: venv ## ruff, its format and the import rules (.pre-commit-config.yaml has the same)
+lint: venv ## ruff, its format, spelling and the import rules (.pre-commit-config.yaml has the same)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
 	@$(BIN)/lint-imports
 
 types: venv ## mypy

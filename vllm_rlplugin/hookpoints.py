@@ -184,6 +184,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
     f"{_SLEEP}.alloc_conf:expandable_segments_enabled_from_env": ("environ",),
     # Weights.
     f"{_WORKER}.init_weight_transfer_engine": ("self", "init_info"),
+    f"{_WORKER}.shutdown_weight_transfer_engine": ("self",),
+    f"{_WORKER}.compute_weight_checksums": ("self",),
     f"{_WORKER}.start_weight_update": ("self",),
     f"{_WORKER}.update_weights": ("self", "update_info"),
     f"{_WORKER}.finish_weight_update": ("self",),
@@ -328,7 +330,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_SLEEP}:AllocationData": ("handle", "tag", "is_asleep"),
     f"{_SLEEP}.cumem:CuMemAllocator": ("instance", "pointer_to_data"),
     "vllm.distributed.parallel_state": ("get_tp_group", "get_pp_group", "get_pcp_group"),
-    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
+    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions", "routed_experts"),
 }
 
 

@@ -321,6 +321,10 @@ class PriorityPreemption:
         return own
 
     def _rl_mark_overdue(self, now: float) -> None:
+        limit = self._rl_policy.max_wait
+        waits = (clock for clock in self._rl_clocks.values() if clock.since is not None)
+        if not any(clock.seconds(now) >= limit for clock in waits):
+            return  # as the policy would say; but it has to be given the queue, which sorts itself for whoever reads it
         waiting, records = [], []
         for request in _unordered(self.kv_holding_waiting, self.waiting):
             clock = self._rl_clocks.get(request.request_id)

@@ -60,6 +60,7 @@ from orchestrator.api.types import (
     Observation,
     Prompt,
     PublishResult,
+    RoutedExperts,
     SampleFacts,
     SampleSource,
     Sampling,

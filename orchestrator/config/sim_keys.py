@@ -156,8 +156,8 @@ class SimSection(Section):
     tool_trace: str = ""
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
     # of which kinds; by default not: "lose" (the shard of a scored trajectory goes), "evict" (a worker forgets contexts),
-    # "damage" (turns arrive with another token)
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"], ...] = (
+    # "damage" (turns arrive with another token), "kill" (a shard of environment managers dies, or falls silent)
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage", "kill"], ...] = (
         "crash",
         "delay",
         "drop",

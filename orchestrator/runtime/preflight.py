@@ -181,9 +181,11 @@ def _model(config: Config, task: Task) -> None:
 def _trainer(config: Config) -> None:
     trainer = config.trainer
     sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel * trainer.expert_parallel
-    if (
-        trainer.megatron or sizes > 1 or trainer.loss_function or trainer.reference_path
-    ):  # what one rank of the defaults does is known
+    asked = (
+        *(trainer.megatron, trainer.arguments, trainer.routing_replay, sizes > 1),
+        *(trainer.loss_function, trainer.reference_path),
+    )
+    if any(asked):  # what one rank of the defaults does is known
         named_function("trainer.megatron", _TRAINER)(config.model.path, trainer, config.model.dtype)
 
 

@@ -16,7 +16,8 @@ kind means depends on the port:
 | damage    | turns are damaged on the way  |                  |                                    |                    |
 
 The host of tools is one more place: gone, slow, silent, or called twice. One more kind, ``lose``, is of shards alone: a scored
-trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`).
+trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`). And one, ``kill``, is of the
+shards of environment managers, where there are any (:mod:`orchestrator.sim.simulated_shards`).
 
 Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
 calls: the loop makes that order a function of the seed.

@@ -52,7 +52,9 @@ PATCH = Patch(
     target="vllm.v1.worker.utils:allocate_kv_cache (as imported by its two model runners), "
     "vllm.v1.worker.worker_base:get_supported_kv_cache_layouts",
     reason="the KV cache of two engines comes and goes page by page behind fixed addresses; vLLM allocates it with one "
-    "torch.zeros, and its memory-pool contexts map whole allocations. Applied only where --rl-kv-pool is given",
+    "torch.zeros, and its memory-pool contexts map whole allocations. Applied only where --rl-kv-pool is given. For that one "
+    "call torch.zeros gives the pool's range; on CUDA vLLM's own switch BlockTables.redirect_writes_to_null_block is on "
+    "until there is a scheduler",
     tested=VersionRange(">=0.32,<0.34"),
     upstream="none: vLLM has no seam for the memory of the KV cache on CPU; on CUDA a pluggable allocator in "
     "Worker._maybe_get_memory_pool_context could do it",

@@ -222,6 +222,19 @@ def test_a_group_nobody_used_for_long_goes_back_and_a_used_one_stays() -> None:
     assert pages.mapped == used | {0}
 
 
+def test_beside_steps_that_look_themselves_nothing_else_looks_at_every_group() -> None:
+    pages, clock = Pages(5), [0.0]
+    _, parking = parking_of(pages, clock=clock)
+    assert parking.ensure_free(9)
+    clock[0] = 11.0
+    parking.note_scheduled()
+    parking.note_ended()
+    parking.park_idle(running=True)
+    assert parking.backed_groups == 3
+    parking.park_idle(running=True)
+    assert parking.backed_groups == 1, "requests are there, and it was paused since"
+
+
 def test_steps_together_look_at_every_group_and_each_at_a_part() -> None:
     pages, clock = Pages(600), [0.0]
     pool, parking = parking_of(pages, clock=clock, groups=600)
@@ -435,6 +448,52 @@ def test_an_engine_in_a_pool_makes_the_tokens_of_one_that_has_its_memory_to_itse
             found.append(engine.do(drain=True)["outputs"])
             engine.process.kill()
         assert found[0] == found[1]
+    finally:
+        pool_path(name).unlink(missing_ok=True)
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_models_with_windows_share_a_pool_with_pages_for_every_kv_group(tmp_path: Path, engines: list[Driven]) -> None:
+    """Windows in three of four layers, as in Gemma 3, and in every second one, as in gpt-oss (whose experts vLLM does not compute
+    on a CPU): four and two KV groups; windows shorter than a block, whose blocks stock frees while the request runs. Tokens are
+    those of engines that have their memory to themselves."""
+    from tests.support.family_models import write_family
+
+    turns = ["sliding_attention", "full_attention"] * 2
+    folders = [write_family(tmp_path / "most", "gemma3"), write_family(tmp_path / "half", "gemma3", layer_types=turns)]
+    asked = [(name, [token % 50 for token in tokens], length) for name, tokens, length in REQUESTS]
+    given = {"max_model_len": 256}
+    name = f"test-windows-{os.getpid()}"
+    shared: dict[str, Any] = {"kv_pool": name, "kv_pool_page_kib": PAGE_KIB, "kv_pool_keep": 0.0, "given": given}
+    lending = {"kv_pool_lent": 1.0, "kv_pool_window": 0.0, "kv_pool_admission": "none"}
+    try:
+        expected = []
+        for folder in folders:
+            alone = Driven(folder, 128, given=given)
+            engines.append(alone)
+            alone.answer()
+            play(alone, asked, "alone")
+            expected.append(named(alone.do(drain=True), "alone"))
+            alone.process.kill()
+        serving = Driven(folders[0], 128, **shared, **lending, kv_pool_role="serving", kv_pool_mib=2)
+        engines.append(serving)
+        serving.answer()
+        rollout = Driven(folders[1], 128, **shared, kv_pool_budget_mib=2)
+        engines.append(rollout)
+        rollout.answer()
+        serving.do(opened=True)
+        play(rollout, asked, "shared")
+        many = rollout.do(steps=12)["pool"]
+        play(serving, asked, "shared")
+        assert serving.do(steps=12)["pool"]["lent"] < many["pages"]
+        given_back = rollout.do(steps=1)["pool"]
+        assert given_back["pages"] <= given_back["budget"] < many["pages"]
+        found = [named(serving.do(drain=True), "shared")]
+        serving.do(opened=True)
+        found.append(named(rollout.do(drain=True), "shared"))
+        assert found == expected
     finally:
         pool_path(name).unlink(missing_ok=True)
 

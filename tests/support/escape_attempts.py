@@ -226,7 +226,8 @@ ATTEMPTS = [
     _a(
         "read inherited descriptors",
         "three descriptors alone",
-        "import os\nfor fd in range(3, 256):\n    try: print(os.pread(fd, 99, 0).decode())\n    except OSError: pass",
+        "import os\nfor fd in range(3, 4096):\n    try: print(os.pread(fd, 99, 0).decode(errors='replace'))\n"
+        "    except OSError: pass",
     ),
     # ---------------------------------------------------------------------------------------- processes of the host
     _a(

@@ -37,6 +37,7 @@ ENDPOINT = {"job": "twin", "kind": "memory", "master": "twin-relay"}
 STEP_SECONDS = 0.001
 FACTS = {  # what a real server says of itself
     "protocol": wire.PROTOCOL,
+    "world_size": 1,
     "logprobs_mode": "processed_logprobs",
     "limits": {"max_model_len": LIMITS.model_len, "vocabulary": LIMITS.vocabulary},
     "shape": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": LIMITS.vocabulary},
@@ -232,6 +233,11 @@ class TwinAsyncLLM:
     async def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         if init_info["endpoint"]["master"] == "gone":
             raise Exception("Call to collective_rpc method failed: the master does not answer")
+
+    async def _shutdown_weight_transfer_engine(self) -> None: ...
+
+    async def _compute_weight_checksums(self) -> dict[str, str]:
+        return {"rank0.norm": "same", "rank0.embed": f"of {self.loaded}"}
 
     async def _rl_prepare(self, version: int) -> None:
         self.fetched["prepared"], self.fetching = version, 2

@@ -295,6 +295,45 @@ def test_a_client_of_stock_vllm_needs_only_the_token() -> None:
     run(scenario)
 
 
+def test_the_other_verbs_of_stock_name_the_weights_compare_them_and_let_go_of_the_relay() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        async def post(path: str, **body: Any) -> Any:
+            status, answer = await raw(server, "POST", path, json=body)
+            return answer if status == 200 else (status, answer["error"]["type"])
+
+        for params in ({}, {"include_dp": "false"}):
+            assert await raw(server, "GET", "/get_world_size", params=params) == (200, {"world_size": 1})
+        before = (await post("/weight_checker", action="checksum"))["checksums"]
+        assert await post("/weight_checker", action="compare", baseline=before) == {"match": True, "mismatches": []}
+        for wrong in ({"action": "reset"}, {"action": "compare"}, {"action": "zero"}, {}):
+            assert await post("/weight_checker", **wrong) == (400, "invalid_request")
+        assert await post("/start_draft_weight_update") == (400, "invalid_request")
+
+        await worker.suspend()
+        await worker.update(server.publish())
+        found = await post("/weight_checker", action="compare", baseline={**before, "more": "x"})
+        assert found == {"match": False, "mismatches": ["more", "rank0.embed"]}
+        assert await post("/update_weight_version", new_version="first") == {"success": True, "new_version": "first"}
+        assert (await raw(server, "GET", "/weight_info"))[1] == {"weight_version": "first"}
+        assert await post("/update_weight_version", new_version="2") == (400, "invalid_request")
+        await worker.resume()
+        await worker.add([a_request("a")])
+        assert {version for version, _ in (await collected(worker, 1))["a"].versions} == {1}, (
+            "that is what it is called"
+        )
+
+        await worker.suspend()
+        await worker.update(server.publish())
+        for label in ("first", "default"):  # tokens of before have these labels
+            assert await post("/update_weight_version", new_version=label) == (400, "invalid_request")
+        assert await post("/shutdown_weight_transfer_engine") == {"message": "Weight transfer shut down"}
+        assert await post("/start_weight_update") == (409, "no_relay")
+        await worker.resume()
+        assert (await worker.stats()).version == 2
+
+    run(scenario)
+
+
 def test_a_server_without_kv_transfer_says_so_and_a_wrong_move_is_a_400() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         assert await worker.kv_place() == ""

@@ -305,6 +305,7 @@ def test_a_body_over_the_limit_is_a_413(served: Served) -> None:
 def test_the_verbs_of_stock_vllm_update_the_weights(served: Served) -> None:
     """As in vLLM's own examples, with a token added."""
     number = served.publish(1)
+    assert served.call("GET", "/get_world_size") == (200, {"world_size": 1})
     assert served.call("POST", "/pause", params={"mode": "keep"}) == (200, {"status": "paused"})
     assert served.call("GET", "/is_paused") == (200, {"is_paused": True})
     assert served.call("POST", "/start_weight_update") == (200, {"message": "Weight update started"})
@@ -314,6 +315,11 @@ def test_the_verbs_of_stock_vllm_update_the_weights(served: Served) -> None:
     assert served.call("POST", "/finish_weight_update", json=body) == (200, {"message": "Weight update finished"})
     assert served.call("POST", "/resume") == (200, {"status": "resumed"})
     assert served.call("GET", "/weight_info") == (200, {"weight_version": f"step-{number}"})
+    found = served.call("POST", "/weight_checker", json={"action": "checksum"})[1]["checksums"]
+    name = next(name for name in found if "q_proj" in name or "qkv_proj" in name)
+    for baseline, differ in ((found, []), ({**found, name: "other"}, [name])):
+        body = {"action": "compare", "baseline": baseline}
+        assert served.call("POST", "/weight_checker", json=body) == (200, {"match": not differ, "mismatches": differ})
 
     async def scenario(worker: HttpWorker) -> None:
         await worker.add([greedy("stock", (1, 2), 5)])

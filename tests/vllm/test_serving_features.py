@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ requests = pytest.importorskip("requests")
 from orchestrator.api import Completion, GenerationRequest, Sampling  # noqa: E402
 from orchestrator.borrowing.http_worker import HttpWorker  # noqa: E402
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, write_tiny_qwen3  # noqa: E402
+from tests.support.tiny_llava import plain_image, write_tiny_llava  # noqa: E402
 from tests.support.tiny_tokenizer import write_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ def write_adapter(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, vllm_serve: Any) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("features")
-    write_tiny_qwen3(folder / "model", 1)
+    write_tiny_qwen3(folder / "model", 1, vocabulary=300)  # all of the tokenizer's
     write_tokenizer(folder / "model")
     adapter = write_adapter(folder / "adapter")
     options = [
@@ -123,48 +124,87 @@ def users(server: Any) -> dict[str, Any]:
     }
     tool = {"type": "function", "function": {"name": "sit", "parameters": schema}}
     asked = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "sit"}}}
-    message = ask(server, "chat/completions", messages=messages, max_tokens=64, **asked)["choices"][0]["message"]
+    message = ask(server, "chat/completions", messages=messages, max_tokens=200, **asked)["choices"][0]["message"]
     said["tool"] = message["tool_calls"][0]["function"]
     return said
+
+
+async def play_rollouts(worker: HttpWorker, label: str, vocabulary: int, tokens: int) -> dict[str, Completion]:
+    """Six of them, by number."""
+    names = [f"{label}-{number}" for number in range(6)]
+    prompts = [tuple((5 + number * at) % vocabulary for at in range(12)) for number in range(6)]
+    await worker.add(
+        [
+            GenerationRequest(name, name, 0, prompt, Sampling(tokens, 0.0), "t")
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+    )
+    done: dict[str, Completion] = {}
+    while len(done) < len(names):
+        for completion in await worker.completions():
+            done[completion.request_id.partition("-")[2]] = completion
+    for found in done.values():
+        assert len(found.token_ids) == len(found.logprobs) == sum(count for _, count in found.versions) == tokens
+    return done
+
+
+async def compare_rollouts(server: Any, users: Callable[[], None], vocabulary: int, tokens: int) -> None:
+    """The same alone and beside users, who run in a thread meanwhile."""
+    worker = HttpWorker(server.url, TOKEN, "served")
+    try:
+        alone = await play_rollouts(worker, "alone", vocabulary, tokens)
+        playing = asyncio.create_task(play_rollouts(worker, "beside", vocabulary, tokens))
+        await asyncio.to_thread(users)
+        beside = await playing
+    finally:
+        await worker.close()
+    assert {name: found.token_ids for name, found in alone.items()} == {
+        name: found.token_ids for name, found in beside.items()
+    }
 
 
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_drafts_forms_tools_and_adapters_of_users_work_beside_rollouts_and_change_none(server: Any) -> None:
-    async def rollouts(label: str, beside: bool) -> dict[str, Completion]:
-        worker = HttpWorker(server.url, TOKEN, "served")
-        try:
-            names = [f"{label}-{number}" for number in range(6)]
-            await worker.add(
-                [
-                    GenerationRequest(
-                        name, name, 0, tuple((5 + number * at) % VOCABULARY for at in range(12)), Sampling(60, 0.0), "t"
-                    )
-                    for number, name in enumerate(names)
-                ]
-            )
-            if beside:
-                found = await asyncio.to_thread(users, server)
-                assert found["plain"] == alone["plain"]
-                assert found["adapter"] == alone["adapter"] != found["plain"]
-                assert found["choice"] in ("the cat", "the mat")
-                assert found["tool"]["name"] == "sit"
-                assert json.loads(found["tool"]["arguments"])["at"] in ("mat", "cat")
-            done: dict[str, Completion] = {}
-            while len(done) < len(names):
-                for completion in await worker.completions():
-                    done[completion.request_id.partition("-")[2]] = completion
-            return done
-        finally:
-            await worker.close()
-
     alone = users(server)
-    one, other = asyncio.run(rollouts("alone", False)), asyncio.run(rollouts("beside", True))
-    assert {name: found.token_ids for name, found in one.items()} == {
-        name: found.token_ids for name, found in other.items()
-    }
-    for found in other.values():
-        assert len(found.token_ids) == len(found.logprobs) == sum(count for _, count in found.versions) == 60
+
+    def check() -> None:
+        found = users(server)
+        assert found["plain"] == alone["plain"]
+        assert found["adapter"] == alone["adapter"] != found["plain"]
+        assert found["choice"] in ("the cat", "the mat")
+        assert found["tool"]["name"] == "sit"
+        assert json.loads(found["tool"]["arguments"])["at"] in ("mat", "cat")
+
+    asyncio.run(compare_rollouts(server, check, VOCABULARY, 60))
     drafted = requests.get(f"{server.url}/metrics", timeout=60).text
     assert re.search(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} [1-9]", drafted, re.M), "drafts were taken"
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_images_of_users_are_read_beside_rollouts_of_the_same_model(tmp_path: Path, vllm_serve: Any) -> None:
+    model = write_tiny_llava(tmp_path / "model")
+    options = ["--no-skip-tokenizer-init", "--max-model-len", "512", "--max-num-seqs", "8"]
+    with vllm_serve(tmp_path, model, TOKEN, *options, "--served-model-name", "tiny") as server:
+
+        def look(*colour: int) -> str:
+            parts = [
+                {"type": "image_url", "image_url": {"url": plain_image(*colour)}},
+                {"type": "text", "text": "the cat"},
+            ]
+            asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 24, "temperature": 0.0}
+            answer = ask(server, "chat/completions", **asked, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 24
+            return str(answer["choices"][0]["message"]["content"])
+
+        colours = [(250, 10, 10), (10, 10, 250)]
+        alone = [look(*colour) for colour in colours]
+        assert alone[0] != alone[1], "it sees them"
+
+        def check() -> None:
+            assert [look(*colour) for colour in colours] == alone
+
+        asyncio.run(compare_rollouts(server, check, 60, 60))

@@ -314,6 +314,22 @@ async def init_weight_transfer_engine(request: Request, body: request_bodies.Ini
     return JSONResponse({"message": "Weight transfer initialized"})
 
 
+@router.post("/shutdown_weight_transfer_engine")
+async def shutdown_weight_transfer_engine(request: Request) -> JSONResponse:
+    """Let go of the weight relay. What is loaded stays; no update until a relay is named again. Idempotent."""
+    async with _used(request) as worker:
+        await worker.cycle.disconnect()
+    return JSONResponse({"message": "Weight transfer shut down"})
+
+
+@router.post("/start_draft_weight_update")
+async def start_draft_weight_update() -> JSONResponse:
+    """Refused: a version on the relay is one of the served model."""
+    raise CommandError(
+        "invalid_request", "weights of a draft model are not updated: only those of the served model are"
+    )
+
+
 @router.post("/start_weight_update")
 async def start_weight_update(request: Request) -> JSONResponse:
     """Begin an update. Only while paused."""
@@ -336,6 +352,37 @@ async def finish_weight_update(request: Request, body: request_bodies.FinishBody
     async with _used(request) as worker:
         await worker.cycle.finish_session(body.weight_version if body is not None else None)
     return JSONResponse({"message": "Weight update finished"})
+
+
+@router.post("/update_weight_version")
+async def update_weight_version(request: Request, body: request_bodies.LabelBody) -> JSONResponse:
+    """Another label for the weights that are loaded."""
+    async with _used(request) as worker:
+        await worker.cycle.set_label(body.new_version)
+    return JSONResponse({"success": True, "new_version": body.new_version})
+
+
+@router.post("/weight_checker")
+async def weight_checker(request: Request, body: request_bodies.WeightCheckerBody) -> JSONResponse:
+    """``checksum``: of every tensor in the model, as vLLM counts it; ``compare``: which differ from the ``baseline``."""
+    if body.action == "reset":
+        fix = "it would leave weights that are none: load another version over those that are there"
+        raise CommandError("invalid_request", f"action 'reset': {fix}")
+    baseline = body.baseline
+    if body.action == "compare" and baseline is None:
+        raise CommandError("invalid_request", "action 'compare': give the baseline, which 'checksum' answered")
+    async with _used(request) as worker:
+        found = await worker.cycle.weight_checksums()
+    if baseline is None or body.action == "checksum":
+        return JSONResponse({"checksums": found})
+    differ = sorted(name for name in found.keys() | baseline.keys() if found.get(name) != baseline.get(name))
+    return JSONResponse({"match": not differ, "mismatches": differ})
+
+
+@router.get("/get_world_size")
+async def get_world_size(request: Request, include_dp: Annotated[bool, Query()] = True) -> JSONResponse:
+    """Ranks of the engine; with data parallelism it would not have started, so ``include_dp`` changes nothing."""
+    return JSONResponse({"world_size": _control(request).facts["world_size"]})
 
 
 @router.get("/weight_info")
@@ -444,6 +491,7 @@ def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOp
         "instance": instance,
         "worker": worker.name,
         "model": config.model_config.model,
+        "world_size": config.parallel_config.world_size,
         "shape": _shape(config.model_config),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": config.model_config.logprobs_mode,

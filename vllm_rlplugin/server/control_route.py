@@ -50,6 +50,7 @@ LEASED = frozenset(
             wire.CONNECT,
         ),
         *("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/update_weight_version", "/weight_checker", "/shutdown_weight_transfer_engine"),
     }
 )
 _SHOWN = 5  # mistakes of one body

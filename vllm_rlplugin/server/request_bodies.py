@@ -146,6 +146,19 @@ class FinishBody(Body):
     weight_version: Annotated[str, Field(min_length=1, max_length=wire.MAX_ID_LENGTH)] | None = None
 
 
+class LabelBody(Body):
+    """POST /update_weight_version."""
+
+    new_version: Annotated[str, Field(min_length=1, max_length=wire.MAX_ID_LENGTH)]
+
+
+class WeightCheckerBody(Body):
+    """POST /weight_checker. ``baseline``: what an earlier ``checksum`` answered, for ``compare``."""
+
+    action: Literal["checksum", "reset", "compare"]
+    baseline: Annotated[dict[str, str], Field(max_length=wire.MAX_IDS)] | None = None
+
+
 PauseMode = Literal["abort", "wait", "keep"]
 
 

@@ -59,6 +59,7 @@ class UpdateCycle:
         """Learn the engine's version, and connect it to the relay. Raises RetryableError when that fails."""
         self.label = await self._engine.guard_call(self._engine.client.get_weight_version())
         self.version = self.version_of_label(self.label)
+        self._labels[self.label] = self.version
         self.loaded = (0, self.version)
         self.suspended = await self._engine.guard_call(self._engine.client.is_paused())
         if relay is not None:
@@ -129,6 +130,17 @@ class UpdateCycle:
             self.version, self.label, self._labels = NOTHING_LOADED, label, {label: NOTHING_LOADED}
         self._received = None
         self.history = history
+
+    async def disconnect(self) -> None:
+        """vLLM's ``shutdown_weight_transfer_engine``: let go of the relay; weights, versions and history stay. Raises
+        RetryableError inside a weight update that was started and not finished."""
+        if self._changing is not None:
+            raise CommandError("update_in_progress", "a weight update is under way; disconnect when it has ended")
+        await self._change(self._disconnect(), self._ended)
+
+    async def _disconnect(self) -> None:
+        await self._rpc_before_load("leaving the weight relay", "shutdown_weight_transfer_engine")
+        self.relay, self._received = False, None
 
     async def prepare(self, version: int) -> None:
         """Fetch and verify while requests go on. Raises RetryableError when the relay does not deliver it whole."""
@@ -209,6 +221,26 @@ class UpdateCycle:
             raise CommandError("invalid_request", f"weight_version {label} is not {version}, which was received")
         self._received = None
         await self._change(self._apply(version, str(version) if label is None else label))
+
+    async def set_label(self, label: str) -> None:
+        """``/update_weight_version``: another label for the weights that are loaded. Tokens go by labels, so that one which
+        stands for another version is refused, as is another version's number."""
+        if self._changing is not None:
+            raise CommandError("update_in_progress", "a weight update is under way; name the weights when it has ended")
+        meant = int(label) if label.isdecimal() else self._labels.get(label, self.version)
+        if meant != self.version:
+            what = f"new_version {label!r} is version {meant}, and version {self.version} is loaded"
+            raise CommandError("invalid_request", f"{what}: give its number, or a label that was not used before")
+        await self._engine.guard_call(self._engine.client.update_weight_version(label))
+        self.label, self._labels[label] = label, self.version
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """``/weight_checker``: vLLM's own checksums of the tensors in the model, of all ranks. The engine computes no step
+        meanwhile."""
+        if self._changing is not None:
+            raise CommandError("update_in_progress", "a weight update is under way; look when it has ended")
+        ranks: list[dict[str, str]] = await self._engine.rpc("compute_weight_checksums")
+        return {name: found for rank in ranks for name, found in rank.items()}
 
     # The steps.
 

@@ -295,10 +295,17 @@ def shape_from_dict(data: Mapping[str, Any]) -> EngineShape:
 class _SizeSeconds:
     alone: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     shared: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    cost: float | None = None  # of these; it is read more often than there are others
+
+    def add(self, seconds: float, shared: bool) -> None:
+        (self.shared if shared else self.alone).append(seconds)
+        self.cost = None
 
     def seconds(self) -> float:
-        found = sorted(self.alone or self.shared)
-        return found[min(len(found) - 1, 4 * len(found) // 5)]
+        if self.cost is None:
+            found = sorted(self.alone or self.shared)
+            self.cost = found[min(len(found) - 1, 4 * len(found) // 5)]
+        return self.cost
 
 
 class LearnedCosts:
@@ -332,12 +339,14 @@ class LearnedCosts:
             size = self._decode.setdefault(_rank(batch), _SizeSeconds())
         else:
             return
-        (size.shared if shared else size.alone).append(seconds)
+        size.add(seconds, shared)
 
     def _read(self, sizes: dict[int, _SizeSeconds], count: int) -> float:
         if count <= 0:
             return 0.0
         rank = _rank(count)
+        if (size := sizes.get(rank)) is not None:
+            return size.seconds()
         below = max((known for known in sizes if known <= rank), default=None)
         if below is not None:
             return sizes[below].seconds() * 2.0 ** (rank - below)

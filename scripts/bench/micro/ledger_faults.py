@@ -106,6 +106,8 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     cut = "planner" in lengths or "degrees" in lengths.get("placement", {})
     if cut:
         workers = 4 if workers > 1 or "start" in lengths.get("placement", {}).get("degrees", {}) else 2
+    if mode != "sync" and "prediction" not in lengths:
+        lengths["shards"] = min(environments, random_stream(seed, "shape", "shards").choice((1, 1, 2, 3)))
     if rounds["enabled"]:
         steps, environments, redundant_groups, members = steps + 1, max(environments, 2 * size), 1.0, 1.0
         around["filters"]["balance"] = "none"
@@ -161,7 +163,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "environment_seconds_sigma": rng.choice((0.3, 1.5)),
                 "train_seconds_per_token": rng.choice((2e-4, 2e-2)),
                 "fault_rate": rng.choice((0.01, 0.03, 0.08)) if fault_rate is None else fault_rate,
-                "faults": ("crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"),
+                "faults": ("crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage", "kill"),
                 "kinds": more.choice((1, 1, 2, 3)),
                 "tools": more.choice((0.0, 0.0, 0.5)),
                 "tool_concurrency": more.choice((1, 16)),

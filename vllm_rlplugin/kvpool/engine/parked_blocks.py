@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry
 
+_MORE = 32  # a part of the groups that it has: so many more are mapped where some have to be
 _PARTS = 128  # steps in which every group that has pages is looked at once
 
 
@@ -62,6 +63,7 @@ class ParkedBlocks:
         self._after = after
         self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
         self._scheduled = self._ended = 0  # steps
+        self._seen = 0  # of those scheduled, at the latest look without a step
         self._parked: list[int] = []  # without pages: a heap
         self._unseen: list[int] = []  # groups that the present round of looks has not come to
         self._part = 1  # how many of them a step looks at
@@ -104,30 +106,34 @@ class ParkedBlocks:
 
     def ensure_free(self, blocks: int, allowed: int | None = None) -> bool:
         """Have so many free blocks, if there are pages; whether there are so many now. ``allowed``: groups that may be
-        used; those on their way beyond it go on leaving."""
+        used; those on their way beyond it go on leaving. Where pages have to come, some more come with them, so that not
+        every step waits for a few."""
         missing = blocks - self._pool.get_num_free_blocks()
         if missing <= 0 or self.asleep:
             return not self.asleep
-        count = -(-missing // self.geometry.group_blocks)
-        count = min(count, max(0, (self.most if allowed is None else min(self.most, allowed)) - len(self._used)))
-        coming = list(self._leaving)[:count]  # these have their pages still
+        room = max(0, (self.most if allowed is None else min(self.most, allowed)) - len(self._used))
+        needed = min(-(-missing // self.geometry.group_blocks), room)
+        coming = list(self._leaving)[:needed]  # these have their pages still
         for group in coming:
             del self._leaving[group]
             self._unpark(group)
-        fresh = [heapq.heappop(self._parked) for _ in range(min(count - len(coming), len(self._parked)))]
+        needed -= len(coming)
+        count = min(needed + len(self._used) // _MORE, room - len(coming)) if needed else 0
+        fresh = [heapq.heappop(self._parked) for _ in range(min(count, len(self._parked)))]
         while fresh and not self._backing.map_groups(fresh):
-            half = len(fresh) // 2
-            for group in fresh[half:]:
+            fewer = needed if len(fresh) > needed else len(fresh) // 2
+            for group in fresh[fewer:]:
                 heapq.heappush(self._parked, group)
-            fresh = fresh[:half]
+            fresh = fresh[:fewer]
         for group in fresh:
             self._unpark(group)
         return bool(self._pool.get_num_free_blocks() >= blocks)
 
-    def park_idle(self) -> None:
-        """Note which groups are in use; give back what was not for ``keep`` seconds. Costs a look at every backed block."""
-        now = self._now()
-        if self.asleep:
+    def park_idle(self, *, running: bool = False) -> None:
+        """Note which groups are in use; give back what was not for ``keep`` seconds. Costs a look at every backed block, but not
+        where requests are ``running`` and there were steps since the last time: those look at parts of them."""
+        now, seen, self._seen = self._now(), self._seen, self._scheduled
+        if self.asleep or (running and seen != self._scheduled):
             return
         for group in list(self._used):
             if self._in_use(group):
@@ -144,7 +150,8 @@ class ParkedBlocks:
         if not self._unseen:
             self._unseen = list(self._used)
             self._part = -(-len(self._unseen) // _PARTS)
-        part, self._unseen = self._unseen[-self._part :], self._unseen[: -self._part]
+        part = self._unseen[-self._part :]
+        del self._unseen[-self._part :]
         idle = []
         for group in part:
             if group not in self._used:
@@ -215,11 +222,15 @@ class ParkedBlocks:
                 heapq.heappush(self._parked, group)
 
     def _blocks(self, group: int) -> list[Any]:
-        return [self._pool.blocks[block] for block in self.geometry.blocks_of(group)]
+        size = self.geometry.group_blocks
+        found: list[Any] = self._pool.blocks[group * size : (group + 1) * size]
+        return found
 
     def _in_use(self, group: int) -> bool:
-        blocks = self._pool.blocks
-        return any(blocks[block].ref_cnt > 0 or blocks[block].is_null for block in self.geometry.blocks_of(group))
+        for block in self._blocks(group):  # noqa: SIM110  # some for each step: a generator costs three times as much
+            if block.ref_cnt > 0 or block.is_null:
+                return True
+        return False
 
     def _park(self, group: int) -> None:
         blocks = self._blocks(group)

@@ -1,9 +1,10 @@
 """What a scheduler does about its engine's pages and time on the device, around each step.
 
 Guarantees: a rollout engine that owns more than its budget gives back at once what nobody references, then takes the pages of
-requests, the lowest priority and the latest first, until it complies; these, and those that stalled, end as aborted with the
-tokens they have, so that their owner goes on elsewhere (reported once each). A serving engine never preempts for others. No
-acquire waits for anybody. Pages are dropped only when no step is under way that may use them, counted by outputs.
+requests, in the order of :func:`~orchestrator.policies.serving.kv_sharing.displacement_order`, until it complies; these, and
+those that stalled, end as aborted with the tokens they have, so that their owner goes on elsewhere (reported once each). A
+serving engine never preempts for others. No acquire waits for anybody. Pages are dropped only when no step is under way that
+may use them, counted by outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -21,21 +22,26 @@ from vllm.v1.request import RequestStatus
 
 from orchestrator.api import ConfigError
 from orchestrator.policies.serving.admission import Mode, Slo
-from orchestrator.policies.serving.kv_sharing import SharingRules
+from orchestrator.policies.serving.kv_sharing import SharingRules, displacement_order
 from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
 from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, SchedulerPool, current_pool
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
-from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
+from vllm_rlplugin.kvpool.serving.serving_slack import Phase, ServingMeter
 from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, left_of
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
 
 POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held", "loading")
 _AHEAD = 8  # steps
-_PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
+_PHASES: dict[str, Phase] = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
+
+
+def phase_of(config: Any) -> Phase:
+    """What an engine serves, of its ``VllmConfig``: a KV producer's prompts, a consumer's later tokens, else both (ROSE 6)."""
+    return _PHASES.get(str(getattr(config.kv_transfer_config, "kv_role", "")), "both")
 
 
 class PoolScheduler:
@@ -63,11 +69,14 @@ class PoolScheduler:
             after=int(scheduler.num_lookahead_tokens > 0),  # what a drafter writes comes after its step's output
         )
         self._block_tokens = [group.block_size for group in manager.coordinator.single_type_managers]
+        growth = 1 + 2 * int(scheduler.num_lookahead_tokens)  # tokens of a step, and drafts that it wrote before
+        self._decode_blocks = sum(-(-growth // size) + 1 for size in self._block_tokens)  # one pool for all KV groups
         self._partition = 0.0
         self._allowed: int | None = None  # groups, in the latest step
         self._guardian, self._meter, self._admission = guardian, meter, admission
         self._parts = meter.parts if meter is not None else admission.parts if admission is not None else None
         self._head = QueueHead(scheduler, lambda request: int(request.num_tokens))
+        self._head_blocks: tuple[list[int], int] = ([], 0)  # what was read of the queue, and blocks for it
         self._displaced: set[str] = set()  # to be handed back
         self.displaced = 0  # requests whose pages were taken for the budget's sake
         if guardian is not None and meter is not None:
@@ -100,7 +109,7 @@ class PoolScheduler:
             load_costs(config, options, unknown=math.inf, slo=slo),
             slo,
             cast(Mode, options.kv_pool_admission),
-            phase=_PHASES.get(str(getattr(config.kv_transfer_config, "kv_role", "")), "both"),
+            phase=phase_of(config),
             most=scheduler.max_num_scheduled_tokens,
             rollouts=lambda: guardian.rollouts,
         )
@@ -251,7 +260,7 @@ class PoolScheduler:
                 self._guardian.open_budget()
             self._guardian.tick()
         self._comply_with_budget()
-        self._parked.park_idle()
+        self._parked.park_idle(running=bool(self._scheduler.running))
         view = self._pool.pool.view()
         mine = next(tenant for tenant in view.tenants if tenant.slot == self._pool.slot)
         return {
@@ -297,16 +306,21 @@ class PoolScheduler:
         scheduler = self._scheduler
         tokens, drafted = scheduler.max_num_scheduled_tokens, scheduler.num_lookahead_tokens
         prefilling = [] if self._parts is None else self._parts.running()
-        ahead = [min(tokens, max(1, left_of(request))) + drafted for request in prefilling]
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         # No step computes more of those that wait; stock starts one only where all of it fits.
-        ahead += [size + drafted for size in self._head.read(tokens, room)]
+        waiting = self._head.read(tokens, room)
+        if waiting is not self._head_blocks[0]:
+            self._head_blocks = waiting, self._blocks_for(size + drafted for size in waiting)
         decoding = len(scheduler.running) - len(prefilling)
-        if not decoding and not ahead:
+        if not decoding and not prefilling and not waiting:
             return 0
-        each = (-(-count // size) + 1 for count in ahead for size in self._block_tokens)  # one pool for all KV groups
-        one = sum(-(-(1 + 2 * drafted) // size) + 1 for size in self._block_tokens)  # and one for those that decode
-        return int(sum(each) + decoding * one + scheduler.kv_cache_manager.watermark_blocks)
+        each = self._blocks_for(min(tokens, max(1, left_of(request))) + drafted for request in prefilling)
+        each += self._head_blocks[1] + decoding * self._decode_blocks
+        return int(each + scheduler.kv_cache_manager.watermark_blocks)
+
+    def _blocks_for(self, counts: Iterable[int]) -> int:
+        """That so many tokens of a request each may begin."""
+        return sum([-(-count // size) + 1 for count in counts for size in self._block_tokens])
 
     def _comply_with_budget(self) -> int | None:
         """Give back what is beyond the budget. Returns the groups that may be used; None: there is no budget."""
@@ -318,8 +332,10 @@ class PoolScheduler:
         excess -= self._parked.held_groups - self._parked.backed_groups  # those that are on their way
         if excess > 0:
             excess -= self._parked.shrink(excess)
-        while excess > 0 and self._scheduler.running and excess > self._groups_coming():
-            self._displace_last()
+        for request in self._displaceable() if excess > 0 else ():
+            if excess <= max(0, self._groups_coming()):
+                break
+            self._displace(request)
             excess -= self._parked.shrink(excess)
         return budget // each
 
@@ -328,10 +344,16 @@ class PoolScheduler:
         deferred = self._scheduler.deferred_frees
         return self._parked.groups_left(Counter(block.block_id for _, blocks in deferred for block in blocks))
 
-    def _displace_last(self) -> None:
-        """Stock's own preemption, of the request that ranks last."""
+    def _displaceable(self) -> list[Any]:
+        """Those that run, in the order in which their pages are taken."""
+        running = {request.request_id: request for request in self._scheduler.running}
+        blocks = self._scheduler.kv_cache_manager.get_blocks
+        sizes = {name: (request.priority, sum(map(len, blocks(name).blocks))) for name, request in running.items()}
+        return [running[name] for name in displacement_order(sizes)]
+
+    def _displace(self, request: Any) -> None:
+        """Stock's own preemption."""
         scheduler = self._scheduler
-        request = max(scheduler.running, key=lambda request: (request.priority, request.arrival_time))
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)

@@ -14,6 +14,7 @@ from typing import Any
 from orchestrator.api import RunError
 
 ABI = 6
+_PATH = Path(__file__).with_name("_pages.ctypes.so")
 TENANTS, WORDS, NAME, CONTROLS, RANKS = 16, 14, 64, 8, 8
 DRIVER, FULL_DEVICE, PAGE_SIZE, NO_DEVICE, NO_LIBRARY = range(-34, -29)
 BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM, STUCK, NAMESPACE = range(-10, -22, -1)
@@ -88,13 +89,30 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 @cache
+def quick_library() -> ctypes.PyDLL:
+    """The same, for calls that never wait: they keep the interpreter lock, which another thread might not give back for
+    milliseconds."""
+    library()  # which says what is wrong with it
+    found = ctypes.PyDLL(str(_PATH), use_errno=True)
+    _declare(found)
+    return found
+
+
+@cache
 def library() -> ctypes.CDLL:
     """The library. Raises RunError where it is missing or of another version."""
-    path = Path(__file__).with_name("_pages.ctypes.so")
     fix = "install the package again, with a C compiler"
-    if not path.exists():
+    if not _PATH.exists():
         raise RunError(f"the KV pool needs its native library, which was not built: {fix}")
-    found = ctypes.CDLL(str(path), use_errno=True)
+    found = ctypes.CDLL(str(_PATH), use_errno=True)
+    _declare(found)
+    if (version := found.rlc_pool_abi()) != ABI:
+        raise RunError(f"the KV pool's native library has version {version}, this package needs {ABI}: {fix}")
+    return found
+
+
+def _declare(found: ctypes.CDLL) -> None:
+    fix = "install the package again, with a C compiler"
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(found, name, None)
         if function is None:
@@ -102,9 +120,6 @@ def library() -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     for name, arguments in (("rlc_pool_close", [_P]), ("rlc_cuda_close", [_P]), ("rlc_cuda_written", [_P, _P, _P])):
         getattr(found, name).restype, getattr(found, name).argtypes = None, arguments
-    if (version := found.rlc_pool_abi()) != ABI:
-        raise RunError(f"the KV pool's native library has version {version}, this package needs {ABI}: {fix}")
-    return found
 
 
 def system_error() -> OSError:

@@ -39,6 +39,8 @@ Pages = npt.NDArray[np.uint64]
 Role = Literal["serving", "rollout"]
 ROLES: tuple[Role, ...] = ("serving", "rollout")
 PAGE_BYTES = 2 << 20  # what CUDA maps at least
+_Controls = ctypes.c_uint64 * native_pages.CONTROLS
+_STATE_BYTES = 8 * native_pages.WORDS
 STUCK_SECONDS = 2.0  # after which a process that holds the lock, and is not stopped, counts as hung
 
 _logger = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class PagePool:
         self.rank = rank
         self.handle = handle
         self._library = native_pages.library()
+        self._quick = native_pages.quick_library()
         self._role: Role | None = None
         self._share = (ctypes.c_uint64 * 2)()
         self._slot = -1
@@ -234,26 +237,24 @@ class PagePool:
         found = self._call_native("rlc_pool_expired", _time(now), out.ctypes.data, out.size)
         return out[:found].copy()
 
-    def publish(self, words: npt.NDArray[np.uint64]) -> None:
-        """Our state, for :meth:`read` of others: ``native.WORDS`` words. Never waits."""
-        if words.shape != (native_pages.WORDS,) or words.dtype != np.uint64:
-            raise ValueError(
-                f"{native_pages.WORDS} words of uint64 are published, not {words.dtype}{list(words.shape)}"
-            )
-        self._call_native("rlc_pool_publish", _contiguous(words).ctypes.data)
+    def publish(self, words: bytes) -> None:
+        """Our state, for :meth:`read` of others: ``native.WORDS`` words of 8 bytes. Never waits."""
+        if len(words) != _STATE_BYTES:
+            raise ValueError(f"{native_pages.WORDS} words of 8 bytes are published, not {len(words)} bytes")
+        self._check_code(self._quick.rlc_pool_publish(self.handle, words))
 
     def own_share(self) -> tuple[int, int]:
         """Pages that this tenant owns, and its budget. Never waits."""
-        self._check_code(self._library.rlc_pool_share(self.handle, self._share))
+        self._check_code(self._quick.rlc_pool_share(self.handle, self._share))
         used, budget = self._share
         return used, budget
 
     # -- anybody -----------------------------------------------------------------------------------------------------
 
-    def read(self, slot: int) -> npt.NDArray[np.uint64] | None:
-        """What that tenant published last; None: nothing, or nobody is there."""
-        words = np.empty(native_pages.WORDS, np.uint64)
-        return words if self._call_native("rlc_pool_read", slot, words.ctypes.data) else None
+    def read(self, slot: int) -> bytes | None:
+        """What that tenant published last; None: nothing, or nobody is there. Never waits."""
+        words = ctypes.create_string_buffer(_STATE_BYTES)
+        return words.raw if self._check_code(self._quick.rlc_pool_read(self.handle, slot, words)) else None
 
     def set_budget(self, slot: int, pages: int, revision: int) -> bool:
         """Pages that a tenant may own from now on; False: a newer revision is there already. Raises TenantGone: nobody is."""
@@ -266,13 +267,13 @@ class PagePool:
 
     def controls(self) -> tuple[int, ...]:
         """What people and other processes ask for: :class:`vllm_rlplugin.kvpool.ledger.tenant_words.ControlWord`. Never waits."""
-        found = (ctypes.c_uint64 * native_pages.CONTROLS)()
-        self._check_code(self._library.rlc_pool_controls(self.handle, found))
+        found = _Controls()
+        self._check_code(self._quick.rlc_pool_controls(self.handle, found))
         return tuple(found)
 
     def control(self, index: int, value: int, *, add: bool = False) -> None:
         """Ask for it. ``add``: so much more than now. Never waits."""
-        self._check_code(self._library.rlc_pool_control(self.handle, index, value, add))
+        self._check_code(self._quick.rlc_pool_control(self.handle, index, value, add))
 
     def reap(self) -> int:
         """Take back what dead tenants owned; returns how many those were."""
@@ -347,6 +348,8 @@ _TENANT = {
 
 
 def _pids(row: native_pages.TenantRow) -> tuple[int, ...]:
+    if row.attached == 1 and row.members[0] == row.pid:
+        return (row.pid,)
     ranks = (pid for rank, pid in enumerate(row.members) if row.attached >> rank & 1)
     return tuple(dict.fromkeys((row.pid, *ranks)))
 

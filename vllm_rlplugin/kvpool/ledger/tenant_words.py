@@ -7,19 +7,16 @@ seconds of the machine's monotonic clock, which all processes share; infinite an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
-
-import numpy as np
-import numpy.typing as npt
+from struct import Struct
 
 from orchestrator.policies.serving.admission import MODES, Mode, ServingState
-from vllm_rlplugin.kvpool.ledger import native_pages
 
-Words = npt.NDArray[np.uint64]
 _SERVING, _ROLLOUT = 0x5301, 0x5201  # kind and version
-_ALL = (1 << 64) - 1
 _INFINITE = (1 << 63) - 1  # nanoseconds
+_SERVING_WORDS, _ROLLOUT_WORDS = Struct("=Q5q7Q8x"), Struct("=Q3q9Qq")  # times are signed
+_ROLLOUT_USE = Struct("=Q2q")  # how the words of a rollout engine begin
 
 
 class ControlWord(IntEnum):
@@ -45,24 +42,27 @@ class ServingWords:
     late_next: int = 0
     blamed_next: int = 0
 
-    def pack(self) -> Words:
+    def pack(self) -> bytes:
         """For :meth:`vllm_rlplugin.kvpool.ledger.page_ledger.PagePool.publish`."""
         state = self.state
         head = _SERVING | MODES.index(self.mode) << 16 | state.busy << 24 | state.waiting << 25
         head |= min(state.sharers, 255) << 32
         times = (state.at, state.ttft_slack, state.tpot_slack, state.arriving, state.step_end)
         counts = (self.firsts, self.late_first, self.blamed_first, self.nexts, self.late_next, self.blamed_next)
-        return _words([head, *map(_nanoseconds, times), state.tick, *counts])
+        return _SERVING_WORDS.pack(head, *map(_nanoseconds, times), state.tick, *counts)
 
     @classmethod
-    def unpack(cls, words: Words | None) -> ServingWords | None:
+    def unpack(cls, words: bytes | None) -> ServingWords | None:
         """None: nothing of a serving engine."""
-        if words is None or (head := int(words[0])) & 0xFFFF != _SERVING:
+        if words is None:
             return None
-        at, ttft, tpot, arriving, end = (_seconds(int(word)) for word in words[1:6])
+        head, at, ttft, tpot, arriving, end, tick, *counts = _SERVING_WORDS.unpack(words)
+        if head & 0xFFFF != _SERVING:
+            return None
         busy, waiting, sharers = bool(head >> 24 & 1), bool(head >> 25 & 1), max(1, head >> 32 & 255)
-        state = ServingState(at, ttft, tpot, end, busy, arriving, int(words[6]), sharers, waiting)
-        return cls(state, MODES[(head >> 16 & 255) % len(MODES)], *(int(word) for word in words[7:13]))
+        at, ttft, tpot, end = _seconds(at), _seconds(ttft), _seconds(tpot), _seconds(end)
+        state = ServingState(at, ttft, tpot, end, busy, _seconds(arriving), tick, sharers, waiting)
+        return cls(state, MODES[(head >> 16 & 255) % len(MODES)], *counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +92,40 @@ class RolloutWords:
     activation: float = field(default=0.0, kw_only=True)
     loading: bool = field(default=False, kw_only=True)
 
-    def pack(self) -> Words:
+    def pack(self) -> bytes:
         """For :meth:`vllm_rlplugin.kvpool.ledger.page_ledger.PagePool.publish`."""
         head = _ROLLOUT | self.running << 16 | self.dry << 17 | self.inactive << 18 | self.loading << 19
         counts = (self.steps, self.tokens, self.would, self.refused, self.stalls, self.returned, self.misses)
         times = map(_nanoseconds, (self.begun, self.busy, self.guard))
-        return _words([head, *times, self.minimum, *counts, self.weights, _nanoseconds(self.activation)])
+        activation = _nanoseconds(self.activation)
+        return _ROLLOUT_WORDS.pack(head, *times, self.minimum, *counts, self.weights, activation)
 
     @classmethod
-    def unpack(cls, words: Words | None) -> RolloutWords | None:
+    def unpack(cls, words: bytes | None) -> RolloutWords | None:
         """None: nothing of a rollout engine."""
-        if words is None or (head := int(words[0])) & 0xFFFF != _ROLLOUT:
+        if words is None:
             return None
-        begun, busy, guard = (_seconds(int(word)) for word in words[1:4])
-        counts = [int(word) for word in words[4:12]]
-        said = cls(bool(head >> 16 & 1), bool(head >> 17 & 1), begun, busy, guard, *counts)
-        took = _seconds(int(words[13]))
+        head, begun, busy, guard, minimum, *counts, weights, took = _ROLLOUT_WORDS.unpack(words)
+        if head & 0xFFFF != _ROLLOUT:
+            return None
+        times = _seconds(begun), _seconds(busy), _seconds(guard)
         bits = {"inactive": bool(head >> 18 & 1), "loading": bool(head >> 19 & 1)}
-        return replace(said, **bits, weights=int(words[12]), activation=took)
+        running, dry = bool(head >> 16 & 1), bool(head >> 17 & 1)
+        return cls(running, dry, *times, minimum, *counts, **bits, weights=weights, activation=_seconds(took))
 
     @staticmethod
-    def read_used(words: Words | None, now: float) -> float | None:
+    def read_used(words: bytes | None, now: float) -> float | None:
         """:meth:`used_until` of these words, which are read before and after every step of a serving engine."""
-        if words is None or (head := int(words[0])) & 0xFFFF != _ROLLOUT:
+        if words is None:
             return None
-        return _seconds(int(words[2])) + (max(0.0, now - _seconds(int(words[1]))) if head >> 16 & 1 else 0.0)
+        head, begun, busy = _ROLLOUT_USE.unpack_from(words)
+        if head & 0xFFFF != _ROLLOUT:
+            return None
+        return _seconds(busy) + (max(0.0, now - _seconds(begun)) if head >> 16 & 1 else 0.0)
 
     def used_until(self, now: float) -> float:
         """Seconds that its steps have taken so far."""
         return self.busy + (max(0.0, now - self.begun) if self.running else 0.0)
-
-
-def _words(values: list[int]) -> Words:
-    words = np.zeros(native_pages.WORDS, np.uint64)
-    words[: len(values)] = [value & _ALL for value in values]
-    return words
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -136,7 +135,4 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _seconds(word: int) -> float:
-    signed = word - (1 << 64) if word >> 63 else word
-    if abs(signed) == _INFINITE:
-        return math.copysign(math.inf, signed)
-    return signed / 1e9
+    return math.copysign(math.inf, word) if abs(word) == _INFINITE else word / 1e9

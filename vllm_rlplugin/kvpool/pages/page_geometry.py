@@ -57,17 +57,19 @@ class PageGeometry:
         return sum(self.group_blocks * stride // self.page_bytes for _, stride in self.regions)
 
     def places(self, groups: Iterable[int]) -> Pages:
-        """Places in the range, in pages, of these groups."""
+        """Places in the range, in pages, of these groups, one group after the other."""
+        chosen = np.fromiter(groups, np.int64)
+        if chosen.size and not (chosen.min() >= 0 and chosen.max() < self.groups):
+            raise ValueError(f"group {chosen.max()} of {self.groups}")
         runs = []
-        for group in groups:
-            if not 0 <= group < self.groups:
-                raise ValueError(f"group {group} of {self.groups}")
-            for offset, stride in self.regions:
-                each = self.group_blocks * stride // self.page_bytes
-                begin = offset // self.page_bytes + group * each
-                count = -(-len(self.blocks_of(group)) * stride // self.page_bytes)
-                runs.append(np.arange(begin, begin + count, dtype=np.uint64))
-        return np.concatenate(runs) if runs else np.empty(0, np.uint64)
+        for offset, stride in self.regions:
+            each = self.group_blocks * stride // self.page_bytes
+            runs.append(offset // self.page_bytes + chosen[:, None] * each + np.arange(each))
+        found = np.concatenate(runs, axis=1).ravel()
+        if self.blocks % self.group_blocks:  # the last group has fewer; then there is one region
+            ((offset, stride),) = self.regions
+            found = found[found < offset // self.page_bytes - (-self.blocks * stride // self.page_bytes)]
+        return found.astype(np.uint64)
 
     def blocks_of(self, group: int) -> range:
         """Block ids."""

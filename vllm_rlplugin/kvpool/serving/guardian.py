@@ -125,14 +125,15 @@ class Guardian:
         self._said_by.clear()
         self._pool.reap()  # also those that were killed a moment ago
         view = self._pool.view()
-        self.rollouts = tuple(tenant.slot for tenant in self._active(view))
+        active = self._active(view)
+        self.rollouts = tuple(tenant.slot for tenant in active)
         self._end_broken(view, now)
         self._read_controls(view, now)
         if not self.rollouts:
             self._known.clear()
             return
         self._record_peak(view, now)
-        if any((tenant.slot, tenant.generation) not in self._known for tenant in self._active(view)):
+        if any((tenant.slot, tenant.generation) not in self._known for tenant in active):
             self._sharing.begin_step(now, self._peak() + self._minimum(view), self._used(view))
         before = self._sharing.budget
         budget = self._sharing.observe(now, _serving(view) + self._minimum(view), self._used(view))

@@ -108,6 +108,9 @@ class ServingMeter:
         self._requests: dict[str, _Request] = {}
         self._waiting: dict[str, _Request] = {}  # without a token, in the order in which they came
         self._groups: list[_Group] = []
+        self._alike: tuple[list[str], list[_Group]] | None = (
+            None  # names and groups of the latest step, until one changes
+        )
         self._gone: list[str] = []  # finished; a step may still count their last tokens
         self._steps: deque[_Step] = deque()
         self.parts = StepParts(self._find)
@@ -148,10 +151,8 @@ class ServingMeter:
         now = self._now()
         self._forget_gone()
         names = output.num_scheduled_tokens
-        groups = [group for group in self._groups if group.members.keys() <= names.keys()]
-        if not self.parts.prefilling and sum(len(group.members) for group in groups) == len(names):
-            plain = output.total_num_scheduled_tokens == len(names)
-        else:
+        groups, plain = self._whole_groups(names)
+        if self.parts.prefilling or output.total_num_scheduled_tokens != len(names):
             plain = False
         tokens, batch, others = (0, len(names), set[str]()) if plain else self.parts.note(output)
         expected = self._costs.prefill(tokens) + self._costs.decode(batch) if tokens or batch else 0.0
@@ -197,6 +198,7 @@ class ServingMeter:
         new = _new_tokens(found)
         if new <= 0:
             return
+        self._alike = None
         group, outputs = found.group, found.core.num_output_tokens
         if group is None:
             self._count_tokens(1, found.since, found.rolled, now, rolled, first=True)
@@ -231,6 +233,16 @@ class ServingMeter:
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
+    def _whole_groups(self, names: Mapping[str, int]) -> tuple[list[_Group], bool]:
+        """Those all of whose members are among these names, and whether there are no others among them."""
+        order = list(names)
+        if self._alike is not None and self._alike[0] == order:  # the same objects, which is quickly seen
+            return list(self._alike[1]), True
+        groups = [group for group in self._groups if group.members.keys() <= names.keys()]
+        whole = sum(len(group.members) for group in groups) == len(order)
+        self._alike = (order, list(groups)) if whole else None
+        return groups, whole
+
     def _cover(self, group: _Group, step: _Step) -> None:
         """Note that a step brings a token to each of this group. Those that it does not have, or that are looked at one by one in
         it, are in groups of their own then."""
@@ -257,6 +269,7 @@ class ServingMeter:
 
     def _split(self, group: _Group, names: list[str]) -> _Group:
         """These of its members, in a group of their own, which is in the same steps."""
+        self._alike = None
         apart = _Group(group.since, group.rolled)
         apart.steps = group.steps
         for name in names:
@@ -280,6 +293,7 @@ class ServingMeter:
             if group.since != now or (into := kept.setdefault(key, group)) is group:
                 left.append(group)
                 continue
+            self._alike = None
             for name, found in group.members.items():
                 base = found.base + (group.steps - into.steps) * self._slo.tpot
                 into.add(name, found, base, found.joined + group.steps)
@@ -301,6 +315,7 @@ class ServingMeter:
         found = self._requests.pop(name, None)
         if found is not None and found.group is not None:
             found.group.members.pop(name, None)
+            self._alike = None
         self._waiting.pop(name, None)
 
     def tune(self, slo: Slo, mode: Mode) -> None:

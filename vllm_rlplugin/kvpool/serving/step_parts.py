@@ -1,8 +1,8 @@
 """What a step of a stock scheduler consists of, prefill and decode, without a look at every request that decodes.
 
 Guarantees: :meth:`StepParts.note` says of each step what :func:`count_parts` would, in time that grows with the requests that
-came, went or prefill; those that go on decoding are counted together, by comparisons of whole sets. Only where drafts are in a
-step each request is looked at, as each may have another number of them.
+came, went or prefill; those that go on decoding are counted together, by comparisons of whole lists and sets. Only where drafts
+are in a step each request is looked at, as each may have another number of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class StepParts:
     def __init__(self, find: Callable[[str], Any]) -> None:
         self._find = find
         self._decoding: set[str] = set()  # names that decoded; some are gone
+        self._plain: list[str] = []  # names of the latest step, if all of them decoded without drafts
         self.prefilling: dict[str, Any] = {}  # requests whose tokens were not all computed after their latest step
 
     def running(self) -> list[Any]:
@@ -32,6 +33,9 @@ class StepParts:
     def note(self, output: Any) -> tuple[int, int, set[str]]:
         """(Tokens of prefill, sequences that decode, names of those that prefill or have drafts) of a step just scheduled."""
         counts = output.num_scheduled_tokens
+        names = list(counts)
+        if names == self._plain and not self.prefilling and output.total_num_scheduled_tokens == len(names):
+            return 0, len(names), set()  # as before; the names are the same objects, which is quickly seen
         others: set[str] = set()
         if not counts.keys() <= self._decoding:
             others = counts.keys() - self._decoding
@@ -39,6 +43,7 @@ class StepParts:
         if output.total_num_scheduled_tokens - sum(counts[name] for name in others) != plain:
             others = set(counts)  # drafts, or one that computes again what it had
             plain = 0
+        self._plain = [] if others else names
         tokens, batch = 0, plain
         for name in others:
             found, count = self._find(name), counts[name]

@@ -19,16 +19,19 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.api import RunError
 from orchestrator.policies.serving.admission import Slo
+from vllm_rlplugin.kvpool.engine.idle_upkeep import LOOK_SECONDS
 
 REST = 0.5  # seconds
 
@@ -237,7 +240,22 @@ def main() -> None:
     """The child."""
     child = Child(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
+    commands: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            commands.put(line)
+        commands.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = commands.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            child.look()  # as a served engine does: one that is idle and gives no page back is killed
+            continue
+        if line is None:
+            return
         print(json.dumps(child.run(json.loads(line))), flush=True)
 
 

@@ -48,14 +48,14 @@ MATRIX_SCALE = 8.0  # over transformers' initialisation: an untrained model is o
 Tensors = Mapping[str, Any]  # name -> torch tensor
 
 
-def write_tiny_qwen3(folder: Path, seed: int, *, tied: bool = False) -> dict[str, Any]:
+def write_tiny_qwen3(folder: Path, seed: int, *, tied: bool = False, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """Save a random fp32 Qwen3 as a Hugging Face folder; returns its tensors in checkpoint coordinates."""
     import torch
     from safetensors.torch import load_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
