@@ -89,7 +89,7 @@ RLC_INLINE void rlc_store32(void *p, uint32_t v) { memcpy(p, &v, 4); }
 RLC_INLINE void rlc_store64(void *p, uint64_t v) { memcpy(p, &v, 8); }
 
 /* bf16 bits on the monotone integer line: negative numbers are mirrored, -0 is just below +0. Its own inverse. */
-RLC_INLINE uint16_t rlc_line(uint16_t x) { return (uint16_t)(x ^ ((0 - (x >> 15)) & 0x7FFF)); }
+RLC_INLINE uint16_t rlc_line(uint16_t x) { return (uint16_t)(x ^ (uint32_t)(int32_t)(int16_t)x >> 17); }
 
 RLC_INLINE uint64_t rlc_segment_elements(uint64_t elements, int log, uint64_t segment)
 {

@@ -28,31 +28,54 @@ RLC_INLINE uint64_t gather_tail(uint64_t i, uint64_t n, uint64_t m, const uint8_
 
 #if RLC_X86
 /* In chunks that stay in the first cache: masks of what differs, without a branch; positions from the masks that are not
- * empty, eight at a time and too many rather than by the bit (Langdale and Lemire 2019); then the values. */
-enum { CHUNK = 4096 };
+ * empty, four or eight at a time and too many rather than by the bit (Langdale and Lemire 2019); then the values, of one array
+ * after the other: lines of both may not fit into the first cache side by side, where their addresses are alike. Meanwhile
+ * what comes next is fetched. */
+enum { CHUNK = 512, AHEAD = 1024 };
 
-RLC_AVX2 static inline uint64_t flatten(const uint64_t *masks, const uint32_t *begins, uint64_t used, uint64_t m, const uint8_t *old,
-                            const uint8_t *new_, uint32_t *positions, uint16_t *olds, uint16_t *news)
+RLC_AVX2 __attribute__((always_inline)) static inline uint64_t flatten_by(int step, const uint64_t *masks,
+                                                                          const uint32_t *begins, uint64_t used, uint64_t m,
+                                                                          uint32_t *positions)
 {
-    uint64_t from = m;
     for (uint64_t j = 0; j < used; j++) {
         uint64_t mask = masks[j], found = (uint64_t)__builtin_popcountll(mask);
         uint32_t *p = positions + m;
         for (;;) {
-            for (int b = 0; b < 4; b++) {
+            for (int b = 0; b < step; b++) {
                 p[b] = begins[j] + (uint32_t)_tzcnt_u64(mask);
                 mask &= mask - 1;
             }
             if (!mask) break;
-            p += 4;
+            p += step;
         }
         m += found;
     }
-    for (uint64_t j = from; j < m; j++) {
-        olds[j] = rlc_load16(old + 2 * (uint64_t)positions[j]);
-        news[j] = rlc_load16(new_ + 2 * (uint64_t)positions[j]);
-    }
     return m;
+}
+
+RLC_AVX2 static inline void fetch_chunk(const uint8_t *p)
+{
+    for (int line = 0; line < 2 * CHUNK; line += 64) __builtin_prefetch(p + line);
+}
+
+RLC_AVX2 static inline void take_values(const uint8_t *from, const uint32_t *positions, uint64_t m, uint16_t *values)
+{
+    for (uint64_t j = 0; j < m; j++) values[j] = rlc_load16(from + 2 * (uint64_t)positions[j]);
+}
+
+/* The chunk at `at`: its `used` masks, of which `differ` bits are set. */
+RLC_AVX2 static inline uint64_t flatten(const uint64_t *masks, const uint32_t *begins, uint64_t used, uint64_t differ,
+                                        uint64_t at, uint64_t m, const uint8_t *old, const uint8_t *new_,
+                                        uint32_t *positions, uint16_t *olds, uint16_t *news)
+{
+    if (!used) return m;
+    fetch_chunk(old + 2 * (at + AHEAD));
+    if (differ > 4 * used) flatten_by(8, masks, begins, used, m, positions);
+    else flatten_by(4, masks, begins, used, m, positions);
+    fetch_chunk(new_ + 2 * (at + AHEAD));
+    take_values(old, positions + m, differ, olds + m);
+    take_values(new_, positions + m, differ, news + m);
+    return m + differ;
 }
 
 RLC_AVX2 static uint64_t gather_avx2(const uint8_t *old, const uint8_t *new_, uint64_t n, uint32_t *positions,
@@ -61,7 +84,7 @@ RLC_AVX2 static uint64_t gather_avx2(const uint8_t *old, const uint8_t *new_, ui
     uint64_t masks[CHUNK / 64], i = 0, m = 0;
     uint32_t begins[CHUNK / 64];
     for (; i + CHUNK <= n; i += CHUNK) {
-        uint64_t used = 0;
+        uint64_t used = 0, differ = 0;
         for (uint64_t at = i; at < i + CHUNK; at += 64) {
             uint64_t mask = 0;
             for (int half = 0; half < 2; half++) {
@@ -75,8 +98,9 @@ RLC_AVX2 static uint64_t gather_avx2(const uint8_t *old, const uint8_t *new_, ui
             masks[used] = mask;
             begins[used] = (uint32_t)at;
             used += mask != 0;
+            differ += (uint64_t)__builtin_popcountll(mask);
         }
-        m = flatten(masks, begins, used, m, old, new_, positions, olds, news);
+        m = flatten(masks, begins, used, differ, i, m, old, new_, positions, olds, news);
     }
     return gather_tail(i, n, m, old, new_, positions, olds, news);
 }
@@ -87,7 +111,7 @@ RLC_AVX512 static uint64_t gather_avx512(const uint8_t *old, const uint8_t *new_
     uint64_t masks[CHUNK / 64], i = 0, m = 0;
     uint32_t begins[CHUNK / 64];
     for (; i + CHUNK <= n; i += CHUNK) {
-        uint64_t used = 0;
+        uint64_t used = 0, differ = 0;
         for (uint64_t at = i; at < i + CHUNK; at += 64) {
             const uint8_t *a = old + 2 * at, *b = new_ + 2 * at;
             uint64_t mask =
@@ -96,8 +120,9 @@ RLC_AVX512 static uint64_t gather_avx512(const uint8_t *old, const uint8_t *new_
             masks[used] = mask;
             begins[used] = (uint32_t)at;
             used += mask != 0;
+            differ += (uint64_t)__builtin_popcountll(mask);
         }
-        m = flatten(masks, begins, used, m, old, new_, positions, olds, news);
+        m = flatten(masks, begins, used, differ, i, m, old, new_, positions, olds, news);
     }
     return gather_tail(i, n, m, old, new_, positions, olds, news);
 }

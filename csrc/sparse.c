@@ -10,6 +10,10 @@
 
 #include <stdlib.h>
 
+#if RLC_X86
+#include <immintrin.h>
+#endif
+
 /* -- packing ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -57,89 +61,203 @@ RLC_INLINE int gaps_and_k(const uint32_t *positions, uint64_t m, uint32_t *gaps,
     return k;
 }
 
+/* Bits that are no whole byte yet, and where they go: with what is appended at once at most 63. */
+typedef struct {
+    uint8_t *at;
+    uint64_t held, bits;
+} bit_writer;
+
+RLC_INLINE void append(bit_writer *w, uint64_t value, uint64_t width)
+{
+    w->held |= value << w->bits;
+    rlc_store64(w->at, w->held);
+    w->bits += width;
+    w->at += w->bits >> 3;
+    w->held >>= w->bits & ~(uint64_t)7;
+    w->bits &= 7;
+}
+
+/* A code of any length, where zeros are: what is held is stored, and the zeros are there. */
+RLC_INLINE void append_unary(bit_writer *w, uint64_t zeros)
+{
+    rlc_store64(w->at, w->held);
+    w->bits += zeros;
+    w->at += w->bits >> 3;
+    w->held = w->bits >> 3 ? 0 : w->held;
+    w->bits &= 7;
+    append(w, 1, 1);
+}
+
 /* `low` has room for m * k bits and RLC_SLACK. Several gaps are put together before they join the stream. */
 RLC_INLINE void write_low(const uint32_t *gaps, uint64_t m, int k, uint8_t *low)
 {
     const uint64_t mask = ((uint64_t)1 << k) - 1;
-    uint64_t held = 0, bits = 0, i = 0;
-#define RLC_APPEND(value, width) \
-    held |= (value) << bits; \
-    rlc_store64(low, held); \
-    bits += (uint64_t)(width); \
-    low += bits >> 3; \
-    held >>= bits & ~(uint64_t)7; \
-    bits &= 7;
+    bit_writer w = {low, 0, 0};
+    uint64_t i = 0;
     if (k <= 14)
         for (; i + 4 <= m; i += 4) {
             uint64_t two = (gaps[i] & mask) | (gaps[i + 1] & mask) << k, more = (gaps[i + 2] & mask) | (gaps[i + 3] & mask) << k;
-            RLC_APPEND(two | more << 2 * k, 4 * k)
+            append(&w, two | more << 2 * k, 4 * (uint64_t)k);
         }
-    for (; i < m; i++) {
-        RLC_APPEND(gaps[i] & mask, k)
-    }
-#undef RLC_APPEND
+    for (; i < m; i++) append(&w, gaps[i] & mask, (uint64_t)k);
 }
 
 /* `unary` is zero, and RLC_SLACK bytes longer than it needs. Four short codes are put together before they join. */
 RLC_INLINE void write_unary(const uint32_t *gaps, uint64_t m, int k, uint8_t *unary)
 {
-    uint64_t held = 0, bits = 0, i = 0;
+    bit_writer w = {unary, 0, 0};
+    uint64_t i = 0;
     while (i < m) {
         if (i + 4 <= m) {
             uint64_t a = gaps[i] >> k, b = a + 1 + (gaps[i + 1] >> k), c = b + 1 + (gaps[i + 2] >> k);
             uint64_t d = c + 1 + (gaps[i + 3] >> k);
             if (d < 56) {
-                held |= ((uint64_t)1 << a | (uint64_t)1 << b | (uint64_t)1 << c | (uint64_t)1 << d) << bits;
-                rlc_store64(unary, held);
-                bits += d + 1;
-                unary += bits >> 3;
-                held = bits >> 6 ? 0 : held >> (bits & ~(uint64_t)7);
-                bits &= 7;
+                append(&w, (uint64_t)1 << a | (uint64_t)1 << b | (uint64_t)1 << c | (uint64_t)1 << d, d + 1);
                 i += 4;
                 continue;
             }
         }
-        /* One code, perhaps a long one: what is held is stored, and the zeros are there. */
-        rlc_store64(unary, held);
-        bits += gaps[i++] >> k;
-        unary += bits >> 3;
-        held = bits >> 3 ? 0 : held;
-        bits &= 7;
-        held |= (uint64_t)1 << bits;
-        rlc_store64(unary, held);
-        bits++;
-        unary += bits >> 3;
-        held >>= bits & ~(uint64_t)7;
-        bits &= 7;
+        append_unary(&w, gaps[i++] >> k);
     }
 }
 
 /* Symbols from values; returns the number of escapes. news is overwritten with the zigzagged steps. */
 RLC_INLINE uint64_t make_symbols(const uint16_t *olds, uint16_t *news, uint64_t m, uint8_t *symbols, uint16_t *escapes)
 {
-    uint64_t large = 0, count = 0;
+    uint64_t count = 0;
     for (uint64_t i = 0; i < m; i++) {
         uint16_t step = (uint16_t)(rlc_line(news[i]) - rlc_line(olds[i]));
         uint16_t zigzag = (uint16_t)((step << 1) ^ (0 - (step >> 15)));
         news[i] = (uint16_t)(zigzag - 1);
         symbols[i] = (uint8_t)(news[i] < RLC_ESCAPE ? news[i] : RLC_ESCAPE);
-        large += news[i] >= RLC_ESCAPE;
+        escapes[count] = news[i];
+        count += news[i] >= RLC_ESCAPE;
     }
-    if (large)
-        for (uint64_t i = 0; i < m; i++)
-            if (news[i] >= RLC_ESCAPE) escapes[count++] = news[i];
     return count;
 }
 
+#if RLC_X86
+/* -- packing with AVX2: the same bytes, eight changes a step ---------------------------------------------------------- */
+
+RLC_AVX2 static int gaps_and_k_avx2(const uint32_t *positions, uint64_t m, uint32_t *gaps, uint64_t *unary_bits)
+{
+    return gaps_and_k(positions, m, gaps, unary_bits);
+}
+
+RLC_AVX2 static inline __m256i load256(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+
+RLC_AVX2 static inline uint64_t or_lanes(__m256i x)
+{
+    __m128i y = _mm_or_si128(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    return (uint64_t)_mm_cvtsi128_si64(_mm_or_si128(y, _mm_unpackhi_epi64(y, y)));
+}
+
+/* Sums of each number and those before it. */
+RLC_AVX2 static inline __m256i running_sums(__m256i x)
+{
+    x = _mm256_add_epi32(x, _mm256_slli_si256(x, 4));
+    x = _mm256_add_epi32(x, _mm256_slli_si256(x, 8));
+    return _mm256_add_epi32(x, _mm256_shuffle_epi32(_mm256_permute2x128_si256(x, x, 0x08), 0xFF));
+}
+
+RLC_AVX2 static void write_low_avx2(const uint32_t *gaps, uint64_t m, int k, uint8_t *low)
+{
+    if (!k) return;
+    if (k > 14) {
+        write_low(gaps, m, k, low);
+        return;
+    }
+    const __m256i mask = _mm256_set1_epi32((1 << k) - 1), pair = _mm256_set1_epi64x(((int64_t)1 << 2 * k) - 1);
+    const __m256i lanes = _mm256_setr_epi64x(0, 2 * k, 0, 2 * k);
+    const __m128i join = _mm_cvtsi32_si128(32 - k);
+    bit_writer w = {low, 0, 0};
+    uint64_t i = 0, width = 4 * (uint64_t)k;
+    for (; i + 8 <= m; i += 8) {
+        __m256i v = _mm256_and_si256(load256(gaps + i), mask);
+        v = _mm256_sllv_epi64(_mm256_and_si256(_mm256_or_si256(v, _mm256_srl_epi64(v, join)), pair), lanes);
+        v = _mm256_or_si256(v, _mm256_unpackhi_epi64(v, v)); /* four gaps in the lower half of each 128 bits */
+        uint64_t a = (uint64_t)_mm_cvtsi128_si64(_mm256_castsi256_si128(v));
+        uint64_t b = (uint64_t)_mm_cvtsi128_si64(_mm256_extracti128_si256(v, 1));
+        if (k <= 7)
+            append(&w, a | b << width, 2 * width);
+        else {
+            append(&w, a, width);
+            append(&w, b, width);
+        }
+    }
+    for (; i < m; i++) append(&w, gaps[i] & (((uint64_t)1 << k) - 1), (uint64_t)k);
+}
+
+RLC_AVX2 static void write_unary_avx2(const uint32_t *gaps, uint64_t m, int k, uint8_t *unary)
+{
+    const __m128i shift = _mm_cvtsi32_si128(k);
+    const __m256i one = _mm256_set1_epi64x(1);
+    bit_writer w = {unary, 0, 0};
+    uint64_t i = 0;
+    for (; i + 8 <= m; i += 8) {
+        __m256i ends = running_sums(_mm256_add_epi32(_mm256_srl_epi32(load256(gaps + i), shift), _mm256_set1_epi32(1)));
+        uint32_t bits = (uint32_t)_mm256_extract_epi32(ends, 7);
+        if (bits > 56) { /* rare: k is near the mean gap */
+            for (int j = 0; j < 8; j++) append_unary(&w, gaps[i + (uint64_t)j] >> k);
+            continue;
+        }
+        __m256i a = _mm256_sllv_epi64(one, _mm256_cvtepu32_epi64(_mm256_castsi256_si128(ends)));
+        __m256i b = _mm256_sllv_epi64(one, _mm256_cvtepu32_epi64(_mm256_extracti128_si256(ends, 1)));
+        append(&w, or_lanes(_mm256_or_si256(a, b)) >> 1, bits);
+    }
+    for (; i < m; i++) append_unary(&w, gaps[i] >> k);
+}
+
+RLC_AVX2 static inline __m256i on_line(__m256i x)
+{
+    return _mm256_xor_si256(x, _mm256_srli_epi16(_mm256_srai_epi16(x, 15), 1));
+}
+
+RLC_AVX2 static inline __m256i zigzag_less_one(const uint16_t *olds, const uint16_t *news)
+{
+    __m256i step = _mm256_sub_epi16(on_line(load256(news)), on_line(load256(olds)));
+    __m256i zigzag = _mm256_xor_si256(_mm256_add_epi16(step, step), _mm256_srai_epi16(step, 15));
+    return _mm256_sub_epi16(zigzag, _mm256_set1_epi16(1));
+}
+
+RLC_AVX2 static uint64_t make_symbols_avx2(const uint16_t *olds, uint16_t *news, uint64_t m, uint8_t *symbols,
+                                           uint16_t *escapes)
+{
+    const __m256i most = _mm256_set1_epi16(RLC_ESCAPE), all = _mm256_set1_epi8(-1);
+    uint64_t count = 0, i = 0;
+    for (; i + 32 <= m; i += 32) {
+        __m256i a = zigzag_less_one(olds + i, news + i), b = zigzag_less_one(olds + i + 16, news + i + 16);
+        __m256i bytes = _mm256_packus_epi16(_mm256_min_epu16(a, most), _mm256_min_epu16(b, most));
+        bytes = _mm256_permute4x64_epi64(bytes, 0xD8);
+        _mm256_storeu_si256((__m256i *)(symbols + i), bytes);
+        uint32_t large = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, all));
+        if (!large) continue;
+        _mm256_storeu_si256((__m256i *)(news + i), a);
+        _mm256_storeu_si256((__m256i *)(news + i + 16), b);
+        for (; large; large &= large - 1) escapes[count++] = news[i + (uint64_t)__builtin_ctz(large)];
+    }
+    return count + make_symbols(olds + i, news + i, m - i, symbols + i, escapes + count);
+}
+#endif
+
+/* Where this CPU has AVX2, by the twin that uses it. */
+#if RLC_X86
+#define RLC_BEST(portable, with_avx2) (rlc_level() >= RLC_LEVEL_AVX2 ? with_avx2 : portable)
+#define RLC_UNUSED
+#else
+#define RLC_BEST(portable, with_avx2) portable
+#define RLC_UNUSED __attribute__((unused))
+#endif
+
 /* news are used up. */
-RLC_INLINE int64_t pack_body(const uint32_t *positions, const uint16_t *olds, uint16_t *news, uint64_t m, uint8_t *out,
-                             uint64_t capacity, scratch *s, scratch *g)
+static int64_t pack(const uint32_t *positions, const uint16_t *olds, uint16_t *news, uint64_t m, uint8_t *out,
+                    uint64_t capacity, scratch *s, scratch *g)
 {
     if (!m) return 0;
     uint64_t unary_bits;
     uint32_t *gaps = (uint32_t *)scratch_for(g, 4 * m);
     if (!gaps) return RLC_MEMORY;
-    int k = gaps_and_k(positions, m, gaps, &unary_bits);
+    int k = RLC_BEST(gaps_and_k(positions, m, gaps, &unary_bits), gaps_and_k_avx2(positions, m, gaps, &unary_bits));
     uint64_t low_bytes = (m * (uint64_t)k + 7) / 8, unary_bytes = (unary_bits + 7) / 8;
     uint64_t fixed = RLC_SPARSE_HEADER + low_bytes + unary_bytes;
     if (capacity < fixed + m + 1) return RLC_CAPACITY; /* m + 1: the bound of the step stream */
@@ -157,9 +275,10 @@ RLC_INLINE int64_t pack_body(const uint32_t *positions, const uint16_t *olds, ui
     uint8_t *rest = symbols + sizes[2] + sizes[3];
 
     memset(unary, 0, sizes[0]);
-    write_low(gaps, m, k, low);
-    write_unary(gaps, m, k, unary);
-    uint64_t escaped = make_symbols(olds, news, m, symbols, escapes);
+    RLC_BEST(write_low(gaps, m, k, low), write_low_avx2(gaps, m, k, low));
+    RLC_BEST(write_unary(gaps, m, k, unary), write_unary_avx2(gaps, m, k, unary));
+    uint64_t escaped = RLC_BEST(make_symbols(olds, news, m, symbols, escapes),
+                                make_symbols_avx2(olds, news, m, symbols, escapes));
     memcpy(out + RLC_SPARSE_HEADER, low, low_bytes);
     memcpy(out + RLC_SPARSE_HEADER + low_bytes, unary, unary_bytes);
     uint8_t mode;
@@ -174,22 +293,6 @@ RLC_INLINE int64_t pack_body(const uint32_t *positions, const uint16_t *olds, ui
     out[17] = mode;
     rlc_store16(out + 18, 0);
     return (int64_t)(fixed + steps + 2 * escaped);
-}
-
-#define RLC_PACK_ARGUMENTS \
-    const uint32_t *p, const uint16_t *o, uint16_t *n, uint64_t m, uint8_t *out, uint64_t c, scratch *s, scratch *g
-
-static int64_t pack_portable(RLC_PACK_ARGUMENTS) { return pack_body(p, o, n, m, out, c, s, g); }
-#if RLC_X86
-RLC_AVX2 static int64_t pack_avx2(RLC_PACK_ARGUMENTS) { return pack_body(p, o, n, m, out, c, s, g); }
-#endif
-
-static int64_t pack(RLC_PACK_ARGUMENTS)
-{
-#if RLC_X86
-    if (rlc_level() >= RLC_LEVEL_AVX2) return pack_avx2(p, o, n, m, out, c, s, g);
-#endif
-    return pack_portable(p, o, n, m, out, c, s, g);
 }
 
 /* Room for the changes of one segment: all of its words may have changed. Untouched pages cost nothing. */
@@ -287,8 +390,110 @@ RLC_INLINE int read_gaps(const uint8_t *low, const uint64_t *unary, uint64_t wor
     return i == m && (before + 7) / 8 == unary_bytes && at <= elements;
 }
 
-RLC_INLINE int64_t unpack_body(const uint8_t *data, uint64_t length, uint64_t elements, uint32_t *positions, uint16_t *steps,
-                               uint64_t room, scratch *s)
+#if RLC_X86
+/* The same, eight at a time. `ends` has room for 1 + m + 64 numbers; the words of `base` that change are fetched meanwhile. */
+RLC_AVX2 static int read_gaps_avx2(const uint8_t *low, const uint64_t *unary, uint64_t words, uint64_t unary_bytes, int k,
+                                   uint64_t m, uint64_t elements, uint32_t *positions, uint32_t *ends, const uint8_t *base)
+{
+    if (k > 14) return read_gaps(low, unary, words, unary_bytes, k, m, elements, positions);
+    uint64_t i = 0, bit = 0;
+    *ends++ = UINT32_MAX; /* ends[i] is the place of the i-th one, ends[-1] that before the first */
+    for (uint64_t w = 0; w < words; w++) {
+        uint64_t held = unary[w], count = (uint64_t)__builtin_popcountll(held);
+        if (count > m - i) return 0;
+        for (uint64_t b = 0; b < count; b += 8)
+            for (uint64_t j = 0; j < 8; j++) {
+                ends[i + b + j] = (uint32_t)(64 * w + _tzcnt_u64(held));
+                held &= held - 1;
+            }
+        i += count;
+    }
+    if (i != m || ((uint64_t)ends[m - 1] + 8) / 8 != unary_bytes) return 0;
+    if (((uint64_t)ends[m - 1] + 1 - m) << k >= elements) return 0; /* what is added below is less than 2^25 a step */
+
+    const __m256i one = _mm256_set1_epi32(1), last = _mm256_set1_epi32(7), lanes = _mm256_setr_epi64x(0, 2 * k, 0, 2 * k);
+    const __m256i lower = _mm256_set1_epi64x(((int64_t)1 << k) - 1), upper = _mm256_slli_epi64(lower, 32);
+    const __m128i shift = _mm_cvtsi32_si128(k), apart = _mm_cvtsi32_si128(32 - k);
+    __m256i next = _mm256_setzero_si256(), any = next; /* next: the next position that is free */
+    for (i = 0; i + 8 <= m; i += 8, bit += 8 * (uint64_t)k) {
+        uint64_t more = bit + 4 * (uint64_t)k;
+        uint64_t a = rlc_load64(low + (bit >> 3)) >> (bit & 7), b = rlc_load64(low + (more >> 3)) >> (more & 7);
+        __m256i v = _mm256_srlv_epi64(_mm256_setr_epi64x((int64_t)a, (int64_t)a, (int64_t)b, (int64_t)b), lanes);
+        v = _mm256_or_si256(_mm256_and_si256(v, lower), _mm256_and_si256(_mm256_sll_epi64(v, apart), upper));
+        __m256i length = _mm256_sub_epi32(load256(ends + i), load256(ends + i - 1));
+        v = _mm256_add_epi32(v, _mm256_sll_epi32(_mm256_sub_epi32(length, one), shift));
+        v = _mm256_add_epi32(next, running_sums(_mm256_add_epi32(v, one)));
+        any = _mm256_or_si256(any, v);
+        next = _mm256_permutevar8x32_epi32(v, last);
+        _mm256_storeu_si256((__m256i *)(positions + i), _mm256_sub_epi32(v, one));
+        if (base)
+            for (uint64_t j = i; j < i + 8; j++) __builtin_prefetch(base + 2 * (uint64_t)positions[j], 1, 2);
+    }
+    if (_mm256_movemask_ps(_mm256_castsi256_ps(any))) return 0; /* beyond 2^31: perhaps no longer ascending */
+    uint64_t at = (uint32_t)_mm256_cvtsi256_si32(next), mask = ((uint64_t)1 << k) - 1;
+    for (; i < m; i++, bit += (uint64_t)k) {
+        at += (uint64_t)(ends[i] - ends[i - 1] - 1) << k | ((rlc_load64(low + (bit >> 3)) >> (bit & 7)) & mask);
+        positions[i] = (uint32_t)at++;
+    }
+    return at <= elements;
+}
+#endif
+
+RLC_INLINE uint16_t step_of(uint16_t symbol)
+{
+    uint16_t zigzag = (uint16_t)(symbol + 1);
+    return (uint16_t)((zigzag >> 1) ^ (0 - (zigzag & 1)));
+}
+
+/* The values of the symbols that are escapes, one after the other. */
+typedef struct {
+    const uint8_t *at;
+    uint64_t left;
+} escape_reader;
+
+RLC_INLINE int take_escape(escape_reader *escapes, uint16_t *step)
+{
+    if (!escapes->left) return 0;
+    uint16_t value = rlc_load16(escapes->at);
+    escapes->at += 2;
+    escapes->left--;
+    *step = step_of(value);
+    return value >= RLC_ESCAPE && value <= RLC_LARGEST;
+}
+
+/* Steps from symbols; 0 unless the escapes are as many as their symbols, and all of them large. */
+RLC_INLINE int make_steps(const uint8_t *symbols, uint64_t m, escape_reader *escapes, uint16_t *steps)
+{
+    for (uint64_t i = 0; i < m; i++) {
+        steps[i] = step_of(symbols[i]);
+        if (symbols[i] == RLC_ESCAPE && !take_escape(escapes, &steps[i])) return 0;
+    }
+    return !escapes->left;
+}
+
+#if RLC_X86
+RLC_AVX2 static int make_steps_avx2(const uint8_t *symbols, uint64_t m, escape_reader *escapes, uint16_t *steps)
+{
+    const __m256i one = _mm256_set1_epi16(1), all = _mm256_set1_epi8(-1);
+    uint64_t i = 0;
+    for (; i + 32 <= m; i += 32) {
+        for (uint64_t j = i; j < i + 32; j += 16) {
+            __m256i zigzag = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(symbols + j)));
+            zigzag = _mm256_add_epi16(zigzag, one);
+            __m256i sign = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_and_si256(zigzag, one));
+            _mm256_storeu_si256((__m256i *)(steps + j), _mm256_xor_si256(_mm256_srli_epi16(zigzag, 1), sign));
+        }
+        uint32_t large = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(load256(symbols + i), all));
+        for (; large; large &= large - 1)
+            if (!take_escape(escapes, &steps[i + (uint64_t)__builtin_ctz(large)])) return 0;
+    }
+    return make_steps(symbols + i, m - i, escapes, steps + i);
+}
+#endif
+
+/* `base`: the words that will change, to be fetched; or NULL. */
+static int64_t unpack(const uint8_t *data, uint64_t length, uint64_t elements, uint32_t *positions, uint16_t *steps,
+                      uint64_t room, scratch *s, RLC_UNUSED const uint8_t *base)
 {
     if (!length) return 0;
     if (length < RLC_SPARSE_HEADER) return RLC_TRUNCATED;
@@ -304,10 +509,12 @@ RLC_INLINE int64_t unpack_body(const uint8_t *data, uint64_t length, uint64_t el
     /* The bit streams are copied so that loops may read a little further than they end. */
     uint64_t words = (unary_bytes + 7) / 8;
     size_t unary_room = (8 * words + 63) / 64 * 64, low_room = (low_bytes + RLC_SLACK + 63) / 64 * 64;
-    uint8_t *memory = scratch_for(s, unary_room + low_room + m + RLC_SLACK);
+    size_t ends_room = (4 * (1 + m + RLC_SLACK) + 63) / 64 * 64;
+    uint8_t *memory = scratch_for(s, unary_room + low_room + ends_room + m + RLC_SLACK);
     if (!memory) return RLC_MEMORY;
     uint64_t *unary = (uint64_t *)memory;
-    uint8_t *low = memory + unary_room, *symbols = low + low_room;
+    uint8_t *low = memory + unary_room, *symbols = low + low_room + ends_room;
+    RLC_UNUSED uint32_t *ends = (uint32_t *)(low + low_room);
     const uint8_t *p = data + RLC_SPARSE_HEADER;
     memcpy(low, p, low_bytes);
     memset(low + low_bytes, 0, RLC_SLACK);
@@ -315,48 +522,14 @@ RLC_INLINE int64_t unpack_body(const uint8_t *data, uint64_t length, uint64_t el
     unary[words - 1] = 0;
     memcpy(unary, p, unary_bytes);
     p += unary_bytes;
-    if (!read_gaps(low, unary, words, unary_bytes, (int)k, m, elements, positions)) return RLC_FORMAT;
+    if (!RLC_BEST(read_gaps(low, unary, words, unary_bytes, (int)k, m, elements, positions),
+                  read_gaps_avx2(low, unary, words, unary_bytes, (int)k, m, elements, positions, ends, base)))
+        return RLC_FORMAT;
     int code = rlc_stream_decode(p, step_bytes, mode, symbols, m);
     if (code) return code;
-    p += step_bytes;
-
-    uint64_t large = 0;
-    for (uint64_t i = 0; i < m; i++) {
-        uint16_t zigzag = (uint16_t)(symbols[i] + 1);
-        steps[i] = (uint16_t)((zigzag >> 1) ^ (0 - (zigzag & 1)));
-        large += symbols[i] == RLC_ESCAPE;
-    }
-    if (large != escaped) return RLC_FORMAT;
-    for (uint64_t i = 0; large; i++) {
-        if (symbols[i] != RLC_ESCAPE) continue;
-        uint16_t value = rlc_load16(p);
-        if (value < RLC_ESCAPE || value > RLC_LARGEST) return RLC_FORMAT;
-        uint16_t zigzag = (uint16_t)(value + 1);
-        steps[i] = (uint16_t)((zigzag >> 1) ^ (0 - (zigzag & 1)));
-        p += 2;
-        large--;
-    }
+    escape_reader escapes = {p + step_bytes, escaped};
+    if (!RLC_BEST(make_steps(symbols, m, &escapes, steps), make_steps_avx2(symbols, m, &escapes, steps))) return RLC_FORMAT;
     return (int64_t)m;
-}
-
-static int64_t unpack_portable(const uint8_t *d, uint64_t l, uint64_t e, uint32_t *p, uint16_t *st, uint64_t room, scratch *s)
-{
-    return unpack_body(d, l, e, p, st, room, s);
-}
-#if RLC_X86
-RLC_AVX2 static int64_t unpack_avx2(const uint8_t *d, uint64_t l, uint64_t e, uint32_t *p, uint16_t *st, uint64_t room,
-                                    scratch *s)
-{
-    return unpack_body(d, l, e, p, st, room, s);
-}
-#endif
-
-static int64_t unpack(const uint8_t *d, uint64_t l, uint64_t e, uint32_t *p, uint16_t *st, uint64_t room, scratch *s)
-{
-#if RLC_X86
-    if (rlc_level() >= RLC_LEVEL_AVX2) return unpack_avx2(d, l, e, p, st, room, s);
-#endif
-    return unpack_portable(d, l, e, p, st, room, s);
 }
 
 int64_t rlc_sparse_decode(const uint8_t *data, uint64_t length, uint64_t elements, uint32_t *positions, int16_t *steps,
@@ -364,21 +537,31 @@ int64_t rlc_sparse_decode(const uint8_t *data, uint64_t length, uint64_t element
 {
     scratch s = {0, 0};
     if (elements > (uint64_t)1 << RLC_MAX_LOG) return RLC_FORMAT;
-    int64_t result = unpack(data, length, elements, positions, (uint16_t *)steps, room, &s);
+    int64_t result = unpack(data, length, elements, positions, (uint16_t *)steps, room, &s, 0);
     free(s.memory);
     return result;
 }
 
-static void scatter(uint8_t *base, const uint32_t *positions, const uint16_t *steps, uint64_t m, uint16_t flip)
+RLC_INLINE void advance(uint8_t *p, uint16_t step, int sign)
 {
-    /* flip is 0 or 0xFFFF: -step is ~step + 1 */
-    const uint16_t one = flip & 1;
-    for (uint64_t i = 0; i < m; i++) {
-        __builtin_prefetch(base + 2 * (uint64_t)positions[i + 32 < m ? i + 32 : i], 1);
-        uint8_t *p = base + 2 * (uint64_t)positions[i];
-        uint16_t step = (uint16_t)((steps[i] ^ flip) + one);
-        rlc_store16(p, rlc_line((uint16_t)(rlc_line(rlc_load16(p)) + step)));
+    uint16_t at = rlc_line(rlc_load16(p));
+    rlc_store16(p, rlc_line((uint16_t)(sign < 0 ? at - step : at + step)));
+}
+
+RLC_INLINE void scatter_by(int sign, uint8_t *base, const uint32_t *positions, const uint16_t *steps, uint64_t m)
+{
+    uint64_t i = 0;
+    for (; i + 32 < m; i++) {
+        __builtin_prefetch(base + 2 * (uint64_t)positions[i + 32], 1);
+        advance(base + 2 * (uint64_t)positions[i], steps[i], sign);
     }
+    for (; i < m; i++) advance(base + 2 * (uint64_t)positions[i], steps[i], sign);
+}
+
+static void scatter(uint8_t *base, const uint32_t *positions, const uint16_t *steps, uint64_t m, int sign)
+{
+    if (sign < 0) scatter_by(-1, base, positions, steps, m);
+    else scatter_by(1, base, positions, steps, m);
 }
 
 int64_t rlc_sparse_apply(const uint8_t *data, uint64_t length, const uint32_t *lengths, uint64_t elements, int log,
@@ -413,9 +596,10 @@ int64_t rlc_sparse_apply(const uint8_t *data, uint64_t length, const uint32_t *l
         }
         uint32_t *positions = (uint32_t *)memory;
         uint16_t *steps = (uint16_t *)(positions + m + RLC_SLACK);
-        result = unpack(data + at, size, count, positions, steps, m, &s);
+        uint8_t *begin = (uint8_t *)base + 2 * (segment << log);
+        result = unpack(data + at, size, count, positions, steps, m, &s, begin);
         if (result < 0) break;
-        scatter((uint8_t *)base + 2 * (segment << log), positions, steps, m, sign < 0 ? 0xFFFF : 0);
+        scatter(begin, positions, steps, m, sign);
         at += size;
         total += m;
     }

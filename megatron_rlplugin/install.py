@@ -9,7 +9,6 @@ changes nothing without the flag, and is refused where the flag would be ignored
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from, vocabulary_from
-from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult
+from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult, without_nan_check
 from megatron_rlplugin.stream.rank_agreement import agree_on_step
 from megatron_rlplugin.stream.stock_schedule import feed_size, part_size
 from megatron_rlplugin.stream.stream_conditions import check_movable
@@ -62,7 +61,8 @@ class RLTraining:
 
         ``forward_step_func`` returns losses as (SUM, denominator, report). A step whose gradient norm is not finite is
         not taken. Every rank calls it; a replica may have fewer micro-batches than another with streaming only. With
-        virtual pipeline stages each replica has a multiple of the pipeline's stages. What the source or the forward step
+        virtual pipeline stages each replica has a multiple of the pipeline's stages; a pipeline wants micro-batches of one shape,
+        unless its config has ``variable_seq_lengths``. What the source or the forward step
         raises drops the gradients of this rank's step and passes through.
         """
         sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
@@ -140,7 +140,7 @@ class RLTraining:
             if chunk.config.finalize_model_grads_func is None:  # Megatron-LM sets it where its own train() begins
                 chunk.config.finalize_model_grads_func = finalize_model_grads
         self.optimizer.zero_grad()
-        with _without_nan_check(self.model):
+        with without_nan_check(self.model):
             reports = get_forward_backward_func()(
                 forward_step_func=_counting(forward_step_func, counted),
                 data_iterator=self._data(micro_batches),
@@ -201,20 +201,6 @@ def install(args: argparse.Namespace) -> bool:
 
     REGISTER.apply("stream_training")
     return True
-
-
-@contextlib.contextmanager
-def _without_nan_check(chunks: Sequence[Any]) -> Iterator[None]:
-    """Megatron's check raises on the rank that has the NaN while the others wait for it; the norm is checked on all."""
-    configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
-    before = [config.check_for_nan_in_grad for config in configs]
-    try:
-        for config in configs:
-            config.check_for_nan_in_grad = False
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config.check_for_nan_in_grad = value
 
 
 def _counting(forward_step_func: ForwardStep, counted: list[float]) -> ForwardStep:

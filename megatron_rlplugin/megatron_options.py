@@ -97,10 +97,7 @@ OWNED = {
     "use_cpu_initialization": "must be on: the weights come from model.path",
     "context_parallel_size": _RATES.format("context_parallel"),
     "mtp_num_layers": "must be unset: the objective trains the policy's own head only",
-    **dict.fromkeys(
-        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-        "must be unset: objectives divide by trajectories or tokens, these losses by tokens only",
-    ),
+    "moe_enable_routing_replay": _RATES.format("routing_replay"),
 }
 # What decides how ranks are grouped: known before a model is built.
 _LAYOUT = ("sequence_parallel", "virtual_pipeline_model_parallel_size")
@@ -115,12 +112,21 @@ class MegatronOptions:
     optimizer: dict[str, Any] = field(default_factory=dict)
     sequence_parallel: bool | None = None  # None: as the model needs
     virtual_pipeline: int | None = None  # model chunks per pipeline stage
+    agreed: dict[str, Any] = field(default_factory=dict)  # what an argument list says of what is decided elsewhere
 
 
-def sort_options(given: Mapping[str, Any]) -> MegatronOptions:
-    """``given`` by dataclass. Raises ConfigError that names the field, the value and the fix."""
+def sort_options(given: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> MegatronOptions:
+    """``given`` by dataclass, with what an argument list says (``trainer.arguments``): there also of what the folder or this
+    plugin decides, as long as it says what is so. Raises ConfigError that names the field, the value and the fix."""
+    agreed = {key: value for key, value in (arguments or {}).items() if key in OWNED}
+    more = {key: value for key, value in (arguments or {}).items() if key not in OWNED}
+    for key in more.keys() & given.keys():
+        if more[key] != given[key]:
+            fix = f"trainer.arguments says {more[key]!r}: leave one of the two out"
+            raise ConfigError(f"{TABLE}.{key}", given[key], fix)
+    given = {**more, **given}
     if not given:
-        return MegatronOptions()
+        return MegatronOptions(agreed=agreed)
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -130,7 +136,7 @@ def sort_options(given: Mapping[str, Any]) -> MegatronOptions:
     sorted_: dict[str, dict[str, Any]] = {name: {} for name in classes}
     layout: dict[str, Any] = {}
     for key, value in given.items():
-        name = f"{TABLE}.{key}"
+        name = f"trainer.arguments: {key}" if key in more else f"{TABLE}.{key}"
         if key in OWNED:
             raise ConfigError(name, value, OWNED[key])
         owners = [owner for owner, fields in known.items() if key in fields]
@@ -148,7 +154,16 @@ def sort_options(given: Mapping[str, Any]) -> MegatronOptions:
         **sorted_,
         sequence_parallel=layout.get("sequence_parallel"),
         virtual_pipeline=layout.get("virtual_pipeline_model_parallel_size"),
+        agreed=agreed,
     )
+
+
+def check_agreed(agreed: Mapping[str, Any], *configs: Any) -> None:
+    """What an argument list said of what is decided elsewhere must be so in the configs. Raises ConfigError."""
+    for name, value in agreed.items():
+        so = [getattr(config, name) for config in configs if hasattr(config, name)]
+        if any(one != value for one in so):
+            raise ConfigError(f"trainer.arguments: {name}", value, f"is {so[0]!r} here; it {OWNED[name]}")
 
 
 def make_config(constructor: Callable[..., Any], ours: Mapping[str, Any], options: Mapping[str, Any]) -> Any:

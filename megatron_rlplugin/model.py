@@ -35,9 +35,10 @@ def transformer_config(
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    if (rate := (options or {}).get("moe_router_bias_update_rate")) and layout.sequence and layout.pipeline > 1:
-        fix = "must be unset with sequence and pipeline parallelism: Megatron-Core cannot tell padding there, which would count"
-        raise ConfigError("trainer.megatron.moe_router_bias_update_rate", rate, fix)
+    for name in ("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if (rate := (options or {}).get(name)) and layout.sequence and layout.pipeline > 1:
+            fix = "must be unset with sequence and pipeline parallelism: Megatron-Core cannot tell padding there; it would count"
+            raise ConfigError(f"trainer.megatron.{name}", rate, fix)
     mixture = _mixture(shape) if shape.num_experts else {}
     if layout.virtual is not None:  # without overlap the interleaved schedule needs another order of sends
         mixture |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}

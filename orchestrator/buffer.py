@@ -143,6 +143,10 @@ class SampleBuffer:
         self._evict_stale(list(self._groups.values()))
         self._changed.set()
 
+    def too_stale(self, first_version: int) -> bool:
+        """Whether a trajectory that began with this version may not be taken any more."""
+        return not self._bound.admissible(self.version, first_version)
+
     def _evict_stale(self, groups: Sequence[SampleGroup]) -> None:
         version = self.version
         for group in groups:

@@ -19,8 +19,6 @@ from orchestrator.api import (
     BorrowedWorker,
     ConfigError,
     ManagedWorker,
-    PlacedWorker,
-    ResizableWorker,
     Task,
     Trajectory,
     parts_of,
@@ -29,17 +27,19 @@ from orchestrator.borrowing.server_exchange import Exchange
 from orchestrator.buffer import SampleBuffer
 from orchestrator.colocation.group_feeder import GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
-from orchestrator.components import Components, ForecastParts, Position
+from orchestrator.components import Components, ForecastParts, ManagerParts, Position
 from orchestrator.config import Config
 from orchestrator.config.rollout_keys import FiltersSection, RolloutSection, RoutingSection
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
-from orchestrator.environments.environment_session import EnvironmentBackend
+from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSource
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.environments.tool_functions import ToolTally
+from orchestrator.envs import EnvManager, EpisodePlayer, TurnServer
 from orchestrator.evaluation import Evaluator
 from orchestrator.events import EventLog
+from orchestrator.manager_shards.shard_managers import ShardManagers
 from orchestrator.parallelism.planner_setup import (
     make_planner,
     make_reallocation,
@@ -83,6 +83,7 @@ from orchestrator.weight_sync import WeightSync
 
 # seconds that a pod may outlive its greatest age and one trajectory: it waits in the pool, starts
 LIFETIME_MARGIN = 600
+SHARD_MARGIN = 30.0  # seconds that a shard may take to end an episode, beside the limits of its environment
 TASK_OF_CONFIG = "orchestrator.environments.environment_process:task_of_config"
 
 
@@ -110,7 +111,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
     evaluator = Evaluator(
         rollout.environments,
         parts.task,
-        parts.reward,
+        rollout.reward,
         seed=config.run.seed,
         prompts=config.evaluation.prompts,
         slots=config.rollout.environments,
@@ -174,26 +175,21 @@ def build_rollout(
     )
     proxy, resizing = build_proxy(config, parts.workers, events, mode, fail, parts.market is not None)
     lockstep = Lockstep()
-    environments = manager_of(task)(
-        task,
-        proxy,
-        step_timeout=settings.environment_step_timeout,
-        reset_timeout=_reset_seconds(settings),
-        trajectory_timeout=settings.trajectory_timeout,
-        is_stale=lambda first: not bound.admissible(buffer.version, first),
-        source=parts.environments,
-        context=setup_of(config.context, task),
-        contexts={name: setup_of(config.context, part) for name, part in parts_of(task).items()},
+    environments: EpisodePlayer
+    forecasts, reward, shards = None, parts.reward, parts.shards
+    if parts.managers is not None:
+        environments = reward = shards = build_shards(config, parts.managers, proxy, parts, buffer.too_stale, fail)
+    else:
         # a race in which all take their turns in step has no winner: with rounds only the rewards are waited for
-        lockstep=lockstep if mode.batch_environments and not settings.rounds.enabled else None,
-    )
-    forecasts = environments.forecasts = _length_tracker(config, task, proxy, events, parts.foresight)
+        in_step = lockstep if mode.batch_environments and not settings.rounds.enabled else None
+        environments = manager = build_manager(config, task, proxy, buffer.too_stale, parts.environments, in_step)
+        forecasts = manager.forecasts = _length_tracker(config, task, proxy, events, parts.foresight)
     known = forecasts.prompts if forecasts and settings.rounds.predict == PROGRESSIVE else None
     rollout = Rollout(
         settings,
         BatchSize(config.batch_trajectories, config.group_members, config.redundancy),
         task,
-        parts.reward,
+        reward,
         events,
         parts.ledger,
         mode=mode,
@@ -205,7 +201,7 @@ def build_rollout(
         forecasts=forecasts,
         rounds=build_rounds(config, task, events, position.rounds, known) if settings.rounds.enabled else None,
         prompts=PromptRepeats(task.prompts("train", config.run.seed)),
-        shards=parts.shards,
+        shards=shards,
         keep=keep,
         fail=fail,
         life=position.life,
@@ -213,6 +209,60 @@ def build_rollout(
         trajectories=position.trajectories,
     )
     return rollout, resizing
+
+
+def build_manager(
+    config: Config,
+    task: Task,
+    proxy: TurnServer,
+    is_stale: Callable[[int], bool],
+    source: EnvironmentSource | None = None,
+    lockstep: Lockstep | None = None,
+) -> EnvManager:
+    """The manager that plays the task's episodes, in a run's own process or in a shard."""
+    settings = config.rollout
+    return manager_of(task)(
+        task,
+        proxy,
+        step_timeout=settings.environment_step_timeout,
+        reset_timeout=_reset_seconds(settings),
+        reset_tries=config.environment.reset_tries,
+        start_timeout=config.environment.start_timeout,
+        trajectory_timeout=settings.trajectory_timeout,
+        is_stale=is_stale,
+        source=source,
+        context=setup_of(config.context, task),
+        contexts={name: setup_of(config.context, part) for name, part in parts_of(task).items()},
+        on_timeout=config.task.on_timeout,
+        lockstep=lockstep,
+    )
+
+
+def build_shards(
+    config: Config,
+    managers: ManagerParts,
+    proxy: TurnServer,
+    parts: Components,
+    is_stale: Callable[[int], bool],
+    fail: Callable[[BaseException], None],
+) -> ShardManagers:
+    """The head's end of the shards; the run's counters are theirs from now on."""
+    settings = config.rollout
+    shards = ShardManagers(
+        managers,
+        proxy,
+        parts.events,
+        parts.shards,
+        is_stale=is_stale,
+        fail=fail,
+        restarts=settings.worker_restarts,
+        window=settings.restart_window,
+        silence=settings.stall_timeout,
+        patience=2 * max(settings.environment_step_timeout, _reset_seconds(settings)) + SHARD_MARGIN,
+    )
+    if parts.rewards is not None:
+        parts.rewards = partial(shards.counted, "rewards")
+    return shards
 
 
 def build_proxy(
@@ -228,7 +278,6 @@ def build_proxy(
     settings = config.rollout
     if settings.reshapes:
         require_resizable(workers, settings.planner.enabled, settings.planner.experts)
-        _require_one_class(workers, config)
     routing = routing_of(config, borrows or any(isinstance(worker, BorrowedWorker) for worker in workers))
     proxy = LLMProxy(
         workers,
@@ -255,26 +304,6 @@ def routing_of(config: Config, borrows: bool) -> RoutingSection:
     settings = config.rollout
     profile = read_profile(settings.routing.profile, "rollout.routing.profile")
     return router_setup.with_caps(settings, borrows or settings.borrows, profile)
-
-
-def _require_one_class(workers: Sequence[ManagedWorker], config: Config) -> None:
-    """Engines are cut anew over devices that are alike: where prefill and decode are on classes of their own, all of the run's
-    own workers must be of one of the two (the other is borrowed). Raises ConfigError."""
-    settings = config.rollout
-    if not settings.disaggregation.enabled:
-        return
-    own = [worker for worker in workers if isinstance(worker, ResizableWorker)]
-    known = settings.routing.hardware
-    classes = {
-        (worker.hardware if isinstance(worker, PlacedWorker) else "") or known.get(worker.name, "") for worker in own
-    }
-    if len(classes) > 1:
-        field = "rollout.planner.enabled" if settings.planner.enabled else "rollout.placement.degrees.enabled"
-        fix = (
-            "cuts all engines anew over one class of devices, and rollout.disaggregation has them on two: borrow the workers of "
-            "one class (rollout.served), or set one of the two to false"
-        )
-        raise ConfigError(field, True, fix)
 
 
 def make_filters(settings: FiltersSection) -> FilterChain:
@@ -351,7 +380,9 @@ def build_environment_pool(
     of its sessions and marks what is theirs. For environments in other processes: ``log`` gets what they print, ``tools``
     are the fields of their ToolSettings (those in this process have the task's), ``tally`` counts their calls."""
     backend = _environment_backend(config, task, owner, log, tools, tally)
-    return None if backend is None else EnvPool(backend, _pool_settings(config, owner), events)
+    if backend is None:
+        return None
+    return EnvPool(backend, _pool_settings(config, owner), events, getattr(task, "environment_template", None))
 
 
 def environment_target(config: Config, task: Task) -> tuple[str, dict[str, Any]]:
@@ -502,6 +533,8 @@ def _slots_of(rollout: RolloutSection, name: str) -> int:
 def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, Helper]:
     """What changes the pools of a run beside its loop: servers that it borrows, and whatever is told another size."""
     settings, members, found = config.rollout, Membership(rollout.proxy), dict[str, Helper]()
+    if isinstance(rollout.environments, ShardManagers):
+        found["shards"] = rollout.environments.run
     routing = routing_of(config, parts.market is not None)
     if parts.market is not None:
         market = parts.market
@@ -510,6 +543,8 @@ def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, H
     if parts.sizes is None:
         return found
     tell: dict[str, Callable[[int], None]] = {**parts.sizes.tell, "environments": rollout.resize}
+    if isinstance(rollout.environments, ShardManagers):
+        tell["rewards"] = partial(rollout.environments.share, "rewards")
     if parts.engines is not None:
         scaling = EngineScaling(parts.engines, members, parts.events, settings.model_copy(update={"routing": routing}))
         found["engines"] = scaling.run

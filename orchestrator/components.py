@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from orchestrator.api import ManagedWorker, RewardFunction, Task, Trainer, Trajectory
+from orchestrator.api import ManagedWorker, RewardFunction, Task, Trainer, Trajectory, Turn
 from orchestrator.borrowing.server_exchange import Market
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.environments.environment_session import EnvironmentSource
@@ -19,6 +19,7 @@ from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.engine_scaling import EngineSource
+from orchestrator.shards.shard_folder import LaidTrajectory
 
 
 class Store(Protocol):
@@ -39,6 +40,33 @@ class Shards(Protocol):
     def finish(self, trajectory: Trajectory) -> Trajectory: ...
 
     def lost(self, trajectories: Iterable[Trajectory]) -> list[str]: ...
+
+
+class ShardLink(Protocol):
+    """The way to a shard of environment managers that is up."""
+
+    def send(self, message: bytes) -> None:
+        """In order; what is sent to one that is gone is lost."""
+
+    def kill(self) -> None:
+        """End it at once. Idempotent."""
+
+
+class ShardStarter(Protocol):
+    """Starts one shard of environment managers, again and again."""
+
+    async def start(self, heard: Callable[[bytes], None], lost: Callable[[str], None]) -> ShardLink:
+        """One that is up. ``heard`` gets each of its messages, ``lost`` why it is gone, once; not after ``kill``. Raises
+        ConfigError for what no other start cures, RunError and OSError when it does not come up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerParts:
+    """Shards of environment managers (:mod:`orchestrator.manager_shards`). ``adopt``: the turns of a trajectory that a shard
+    has laid; RunError where they are not there."""
+
+    starters: Sequence[ShardStarter]
+    adopt: Callable[[LaidTrajectory], tuple[Turn, ...]]
 
 
 class InMemory:
@@ -114,6 +142,7 @@ class Components:
     engines: EngineSource | None = None  # of own engines that are added while it runs; None: they stay
     sizes: PoolSizes | None = None  # None: nothing is told another size
     shards: Shards = field(default_factory=InMemory)
+    managers: ManagerParts | None = None  # None: environments, agents and rewards are called from the run's own process
 
 
 @dataclass

@@ -2,8 +2,11 @@
 
 Guarantees: every call into an environment has a time limit; whatever the environment does (raise, hang, wrong types,
 not-a-number, too much text, exit) ends only this trajectory, with a cause, and an environment that misbehaved is never
-reused; tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary. Where an
-environment comes from and goes back to is an :class:`~orchestrator.environments.environment_session.EnvironmentSource`.
+reused; where one does not begin the episode, another is asked; tokens go in and out as ids, nothing is re-tokenised; staleness
+is checked at every turn boundary, and an answer that was called back as stale ends the trajectory. What a time limit that was
+reached means, the task says: the trajectory failed, is truncated, or keeps what it has earned
+(:data:`orchestrator.api.TimeoutMeaning`); one that has no turn has failed. Where an environment comes from and goes back to is
+an :class:`~orchestrator.environments.environment_session.EnvironmentSource`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from orchestrator.api import (
     Completion,
@@ -26,6 +30,7 @@ from orchestrator.api import (
     Sampling,
     Task,
     TaskLimits,
+    TimeoutMeaning,
     Trajectory,
     TrajectoryError,
     Turn,
@@ -38,11 +43,56 @@ from orchestrator.environments.inprocess import FreshEnvironments
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
-from orchestrator.proxy.gateway import LLMProxy
+
+SHARD_LOST = "shard_lost"  # cause of a trajectory that ended with the process that played it
+
+# Causes of a failed reset after which another environment may do
+ANOTHER_MAY = (
+    "environment_error",
+    "environment_timeout",
+    "environment_output",
+    "environment_died",
+    "environment_protocol",
+)
+TIME_LIMITS = ("environment_timeout", "trajectory_timeout")  # causes whose meaning the task says
 
 
 class StaleTrajectory(Exception):
-    """The staleness bound was passed at a turn boundary: the trajectory is evicted."""
+    """The staleness bound was passed: the trajectory is evicted."""
+
+
+class TurnServer(Protocol):
+    """Who answers the turns of managers: the proxy, or in a shard the way to it."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """See :class:`orchestrator.proxy.gateway.LLMProxy`."""
+
+    def note_fault(self, what: str, detail: str) -> None:
+        """Record something that went wrong and was handled."""
+
+
+class EpisodePlayer(Protocol):
+    """What plays the episodes of a run: one manager, or the managers of all shards."""
+
+    # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
+    on_turn: Callable[[Episode, float, float, float, float], None] | None
+
+    @property
+    def source(self) -> EnvironmentRoom:
+        """Where environments come from."""
+
+    async def play(self, episode: Episode, sampling: Sampling) -> None:
+        """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
+
+
+class EnvironmentRoom(Protocol):
+    """How many environments there are."""
+
+    def resize(self, size: int) -> None:
+        """See :class:`~orchestrator.environments.environment_session.EnvironmentSource`."""
+
+    def stats(self) -> dict[str, Any]:
+        """For the event log; empty when there is nothing to say."""
 
 
 @dataclass(slots=True)
@@ -61,6 +111,9 @@ class Episode:
     context_tokens: int | None = 0  # that its next turn goes on from, in a tool or not begun too; None: it is played
     heldout: bool = False  # of an evaluation: what it took says nothing of the prompts that are trained
     environment_in_order: bool = True  # no call into it is open, and its last answer passed the checks
+    begun: bool = False  # an environment was reset to its prompt
+    unanswered: Turn | None = None  # what the environment was told, and has not answered yet
+    earned: float | None = None  # the reward of one that a time limit ended; None: the reward function says it
 
     def trajectory(
         self, finished_at: float, errors: tuple[str, ...] = (), reward: float | None = None, scored_at: float = 0.0
@@ -81,6 +134,13 @@ class Episode:
             finished_at=finished_at,
             scored_at=scored_at,
         )
+
+
+async def reward_of_episode(reward: RewardFunction, episode: Episode, finished_at: float, seconds: float) -> float:
+    """What a played episode has earned; as :func:`score_of`."""
+    if episode.earned is not None:
+        return episode.earned
+    return await score_of(reward, episode.trajectory(finished_at), seconds)
 
 
 async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: float) -> float:
@@ -119,23 +179,30 @@ class EnvManager:
     def __init__(
         self,
         task: Task,
-        proxy: LLMProxy,
+        proxy: TurnServer,
         *,
         step_timeout: float,
         reset_timeout: float | None = None,
+        reset_tries: int = 1,
+        start_timeout: float = 60.0,
         trajectory_timeout: float,
         is_stale: Callable[[int], bool],
         source: EnvironmentSource | None = None,
         lockstep: Lockstep | None = None,
         context: Setup | None = None,
         contexts: Mapping[str, Setup] | None = None,
+        on_timeout: TimeoutMeaning | None = None,
     ) -> None:
-        self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
+        """``reset_tries``: environments that are asked until one begins the episode; ``on_timeout``: what a time limit means;
+        None: what the task says."""
+        self.source: EnvironmentSource = source or FreshEnvironments(
+            task, step_timeout, proxy.note_fault, getattr(task, "environment_template", None), start_timeout
+        )
         self.forecasts: LengthTracker | None = None  # set where lengths are predicted
-        # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
         self.on_turn: Callable[[Episode, float, float, float, float], None] | None = None
         self._task = task
         self._proxy = proxy
+        self._reset_tries = reset_tries
         self._limits = {"reset": reset_timeout or step_timeout, "step": step_timeout}
         self._trajectory_timeout = trajectory_timeout
         self._is_stale = is_stale
@@ -144,9 +211,30 @@ class EnvManager:
         self._context: Setup = context or (keep, (), None)
         self._contexts = contexts or {}  # of the parts of a mixture
         self._parts = parts_of(task)
+        self._on_timeout = on_timeout
 
     async def play(self, episode: Episode, sampling: Sampling) -> None:
         """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
+        try:
+            await self._play_through(episode, sampling)
+        except TrajectoryError as error:
+            if error.cause not in TIME_LIMITS or not self._ended_in_time(episode, error):
+                raise
+
+    def _ended_in_time(self, episode: Episode, error: TrajectoryError) -> bool:
+        """Whether an episode that a time limit ended counts, as the task says; then it is truncated where it is."""
+        meaning = self._on_timeout or getattr(self._part(episode), "on_timeout", "failed")
+        if episode.unanswered is not None and meaning != "failed":
+            episode.turns.append(episode.unanswered)
+        if not episode.turns or meaning == "failed":
+            return False
+        episode.truncated = True
+        if meaning == "partial":
+            episode.earned = sum(turn.reward for turn in episode.turns)
+        self._proxy.note_fault(error.cause, f"{episode.id}: {error.detail}; {meaning}")
+        return True
+
+    async def _play_through(self, episode: Episode, sampling: Sampling) -> None:
 
         def waiting(reason: str) -> None:
             episode.waiting_for = reason
@@ -162,16 +250,24 @@ class EnvManager:
                 self.forecasts.ended(episode.trajectory(0.0), complete, episode.heldout)
 
     async def _play(self, episode: Episode, sampling: Sampling, waiting: Callable[[str], None]) -> None:
-        environment = await self.source.acquire(waiting)  # its time is the pool's, not the trajectory's
-        try:
-            async with asyncio.timeout(self._trajectory_timeout) as limit:
-                await self._turns(episode, sampling, environment, limit)
-        except TimeoutError as error:
-            raise TrajectoryError(
-                "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
-            ) from error
-        finally:
-            await self.source.release(environment, episode.environment_in_order)
+        for tries in reversed(range(self._reset_tries)):
+            environment = await self.source.acquire(
+                episode.prompt, waiting
+            )  # its time is the pool's, not the trajectory's
+            try:
+                async with asyncio.timeout(self._trajectory_timeout) as limit:
+                    await self._turns(episode, sampling, environment, limit)
+                return
+            except TimeoutError as error:
+                raise TrajectoryError(
+                    "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
+                ) from error
+            except TrajectoryError as error:
+                if episode.begun or not tries or error.cause not in ANOTHER_MAY:
+                    raise
+                self._proxy.note_fault("environment_reset", f"{episode.id}: {error}; another environment is asked")
+            finally:
+                await self.source.release(environment, episode.environment_in_order)
 
     async def _turns(
         self, episode: Episode, sampling: Sampling, environment: Environment, limit: asyncio.Timeout
@@ -181,6 +277,7 @@ class EnvManager:
         episode.waiting_for = "environment reset"
         first = await self._ask(episode, environment, "reset", episode.prompt)
         observation = observation_of(first, "reset")
+        episode.begun = True
         part, (rules, _, _) = self._part(episode), self._rules(episode)
         context = EpisodeContext(rules)
         for _ in range(part.max_turns):
@@ -207,24 +304,24 @@ class EnvManager:
             if self.forecasts is not None:
                 turns, said = episode.turns, completion.token_ids
                 self.forecasts.turn_over(episode.id, episode.prompt, turns, observation.token_ids, said)
+            begins = context.acted(completion.token_ids)
+            episode.unanswered = Turn(
+                observation_ids=observation.token_ids,
+                action_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+                generate_seconds=round(answered - asked, 6),
+                context=begins,
+                experts=completion.experts,
+            )
             await self._in_step(episode, "environment step", limit)
             begun = loop.time()
             result = step_of(await self._ask(episode, environment, "step", completion.token_ids))
             episode.environment_in_order = True
-            begins = context.acted(completion.token_ids)
-            episode.turns.append(
-                Turn(
-                    observation_ids=observation.token_ids,
-                    action_ids=completion.token_ids,
-                    logprobs=completion.logprobs,
-                    versions=completion.versions,
-                    reward=result.reward,
-                    done=result.done,
-                    generate_seconds=round(answered - asked, 6),
-                    environment_seconds=round(loop.time() - begun, 6),
-                    context=begins,
-                )
-            )
+            took = round(loop.time() - begun, 6)
+            turn = replace(episode.unanswered, reward=result.reward, done=result.done, environment_seconds=took)
+            episode.turns.append(turn)
+            episode.unanswered = None
             if self.on_turn is not None:
                 self.on_turn(episode, asked, answered, begun, loop.time())
             if result.done or result.truncated:
@@ -248,14 +345,23 @@ class EnvManager:
             sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
             task=episode.prompt.task,
             group_id=episode.group_id,
+            experts_from=context.routed,
         )
         if self.forecasts is not None:
             request = await self.forecasts.rank(request)
         episode.context_tokens = len(request.token_ids)
         completion = await self._proxy.generate(request)
+        self._check_fresh(completion)
         episode.context_tokens += len(completion.token_ids)
+        if completion.experts is not None:
+            context.routed = completion.experts.end
         episode.requests += 1
         return completion
+
+    def _check_fresh(self, completion: Completion) -> None:
+        """Raises StaleTrajectory for an answer that was called back (:meth:`LLMProxy.call_back`)."""
+        if completion.finish_reason == "abort" and completion.versions and self._is_stale(completion.versions[0][0]):
+            raise StaleTrajectory
 
     async def _once_more_shorter(
         self, episode: Episode, context: EpisodeContext, sampling: Sampling, cause: str
@@ -304,6 +410,7 @@ class EnvManager:
                 completion.versions,
                 generate_seconds=seconds,
                 context=context.summarised(completion.token_ids),
+                experts=completion.experts,
             )
         )
         context.begin_anew("summary", observation, completion.token_ids)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from orchestrator.api import Prompt, RetryableError, RewardFunction, RunError, Sampling, Task, TrajectoryError, parts_of
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory, score_of
+from orchestrator.envs import Episode, EpisodePlayer, StaleTrajectory, reward_of_episode
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Evaluator:
 
     def __init__(
         self,
-        environments: EnvManager,
+        environments: EpisodePlayer,
         task: Task,
         reward: RewardFunction,
         *,
@@ -110,7 +110,7 @@ class Evaluator:
         episode = Episode(name, label, prompt, 0.0, heldout=True)
         try:
             await self._environments.play(episode, sampling)
-            return await score_of(self._reward, episode.trajectory(0.0), self._timeout)
+            return await reward_of_episode(self._reward, episode, 0.0, self._timeout)
         except (TrajectoryError, RetryableError, StaleTrajectory, TimeoutError):
             return None
         except asyncio.CancelledError:

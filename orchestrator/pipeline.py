@@ -277,8 +277,7 @@ class Pipeline:
             parts.store.append(item.trajectory, step, "trained", position=place, weight=self._weight(item))
         await self.weights.begin_publishing(step, metrics.version)
         position.step, position.version = step + 1, metrics.version
-        self.rollout.buffer.set_version(metrics.version)
-        self.rollout.poke()
+        self.rollout.set_version(metrics.version)
         self._report_step(step, taken, batch, metrics, begun)
         parts.ledger.check()
         state = self._run_state() if self._checkpoint_due(step + 1) else None

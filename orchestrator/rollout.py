@@ -27,7 +27,7 @@ from orchestrator.buffer import REFERENCE_LOST, SampleBuffer
 from orchestrator.components import Shards
 from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory, score_of
+from orchestrator.envs import SHARD_LOST, Episode, EpisodePlayer, StaleTrajectory, reward_of_episode
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.placement.length_tracker import LengthTracker
@@ -67,7 +67,7 @@ class Rollout:
     buffer: SampleBuffer
     filters: FilterChain
     proxy: LLMProxy
-    environments: EnvManager
+    environments: EpisodePlayer
     lockstep: Lockstep
     forecasts: LengthTracker | None
     rounds: Rounds | None
@@ -121,6 +121,21 @@ class Rollout:
         """So many trajectories in flight at most, and environments in the pool; those beyond play to their end."""
         self.gate = replace(self.gate, environments=environments)
         self.environments.source.resize(environments)
+        self._room.set()
+
+    def set_version(self, version: int) -> None:
+        """The trainer's version moved: what is too stale ends, in the buffer and in the midst of an answer. A call into an
+        environment is not broken off, which would cost the environment: its trajectory ends when it returns."""
+        self.buffer.set_version(version)
+        unknown: dict[str, None] = {}  # whose first token is not known yet
+        for episode in list(self.episodes.values()):
+            if episode.waiting_for != "generation":
+                continue
+            if not episode.turns:
+                unknown[episode.id] = None
+            elif self.buffer.too_stale(episode.turns[0].versions[0][0]):
+                self._cancel(episode.id, "evicted_stale", "", replace=True)
+        self.proxy.call_back(unknown, self.buffer.too_stale)
         self._room.set()
 
     def poke(self) -> None:
@@ -211,7 +226,7 @@ class Rollout:
         """Trajectories that the present batch is collected from: what speculation adds is of short rounds only."""
         if self.rounds is not None:
             return self.rounds.launches
-        return math.ceil(self.size.trajectories * self.size.redundancy)
+        return math.ceil(self.size.trajectories * self.gate.redundancy)
 
     @property
     def round_kind(self) -> str:
@@ -265,7 +280,11 @@ class Rollout:
         settings, buffer = self.settings, self.buffer
         if not settings.dynamic_sampling:
             return
-        self.events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
+        filtered, kept, then = buffer.filtered_groups, buffer.uniform_taken, {}
+        if settings.dynamic_concurrency:
+            self.gate = self.gate.following(self.size.redundancy, settings.groups_per_step, filtered)
+            then["redundancy"] = round(self.gate.redundancy, 6)
+        self.events.emit("dynamic_sampling", step=step, filtered=filtered, kept=kept, **then)
         if buffer.uniform_taken:
             limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
             detail = f"{buffer.uniform_taken} of {settings.groups_per_step} groups of step {step + 1} have equal rewards: {limit}"
@@ -311,7 +330,7 @@ class Rollout:
         self._note_version(episode)
         finished = self.events.time()
         episode.waiting_for = "reward"
-        reward = await score_of(self.reward, episode.trajectory(finished), self.settings.trajectory_timeout)
+        reward = await reward_of_episode(self.reward, episode, finished, self.settings.trajectory_timeout)
         trajectory = self.shards.finish(episode.trajectory(finished, reward=reward, scored_at=self.events.time()))
         self.ledger.move(episode.id, "buffered")
         self._failed_in_row = 0
@@ -357,8 +376,8 @@ class Rollout:
 
     def _note_failure(self, error: TrajectoryError) -> None:
         """When nothing ends well any more (the reward's URL is down for good, every environment raises), say why and end,
-        rather than begin trajectories for ever."""
-        self._failed_in_row += 1
+        rather than begin trajectories for ever. A shard takes thousands with it, and has a limit of its own."""
+        self._failed_in_row += error.cause != SHARD_LOST
         if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self.size.trajectories):
             last = f"{error.cause}: {error.detail}"[:500]
             self.fail(

@@ -32,6 +32,7 @@ def to_samples(trajectory: Trajectory, weight: float = 1.0, overlong: OverlongPe
             reward,
             first,
             weight,
+            experts=tuple(turn.experts for turn in part.turns if turn.experts is not None),
         )
         for first, part in trajectory.contexts
     ]

@@ -53,7 +53,8 @@ CLASSES = {"H800": 2, "H20": 2}
 @dataclass(frozen=True)
 class Feature:
     """``sets``: what turns it on; ``real`` and ``simulated``: what only one of the two needs or has. ``kind``: of which a run has
-    one. ``test``: on real engines, "" for none; ``pays``: where its figure is, "" while there is none."""
+    one. ``test``: on real engines, "" for none; ``pays``: where its figure is, "" while there is none. ``refuses``: what else a
+    real run refuses beside it: in words, the key that its error names, what sets it."""
 
     name: str
     paper: str
@@ -64,12 +65,23 @@ class Feature:
     kind: str = ""
     test: str = ""
     pays: str = ""
+    refuses: tuple[tuple[str, str, Tree], ...] = ()
 
 
 def rollout(**settings: Any) -> Tree:
     return {"rollout": settings}
 
 
+_POOLS: Tree = {"resources": {"pools": {"H800": 8}, "rollout": {"H800": 4}, "trainer": "H800"}}
+_ELSEWHERE = (
+    ("`resources.pools`: devices of one machine are counted", "resources.pools", _POOLS),
+    ("`ray.address`, several nodes: the same", "ray.address", {"ray": {"address": "10.0.0.1:6379"}}),
+    (
+        "engines that say themselves how many devices they have",
+        "rollout.engine.tensor_parallel_size",
+        rollout(engine={"tensor_parallel_size": 2}),
+    ),
+)
 _PREDICTED: Tree = {"prediction": {"enabled": True}}
 _PLACED: Tree = {**_PREDICTED, "placement": {"enabled": True}}
 _SPEEDS = {"1": 1.0, "2": 0.7, "4": 0.6}
@@ -121,6 +133,13 @@ FEATURES = (
         simulated={"sim": {"fleet": CLASSES}},
         test="tests/cluster/test_real_pools.py",
         pays="affinity",
+        refuses=(
+            (
+                "a class that no worker is of",
+                "rollout.routing.affinity.default",
+                rollout(routing={"affinity": {"default": "L40"}}),
+            ),
+        ),
     ),
     Feature(
         "prefill and decode apart",
@@ -133,6 +152,10 @@ FEATURES = (
         real=rollout(routing={"hardware": {f"vllm-{index}": name for index, name in enumerate(_NAMED)}}),
         simulated={"sim": {"fleet": CLASSES}},
         test="tests/proxy/test_kv_moves_real_run.py",
+        refuses=(
+            ("one class for both", "rollout.disaggregation.prefill", rollout(disaggregation={"decode": "H800"})),
+            ("no KV that moves", "rollout.disaggregation.enabled", rollout(kv_transfer={"enabled": False})),
+        ),
     ),
     Feature(
         "weights by a collective",
@@ -141,6 +164,10 @@ FEATURES = (
         rollout(weights="collective"),
         test="tests/megatron/test_collective_sender_engine.py",
         pays="collective-time",
+        refuses=(
+            ("`relay.signing_key`: they come unsigned", "relay.signing_key", {"relay": {"signing_key": "RELAY_KEY"}}),
+            ("no engine of the run's own", "rollout.weights", rollout(workers=0, served=[SERVER])),
+        ),
     ),
     Feature(
         "tail batching",
@@ -149,6 +176,14 @@ FEATURES = (
         rollout(rounds={"enabled": True}),
         test="tests/loop/test_tail_batching_real.py",
         pays="tail-batching",
+        refuses=(
+            (
+                "`filters.balance`, which chooses among finished groups",
+                "filters.balance",
+                {"filters": {"balance": "task"}},
+            ),
+            ("`rollout.redundant_members`", "rollout.redundant_members", rollout(redundant_members=1.5)),
+        ),
     ),
     Feature(
         "tail batching by forecasts",
@@ -156,6 +191,7 @@ FEATURES = (
         "rollout.rounds.predict",
         rollout(rounds={"enabled": True, "predict": "progressive"}, **_PREDICTED),
         test="tests/loop/test_tail_batching_progressive_real.py",
+        refuses=(("no forecasts", "rollout.rounds.predict", rollout(prediction={"enabled": False})),),
     ),
     Feature(
         "parallelism planner",
@@ -164,6 +200,14 @@ FEATURES = (
         rollout(planner={"enabled": True}),
         test="tests/loop/test_composed_runs.py",
         pays="rollpacker-figures",
+        refuses=(
+            *_ELSEWHERE,
+            (
+                "`rollout.planner.experts`: engines are cut by tensor parallelism only",
+                "rollout.planner.experts",
+                rollout(planner={"experts": True}),
+            ),
+        ),
     ),
     Feature(
         "adaptive timeouts",
@@ -179,6 +223,13 @@ FEATURES = (
         "reward.judge",
         {"reward": {"judge": {"url": "http://127.0.0.1:9/v1", "model": "m", "criterion": "c"}}},
         test="tests/rewards/test_judge_real.py",
+        refuses=(
+            (
+                "a form of answers that the run's own judge would enforce",
+                "reward.judge.structured",
+                {"reward": {"judge": {"url": "", "path": "m", "structured": True}}},
+            ),
+        ),
     ),
     Feature(
         "judges by task",
@@ -188,6 +239,14 @@ FEATURES = (
             "task": {"name": "mixture", "mixture": {"nim": 1.0, "coding": 1.0}},
             "reward": {"judges": {"nim": {"url": "http://127.0.0.1:9/v1", "model": "m", "criterion": "c"}}},
         },
+        test="tests/bench/test_four_papers.py",
+        refuses=(
+            (
+                "a task that the mixture has not",
+                "reward.judges.chess",
+                {"reward": {"judges": {"chess": {"url": "http://127.0.0.1:9/v1", "model": "m", "criterion": "c"}}}},
+            ),
+        ),
     ),
     Feature(
         "streamed training",
@@ -196,6 +255,7 @@ FEATURES = (
         {"trainer": {"stream": True}},
         test="tests/megatron/test_trainer_stream.py",
         pays="stream-step",
+        refuses=(("several optimizer steps per batch", "trainer.minibatches", {"trainer": {"minibatches": 2}}),),
     ),
     Feature(
         "colocation",
@@ -204,6 +264,11 @@ FEATURES = (
         {"trainer": {"stream": True}, "rollout": {"colocation": {"enabled": True}}},
         test="tests/colocation/test_stream_training_real.py",
         pays="rollpacker-figures",
+        refuses=(
+            ("training that is not streamed", "rollout.colocation.enabled", {"trainer": {"stream": False}}),
+            ("`resources.pools`, which divides devices", "rollout.colocation.enabled", _POOLS),
+            ("more trainer ranks than engines", "rollout.colocation.enabled", {"trainer": {"data_parallel": 8}}),
+        ),
     ),
     Feature(
         "dynamic sampling",
@@ -211,6 +276,21 @@ FEATURES = (
         "rollout.dynamic_sampling",
         rollout(dynamic_sampling=True),
         test="tests/loop/test_composed_runs.py",
+        refuses=(
+            (
+                "objectives that do not compare a group's members",
+                "rollout.dynamic_sampling",
+                {"trainer": {"objective": "ppo"}},
+            ),
+        ),
+    ),
+    Feature(
+        "concurrency by steps",
+        "ROSE 6",
+        "rollout.dynamic_concurrency",
+        rollout(dynamic_sampling=True, dynamic_concurrency=True),
+        test="tests/loop/test_composed_runs.py",
+        refuses=(("no dynamic sampling", "rollout.dynamic_concurrency", rollout(dynamic_sampling=False)),),
     ),
     Feature(
         "prediction and priority",
@@ -227,6 +307,7 @@ FEATURES = (
         rollout(**_PLACED),
         test="tests/proxy/test_kv_moves_real_run.py",
         pays="placement",
+        refuses=(("no forecasts", "rollout.placement", rollout(prediction={"enabled": False})),),
     ),
     Feature(
         "KV that moves",
@@ -246,6 +327,10 @@ FEATURES = (
         ),
         test="tests/parallelism/test_degree_planner_real.py",
         pays="heddle",
+        refuses=(
+            *_ELSEWHERE,
+            ("no placement", "rollout.placement.degrees.enabled", rollout(placement={"enabled": False})),
+        ),
     ),
     Feature(
         "borrowed servers",
@@ -256,6 +341,10 @@ FEATURES = (
         simulated={"sim": {"costs": "roofline", "borrowed": {"workers": 1, "serving": 2}}},
         test="tests/borrowing/test_served_run.py",
         pays="borrowed",
+        refuses=(
+            ("plain http to another machine", "rollout.served", rollout(served=["http://10.0.0.1:8000"])),
+            ("servers named twice", "rollout.served", rollout(served=[SERVER, SERVER])),
+        ),
     ),
     Feature(
         "exchanged servers",
@@ -266,13 +355,23 @@ FEATURES = (
         simulated={"sim": {"costs": "roofline", "borrowed": {"workers": 1, "serving": 2, "exchanged": True}}},
         test="tests/borrowing/test_exchanged_run.py",
         pays="borrowed",
+        refuses=(("fewer servers than it may borrow", "rollout.borrowed.most", rollout(borrowed={"most": 2})),),
     ),
     Feature(
         "turns by utilization",
         "ROSE 4.3",
         "rollout.routing.spread",
         rollout(routing={"spread": "least-utilized", "cap": 16, "served_cap": 16}),
+        test="tests/borrowing/test_served_run.py",
         pays="borrowed",
+        refuses=(
+            (
+                '`rollout.routing.policy = "round-robin"`, which goes by nobody\'s load',
+                "rollout.routing.policy",
+                rollout(routing={"policy": "round-robin"}),
+            ),
+            ("no caps", "rollout.routing.cap", rollout(routing={"cap": 0})),
+        ),
     ),
 )
 
@@ -297,6 +396,11 @@ def merged(*trees: Tree) -> dict[str, Any]:
             both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
             found[key] = merged(found[key], value) if both else deepcopy(value)
     return found
+
+
+def refusal_beside(feature: Feature, given: Tree) -> str:
+    """What a real run says of a feature with these settings beside it; "": it takes them."""
+    return _refusal(lambda: check_real(Config.from_dict(merged(BASE, feature.sets, feature.real, given))))
 
 
 def play(*features: Feature) -> Verdict:
@@ -340,14 +444,18 @@ def tables(found: Mapping[tuple[str, str], Verdict]) -> str:
     lines = [
         "## Features",
         "",
-        "| feature | paper | key | on real engines | does it pay |",
-        "| --- | --- | --- | --- | --- |",
+        "Of what it refuses, other features are named in italics; the reasons are in the next table, and in the error.",
+        "",
+        "| feature | paper | key | on real engines | refuses | does it pay |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
+    refused = {names: verdict for names, verdict in found.items() if not verdict.works}
     for one in FEATURES:
+        others = [f"*{two if one.name == first else first}*" for first, two in refused if one.name in (first, two)]
+        refuses = "; ".join([*others, *(words for words, _, _ in one.refuses)]) or "nothing"
         test = f"`{one.test}`" if one.test else "none yet"
         pays = f"[{one.pays}](results/{one.pays}.json)" if one.pays else "pending"
-        lines.append(f"| {one.name} | {one.paper} | `{one.key}` | {test} | {pays} |")
-    refused = {names: verdict for names, verdict in found.items() if not verdict.works}
+        lines.append(f"| {one.name} | {one.paper} | `{one.key}` | {test} | {refuses} | {pays} |")
     lines += [
         "",
         f"## Pairs that are refused ({len(refused)} of {len(found) - len(FEATURES)})",

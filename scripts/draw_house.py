@@ -77,6 +77,7 @@ ROOMS: dict[str, tuple[int, int, str, str]] = {
     "cluster": (700, 3, "grey", "processes by role"),
     "resources": (700, 4, "green", "who has which GPU"),
     "agents": (490, 4, "green", "agents of others"),
+    "manager_shards": (280, 4, "green", "other processes"),
     "borrowing": (90, 6, "green", "servers of others"),
     "colocation": (240, 6, "green", "one GPU, two roles"),
     "parallelism": (420, 6, "green", "degrees of engines"),

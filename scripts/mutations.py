@@ -395,6 +395,20 @@ MUTATIONS = (
         FUZZ,
     ),
     Mutation(
+        "deltas in C: positions of eight gaps that wrap",
+        "csrc/sparse.c",
+        "if (_mm256_movemask_ps(_mm256_castsi256_ps(any))) return 0;",
+        "",
+        "tests/transfer/test_native_codec.py",
+    ),
+    Mutation(
+        "deltas in C: a gap of more than 32 bits",
+        "csrc/sparse.c",
+        "    if (((uint64_t)ends[m - 1] + 1 - m) << k >= elements) return 0;",
+        "",
+        "tests/transfer/test_native_codec.py",
+    ),
+    Mutation(
         "deltas in C: positions beyond the segment",
         "csrc/sparse.c",
         "unary_bytes && at <= elements;",

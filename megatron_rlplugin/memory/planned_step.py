@@ -98,22 +98,32 @@ def optimizer_bytes(options: Mapping[str, Any], sharded: int, dtype: str) -> tup
     return (sharded - on_host) * (master + moments), on_host * (4 + 4 + 8)
 
 
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without an argument list: what it says is in the keys and among Megatron's options. Raises ConfigError."""
+    from megatron_rlplugin.megatron_options import OWNED
+
+    section = TrainerSection.from_dict(dict(settings))
+    said = {key: value for key, value in section.megatron_arguments.items() if key not in OWNED}
+    given = section.model_dump(exclude_defaults=True, exclude={"arguments"})
+    return {**given, "megatron": {**said, **section.megatron}} if said else given
+
+
 def measure(request: StepRequest) -> RankMemory:
     """Run it, in this process, which is to end afterwards. Raises ConfigError as the trainer's start would."""
     from megatron_rlplugin.model_families import read_shape
 
     began = time.perf_counter()
-    settings = TrainerSection.from_dict(request.settings)
-    options = {key: value for key, value in settings.megatron.items() if key not in _BY_BYTES and key[:3] not in _LOW}
-    settings = TrainerSection.from_dict({**request.settings, "megatron": options})
+    given = flat_settings(request.settings)
+    asked = given.get("megatron", {})
+    options = {key: value for key, value in asked.items() if key not in _BY_BYTES and key[:3] not in _LOW}
+    settings = TrainerSection.from_dict({**given, "megatron": options})
     chosen = read_shape(request.folder).num_experts_per_tok
     with fake_device(
         request.rank, request.world, experts_per_token=chosen, imbalance=request.imbalance, as_run=request.as_run
     ) as ledger:
         found = _run(request, settings, ledger)
-    given = request.settings.get("megatron", {})
-    if given.keys() & set(_BY_BYTES):
-        on_device, on_host = optimizer_bytes(given, found["sharded"], request.dtype)
+    if asked.keys() & set(_BY_BYTES):
+        on_device, on_host = optimizer_bytes(asked, found["sharded"], request.dtype)
         found["device"][OPTIMIZER], found["host"][OPTIMIZER] = on_device, on_host
     return RankMemory(rank=request.rank, seconds=time.perf_counter() - began, **found)
 

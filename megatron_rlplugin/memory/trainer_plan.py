@@ -16,7 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rlplugin.memory.planned_step import ACTIVATIONS, OPTIMIZER, RankMemory, StepRequest, optimizer_bytes
+from megatron_rlplugin.memory.planned_step import (
+    ACTIVATIONS,
+    OPTIMIZER,
+    RankMemory,
+    StepRequest,
+    flat_settings,
+    optimizer_bytes,
+)
 from megatron_rlplugin.model_families import read_shape
 from orchestrator.api import ConfigError, RunError
 from orchestrator.settings.trainer_settings import TrainerSection
@@ -73,6 +80,7 @@ def plan_trainer(
 ) -> TrainerPlan:
     """``longest``: tokens of the longest row; micro-batches hold as many as ``trainer.micro_batch_tokens`` says.
     ``capacity``: bytes of a device, where they are known. Raises ConfigError as the trainer's start would."""
+    settings = flat_settings(settings)
     ranks = _run(folder, settings, dtype, longest)
     plan = TrainerPlan(ranks)
     if capacity is None or plan.fullest.total <= capacity:

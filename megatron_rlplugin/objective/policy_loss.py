@@ -239,6 +239,8 @@ class Totals:
     fresh_tokens: float = 0.0
     gap_max: float = 0.0
     gap_all: float = 0.0
+    inputs: float = 0.0  # tokens that were computed, prompts too, where routing is replayed
+    replayed: float = 0.0  # of them, those by the experts that the rollout chose
     own: tuple[float, ...] = ()  # what a user's loss reports, in the order of its names
 
     def add(self, other: Totals) -> None:
@@ -276,6 +278,8 @@ class Totals:
         }
         if self.reference_tokens:
             values["reference_kl"] = self.reference_kl / self.reference_tokens
+        if self.inputs:
+            values["routing_replayed"] = self.replayed / self.inputs
         return values
 
 

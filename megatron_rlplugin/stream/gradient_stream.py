@@ -328,7 +328,8 @@ class GradientStream:
             if self.model[0].ddp_config.overlap_grad_reduce:
                 for chunk in self.model:  # no backward was the last one, so none has started it
                     chunk.start_grad_sync()
-            finalize(self.model, None)
+            with without_nan_check(self.model):
+                finalize(self.model, None)
         finally:
             for bucket, factor in zip(buckets, factors, strict=True):
                 bucket.gradient_scaling_factor = factor
@@ -336,6 +337,21 @@ class GradientStream:
         scaling = 1.0 / torch.tensor(total, dtype=torch.float32, device=device())
         for chunk in self.model:
             chunk.scale_gradients(scaling)
+
+
+@contextlib.contextmanager
+def without_nan_check(chunks: Sequence[Any]) -> Iterator[None]:
+    """Megatron's check raises on the rank that has the NaN while the others wait for it, and knows its own schedule only (with
+    megatron.training); the norm is checked on all."""
+    configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+    before = [config.check_for_nan_in_grad for config in configs]
+    try:
+        for config in configs:
+            config.check_for_nan_in_grad = False
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config.check_for_nan_in_grad = value
 
 
 def _counting(

@@ -82,7 +82,7 @@ class Experience:
         rewards: dict[str, list[float]] = {}
         for sample in kept:
             rewards.setdefault(sample.group_id, []).append(sample.reward)
-        rows = [row_of(sample, version, settings.max_token_lag) for sample in kept]
+        rows = [row_of(sample, version, settings.max_token_lag, replay=settings.routing_replay) for sample in kept]
         if settings.objective == "dapo":
             rows = [row for row in rows if not says_nothing(rewards[row.group])]
         skipped[SILENT] = len(kept) - len(rows)
@@ -117,7 +117,9 @@ class Experience:
                 found["reference"] = {}
                 if batches:  # the weights are not moved for nothing
                     with self._policy.swapped_weights(self.reference):
-                        found["reference"] = self._by_row(self._policy.logprobs(batches, self._temperature), batches)
+                        found["reference"] = self._by_row(
+                            self._policy.logprobs(batches, self._temperature, replay=False), batches
+                        )
             if asked[2]:
                 assert self._critic is not None
                 found["values"] = self._by_row(self._critic.forward_only(batches, _values), batches)

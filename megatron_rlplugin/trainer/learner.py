@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rlplugin.context_parallel import RowPart
-from megatron_rlplugin.megatron_options import MegatronOptions, make_config, sort_options
+from megatron_rlplugin.expert_routing import ExpertRouting, check_router_options, follows_load
+from megatron_rlplugin.megatron_options import MegatronOptions, check_agreed, make_config, sort_options
 from megatron_rlplugin.model import (
     DTYPES,
     ModelShape,
@@ -43,6 +44,7 @@ from orchestrator.settings.trainer_settings import TrainerSection, TrainerSettin
 # A loss: output at the policy's tokens (OutputRows; a critic's are values) -> (SUM, what is reported of it). Its divisor is
 # the micro-batch's denominator.
 LossFunction = Callable[[Any, MicroBatch], tuple[Tensor, Any]]
+ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Callable[..., Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class Learner:
 
     ``options``: what the user set of Megatron's own. ``prepare`` is called with the loaded model chunks, before Megatron's
     DDP takes their parameters; ``learning_rate`` replaces the settings' (their final one in proportion). Both are for a
-    critic; without ``prepare`` losses get :class:`OutputRows` instead of logits.
+    critic; without ``prepare`` losses get :class:`OutputRows` instead of logits. ``replay``: by the experts that micro-batches
+    bring (:mod:`megatron_rlplugin.expert_routing`).
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Learner:
         options: MegatronOptions | None = None,
         prepare: Callable[[list[Any]], None] | None = None,
         learning_rate: float | None = None,
+        replay: bool = False,
     ) -> None:
         settings.check_schedule(total_steps)
         self.settings = settings
@@ -106,17 +110,22 @@ class Learner:
         initialize_parallel(
             self.layout, ranks.rank, ranks.world_size, ranks.init_method, ranks.timeout, ranks.interface
         )
-        modules = build_model(self.shape, dtype, self.layout, options=self.options.transformer)
-        hf_bridge.load_hf(modules, folder)
         self._deferred = prepare is None
+        self.replays = replay
+        check_router_options(self.options.transformer, self.shape.num_experts, replay=replay)
+        built = {**self.options.transformer, **({"moe_enable_routing_replay": True} if replay else {})}
+        modules = build_model(self.shape, dtype, self.layout, options=built)
+        hf_bridge.load_hf(modules, folder)
         (prepare or defer_output_layer)(modules)
         self.config = modules[0].config
         self.chunks = [self._wrapped(module) for module in modules]
+        self._routing = ExpertRouting(self.chunks, self.shape)
         if settings.grad_offload:
             check_movable(self.chunks)
         self._thd = takes_boundaries(modules[0])
         self._rate = settings.learning_rate if learning_rate is None else learning_rate
         self.reset_optimizer()
+        check_agreed(self.options.agreed, self.config, self.chunks[0].ddp_config, self.optimizer.config)
 
     @property
     def model(self) -> Any:
@@ -219,9 +228,8 @@ class Learner:
         if self.stream.state == "offloaded":
             self.stream.reload()
         filled = self._filled(batches)
-        self._reports += self.stream.feed(_forward_step(loss, self._thd, self._deferred), **self._schedule(filled))[
-            : len(batches)
-        ]
+        self._routing.forget()
+        self._reports += self.stream.feed(self._forward_step(loss), **self._schedule(filled))[: len(batches)]
 
     def offload(self) -> None:
         """Gradients to host memory until the next feed or the end of the step."""
@@ -271,24 +279,25 @@ class Learner:
 
     # -- without a gradient ------------------------------------------------------------------------------------------
 
-    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Log-probs of the policy's tokens under the present weights, one tensor a micro-batch; [] but on the last stage."""
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float, *, replay: bool = True) -> list[Tensor]:
+        """Log-probs of the policy's tokens under the present weights, one tensor a micro-batch; [] but on the last stage.
+        ``replay``: by the experts that the rollout chose, where these are replayed at all."""
 
         def report(logits_TV: Tensor | OutputRows, batch: MicroBatch) -> tuple[Tensor, Tensor]:
             logp_T = logprobs(logits_TV, batch.tokens.targets_T, temperature, group=self.tensor_group)
             return logp_T.new_zeros(()), logp_T
 
-        return self.forward_only(batches, report)
+        return self.forward_only(batches, report, replay=replay)
 
-    def forward_only(self, batches: Sequence[MicroBatch], report: LossFunction) -> list[Any]:
-        """Forward passes only: what ``report`` says of each micro-batch."""
+    def forward_only(self, batches: Sequence[MicroBatch], report: LossFunction, *, replay: bool = True) -> list[Any]:
+        """Forward passes only: what ``report`` says of each micro-batch. ``replay``: see :meth:`logprobs`."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not batches:
             return []
         with torch.no_grad():
             run = get_forward_backward_func()
-            step, filled = _forward_step(report, self._thd, self._deferred), self._filled(batches)
+            step, filled = self._forward_step(report, replay=replay), self._filled(batches)
             answers = run(forward_step_func=step, model=self.chunks, forward_only=True, **self._schedule(filled))
             return list(answers)[: len(batches)]
 
@@ -334,6 +343,9 @@ class Learner:
                 parameter.copy_(value)
                 value.copy_(present)
 
+    def _forward_step(self, loss: LossFunction, *, replay: bool = True) -> ForwardStep:
+        return _forward_step(loss, self._thd, self._deferred, self._routing, replay)
+
     def _filled(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """With copies that weigh nothing, as many as Megatron's interleaved schedule wants: a multiple of the stages."""
         missing = -len(batches) % self.layout.pipeline if self.layout.virtual else 0
@@ -356,18 +368,19 @@ class Learner:
 def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     """Refuse what cannot be built, before a rank is started: options, layout, and how both fit the model of ``folder``
     ("": a model that the run makes, of which only the options are checked). Raises ConfigError."""
-    options = sort_options(settings.megatron)
+    options = sort_options(settings.megatron, settings.megatron_arguments)
     token_loss_of(settings)
     if not folder:
         return
     shape = read_shape(folder)
+    check_router_options(options.transformer, shape.num_experts, replay=settings.routing_replay)
     layout = layout_of(settings, shape, options)
     check_layout(shape, layout)
     if settings.needs_critic and layout.context > 1:
         raise ConfigError("trainer.context_parallel", layout.context, "must be 1: a critic's rows are not split")
     if settings.reference_path:
         check_same_shape("trainer.reference_path", settings.reference_path, shape)
-    transformer_config(shape, DTYPES[dtype], layout, options.transformer)
+    check_agreed(options.agreed, transformer_config(shape, DTYPES[dtype], layout, options.transformer))
 
 
 def check_same_shape(field: str, folder: str, shape: ModelShape) -> None:
@@ -397,9 +410,7 @@ def layout_of(settings: TrainerSettings, shape: Any, options: MegatronOptions | 
     )
 
 
-def _forward_step(
-    loss: LossFunction, thd: bool, deferred: bool
-) -> Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Callable[..., Any]]]:
+def _forward_step(loss: LossFunction, thd: bool, deferred: bool, routing: ExpertRouting, replay: bool) -> ForwardStep:
     """Megatron's forward-step function: model output, and the function that turns it into (SUM, divisor, report)."""
     from megatron.core import parallel_state
 
@@ -414,13 +425,14 @@ def _forward_step(
             more["packed_seq_params"] = packed_seq_params(batch.packed, width)
         else:
             mask = block_causal_mask(batch.packed, width)
-        if getattr(model.config, "moe_router_enable_expert_bias", False) and model.config.moe_router_bias_update_rate:
+        if follows_load(model.config):
             more["padding_mask"] = batch.padding_BS()  # else it would count in the experts' load
         inputs_BS, positions_BS, part = batch.inputs_BS, batch.positions_BS, None
         if model.config.context_parallel_size > 1:
             part = RowPart(width, parallel_state.get_context_parallel_group(), inputs_BS.device)
             inputs_BS, positions_BS = part.cut(inputs_BS), part.cut(positions_BS)
             more |= {name: part.cut(value) for name, value in more.items() if name == "padding_mask"}
+        routing.expect(model, batch.experts_BSLK if replay else None, float(batch.tokens.denominator), part)
         output_BSX = model(inputs_BS, positions_BS, mask, **more)
 
         def loss_function(output_BSX: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -125,8 +125,9 @@ class MegatronTrainer:
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
         ranks = Rendezvous(rank, world_size, init_method, settings_.collective_timeout, settings_.interface)
-        options = sort_options(settings_.megatron)
-        self._learner = Learner(model, settings_, total_steps, dtype, ranks, options=options)
+        options = sort_options(settings_.megatron, settings_.megatron_arguments)
+        replay = settings_.routing_replay
+        self._learner = Learner(model, settings_, total_steps, dtype, ranks, options=options, replay=replay)
         self._critic: Learner | None = None
         if settings_.needs_critic:
             self._critic = Learner(
@@ -176,7 +177,7 @@ class MegatronTrainer:
         rate = self._learner.advance_schedule()
         if self._critic is not None:
             self._critic.advance_schedule()
-        previous_gap = self._previous_gap(kept)
+        previous_gap, own_experts = self._previous_gap(kept)
         reference_kl = self._reference_kl(kept)
         if self._settings.logprob_gap_samples:
             self._previous = self._version, self._learner.snapshot(self._previous[1] if self._previous else None)
@@ -186,7 +187,11 @@ class MegatronTrainer:
         every = self._settings.reference_update_every
         if every and not self._step % every:
             self._experience.keep_reference()
-        values = {"learning_rate": rate, **self._metrics(trained, previous_gap), **reference_kl}
+        values = {"learning_rate": rate, **self._metrics(trained, previous_gap), **own_experts, **reference_kl}
+        if self._settings.routing_replay and not values.get("routing_replayed", 1.0):
+            _log.warning(
+                "step %d: no engine said which experts it chose: enable_return_routed_experts is its option", batch.step
+            )
         if self._settings.stream:
             values["stream_fed"] = fed / max(len(trained.rows), 1)
             values["stream_restarts"] = float(self._feeder.restarts)
@@ -295,11 +300,16 @@ class MegatronTrainer:
         """|log pi_trainer - log pi_rollout| over the tokens that the present version made: mean, max, tokens.
 
         The one check that engine and trainer compute the same policy. In an asynchronous run a batch holds few or no
-        such tokens by the time it is trained on, so this can be asked as soon as a trajectory is finished.
+        such tokens by the time it is trained on, so this can be asked as soon as a trajectory is finished. With routing replay
+        also the mean that there would be by the experts that the trainer's routers choose.
         """
-        metrics = self._gap(self._usable(samples), self._version).metrics()
+        usable = self._usable(samples)
+        metrics = self._gap(usable, self._version).metrics()
         names = {"mean": "logprob_gap_mean", "max": "logprob_gap_max", "tokens": "logprob_gap_tokens"}
-        return {name: metrics[key] for name, key in names.items()}
+        found = {name: metrics[key] for name, key in names.items()}
+        if self._settings.routing_replay:
+            found["own_experts"] = self._gap(usable, self._version, replay=False).metrics()["logprob_gap_mean"]
+        return found
 
     async def export(self, folder: str) -> None:
         """Write a Hugging Face folder with the present weights."""
@@ -410,9 +420,9 @@ class MegatronTrainer:
         kept, _ = usable_samples(samples, shape.vocab_size, shape.max_position_embeddings, self._limits.pack_tokens)
         return kept
 
-    def _gap(self, samples: Sequence[TrainSample], version: int) -> Totals:
+    def _gap(self, samples: Sequence[TrainSample], version: int, *, replay: bool = True) -> Totals:
         """|log pi_trainer - log pi_rollout| of the tokens that ``version`` made; the model holds its weights."""
-        rows = [row_of(sample, version) for sample in samples]
+        rows = [row_of(sample, version, replay=replay and self._settings.routing_replay) for sample in samples]
         own = self._shares_of(rows)
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         outputs = self._learner.logprobs(batches, self._temperature)
@@ -424,14 +434,19 @@ class MegatronTrainer:
                 totals.add(Totals(gap=float(gap_T.sum()), gap_max=float(gap_T.max()), fresh_tokens=fresh))
         return self._replicas.sum_report(totals)
 
-    def _previous_gap(self, samples: Sequence[TrainSample]) -> Totals:
-        """The gap of some tokens that the previous version made, measured with its weights."""
+    def _previous_gap(self, samples: Sequence[TrainSample]) -> tuple[Totals, dict[str, float]]:
+        """The gap of some tokens that the previous version made, measured with its weights; with routing replay also what it
+        would be by the experts that the trainer's routers choose."""
         if self._previous is None:
-            return Totals()
+            return Totals(), {}
         version, weights = self._previous
         made = [sample for sample in samples if any(span[0] == version for span in sample.versions)]
+        some, own = made[: self._settings.logprob_gap_samples], {}
         with self._learner.swapped_weights(weights):
-            return self._gap(made[: self._settings.logprob_gap_samples], version)
+            found = self._gap(some, version)
+            if self._settings.routing_replay and found.fresh_tokens:
+                own["logprob_gap_own_experts"] = self._gap(some, version, replay=False).metrics()["logprob_gap_mean"]
+        return found, own
 
     def _reference_kl(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """The KL (k3) of the weights that this step begins with to the reference, over the policy's tokens of some of its

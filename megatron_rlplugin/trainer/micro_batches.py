@@ -24,6 +24,7 @@ from megatron_rlplugin.objective.policy_loss import Tokens, kept_tokens, token_w
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.trainer.row_packing import check_fits, first_fit_decreasing
 from orchestrator.api import RunError, SampleFacts, SampleSource, TrainSample
+from orchestrator.transfer.turns.routed_experts import UNKNOWN, Experts, unpack_experts
 
 TOO_OLD, SILENT = "tokens_too_old", "group_silent"  # all masked by max_token_lag; DAPO's dynamic sampling
 SKIP_CAUSES = ("reward_not_finite", "logprob_not_finite", "no_policy_token", TOO_OLD, SILENT)
@@ -50,7 +51,8 @@ class TrainRow:
 
     ``kept``: whether the token is trained on; ``fresh``: whether the version that is trained made it. ``old``,
     ``reference``, ``values``: log-probs at the step's start and of the reference, the critic's values at the step's start;
-    ``returns``: what the critic is trained towards. None: not needed.
+    ``returns``: what the critic is trained towards. None: not needed. ``experts``: that the rollout chose for each token, where
+    they are replayed; None: nobody said.
     """
 
     name: str
@@ -67,6 +69,7 @@ class TrainRow:
     reference: Floats | None = None
     values: Floats | None = None
     returns: Floats | None = None
+    experts: Experts | Unread | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -82,8 +85,12 @@ class TrainRow:
         if not isinstance(unread, Unread):
             return self
         token_ids, positions, rollout = unread.source.read()
+        experts = self.experts
+        if isinstance(experts, Unread):
+            experts = unpack_experts(experts.source.experts(), experts.length)
         return replace(
             self,
+            experts=experts,
             token_ids=token_ids.astype(np.int64),
             positions=positions.astype(np.int64),
             rollout=rollout.astype(np.float32),
@@ -117,6 +124,9 @@ class MicroBatch:
     lengths: tuple[int, ...] = ()  # tokens that are no padding, of each row; of a packed one, all
     values_T: Tensor | None = None  # the critic's, at the step's start
     returns_T: Tensor | None = None  # what the critic is trained towards
+    # that the rollout chose for each input in each layer, UNKNOWN where nobody said; on the CPU: a rank needs its layers' alone
+    experts_BSLK: Tensor | None = None
+    replayed: int = 0  # inputs whose experts are known
 
     def idle_copy(self) -> MicroBatch:
         """The same to compute, weighing nothing in loss and denominator: where a schedule wants more micro-batches."""
@@ -217,18 +227,22 @@ def _facts(token_ids: Sequence[int], loss_mask: Sequence[int], finite: bool = Tr
     return SampleFacts(len(token_ids), sum(loss_mask), min(token_ids), max(token_ids), finite, not loss_mask[0])
 
 
-def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) -> TrainRow:
-    """A usable sample without advantages yet, to be trained at ``version``; what lies elsewhere is not read yet."""
+def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None, *, replay: bool = False) -> TrainRow:
+    """A usable sample without advantages yet, to be trained at ``version``; what lies elsewhere is not read yet. ``replay``: with
+    the experts that the rollout chose."""
     token_ids: Any
     positions: Any
     rollout: Any
+    experts: Experts | Unread | None = None
     if sample.source is None:
         token_ids = np.asarray(sample.token_ids, dtype=np.int64)
         positions = np.flatnonzero(np.asarray(sample.loss_mask, dtype=np.int64))
         rollout = np.asarray(sample.logprobs, dtype=np.float32)[positions]
+        experts = unpack_experts(sample.experts, len(token_ids)) if replay else None
     else:
         facts = sample.source.facts
         token_ids = Unread(sample.source, facts.tokens)
+        experts = token_ids if replay else None
         positions = rollout = Unread(sample.source, facts.generated)
     return TrainRow(
         name=sample.trajectory_id,
@@ -243,6 +257,7 @@ def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) 
         advantages=np.zeros(len(positions), dtype=np.float32),
         reward=sample.reward,
         weight=sample.weight,
+        experts=experts,
     )
 
 
@@ -445,6 +460,7 @@ def micro_batch(
         inputs.reshape(-1)[start : start + len(row) - 1] = row.token_ids[:-1]
         if packed:
             positions[0, start : start + length] = np.arange(length)
+    experts = _experts(members, starts, shape)
     at = np.concatenate([start + row.positions - 1 for start, row in zip(starts, members, strict=True)])
     weighed = [token_weights(len(row.positions), loss) for row in members]
     factors = [0.0 if idle else row.weight for row in members]  # 1.0 changes no bit
@@ -476,7 +492,26 @@ def micro_batch(
         lengths=tuple(0 if idle else length for length in ([sum(lengths)] if packed else lengths)),
         values_T=_tensor_or_none(_optional(members, "values")),
         returns_T=_tensor_or_none(_optional(members, "returns")),
+        experts_BSLK=None if experts is None else torch.from_numpy(experts),
+        replayed=0 if experts is None or idle else int((experts[:, :, 0, 0] != UNKNOWN).sum()),
     )
+
+
+def _experts(members: Sequence[TrainRow], starts: Sequence[int], shape: tuple[int, int]) -> np.ndarray[Any, Any] | None:
+    """Of each input of a micro-batch of this shape, ``[rows, tokens, layers, choices]``; None: nobody said any."""
+    known = [row.experts for row in members]
+    form = next((one.shape[1:] for one in known if isinstance(one, np.ndarray)), None)
+    if form is None:
+        return None
+    whole = np.full((shape[0] * shape[1], *form), UNKNOWN, np.int16)
+    for start, one in zip(starts, known, strict=True):
+        if isinstance(one, np.ndarray):
+            if one.shape[1:] != form:
+                raise RunError(
+                    f"routed experts of different models, (layers, choices) each: {form} and {one.shape[1:]}"
+                )
+            whole[start : start + len(one) - 1] = one[:-1]
+    return whole.reshape(*shape, *form)
 
 
 def _optional(members: Sequence[TrainRow], name: str) -> Floats | None:

@@ -166,7 +166,12 @@ class Stepper:
 
     def _policy_loss(self, logits_TV: OutputRows, batch: MicroBatch) -> tuple[Tensor, Totals]:
         group = self._policy.tensor_group
-        return policy_loss(logits_TV, batch.tokens, self._coefficients, self._temperature, group, self._token_loss)
+        loss, totals = policy_loss(
+            logits_TV, batch.tokens, self._coefficients, self._temperature, group, self._token_loss
+        )
+        if self._policy.replays:
+            totals.inputs, totals.replayed = float(sum(batch.lengths)), float(batch.replayed)
+        return loss, totals
 
     def _value_loss(self, values_T1: Tensor, batch: MicroBatch) -> tuple[Tensor, ValueTotals]:
         tokens = batch.tokens

@@ -117,6 +117,7 @@ class AgentManager(EnvManager):
             completion = await self._proxy.generate(request)
         finally:
             episode.waiting_for = "the agent"
+        self._check_fresh(completion)
         episode.context_tokens += len(completion.token_ids)
         episode.requests += 1
         if self.forecasts is not None and completion.token_ids:

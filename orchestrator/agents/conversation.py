@@ -124,7 +124,7 @@ class Conversation:
         found = []
         for index, chain in enumerate(ordered):
             for place, answer in enumerate(chain):
-                turn = _turn(answer, next_of.get(id(answer)))
+                turn = _turn(answer, next_of.get(id(answer)), len(chain[place - 1].token_ids) - 1 if place else 0)
                 if place == 0 and (index > 0 or answer.opening.parent is not None):
                     turn = replace(turn, context=_start(answer, chain_of))
                 if answer is self.answers[-1]:
@@ -144,8 +144,9 @@ def _oldest(answer: Answer) -> int:
     return versions[0][0] if versions else 0
 
 
-def _turn(answer: Answer, following: Answer | None) -> Turn:
-    """``environment_seconds``: that the agent took until it asked on."""
+def _turn(answer: Answer, following: Answer | None, known: int) -> Turn:
+    """``environment_seconds``: that the agent took until it asked on. ``known``: tokens whose experts earlier turns say."""
+    experts = answer.completion.experts
     worked = max(0.0, following.asked - answer.answered) if following is not None else 0.0
     return Turn(
         answer.opening.observation,
@@ -154,6 +155,7 @@ def _turn(answer: Answer, following: Answer | None) -> Turn:
         answer.completion.versions,
         generate_seconds=round(answer.answered - answer.asked, 6),
         environment_seconds=round(worked, 6),
+        experts=None if experts is None else experts.since(known),
     )
 
 

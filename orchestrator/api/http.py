@@ -22,7 +22,7 @@ from orchestrator.api.types import (
     WorkerStats,
 )
 
-PROTOCOL = 6  # raised with every change that the other side would notice
+PROTOCOL = 7  # raised with every change that the other side would notice
 PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
 # In every answer: another value means that the server was started anew, or was given another relay, and has no requests
 # of before. A call that names another value than the present one is refused.
@@ -80,8 +80,10 @@ RETRYABLE = "retryable"  # 503: RetryableError
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON-safe data."""
-    return {**_fields_of(completion), "timing": asdict(completion.timing)}
+    """A completion as JSON-safe data, without its routed experts: those are bytes, and travel in the binary form only."""
+    data = {**_fields_of(completion), "timing": asdict(completion.timing)}
+    del data["experts"]
+    return data
 
 
 def _fields_of(record: Any) -> dict[str, Any]:

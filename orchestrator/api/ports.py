@@ -7,7 +7,7 @@ coroutines; none may block the event loop, none reads a clock other than the loo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from orchestrator.api.types import (
     Completion,
@@ -170,6 +170,12 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Free the instance. Idempotent."""
+
+
+TimeoutMeaning = Literal["failed", "truncated", "partial"]
+"""What an episode is that a time limit ended. ``failed``: masked, never trained on. ``truncated``: scored as it is, its last
+action included. ``partial``: its reward is what its turns have earned, and no reward function is asked. A task says so as
+``on_timeout``; without a word it is ``failed``, as an episode without a turn is in any case."""
 
 
 class TaskLimits(Protocol):

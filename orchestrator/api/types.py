@@ -52,6 +52,37 @@ class GenerationRequest:
     predicted_tokens: int | None = None
     deadline: float | None = None  # seconds left, as a duration: clocks differ between processes
     group_id: str = ""  # the GRPO group; an ABORT may name it
+    experts_from: int = 0  # an engine that returns routed experts does so from this token of the context on
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that an engine's routers chose (vLLM's ``routed_experts``), for the tokens of a context from its token
+    ``first`` on: of each token, of each layer of the model (those without experts too), ``choices`` numbers of ``width`` bytes,
+    little-endian, one after another. The last token that was generated has none: nothing was computed for it."""
+
+    first: int
+    layers: int
+    choices: int
+    width: int
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        """The first token behind them."""
+        return self.first + len(self.data) // self._stride
+
+    def since(self, token: int) -> RoutedExperts:
+        """Without those of the tokens before this one."""
+        if token <= self.first:
+            return self
+        return RoutedExperts(
+            token, self.layers, self.choices, self.width, self.data[(token - self.first) * self._stride :]
+        )
+
+    @property
+    def _stride(self) -> int:
+        return self.layers * self.choices * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +107,7 @@ class Completion:
     finish_reason: str  # "stop" | "length" | "abort" | "error"
     timing: CompletionTiming = CompletionTiming()
     error: str = ""
+    experts: RoutedExperts | None = None  # of an engine that returns them
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +118,16 @@ class Prompt:
     task: str
     seed: int
     payload: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentTemplate:
+    """What an environment begins from: in one of the same template any of its prompts can be played. ``image``: of its
+    container, empty for that of the config; ``setup``: what the environment's ``prepare`` is told once, before its first
+    episode, the name of a repository for example."""
+
+    image: str = ""
+    setup: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +174,7 @@ class Turn:
     generate_seconds: float = 0.0
     environment_seconds: float = 0.0
     context: ContextStart | None = None
+    experts: RoutedExperts | None = None  # of its context's tokens; see routing replay (docs/megatron.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +399,9 @@ class SampleSource(Protocol):
         """NumPy arrays: token ids, positions of the policy's tokens among them, log-probs of those. Raises RunError where it is
         lost or damaged."""
 
+    def experts(self) -> tuple[RoutedExperts, ...]:
+        """Those that the rollout chose, as far as they are known. Raises RunError as :meth:`read`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
@@ -373,6 +419,7 @@ class TrainSample:
     first_turn: int = 0
     weight: float = 1.0  # of its terms in the loss; the denominators do not know of it
     source: SampleSource | None = field(default=None, compare=False)
+    experts: tuple[RoutedExperts, ...] = ()  # with a source they lie there
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, S
 class KubernetesSection(Section):
     """Pods that environments run in (environment.backend = "kubernetes")."""
 
-    image: str = ""  # has Python, this package in this version, and what the task needs
+    image: str = ""  # has Python, this package in this version, and what the task needs; a prompt may name another
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
     context: str = ""  # of the kubeconfig; empty: the current one, or the pod's own account inside a cluster
     registry_mirror: str = ""  # images are pulled from here first: replaces the registry in `image` (RollArt 8)
@@ -35,7 +35,10 @@ class EnvironmentSection(Section):
     warm: Annotated[int, Field(ge=0)] = 4  # instances kept ready beyond those in use
     parallel_starts: Positive = 4
     start_timeout: PositiveSeconds = 60.0
-    start_tries: Positive = 8  # failures in a row, with none alive, that end the run
+    start_tries: Positive = (
+        8  # failures in a row, with none alive, that end the run, or those who wait for this template
+    )
+    reset_tries: Annotated[int, Field(ge=1, le=16)] = 3  # environments that are asked until one begins an episode
     backoff_first: PositiveSeconds = 1.0  # pause after a failed start; doubles with each failure
     backoff_limit: PositiveSeconds = 60.0
     health_seconds: PositiveSeconds = 30.0  # between checks of those that nobody uses

@@ -42,7 +42,8 @@ class JudgeSection(Section):
     high: int = 10
     structured: bool | None = None  # the endpoint enforces the form of the answer (response_format); None: with `url`
     max_tokens: Positive = 64
-    timeout: PositiveSeconds | None = None  # of a question; None: reward.timeout, with "adaptive" reward.adaptive.whole
+    # of a question, not its wait for others in the run's own judge; None: reward.timeout, with "adaptive" reward.adaptive.whole
+    timeout: PositiveSeconds | None = None
     streamed: StreamedJudgeSection = StreamedJudgeSection()
 
     @property

@@ -181,6 +181,8 @@ class RolloutSection(Section):
     served_priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 1_000_000
     served_deactivate: bool = False  # at the run's end, rollout engines of a device's pool that nobody else uses
     environments: Positive = 64  # trajectories in flight at most
+    # processes that environments, their managers and calls of rewards are shared out over: docs/processes.md; 1: the run's own
+    shards: Annotated[int, Field(ge=1, le=256)] = 1
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
     groups_per_step: Positive = 32
@@ -194,6 +196,8 @@ class RolloutSection(Section):
     ess_alarm: Fraction = 0.0  # alarm when a step's effective sample size falls below this share; 0: off
     dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal by other groups (DAPO)
     max_filtered_groups: Positive = 64  # so replaced, a step; those beyond are trained as they are
+    # launch for a batch what the one before it took, with what dynamic sampling replaced (ROSE 6, of DAPO)
+    dynamic_concurrency: bool = False
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     environment_step_timeout: PositiveSeconds = 10.0
     environment_reset_timeout: PositiveSeconds | None = None  # of a reset; None: that of a step
@@ -264,6 +268,9 @@ class RolloutSection(Section):
         yield from self._engines_conflicts()
         if self.engines:
             yield from self._groups_conflicts()
+        if self.dynamic_concurrency and not self.dynamic_sampling:
+            fix = "follows what dynamic sampling replaces: set rollout.dynamic_sampling to true too"
+            yield "dynamic_concurrency", True, fix
         if self.rounds.enabled:
             yield from self._rounds_conflicts()
         if self.placement.enabled and not self.prediction.enabled:
@@ -275,6 +282,11 @@ class RolloutSection(Section):
         elif degrees := self.disaggregation.degrees:
             fix = "are of engines that prefill or decode only: set rollout.disaggregation.enabled to true, or leave them out"
             yield "disaggregation.degrees", dict(degrees), fix
+        own = [self.routing.hardware.get(f"vllm-{number}", "") for number in range(self.workers)]
+        if self.reshapes and len(set(own)) > 1 and (self.borrows or not self.disaggregation.enabled):
+            who = "rollout.planner" if self.planner.enabled else "rollout.placement.degrees"
+            fix = f"{who} cuts the run's own engines over devices of one class: name one for all of them, or set {who}.enabled to"
+            yield "routing.hardware", dict(self.routing.hardware), f"{fix} false"
 
     def _workers_conflicts(self) -> Iterator[Conflict]:
         """Who generates: the run's own workers, and servers."""
@@ -394,6 +406,9 @@ class RolloutSection(Section):
         for name, eta in (("redundant_groups", "eta_prompts"), ("redundant_members", "eta_responses")):
             if (value := getattr(self, name)) > 1:
                 yield name, value, f"rollout.rounds speculates itself: leave it at 1 and set rollout.rounds.{eta}"
+        if self.dynamic_concurrency:
+            fix = "a round says itself how much it launches: set it to false, and rollout.rounds.max_active"
+            yield "dynamic_concurrency", True, fix
         if self.rounds.predict == "progressive" and not self.prediction.enabled:
             fix = "goes by the run's own forecasts: set rollout.prediction.enabled to true, or take 'history'"
             yield "rounds.predict", "progressive", fix

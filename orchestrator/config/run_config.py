@@ -93,10 +93,15 @@ class Config(Section):
         yield from self._size_conflicts()
         if rollout.colocation.enabled:
             yield from self._colocation_conflicts()
+        if rollout.shards > 1:
+            yield from self._shard_conflicts()
         for name in self.reward.judges:
             if name not in self.task.mixture:
                 there = ", ".join(sorted(self.task.mixture)) or "none: task.mixture names them"
                 yield f"reward.judges.{name}", "", f"is no task of the mixture; there are: {there}"
+        if self.trainer.routing_replay and rollout.kv_transfer.enabled:
+            fix = "vLLM cannot say the experts of tokens whose KV came from elsewhere: leave out rollout.kv_transfer, or this"
+            yield "trainer.routing_replay", True, fix
         if rollout.rounds.enabled and self.filters.balance != "none":
             fix = "chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
             yield "filters.balance", self.filters.balance, fix
@@ -190,6 +195,30 @@ class Config(Section):
         if rollout.buffer_limit is not None and rollout.buffer_limit < launched:
             fix = f"must be at least {launched}: so many are launched for one batch"
             yield "rollout.buffer_limit", rollout.buffer_limit, fix
+
+    def _shard_conflicts(self) -> Iterator[Conflict]:
+        """What a shard has not, as there is one of it in a run."""
+        rollout, reward = self.rollout, self.reward
+        needs_one = {
+            f"run.mode = {self.run.mode!r} has all environments take their turns in step": self.run.mode == "sync",
+            "rollout.prediction reads every turn where it is played": rollout.prediction.enabled,
+            "rollout.colocation looks at every turn where it is played": rollout.colocation.enabled,
+            f"task.agent.port = {self.task.agent.port} is of one endpoint": bool(self.task.agent.port),
+            "calls of a judge wait for one another (reward.judge, reward.judges)": bool(reward.judges)
+            or reward.judge.any,
+            "reward.timeout = 'adaptive' learns from every call": reward.timeout == "adaptive",
+            "calls of tools are limited for the whole run (tools)": self.tools.any,
+        }
+        for why, is_so in needs_one.items():
+            if is_so:
+                yield (
+                    "rollout.shards",
+                    rollout.shards,
+                    f"{why}, which shards would not share: set it to 1, or do without",
+                )
+        if rollout.shards > rollout.environments:
+            fix = f"leaves shards without an environment: at most rollout.environments = {rollout.environments}"
+            yield "rollout.shards", rollout.shards, fix
 
     def _agent_conflicts(self) -> Iterator[Conflict]:
         if self.model.path and not self.task.agent.tokenizer:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from orchestrator.api import TimeoutMeaning
 from orchestrator.config.agent_keys import AgentSection
 from orchestrator.config.data_keys import DataSection
 from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
@@ -78,6 +79,9 @@ class TaskSection(Section):
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
     mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
+    repositories: tuple[str, ...] = ()  # of repository: names, files of your own; empty: all that come with the package
+    # what a time limit that ends an episode makes of it; None: what the task says, or failed
+    on_timeout: TimeoutMeaning | None = None
     memory: MemorySection = MemorySection()
     chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()  # of name = "agent"
@@ -97,17 +101,16 @@ class TaskSection(Section):
         if self.name == "mixture" and len(names) < 2:
             yield "mixture", dict(self.mixture), "name = 'mixture' needs two tasks or more, each with its share"
         for name in self.mixture:
-            if name == "mixture" or name not in registry.BUILT_IN:
-                yield (
-                    f"mixture.{name}",
-                    self.mixture[name],
-                    f"only built-in tasks are mixed: {', '.join(registry.BUILT_IN)}",
-                )
+            if name == "mixture" or (":" not in name and name not in registry.BUILT_IN):
+                mixed = ", ".join(known for known in registry.BUILT_IN if known != "mixture")
+                yield f"mixture.{name}", self.mixture[name], f"is none of {mixed}; your own is written module:Class"
         if "reasoning_gym" not in names:
             others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
             yield from ((name, self._gym[name], "only for name = 'reasoning_gym'") for name in others)
         elif not self.dataset:
             yield "dataset", "", "name = 'reasoning_gym' needs one, chain_sum for example"
+        if self.repositories and "repository" not in names:
+            yield "repositories", list(self.repositories), "only for name = 'repository'"
         if self.name != "agent" and self.agent != AgentSection():
             yield "agent", self.agent, "only for name = 'agent'"
         if self.name != "dataset" and self.data != DataSection():
@@ -118,10 +121,9 @@ class TaskSection(Section):
             yield "memory", self.memory, "not for name = 'dataset', which asks once"
         if self.name == "agent" and self.memory.turns:
             yield "memory", self.memory, "not for name = 'agent': the agent keeps what it wants to keep"
-        if self.chat.tokenizer and self.name in ("mixture", "agent", "dataset"):
-            own = {"agent": "task.agent.tokenizer", "dataset": "task.data.tokenizer"}.get(self.name)
-            more = f"; {own} is its own" if own else ""
-            fix = f"for a single task in text, not for name = {self.name!r}{more}"
+        if self.chat.tokenizer and self.name in ("agent", "dataset"):
+            own = {"agent": "task.agent.tokenizer", "dataset": "task.data.tokenizer"}[self.name]
+            fix = f"for tasks in text, not for name = {self.name!r}; {own} is its own"
             yield "chat.tokenizer", self.chat.tokenizer, fix
         if self.chat.tokenizer and self.memory.turns:
             yield "chat.tokenizer", self.chat.tokenizer, "not together with memory, whose words no tokenizer has"
@@ -132,9 +134,12 @@ class TaskSection(Section):
     def options(self) -> dict[str, Any]:
         """What the task's class is given beside the number of held-out prompts."""
         if self.name == "mixture":
-            return {"shares": self.mixture, **({"reasoning_gym": self._gym} if self._gym else {})}
+            own = {"reasoning_gym": self._gym, "repository": {"repositories": self.repositories}}
+            return {"shares": self.mixture, **{name: given for name, given in own.items() if any(given.values())}}
         if self.name == "agent":
             return {"settings": self.agent}
+        if self.name == "repository":
+            return {"repositories": self.repositories}
         if self.name == "dataset":
             return {"settings": self.data}
         return dict(self._gym)

@@ -137,6 +137,7 @@ class SimSection(Section):
     turns_max: Positive = 8
     environment_seconds_mean: Annotated[float, Field(ge=0)] = 0.5
     environment_seconds_sigma: Annotated[float, Field(ge=0)] = 0.5
+    templates: Annotated[int, Field(ge=0)] = 0  # that prompts' environments begin from; 0: all from the same
     data_set: Annotated[int, Field(ge=0)] = 0  # prompts that training goes through again and again; 0: it never repeats
     kinds: Positive = 1  # prompts of so many tasks in turn, all alike: sim, sim-2, ...
     tools: Fraction = 0.0  # chance that an environment's step calls a tool
@@ -155,8 +156,8 @@ class SimSection(Section):
     tool_trace: str = ""
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
     # of which kinds; by default not: "lose" (the shard of a scored trajectory goes), "evict" (a worker forgets contexts),
-    # "damage" (turns arrive with another token)
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"], ...] = (
+    # "damage" (turns arrive with another token), "kill" (a shard of environment managers dies, or falls silent)
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage", "kill"], ...] = (
         "crash",
         "delay",
         "drop",

@@ -1,15 +1,21 @@
 """EnvPool: environment instances that are started ahead, checked, renewed, replaced, and never left behind.
 
 RollArt 8 (persistent sessions, exponential back-off) and the infra notes 4.2 (pre-warm, health check, automatic reset,
-kill at a time limit). Guarantees:
+kill at a time limit). Where a task says what a prompt's environment begins from (a *template*: an image, a repository), the
+sessions of each are kept apart, within one size. Guarantees:
 
 * never more than ``size`` sessions exist, those that start or end included, and those excepted that could not be ended and
   were abandoned, which is counted; a session has one user at a time;
 * what a user gets answered a health check after its last use; between two users it was recycled; one that misbehaved, hung,
   failed a check or grew too old is killed and replaced, never handed out again;
-* starting that fails is tried again after exponentially growing pauses (seeded jitter), one at a time until it works; after
-  ``start_tries`` failures in a row with no session alive the run ends with one RunError that says why;
-* whoever waits, waits in order of arrival with a named reason; a user that is cancelled while it waits loses nothing;
+* a template whose start fails is tried again after exponentially growing pauses (seeded jitter), one at a time until it works,
+  and holds up no other; after ``start_tries`` failures in a row with none of its sessions alive, or at once where the start
+  says that no try will work (``environment_template``), those who wait for it get a TrajectoryError that says why; where all
+  prompts begin from the same, the run ends with one RunError instead;
+* whoever waits, waits in order of arrival with a named reason; a user that is cancelled while it waits loses nothing; of a full
+  pool the session that was idle longest makes room for another template, and so does one that is given back when somebody who
+  waits for another has waited longer;
+* those that are kept ready are shared out over templates as these were asked for lately;
 * after ``close`` every session that was ever started has been killed.
 
 Time is the event loop's only: the simulator runs this object on virtual time. What happens to a session happens in a task of
@@ -21,11 +27,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from orchestrator.api import ConfigError, Environment, Observation, Prompt, RunError, StepResult, TrajectoryError
+from orchestrator.api import (
+    ConfigError,
+    Environment,
+    EnvironmentTemplate,
+    Observation,
+    Prompt,
+    RunError,
+    StepResult,
+    TrajectoryError,
+)
 from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSession, Waiting
 from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 from orchestrator.events import EventLog
@@ -35,6 +50,9 @@ COMING: tuple[State, ...] = ("starting", "checking", "recycling")  # may be read
 ALIVE: tuple[State, ...] = ("ready", "checking", "busy", "recycling")
 FRESH = 1.0  # seconds for which an answer counts as a health check
 DETAIL = 300  # characters of an error that go into an event
+RECENT = 64  # episodes that demand is counted over
+NO_TEMPLATE = "environment_template"  # the cause where a prompt's image or repository cannot be had
+TemplateOf = Callable[[Prompt], EnvironmentTemplate]
 
 
 @dataclass(frozen=True)
@@ -60,10 +78,53 @@ class PoolSettings:
 
 
 @dataclass(eq=False)
+class _Shelf:
+    """The sessions of one template, and who waits for one."""
+
+    template: EnvironmentTemplate
+    count: Counter[State] = field(default_factory=Counter)  # of its members' states
+    ready: list[_Member] = field(
+        default_factory=list
+    )  # the one used last is taken first: the others may grow idle and go
+    waiters: deque[_Waiter] = field(default_factory=deque)
+    recent: int = 0  # of the last episodes of the pool
+    failures: int = 0  # starts in a row
+    told: str = ""  # what those who wait were told last
+    paused: bool = False  # between two tries to start
+    pause: asyncio.TimerHandle | None = None
+
+    def missing(self, warm: int) -> int:
+        """Sessions to start, for those who wait and ``warm`` beyond."""
+        return len(self.waiters) + warm - len(self.ready) - sum(self.count[state] for state in COMING)
+
+    def room(self, parallel: int) -> int:
+        """How many may start now."""
+        return 0 if self.paused else (1 if self.failures else parallel) - self.count["starting"]
+
+    def reason(self) -> str:
+        """What those who wait wait for."""
+        if self.failures:
+            failed = "once" if self.failures == 1 else f"{self.failures} times in a row"
+            return f"an environment to start, which failed {failed}"
+        if self.count["starting"]:
+            return "an environment to start"
+        if self.count["checking"] or self.count["recycling"]:
+            return "an environment to be renewed"
+        return "a free environment, all in use"
+
+    def end_pause(self) -> None:
+        """A start may be tried."""
+        if self.pause is not None:
+            self.pause.cancel()
+        self.paused, self.pause = False, None
+
+
+@dataclass(eq=False)
 class _Member:
     """One place of the pool."""
 
     name: str
+    shelf: _Shelf
     state: State
     born: float
     session: EnvironmentSession | None = None
@@ -117,76 +178,108 @@ class PooledEnvironment:
 
 class EnvPool:
     """Implements :class:`~orchestrator.environments.environment_session.EnvironmentSource`. ``open`` before use,
-    ``close`` at the end."""
+    ``close`` at the end. ``template_of``: what a prompt's environment begins from; None: all from the same."""
 
-    def __init__(self, backend: EnvironmentBackend, settings: PoolSettings, events: EventLog) -> None:
+    def __init__(
+        self,
+        backend: EnvironmentBackend,
+        settings: PoolSettings,
+        events: EventLog,
+        template_of: TemplateOf | None = None,
+    ) -> None:
         self._backend = backend
+        self._template_of = template_of
         self._settings = settings
         self._events = events
         self._random = random.Random(f"{settings.seed}/environment pool")
         self._members: dict[str, _Member] = {}
         self._count: Counter[State] = Counter()  # of the members' states
-        self._ready: list[_Member] = []  # the one used last is taken first: the others may grow idle and go
-        self._waiters: deque[_Waiter] = deque()
+        self._shelves: dict[EnvironmentTemplate, _Shelf] = {}
+        self._waiting: dict[_Shelf, None] = {}  # those that somebody waits for
+        self._idle: dict[_Member, None] = {}  # those that are ready, the one used longest ago first
+        self._recent: deque[_Shelf] = deque()  # of the last episodes
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._totals = _Totals()
         self._numbers = 0
-        self._failures = 0  # starts in a row
-        self._told = ""  # what those who wait were told last
-        self._paused = False  # between two tries to start
-        self._pause: asyncio.TimerHandle | None = None
         self._broken: Exception | None = None
         self._closed = False
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start the first session and begin to warm up. Raises ConfigError or RunError when none can be started."""
+        """Start the first session and begin to warm up; where prompts have templates, that begins with the first prompt.
+        Raises ConfigError or RunError when none can be started."""
         await self._backend.open()
         self._spawn("environment pool: health", self._watch())
-        await self.release(await self.acquire(lambda _: None), trusted=True)
+        if self._template_of is None:
+            await self.release(await self._take(EnvironmentTemplate(), lambda _: None), trusted=True)
 
     async def close(self) -> None:
         """Kill every session; what is being started is stopped. Idempotent."""
         self._closed = True
-        if self._pause is not None:
-            self._pause.cancel()
-        self._refuse(RunError("the environment pool was closed"))
+        for shelf in self._shelves.values():
+            shelf.end_pause()
+        self._refuse_all(RunError("the environment pool was closed"))
         while tasks := list(self._tasks.values()):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0)  # done callbacks run on the next tick
         await asyncio.gather(*(self._kill(member) for member in list(self._members.values())))
-        self._ready.clear()
+        self._idle.clear()
+        self._shelves.clear()
         await self._backend.close()
 
     # -- what a user calls -------------------------------------------------------------------------------------------
 
-    async def acquire(self, waiting: Waiting) -> PooledEnvironment:
-        """A session for one episode, in order of asking. ``waiting`` is told what it waits for."""
+    async def acquire(self, prompt: Prompt, waiting: Waiting) -> PooledEnvironment:
+        """A session for one episode, in order of asking. ``waiting`` is told what it waits for. Raises TrajectoryError where
+        there is none for this prompt."""
+        template = EnvironmentTemplate()
+        if self._template_of is not None:
+            try:
+                template = self._template_of(prompt)
+            except THIRD_PARTY as error:
+                if _was_cancelled(error):
+                    raise
+                raise TrajectoryError(NO_TEMPLATE, f"the task does not say it: {error_text(error)}") from error
+        return await self._take(template, waiting)
+
+    async def _take(self, template: EnvironmentTemplate, waiting: Waiting) -> PooledEnvironment:
         if self._broken is not None:
             raise self._broken
         if self._closed:
             raise RunError("the environment pool was closed")
         loop = asyncio.get_running_loop()
         waiter = _Waiter(loop.create_future(), waiting, loop.time())
-        self._waiters.append(waiter)
-        waiting(self._told)
+        shelf = self._note_demand(template)
+        shelf.waiters.append(waiter)
+        self._waiting[shelf] = None
+        waiting(shelf.told)
         self._pump()
         try:
             member = await waiter.member
         except asyncio.CancelledError:
             if waiter.member.done() and not waiter.member.cancelled() and waiter.member.exception() is None:
                 self._offer(waiter.member.result())  # it was given one this very moment
-            elif waiter in self._waiters:
-                self._waiters.remove(waiter)
+            elif waiter in shelf.waiters:
+                shelf.waiters.remove(waiter)
             self._pump()
             raise
         self._totals.wait_seconds += loop.time() - waiter.since
         self._totals.episodes += 1
         assert member.session is not None
         return PooledEnvironment(member, member.session)
+
+    def _note_demand(self, template: EnvironmentTemplate) -> _Shelf:
+        shelf = self._shelves.get(template)
+        if shelf is None:
+            shelf = self._shelves[template] = _Shelf(template)
+        shelf.recent += 1
+        self._recent.append(shelf)
+        if len(self._recent) > RECENT:
+            self._recent.popleft().recent -= 1
+        return shelf
 
     async def release(self, environment: Environment, trusted: bool) -> None:
         """See the protocol. Returns at once; recycling and killing go on in the pool."""
@@ -205,6 +298,8 @@ class EnvPool:
             self._end_member(member, "size")
         elif settings.max_episodes and member.episodes >= settings.max_episodes:
             self._end_member(member, "episodes")
+        elif self._owes_its_place(member.shelf):
+            self._end_member(member, "template")
         else:
             self._set_state(member, "recycling")
             self._spawn(f"recycle {member.name}", self._call_member(member, "recycle"))
@@ -213,8 +308,8 @@ class EnvPool:
     def resize(self, size: int) -> None:
         """See the protocol."""
         self._settings = replace(self._settings, size=size)
-        while self._ready and self._surplus > 0:
-            self._end_member(self._ready.pop(0), "size")
+        while self._idle and self._surplus > 0:
+            self._end_idle("size")
         self._pump()
 
     @property
@@ -224,12 +319,13 @@ class EnvPool:
 
     def stats(self) -> dict[str, Any]:
         """Now, and since the start."""
+        first = next(self._by_age(), None)
         return {
             "backend": self._backend.name,
             "size": self._settings.size,
             **{state: self._count[state] for state in ("starting", *ALIVE, "ending")},
-            "waiting": len(self._waiters),
-            "waiting_for": self._reason() if self._waiters else "",
+            "waiting": sum(len(shelf.waiters) for shelf in self._waiting),
+            "waiting_for": first.reason() if first is not None else "",
             **vars(self._totals),
             "wait_seconds": round(self._totals.wait_seconds, 6),
             "replaced": dict(sorted(self._totals.replaced.items())),
@@ -245,41 +341,95 @@ class EnvPool:
         if self._closed or self._broken is not None:
             return
         now = asyncio.get_running_loop().time()
-        checking = self._count["checking"]
-        while self._ready and len(self._waiters) > checking:
-            member = self._ready.pop()
-            if now - member.seen <= FRESH:
-                self._offer(member)
-            else:
-                self._check(member)
-                checking += 1
-        coming = sum(self._count[state] for state in COMING)
-        missing = len(self._waiters) + self._settings.warm - len(self._ready) - coming
+        for shelf in list(self._waiting):
+            checking = shelf.count["checking"]
+            while shelf.ready and len(shelf.waiters) > checking:
+                member = shelf.ready.pop()
+                del self._idle[member]
+                if now - member.seen <= FRESH:
+                    self._offer(member)
+                else:
+                    self._check(member)
+                    checking += 1
+        short = sum(self._start_missing(shelf, 0, now) for shelf in list(self._by_age()))
+        if short == 0:
+            for shelf, warm in self._shared_out():
+                self._start_missing(shelf, warm, now)
+        for _ in range(min(short - self._count["ending"], len(self._idle))):
+            self._end_idle("template")
+        for shelf in list(self._waiting):
+            self._tell(shelf)
+
+    def _start_missing(self, shelf: _Shelf, warm: int, now: float) -> int:
+        """Start what a shelf lacks and may start; returns how many more it would start if the pool had room."""
+        parallel = self._settings.parallel_starts
+        allowed = min(shelf.missing(warm), shelf.room(parallel), parallel - self._count["starting"])
         room = self._settings.size - len(self._members)
-        parallel = 1 if self._failures else self._settings.parallel_starts
-        allowed = 0 if self._paused else parallel - self._count["starting"]
-        for _ in range(min(missing, room, allowed)):
+        for _ in range(min(allowed, room)):
             self._numbers += 1
-            member = _Member(f"{self._settings.owner}-e{self._numbers:05d}", "starting", now)
+            member = _Member(f"{self._settings.owner}-e{self._numbers:05d}", shelf, "starting", now)
             self._members[member.name] = member
             self._count["starting"] += 1
+            shelf.count["starting"] += 1
             self._spawn(f"start {member.name}", self._start(member))
-        reason = self._reason()
-        if reason != self._told:
-            self._told = reason
-            for waiter in self._waiters:
+        return max(0, allowed - max(0, room))
+
+    def _by_age(self) -> Iterator[_Shelf]:
+        """The shelves that somebody waits for, whose first waits longest first."""
+        for shelf in [shelf for shelf in self._waiting if not shelf.waiters]:
+            del self._waiting[shelf]
+        return iter(sorted(self._waiting, key=lambda shelf: shelf.waiters[0].since))
+
+    def _shared_out(self) -> list[tuple[_Shelf, int]]:
+        """How many of each shelf are kept ready, as they were asked for lately; the rest goes to those asked for most."""
+        shelves = sorted(dict.fromkeys(self._recent), key=lambda shelf: -shelf.recent)
+        shares = [(shelf, self._settings.warm * shelf.recent // len(self._recent)) for shelf in shelves]
+        left = self._settings.warm - sum(share for _, share in shares)
+        return [(shelf, share + (place < left)) for place, (shelf, share) in enumerate(shares)]
+
+    def _owes_its_place(self, own: _Shelf) -> bool:
+        """Whether somebody waits longer for another template than anybody for this one, and the pool is full."""
+        if self._template_of is None or len(self._members) < self._settings.size:
+            return False
+        parallel, places = self._settings.parallel_starts, self._count["ending"]
+        for shelf in self._by_age():
+            if shelf is own:
+                return False
+            places -= max(0, min(shelf.missing(0), shelf.room(parallel)))
+            if places < 0:
+                return True
+        return False
+
+    def _tell(self, shelf: _Shelf) -> None:
+        reason = shelf.reason()
+        if reason != shelf.told:
+            shelf.told = reason
+            for waiter in shelf.waiters:
                 waiter.tell(reason)
 
     def _offer(self, member: _Member) -> None:
         """A session is free and in order: to whoever waits longest."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
+        shelf = member.shelf
+        while shelf.waiters:
+            waiter = shelf.waiters.popleft()
             if not waiter.member.done():  # else it was cancelled and has not noticed yet
                 self._set_state(member, "busy")
                 waiter.member.set_result(member)
                 return
         self._set_state(member, "ready")
-        self._ready.append(member)
+        shelf.ready.append(member)
+        self._idle[member] = None
+
+    def _end_idle(self, cause: str) -> None:
+        """End the session that nobody used for longest."""
+        member = next(iter(self._idle))
+        self._take_down(member)
+        self._end_member(member, cause)
+
+    def _take_down(self, member: _Member) -> None:
+        """It is not ready any more."""
+        del self._idle[member]
+        member.shelf.ready.remove(member)
 
     def _check(self, member: _Member) -> None:
         self._set_state(member, "checking")
@@ -291,24 +441,16 @@ class EnvPool:
         self._totals.replaced[cause] += 1
         self._spawn(f"end {member.name}", self._kill(member))
 
-    def _reason(self) -> str:
-        if self._failures:
-            failed = "once" if self._failures == 1 else f"{self._failures} times in a row"
-            return f"an environment to start, which failed {failed}"
-        if self._count["starting"]:
-            return "an environment to start"
-        if self._count["checking"] or self._count["recycling"]:
-            return "an environment to be renewed"
-        return "a free environment, all in use"
-
     def _set_state(self, member: _Member, state: State) -> None:
-        self._count[member.state] -= 1
-        self._count[state] += 1
+        for count in (self._count, member.shelf.count):
+            count[member.state] -= 1
+            count[state] += 1
         member.state = state
 
     def _forget(self, member: _Member) -> None:
         if self._members.pop(member.name, None) is not None:
             self._count[member.state] -= 1
+            member.shelf.count[member.state] -= 1
 
     # -- what happens to one session, each in a task -----------------------------------------------------------------
 
@@ -316,7 +458,7 @@ class EnvPool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._settings.start_timeout) as limit:
-                member.session = await self._backend.start(member.name)
+                member.session = await self._backend.start(member.name, member.shelf.template)
         except ConfigError as error:
             self._forget(member)
             self._break(error)
@@ -329,37 +471,45 @@ class EnvPool:
             if isinstance(error, TimeoutError) and limit.expired():
                 so_far = f"; {error.__cause__}" if str(error.__cause__ or "") else ""  # what a backend said of it
                 detail = f"took over {self._settings.start_timeout:g} s{so_far}"
-            self._start_failed(member.name, detail)
+            hopeless = (
+                isinstance(error, TrajectoryError) and error.cause == NO_TEMPLATE and self._template_of is not None
+            )
+            self._start_failed(member, detail, hopeless)
             return
         self._totals.started += 1
         member.born = member.seen = member.used = loop.time()
-        if self._failures:
-            self._events.emit("recovered", what="environment start", detail=f"after {self._failures} failures")
-            self._failures = 0
-            if self._pause is not None:
-                self._pause.cancel()
-            self._paused, self._pause = False, None
+        shelf = member.shelf
+        if shelf.failures:
+            self._events.emit("recovered", what="environment start", detail=f"after {shelf.failures} failures")
+            shelf.failures = 0
+            shelf.end_pause()
         self._offer(member)
         self._pump()
 
-    def _start_failed(self, name: str, what: str) -> None:
-        settings = self._settings
+    def _start_failed(self, member: _Member, what: str, hopeless: bool) -> None:
+        settings, shelf = self._settings, member.shelf
         self._totals.start_failures += 1
-        self._record_replacement("environment_start", f"{name}: {what}")
-        if self._paused:  # it was begun together with one that failed before it: one failure, not two
+        self._record_replacement("environment_start", f"{member.name}{_named(shelf.template)}: {what}")
+        if shelf.paused:  # it was begun together with one that failed before it: one failure, not two
             return
-        self._failures += 1
-        if self._failures >= settings.start_tries and not any(self._count[state] for state in ALIVE):
-            times = f"{self._failures} times in a row"
-            self._break(RunError(f"no environment can be started ({self._backend.name}), failed {times}: {what}"))
-            return
-        pause = min(settings.backoff_first * 2.0 ** min(self._failures - 1, 30), settings.backoff_limit)
-        self._paused = True
-        self._pause = asyncio.get_running_loop().call_later(pause * self._random.uniform(0.5, 1.0), self._try_again)
+        shelf.failures += 1
+        if (hopeless or shelf.failures >= settings.start_tries) and not any(shelf.count[state] for state in ALIVE):
+            times = f"{shelf.failures} times in a row"
+            if self._template_of is None:
+                self._break(RunError(f"no environment can be started ({self._backend.name}), failed {times}: {what}"))
+                return
+            cause = NO_TEMPLATE if hopeless else "environment_start"
+            self._refuse(
+                shelf, TrajectoryError(cause, f"none can be started{_named(shelf.template)}, failed {times}: {what}")
+            )
+        pause = min(settings.backoff_first * 2.0 ** min(shelf.failures - 1, 30), settings.backoff_limit)
+        shelf.paused = True
+        seconds = pause * self._random.uniform(0.5, 1.0)
+        shelf.pause = asyncio.get_running_loop().call_later(seconds, self._try_again, shelf)
         self._pump()  # tells those who wait
 
-    def _try_again(self) -> None:
-        self._paused, self._pause = False, None
+    def _try_again(self, shelf: _Shelf) -> None:
+        shelf.end_pause()
         self._pump()
 
     async def _call_member(self, member: _Member, what: Literal["recycle", "ping"]) -> None:
@@ -402,18 +552,22 @@ class EnvPool:
         while True:
             await asyncio.sleep(settings.ping_every)
             now = asyncio.get_running_loop().time()
-            spare = len(self._ready) - settings.warm
-            for member in list(self._ready):  # those used longest ago first
+            kept = dict(self._shared_out())
+            spare = {shelf: len(shelf.ready) - kept.get(shelf, 0) for shelf in self._shelves.values()}
+            for member in list(self._idle):
                 if now - member.born >= settings.max_age:
-                    self._ready.remove(member)
+                    self._take_down(member)
                     self._end_member(member, "age")
-                elif spare > 0 and now - member.used >= settings.idle:
-                    self._ready.remove(member)
+                elif spare[member.shelf] > 0 and now - member.used >= settings.idle:
+                    self._take_down(member)
                     self._end_member(member, "idle")
-                    spare -= 1
+                    spare[member.shelf] -= 1
                 elif now - member.seen >= settings.ping_every:
-                    self._ready.remove(member)
+                    self._take_down(member)
                     self._check(member)
+            for shelf in list(self._shelves.values()):  # of prompts that are not asked for any more
+                if not (shelf.recent or shelf.waiters or shelf.paused or any(shelf.count.values())):
+                    del self._shelves[shelf.template]
             self._pump()
 
     # -- when something goes wrong -----------------------------------------------------------------------------------
@@ -424,11 +578,15 @@ class EnvPool:
     def _break(self, error: Exception) -> None:
         if self._broken is None:
             self._broken = error
-        self._refuse(self._broken)
+        self._refuse_all(self._broken)
 
-    def _refuse(self, error: Exception) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
+    def _refuse_all(self, error: Exception) -> None:
+        for shelf in self._waiting:
+            self._refuse(shelf, error)
+
+    def _refuse(self, shelf: _Shelf, error: Exception) -> None:
+        while shelf.waiters:
+            waiter = shelf.waiters.popleft()
             if not waiter.member.done():
                 waiter.member.set_exception(error)
 
@@ -451,3 +609,9 @@ def _was_cancelled(error: BaseException) -> bool:
     """Whether the pool cancelled this task; code of others may raise CancelledError too."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _named(template: EnvironmentTemplate) -> str:
+    """Which one it is, for people; nothing where there is only one."""
+    found = " ".join(part for part in (template.image, template.setup) if part)
+    return f" from {found[:DETAIL]}" if found else ""

@@ -85,7 +85,7 @@ class EnvironmentService:
 
         match message.get("call"):
             case "start":
-                return self._start(message)
+                return await self._start(message)
             case "ping" if self._inner is not None:
                 await self._inner.ping()
                 return {}
@@ -102,7 +102,7 @@ class EnvironmentService:
                 started = "" if self._inner is not None else " before start"
                 raise TrajectoryError("environment_protocol", f"no such call: {other!r:.40}{started}")
 
-    def _start(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         import orchestrator
         from orchestrator.api import TrajectoryError
         from orchestrator.environments import environment_wire
@@ -122,9 +122,9 @@ class EnvironmentService:
             from orchestrator.environments.tool_functions import ToolClient, ToolSettings
 
             self._tools = ToolClient(ToolSettings(**message["tools"]))
-        self._inner = RenewableEnvironment(
-            maker_of(str(message["target"]), dict(message.get("arguments") or {}), self._tools)
-        )
+        maker = maker_of(str(message["target"]), dict(message.get("arguments") or {}), self._tools)
+        self._inner = RenewableEnvironment(maker, str(message.get("setup") or ""))
+        await self._inner.prepare()
         return {
             "protocol": environment_wire.PROTOCOL,
             "distribution": orchestrator.__version__,

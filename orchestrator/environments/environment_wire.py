@@ -1,6 +1,6 @@
 """What the orchestrator and an environment's process say to each other: JSON lines, one reply to each request, in order.
 
-    {"id": 1, "call": "start", "target": "module:name", "arguments": {...}, "limits": {...}}
+    {"id": 1, "call": "start", "target": "module:name", "arguments": {...}, "limits": {...}, "setup": ""}
     {"id": 1, "result": {"protocol": 1, "distribution": "...", "version": "..."}}
     {"id": 2, "call": "reset", "prompt": {...}}      {"id": 2, "result": {"version": "...", "observation": [2, 3]}}
     {"id": 3, "call": "step", "action": [5, 1]}      {"id": 3, "error": {"cause": "environment_error", "detail": "..."}}

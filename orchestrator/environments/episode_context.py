@@ -35,6 +35,7 @@ class EpisodeContext:
     rules: ContextRules
     tokens: TokenSequence = field(default_factory=TokenSequence)
     begins: ContextStart | None = None  # for the next turn's record
+    routed: int = 0  # of its tokens, for how many the experts are known that computed them
     _head: tuple[int, ...] = ()
     _summary: tuple[int, ...] = ()
     _pieces: list[tuple[int, ...]] = field(default_factory=list)
@@ -63,6 +64,7 @@ class EpisodeContext:
         if self.begins is not None:  # it had just begun anew, and was still too long
             left, dropped = left + self.begins.dropped_turns, dropped + self.begins.dropped_tokens
         self.begins = ContextStart(tuple(self.tokens), reason, left, dropped)
+        self.routed = 0
 
     def least(self, observation: Sequence[int]) -> int:
         """The shortest context there can be with this observation, without a summary."""

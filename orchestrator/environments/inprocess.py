@@ -8,14 +8,22 @@ killed, only abandoned, which the pool counts. An environment that blocks the ev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from orchestrator.api import Environment, Observation, Prompt, StepResult, TrajectoryError
-from orchestrator.environments.environment_session import EnvironmentMaker, RenewableEnvironment, Waiting
+from orchestrator.api import Environment, EnvironmentTemplate, Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.environments.environment_session import (
+    ANY,
+    EnvironmentMaker,
+    RenewableEnvironment,
+    Waiting,
+    refuse_image,
+)
 from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 
 T = TypeVar("T")
+KILL_LIMIT = 10.0  # seconds for one that could not be prepared
 
 
 class InProcessBackend:
@@ -29,8 +37,8 @@ class InProcessBackend:
     async def open(self) -> None:
         """Nothing outlives this process."""
 
-    async def start(self, name: str) -> InProcessSession:
-        return InProcessSession(RenewableEnvironment(self._task))
+    async def start(self, name: str, template: EnvironmentTemplate = ANY) -> InProcessSession:
+        return await prepared_session(self._task, template, self.name)
 
     async def close(self) -> None:
         """Nothing is left."""
@@ -45,6 +53,10 @@ class InProcessSession:
         self._wrong = self._take_version()
         self._open: asyncio.Task[object] | None = None  # the call in progress; never two
         self._closing: asyncio.Task[None] | None = None
+
+    async def prepare(self) -> None:
+        """To where its episodes begin."""
+        await self._call(self._inner.prepare)
 
     async def reset(self, prompt: Prompt) -> Observation:
         if self._wrong:
@@ -111,19 +123,52 @@ class InProcessSession:
         return task.result()
 
 
+async def prepared_session(task: EnvironmentMaker, template: EnvironmentTemplate, backend: str) -> InProcessSession:
+    """One that is ready for its first episode. Raises what making or preparing it raises, and leaves nothing of it then."""
+    refuse_image(template, backend)
+    session = InProcessSession(RenewableEnvironment(task, template.setup))
+    if template.setup:
+        try:
+            await session.prepare()
+        except BaseException:
+            with contextlib.suppress(Exception, SystemExit):  # of one that nobody will use
+                async with asyncio.timeout(KILL_LIMIT):
+                    await session.kill()
+            raise
+    return session
+
+
 class FreshEnvironments:
     """Implements :class:`~orchestrator.environments.environment_session.EnvironmentSource`: a new object of the task for every
     episode, in this process; closed at its end and never reused. Calls into it can be given up (:class:`InProcessSession`)."""
 
-    def __init__(self, task: EnvironmentMaker, limit: float, note_fault: Callable[[str, str], None]) -> None:
-        """``limit``: seconds that closing may take; an environment that takes longer is abandoned, and that is noted."""
-        self._task = task
+    def __init__(
+        self,
+        task: EnvironmentMaker,
+        limit: float,
+        note_fault: Callable[[str, str], None],
+        template_of: Callable[[Prompt], EnvironmentTemplate] | None = None,
+        start_limit: float = 60.0,
+    ) -> None:
+        """``limit``: seconds that closing may take; an environment that takes longer is abandoned, and that is noted.
+        ``template_of``: what a prompt's environment begins from; None: all from the same. ``start_limit``: seconds that one may
+        take to be prepared for it."""
+        self._task, self._template_of, self._start_limit = task, template_of, start_limit
         self._limit = limit
         self._note_fault = note_fault
 
-    async def acquire(self, waiting: Waiting) -> Environment:
+    async def acquire(self, prompt: Prompt, waiting: Waiting) -> Environment:
         try:
-            return InProcessSession(RenewableEnvironment(self._task))
+            if self._template_of is None:
+                return InProcessSession(RenewableEnvironment(self._task))
+            waiting("an environment to start")
+            async with asyncio.timeout(self._start_limit) as limit:
+                return await prepared_session(self._task, self._template_of(prompt), "in-process")
+        except TrajectoryError:
+            raise
+        except TimeoutError as error:
+            why = f"took over {self._start_limit:g} s" if limit.expired() else error_text(error)
+            raise TrajectoryError("environment_start", why) from error
         except (Exception, SystemExit) as error:
             raise TrajectoryError("environment_start", error_text(error)) from error
 

@@ -2,8 +2,9 @@
 
 Guarantees: what an earlier life of this run left is removed before the first pod starts, and everything of the run after the
 last; a pod that does not come up is deleted, with its reason in the error; pods end without the orchestrator too
-(:mod:`orchestrator.environments.pod_manifests`). Images come from ``registry_mirror`` first, and from their own registry when
-the mirror does not have them; with ``pre_pull`` all nodes pull the image when the run starts. The API server is asked with
+(:mod:`orchestrator.environments.pod_manifests`). The image is that of the prompt's template, else the config's. Images come from
+``registry_mirror`` first, and from their own registry when the mirror does not have them; with ``pre_pull`` all nodes pull the
+config's image when the run starts. Pods that start are watched by one request for all of them; the API server is asked with
 time limits, and not at all while an episode runs.
 """
 
@@ -13,24 +14,29 @@ import asyncio
 import contextlib
 import functools
 import random
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
-from orchestrator.api import ConfigError, RetryableError, TrajectoryError, bearer
+from orchestrator.api import ConfigError, EnvironmentTemplate, RetryableError, TrajectoryError, bearer
 from orchestrator.environments import pod_manifests
+from orchestrator.environments.environment_session import ANY
 from orchestrator.environments.environment_wire import MAX_LINE
 from orchestrator.environments.pod_manifests import PodSettings
+from orchestrator.environments.pod_watch import PodWatch
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.tool_functions import ToolTally
 
 T = TypeVar("T")
 API_LIMIT = 20.0  # seconds for one request
-POLL = 0.5  # seconds between two looks at a pod that starts
+POLL = 0.5  # seconds between two looks at the nodes that pull
 PRE_PULL_LIMIT = 900.0  # seconds; then the nodes that have not pulled it pull it when they need it
 NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull")
 NEVER_STARTS = ("InvalidImageName", "CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+NO_SUCH_IMAGE = ("not found", "manifest unknown", "does not exist")  # in what the kubelet says of a pull
+IMAGE = re.compile(r"[\w][\w.\-/:@]{0,499}", re.ASCII)
 CONNECT_TRIES = 6
 CONNECT_PAUSE = 0.1  # seconds; doubles with each try: 3 s in all
 CONNECT_LIMIT = 5.0  # seconds for one try
@@ -60,6 +66,8 @@ class PodBackend:
         self._pods: Any = None
         self._daemons: Any = None
         self._pulling: asyncio.Task[None] | None = None
+        self._watch: PodWatch | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         aio = load_library()
@@ -71,8 +79,9 @@ class PodBackend:
             await self._remove_all()
             if self.pre_pull:
                 await self._pull_everywhere(aio)
+            await self._begin_watch(aio)
         except aio.client.ApiException as error:
-            needed = "create, get, list, delete and deletecollection of pods (and daemonsets)"
+            needed = "create, get, list, watch, delete and deletecollection of pods (and daemonsets)"
             fix = f"HTTP {error.status} {error.reason}: the account needs {needed}"
             raise ConfigError("environment.kubernetes", where, fix) from error
         except (OSError, TimeoutError) as error:
@@ -87,38 +96,57 @@ class PodBackend:
         hold = self._hold_until_pulled(aio, manifest["metadata"]["name"])
         self._pulling = asyncio.create_task(hold, name="pull images")
 
-    async def start(self, name: str) -> RemoteSession:
+    async def _begin_watch(self, aio: Any) -> None:
+        selector = pod_manifests.label_selector(self.settings)
+        listing = self._pods.list_namespaced_pod_without_preload_content
+        ask = functools.partial(listing, self.settings.namespace, label_selector=selector)
+        self._watch = PodWatch(ask, aio.client.V1Pod.from_dict, aio.client.ApiException)
+        await self._watch.begin()
+        self._watching = asyncio.create_task(self._watch.run(), name="watch pods")
+
+    async def start(self, name: str, template: EnvironmentTemplate = ANY) -> RemoteSession:
         aio = load_library()
-        settings, images = self.settings, [self.settings.image]
+        settings, wanted = self.settings, template.image or self.settings.image
+        if not IMAGE.fullmatch(wanted):
+            raise TrajectoryError("environment_template", f"{wanted!r:.200} is not the name of an image")
+        images = [wanted]
         if self._mirror:
-            images.insert(0, pod_manifests.mirrored(settings.image, self._mirror))
+            images.insert(0, pod_manifests.mirrored(wanted, self._mirror))
+        assert self._watch is not None
         for number, image in enumerate(images):
             pod = pod_manifests.name_of(name, self._life, *(("r",) if number else ()))
             token = secrets.token_urlsafe(32)  # of this pod alone
             manifest = pod_manifests.pod_manifest(settings, pod, image, bearer.digest_of(token))
             body = aio.client.V1Pod.from_dict(manifest)
+            self._watch.expect(pod)
             try:
                 await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
-                address = await self._ready(pod)
+                address = await self._ready(self._watch, pod)
                 channel = TcpChannel(address, settings.port, token, functools.partial(self._delete, pod), pod)
                 session = RemoteSession(channel, pod, self.tally)
-                await session.build_environment(self.target, self.arguments, self.limits, self.tools)
+                await session.build_environment(self.target, self.arguments, self.limits, self.tools, template.setup)
                 return session
-            except _NoImage:
+            except _NoImage as error:
                 await self._delete(pod)
-                if number == len(images) - 1:
-                    raise
+                if number < len(images) - 1:
+                    continue
+                if template.image and any(word in str(error) for word in NO_SUCH_IMAGE):
+                    raise TrajectoryError("environment_template", str(error)) from error
+                raise
             except BaseException:
                 await self._abandon(pod)
                 raise
+            finally:
+                self._watch.forget(pod)
         raise AssertionError
 
     async def close(self) -> None:
         if self._api is None:
             return
-        if self._pulling is not None:
-            self._pulling.cancel()
-            await asyncio.gather(self._pulling, return_exceptions=True)
+        beside = [task for task in (self._pulling, self._watching) if task is not None]
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         try:
             await self._remove_all()
         finally:
@@ -130,11 +158,14 @@ class PodBackend:
     async def _ask(self, call: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
         return await call(*arguments, **options, _request_timeout=API_LIMIT)
 
-    async def _ready(self, pod: str) -> str:
+    async def _ready(self, watch: PodWatch, pod: str) -> str:
         """Its address, when it listens. Raises what is wrong with it."""
         while True:
-            found = await self._ask(self._pods.read_namespaced_pod, pod, self.settings.namespace)
-            status = found.status
+            try:
+                found = watch.pod(pod)
+            except LookupError as error:
+                raise RetryableError(str(error)) from error
+            status: Any = found.status if found is not None else None
             states = [item for item in (status.container_statuses or ()) if item is not None] if status else []
             waiting = next((item.state.waiting for item in states if item.state and item.state.waiting), None)
             if waiting is not None and waiting.reason in NO_IMAGE:
@@ -146,7 +177,7 @@ class PodBackend:
             if states and all(item.ready for item in states) and status.pod_ip:
                 return str(status.pod_ip)
             try:
-                await asyncio.sleep(POLL)
+                await watch.change(pod)
             except asyncio.CancelledError as error:  # it took too long: say what it waits for
                 raise asyncio.CancelledError(f"pod {pod}: {_held_up(status, waiting)}") from error
 

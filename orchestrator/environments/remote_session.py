@@ -46,11 +46,13 @@ class RemoteSession:
         arguments: Mapping[str, Any],
         limits: Mapping[str, Any],
         tools: Mapping[str, Any] | None = None,
+        setup: str = "",
     ) -> None:
-        """Build the environment. Raises ConfigError when the other side is another distribution, TrajectoryError otherwise."""
+        """Build the environment, and prepare it where its template says so. Raises ConfigError when the other side is another
+        distribution, TrajectoryError otherwise."""
         if tools is not None:  # there it may have no such file
             tools = {**tools, "token": bearer.Token(tools["token"]).current()}
-        result = await self._ask("start", target=target, arguments=arguments, limits=limits, tools=tools)
+        result = await self._ask("start", target=target, arguments=arguments, limits=limits, tools=tools, setup=setup)
         theirs = (result.get("protocol"), result.get("distribution"))
         if theirs != (environment_wire.PROTOCOL, orchestrator.__version__):
             fix = f"it has rl-coserve {theirs[1]} (protocol {theirs[0]}), this is {orchestrator.__version__}: use the same there"

@@ -17,8 +17,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import TrajectoryError
+from orchestrator.api import EnvironmentTemplate, TrajectoryError
 from orchestrator.child_process import KILL_LIMIT, kill_watched, public_environment, to_its_end
+from orchestrator.environments.environment_session import ANY, refuse_image
 from orchestrator.environments.environment_wire import MAX_LINE
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.tool_functions import ToolTally
@@ -46,7 +47,8 @@ class SubprocessBackend:
     async def open(self) -> None:
         """Nothing of an earlier life can be left."""
 
-    async def start(self, name: str) -> RemoteSession:
+    async def start(self, name: str, template: EnvironmentTemplate = ANY) -> RemoteSession:
+        refuse_image(template, self.name)
         with contextlib.ExitStack() as stack:
             log = None if self.log is None else stack.enter_context(self.log.open("ab"))
             process = await asyncio.create_subprocess_exec(
@@ -66,7 +68,7 @@ class SubprocessBackend:
             )
         session = RemoteSession(PipeChannel(process), name, self.tally)
         try:
-            await session.build_environment(self.target, self.arguments, self.limits, self.tools)
+            await session.build_environment(self.target, self.arguments, self.limits, self.tools, template.setup)
         except BaseException:
             await to_its_end(session.kill())
             raise

@@ -14,7 +14,7 @@ from orchestrator.config.environment_keys import KubernetesSection
 from orchestrator.environments.pods import API_LIMIT, connect_cluster, load_library
 from orchestrator.ops.check import Finding
 
-VERBS = ("create", "get", "list", "delete", "deletecollection")
+VERBS = ("create", "get", "list", "watch", "delete", "deletecollection")
 
 
 def check_cluster_access(settings: KubernetesSection) -> Finding:

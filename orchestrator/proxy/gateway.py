@@ -24,7 +24,8 @@ two parts (:mod:`orchestrator.proxy.prefill_decode`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from orchestrator.api import (
@@ -182,6 +183,18 @@ class LLMProxy:
             self.router.end_turn(request.request_id)
             self.dispatch()  # its slot is free
 
+    def call_back(self, trajectories: Collection[str], stale: Callable[[int], bool]) -> None:
+        """Have workers give back their answers to these trajectories that may have begun with weights too old (``stale``, told a
+        version). One whose first token is of such ends as ``abort``, with what it has; another goes on where it was."""
+        for pending in self._pending.values():
+            state = pending.worker
+            if state is None or pending.request.trajectory_id not in trajectories or not stale(pending.begun_version):
+                continue
+            if state.usable and not state.moving and all(one.request_id != pending.sent_as for one in state.outbox):
+                pending.stale = stale
+                state.aborts.append(pending.sent_as)
+                state.wake.set()
+
     def peak_turns(self) -> int:
         """The most turns that were under way or waited at once since this was last asked."""
         most, self._most_turns = self._most_turns, len(self._pending)
@@ -211,6 +224,7 @@ class LLMProxy:
             state.answers = False
         pending.worker = state
         pending.sent_as = request.request_id
+        pending.sent_version = pending.sent_version if pending.parts else state.version
         state.sent[pending.sent_as] = pending
         self.kv.send_turn(state, request, self.states, self.router.prefix_of(pending.request.request_id))
 
@@ -454,13 +468,19 @@ class LLMProxy:
                 self._events.emit("contexts_resent", worker=state.worker.name, requests=contexts, tokens=tokens)
 
     def _move(self, pending: Pending, part: Completion) -> None:
-        """Go on with a request on another worker."""
-        if (state := pending.worker) is not None and state.borrowed and not state.moving:
-            self._hand_backs.note_request(state.worker.name, len(part.token_ids))
+        """Go on with a request on another worker; or it was called back as stale."""
+        stale, pending.stale = pending.stale, None
         if part.token_ids:
             pending.parts.append(part)
+        if stale is not None and pending.parts and stale(pending.begun_version):
+            self.router.end_turn(pending.request.request_id)
+            so_far = joined_completion(pending.request, pending.parts, None)
+            pending.answer.set_result(replace(so_far, finish_reason="abort"))
+            return
         pending.moves += 1
-        if (state := pending.worker) is not None and not state.moving:
+        if (state := pending.worker) is not None and not state.moving and stale is None:
+            if state.borrowed:
+                self._hand_backs.note_request(state.worker.name, len(part.token_ids))
             rest_from(state, self.states, self.router, self.seat, self.dispatch)
         self.requeue(pending)
         self.dispatch()

@@ -43,7 +43,8 @@ class PrefillDecode:
         following = None if first.finish_reason in _CUT else remaining_request(request, [first], 1)
         if following is None:
             whole = joined_completion(request, [first], None)
-            return replace(whole, finish_reason=first.finish_reason, error=first.error) if first.error else whole
+            cut = first.finish_reason in _CUT
+            return replace(whole, finish_reason=first.finish_reason, error=first.error) if cut else whole
         return joined_completion(request, [first], await self._part(following, DECODE, PREFILL))
 
     async def _part(self, request: GenerationRequest, phase: str, other: str) -> Completion:

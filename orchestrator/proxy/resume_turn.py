@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.api import Completion, CompletionTiming, GenerationRequest, TokenSequence, merge_spans
+from orchestrator.transfer.turns.routed_experts import joined_experts
 
 
 def remaining_request(request: GenerationRequest, parts: Sequence[Completion], moves: int) -> GenerationRequest | None:
@@ -25,9 +26,11 @@ def remaining_request(request: GenerationRequest, parts: Sequence[Completion], m
     seed = sampling.seed
     if seed is not None and tokens:
         seed = zlib.crc32(f"{seed}/{len(tokens)}".encode())
+    known = joined_experts([part.experts for part in parts if part.token_ids])
     return replace(
         request,
         request_id=f"{request.request_id}~{moves}",
+        experts_from=request.experts_from if known is None else known.end,
         token_ids=TokenSequence.of(request.token_ids) + tokens,
         sampling=replace(sampling, max_tokens=sampling.max_tokens - len(tokens), seed=seed),
     )
@@ -49,6 +52,7 @@ def joined_completion(request: GenerationRequest, parts: Sequence[Completion], l
         reason,
         _timing(every, len(tokens)),
         last.error if last is not None else "",
+        joined_experts([part.experts for part in every if part.token_ids]),
     )
 
 

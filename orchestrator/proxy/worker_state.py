@@ -62,7 +62,8 @@ class WorkerLimits:
 @dataclass(slots=True)
 class Pending:
     """A request that has no completion yet. ``worker`` is None while it waits for one. ``parts``: what workers that gave
-    it up had said; ``moves``: how often it was moved; ``sent_as``: its id in the worker."""
+    it up had said; ``moves``: how often it was moved; ``sent_as``: its id in the worker; ``sent_version``: the version that
+    the worker had when it was sent first; ``stale``: it was called back, and this says whether it ends."""
 
     request: GenerationRequest
     answer: asyncio.Future[Completion]
@@ -70,6 +71,13 @@ class Pending:
     parts: list[Completion] = field(default_factory=list)
     moves: int = 0
     sent_as: str = ""
+    sent_version: int = -1
+    stale: Callable[[int], bool] | None = None
+
+    @property
+    def begun_version(self) -> int:
+        """Of the weights that its first token is of; no younger than that while it is not known."""
+        return self.parts[0].versions[0][0] if self.parts else self.sent_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,9 @@ class Rewards:
     timeouts: AdaptiveTimeouts | None  # of test cases; None: fixed
     beside: Mapping[str, str] = field(default_factory=dict)  # what engines beside the run's judge start with
     resize: Callable[[int], None] | None = None
+    call: Mapping[str, Any] | None = (
+        None  # keywords of the client, for another process; None: it is asked from here only
+    )
 
 
 async def start_reward(
@@ -60,10 +63,13 @@ async def start_reward(
         return Rewards(OutcomeReward(), dict, None)
     hosts, beside = await judges.start(config, keeper, stack, folder, events)
     reward: LLMJudge | HttpReward | RewardByTask
+    call: dict[str, Any] | None = None
     if settings.judge.any:
         reward = judge_of(config, task, settings.judge, hosts.get(""))
     else:
-        reward = function = await _function(config, task, timeouts, keeper, stack, folder)
+        call = await _function(config, task, timeouts, keeper, stack, folder)
+        said: dict[str, Any] = {name: getattr(task, name, None) for name in ("played", "said", "scorers")}
+        reward = function = HttpReward(timeouts=timeouts, tls=config.tls.files(), **said, **call)
         if settings.judges:
             asked = {name: judge_of(config, task, one, hosts.get(name)) for name, one in settings.judges.items()}
             reward = RewardByTask(asked, function)
@@ -74,6 +80,7 @@ async def start_reward(
         timeouts,
         beside,
         None if isinstance(reward, LLMJudge) else reward.resize,
+        call,
     )
 
 
@@ -84,7 +91,8 @@ async def _function(
     keeper: Keeper,
     stack: AsyncExitStack,
     folder: RunFolder,
-) -> HttpReward:
+) -> dict[str, Any]:
+    """Keywords of the client."""
     settings, seconds = config.reward, call_seconds(config, task)
     url, token, patience = settings.url, bearer.variable("RL_COSERVE_REWARD_TOKEN"), 0.0
     slots, beside = settings.concurrency, WAIT_SECONDS  # a host of ours limits a call itself, once it runs
@@ -109,20 +117,16 @@ async def _function(
         stack.push_async_callback(host.stop)
         keeper.keep("reward host", host, settings.host_restarts)
         url, token, patience = host.url, host.token, PATIENCE
-    return HttpReward(
-        url,
-        played=getattr(task, "played", None),
-        said=getattr(task, "said", None),
-        token=token,
-        concurrency=slots,
-        timeouts=timeouts,
-        whole=settings.adaptive.whole,
-        timeout=seconds + beside,
-        retries=settings.retries,
-        seed=config.run.seed,
-        patience=patience,
-        tls=config.tls.files(),
-    )
+    return {
+        "url": url,
+        "token": token,
+        "concurrency": slots,
+        "whole": settings.adaptive.whole,
+        "timeout": seconds + beside,
+        "retries": settings.retries,
+        "seed": config.run.seed,
+        "patience": patience,
+    }
 
 
 def judge_of(config: Config, task: Task, judge: JudgeSection, own: JudgeHost | None = None) -> LLMJudge:
@@ -141,8 +145,9 @@ def judge_of(config: Config, task: Task, judge: JudgeSection, own: JudgeHost | N
         max_tokens=judge.max_tokens,
         temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
         token=token,
-        concurrency=settings.concurrency if own is None else 1,  # it answers one at a time, and waiting is not its time
-        timeout=settings.judge_seconds(judge),
+        concurrency=settings.concurrency,
+        # ours computes what waits as one batch; where memory is for one at a time, the last of them waits for all others
+        timeout=settings.judge_seconds(judge) * (1 if own is None else settings.concurrency),
         retries=settings.retries,
         seed=config.run.seed,
         tls=config.tls.files(),

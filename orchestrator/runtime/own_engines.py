@@ -85,8 +85,10 @@ class OwnEngines:
 
 def worker_arguments(config: Config, model: str, number: int) -> dict[str, Any]:
     """Keywords of an engine's process, but for its relay."""
+    routed = {"enable_return_routed_experts": True} if config.trainer.routing_replay else {}
     return {
         **config.rollout.engine_of(number).options(),
+        **routed,
         "model": model,
         "dtype": config.model.dtype,
         "seed": config.run.seed + number,

@@ -40,11 +40,17 @@ _SHAPE = "megatron_rlplugin.model_families:read_shape"  # what the trainer compu
 
 def make_task(config: Config) -> Task:
     """The task that the config names. Raises ConfigError."""
-    task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
-    memory, chat = config.task.memory, config.task.chat
+    memory, chat, options = config.task.memory, config.task.chat, config.task.options
+
+    def speak(inner: Task) -> ChatTask:
+        return ChatTask(inner, spoken, chat.system, chat.response_tokens, chat.examples, chat.answer)
+
     if chat.tokenizer:
         spoken = ModelChat(chat.tokenizer, "task.chat.tokenizer")
-        return ChatTask(task, spoken, chat.system, chat.response_tokens, chat.examples, chat.answer)
+        if config.task.name == "mixture":
+            return registry.make(config.task.name, config.task.heldout_maps, speak=speak, **options)
+        return speak(registry.make(config.task.name, config.task.heldout_maps, **options))
+    task = registry.make(config.task.name, config.task.heldout_maps, **options)
     return MemoryTask(task, **memory.model_dump()) if memory.turns else task
 
 
@@ -175,9 +181,11 @@ def _model(config: Config, task: Task) -> None:
 def _trainer(config: Config) -> None:
     trainer = config.trainer
     sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel * trainer.expert_parallel
-    if (
-        trainer.megatron or sizes > 1 or trainer.loss_function or trainer.reference_path
-    ):  # what one rank of the defaults does is known
+    asked = (
+        *(trainer.megatron, trainer.arguments, trainer.routing_replay, sizes > 1),
+        *(trainer.loss_function, trainer.reference_path),
+    )
+    if any(asked):  # what one rank of the defaults does is known
         named_function("trainer.megatron", _TRAINER)(config.model.path, trainer, config.model.dtype)
 
 

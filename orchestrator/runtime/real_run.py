@@ -74,6 +74,7 @@ from orchestrator.runtime.own_engines import OwnEngines, secret_files, thread_va
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
 from orchestrator.runtime.run_records import RunRecords
+from orchestrator.runtime.shard_process import LocalShards
 from orchestrator.runtime.site_caches import start_site_caches
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
@@ -369,7 +370,13 @@ class _Assembly:
         log = self.folder.logs / "environments.log"
         owner, tally = environment_owner(self.folder.path), ToolTally()
         settings = None if tools is None else tools.settings
-        pool = build_environment_pool(config, self.task, owner, self.events, log=log, tools=settings, tally=tally)
+        shards = None
+        if config.rollout.shards > 1:
+            shards = LocalShards(config, rewards.call, records.shards, owner, self.folder.logs)
+            self.stack.push_async_callback(shards.close)
+        pool = None
+        if shards is None:
+            pool = build_environment_pool(config, self.task, owner, self.events, log=log, tools=settings, tally=tally)
         if pool is not None:
             self.stack.push_async_callback(pool.close)
             self.display.stage("startup", "environments")
@@ -383,11 +390,13 @@ class _Assembly:
             within(config.rollout.start_timeout, up, "vLLM", "rollout.start_timeout"),
         )
         ranks_alive = await trainer.pids()
-        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **engines.pids()})
+        others = dict if shards is None else shards.pids
+        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **engines.pids(), **others()})
         parts = Components(
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
         parts.shards = records.shards
+        parts.managers = None if shards is None else shards.parts
         parts.market = market if market.exchanged else None
         tell = {} if rewards.resize is None else {"rewards": rewards.resize}
         begins = {name: pool.begins for name, pool in pools_of(config).items()}

@@ -3,8 +3,9 @@
 What it asks for (each an attempt in ``tests/sandbox/test_escapes.py``):
 
 * namespaces of its own for users, processes, network, mounts, IPC, host name and cgroups; no nesting of them;
-* a root that holds ``/usr`` (read-only), an empty ``/proc`` of its own, five devices, and three folders that can be written,
-  each a tmpfs with a size: ``/box`` (the working folder), ``/tmp``, ``/dev/shm``. Nothing else of the host;
+* a root that holds ``/usr`` (read-only; without this package, where it lies there), an empty ``/proc`` of its own, five
+  devices, and three folders that can be written, each a tmpfs with a size: ``/box`` (the working folder), ``/tmp``,
+  ``/dev/shm``. Nothing else of the host;
 * no capability, no way to regain one, no environment variable, no terminal, no descriptor but 0, 1 and 2;
 * limits of each process by prlimit, set inside, so that processes are counted in this sandbox only (kernel 5.14);
 * started by root, it runs as a user id of its own: limits on processes do not hold for user id 0;
@@ -52,6 +53,7 @@ class SandboxTools:
     shell: str
     python: str
     binds: tuple[str, ...]  # read-only, at the same path inside
+    closed: tuple[str, ...] = ()  # folders in what is seen inside that are empty there
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,14 @@ def find_tools() -> SandboxTools:
             raise ConfigError("sandbox", name, fix)
         found[name] = path
     python, binds = _interpreter()
-    return SandboxTools(found["bwrap"], found["prlimit"], found["setpriv"], found["sh"], python, binds)
+    seen = tuple(folder for folder in _own_folders() if folder.startswith(("/usr/", *(f"{path}/" for path in binds))))
+    return SandboxTools(found["bwrap"], found["prlimit"], found["setpriv"], found["sh"], python, binds, seen)
+
+
+def _own_folders() -> tuple[str, ...]:
+    """Of this package, whose tasks hold their answers: nobody in a sandbox is to read them where it is installed under a path
+    that sandboxes see."""
+    return (str(Path(__file__).resolve().parents[1]),)
 
 
 def _interpreter() -> tuple[str, tuple[str, ...]]:
@@ -136,6 +145,8 @@ def command_line(
         command += _like_the_host(name)
     for path in tools.binds:
         command += ["--ro-bind", path, path]
+    for path in tools.closed:
+        command += ["--tmpfs", path, "--remount-ro", path]
     command += ["--proc", "/proc", "--dev", "/dev"]
     command += [
         "--ro-bind",

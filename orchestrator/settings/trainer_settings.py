@@ -7,11 +7,11 @@ on a command line, and is the meaning too where there is no comment. Which setti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from orchestrator.api import ConfigError
 from orchestrator.policies.training.objective_table import (
@@ -27,6 +27,7 @@ from orchestrator.policies.training.objective_table import (
     TisMode,
     whitens_advantages,
 )
+from orchestrator.settings.megatron_arguments import FIELD, ArgumentMistake, read_arguments
 from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, Section
 
 Rate = Annotated[float, Field(gt=0, lt=1)]
@@ -224,11 +225,16 @@ class TrainerSection(TrainerSettings):
     # options of Megatron-Core's own, passed on by name: fields of its TransformerConfig, of its DDP's and its optimizer's
     # config; see docs/megatron.md
     megatron: dict[str, Any] = Field(default_factory=dict)
+    # a Megatron argument list, as Megatron-LM spells it ("--recompute-granularity full ..."): each argument counts as the key
+    # here that means it, else as an option of `megatron`; see docs/megatron.md
+    arguments: str = ""
     # a rank that waits for another longer than this in one collective gives up: with a stream, the tail of a rollout
     collective_timeout: PositiveSeconds = 7200.0
     interface: str = (
         ""  # network interface of the ranks' collectives, on every node; empty: the one that reaches rank 0
     )
+    # of a mixture of experts: train with the experts that the rollout chose, which its engines then return (R3)
+    routing_replay: bool = False
     # a Hugging Face folder of the model's own shape whose weights are the reference; empty: those that RL began with
     reference_path: str = ""
     # steps after which the present weights become the reference; 0: it stays
@@ -238,6 +244,35 @@ class TrainerSection(TrainerSettings):
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
     entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off
     tis_alarm: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of tokens at the cap or left out; 0: off
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_arguments(cls, given: Any) -> Any:
+        """Keys of ours that the argument list says. Raises ConfigError for one that a key contradicts, or without a place."""
+        if not isinstance(given, Mapping) or not isinstance(text := given.get("arguments", ""), str):
+            return given
+        said, found = _read(text), dict(given)
+        for key, flag in cls.flags().items():
+            if flag.megatron not in said:
+                continue
+            value, decays = (
+                said[flag.megatron],
+                said.get("min_lr") and said.get("lr_decay_style", "linear") != "constant",
+            )
+            if key in ("final_learning_rate", "lr_decay") and not decays:
+                continue  # a constant rate is one without a final one here
+            if found.setdefault(key, value) != value:
+                word = f"--{flag.megatron.replace('_', '-')}"
+                raise ConfigError(
+                    FIELD, word, f"says {value!r}, trainer.{key} says {found[key]!r}: leave one of the two out"
+                )
+        return found
+
+    @property
+    def megatron_arguments(self) -> dict[str, Any]:
+        """What the argument list says of Megatron-Core's options."""
+        ours = {flag.megatron for flag in self.flags().values()}
+        return {name: value for name, value in _read(self.arguments).items() if name not in ours}
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -257,6 +292,13 @@ class TrainerSection(TrainerSettings):
     def keeps_reference(self) -> bool:
         """Whether the reference weights are kept: for the loss, or only to measure the KL to them."""
         return self.needs_reference or self.reference_samples > 0
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        return read_arguments(text)
+    except ArgumentMistake as error:
+        raise ConfigError(FIELD, error.word, str(error)) from error
 
 
 def setting_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any, cast, overload
 import msgpack
 import numpy as np
 
-from orchestrator.api import SampleFacts, TrainSample, Trajectory
+from orchestrator.api import RoutedExperts, SampleFacts, TrainSample, Trajectory
 from orchestrator.shards.shard_folder import Shard, shard_of
 from orchestrator.shards.trajectory_shard import Numbers
 
@@ -33,6 +33,10 @@ class SampleReference:
     def read(self) -> tuple[Numbers, Numbers, Numbers]:
         """See the protocol."""
         return self.shard.open().context(self.first_turn, self.end_turn)
+
+    def experts(self) -> tuple[RoutedExperts, ...]:
+        """See the protocol."""
+        return self.shard.open().experts(self.first_turn, self.end_turn)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,15 +15,15 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
-from orchestrator.api import Prompt, RunError, Trajectory, Turn
+from orchestrator.api import Prompt, RunError, SampleFacts, Trajectory, Turn
 from orchestrator.shards.trajectory_shard import OpenShard, ShardContext, encode
 
 if TYPE_CHECKING:
@@ -102,6 +102,32 @@ class ShardTurns(tuple[Turn, ...]):
         return made
 
 
+@dataclass(frozen=True, slots=True)
+class LaidTrajectory:
+    """A trajectory's shard on its way to another process: in a file of that one's folders at ``path``, or, where there is none
+    (""), in ``data``; with its bytes, digest and contexts."""
+
+    data: bytes | None
+    path: str
+    size: int
+    digest: str
+    contexts: tuple[ShardContext, ...]
+
+    def row(self) -> tuple[Any, ...]:
+        """As it travels."""
+        rows = [(item.first_turn, item.end_turn, item.versions, tuple(item.facts)) for item in self.contexts]
+        return self.data, self.path, self.size, self.digest, rows
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> LaidTrajectory:
+        """Of what :meth:`row` gave."""
+        contexts = tuple(
+            ShardContext(first, end, tuple((version, count) for version, count in versions), SampleFacts(*facts))
+            for first, end, versions, facts in row[4]
+        )
+        return cls(row[0], row[1], row[2], row[3], contexts)
+
+
 def shard_of(trajectory: Trajectory) -> Shard | None:
     """The shard of a finished trajectory; None: its turns are in memory."""
     turns = trajectory.turns
@@ -134,12 +160,23 @@ class ShardFolder:
         if shard_of(trajectory) is not None:
             return trajectory
         data, contexts = encode(trajectory)
-        path = self._write(memoryview(data))
-        shard = Shard(path, data.size, xxhash.xxh3_64_hexdigest(memoryview(data)), contexts)
-        self.bytes += data.size
-        weakref.finalize(shard, self._free, path, data.size).atexit = False
+        path = _write(self._folders, f"{next(self._numbers):08d}.arrow", memoryview(data), self.bytes)
+        shard = self._own(Shard(path, data.size, _digest(data), contexts))
         turns = OpenShard(shard.data()).attached(trajectory.turns)
         return replace(trajectory, turns=ShardTurns.of(turns, shard))
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where other processes of the run may lay trajectories (:class:`TrajectoryWriter`), the first one first."""
+        return tuple(self._folders)
+
+    def adopt(self, laid: LaidTrajectory) -> ShardTurns:
+        """The turns of what another process has laid here: the file is this folder's from now on. Raises RunError for one that is
+        elsewhere, is gone, or is not what was laid."""
+        if Path(laid.path).parent not in self._folders:
+            raise RunError(f"shard {laid.path} lies in none of {', '.join(map(str, self._folders))}")
+        shard = self._own(Shard(laid.path, laid.size, laid.digest, laid.contexts))
+        return ShardTurns.of(shard.open().turns(), shard)
 
     def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
         """Those whose shard is not there any more, by id."""
@@ -154,32 +191,10 @@ class ShardFolder:
             os.close(self._lock)
             self._lock = -1
 
-    def _write(self, data: memoryview) -> str:
-        name = f"{next(self._numbers):08d}.arrow"
-        problem: OSError | None = None
-        for folder in self._folders:
-            path = folder / name
-            try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                try:
-                    rest = data
-                    while rest:
-                        rest = rest[os.write(file, rest) :]
-                finally:
-                    os.close(file)
-                return str(path)
-            except OSError as error:
-                problem = error
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                if error.errno not in _FULL:
-                    break
-        assert problem is not None
-        held = f"{self.bytes >> 20} MiB of shards are held"
-        raise RunError(
-            f"a trajectory's shard cannot be written: {problem.strerror}, {problem.filename or path} ({held})"
-        )
+    def _own(self, shard: Shard) -> Shard:
+        self.bytes += shard.size
+        weakref.finalize(shard, self._free, shard.path, shard.size).atexit = False
+        return shard
 
     def _free(self, path: str, size: int) -> None:
         self.bytes -= size
@@ -194,6 +209,78 @@ class ShardFolder:
         self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         return folder
+
+
+class TrajectoryWriter:
+    """Lays trajectories into ``folders`` of another process's :class:`ShardFolder`. ``name``: of this process alone."""
+
+    def __init__(self, folders: Sequence[Path], name: str) -> None:
+        encode(_NOTHING)
+        self._folders, self._name, self._numbers = folders, name, count()
+
+    def lay(self, trajectory: Trajectory) -> LaidTrajectory:
+        """Whole on the disk, or in shared memory. Raises RunError."""
+        data, contexts = encode(trajectory)
+        path = _write(self._folders, f"{self._name}-{next(self._numbers):08d}.arrow", memoryview(data))
+        return LaidTrajectory(None, path, data.size, _digest(data), contexts)
+
+
+def lay_by_value(trajectory: Trajectory) -> LaidTrajectory:
+    """For who has no folder in common with the other side. Raises RunError."""
+    data, contexts = encode(trajectory)
+    return LaidTrajectory(data.to_pybytes(), "", data.size, _digest(data), contexts)
+
+
+def turns_by_value(laid: LaidTrajectory) -> tuple[Turn, ...]:
+    """The other side's, in memory. Raises RunError for what was laid in a file, or is no shard."""
+    import pyarrow as pa
+
+    if laid.data is None:
+        raise RunError(f"shard {laid.path} was to come by value")
+    return tuple(_in_memory(turn) for turn in OpenShard(pa.py_buffer(laid.data)).turns())
+
+
+def _in_memory(turn: Turn) -> Turn:
+    start = turn.context
+    return replace(
+        turn,
+        observation_ids=tuple(turn.observation_ids),
+        action_ids=tuple(turn.action_ids),
+        logprobs=tuple(turn.logprobs),
+        context=None if start is None else replace(start, token_ids=tuple(start.token_ids)),
+    )
+
+
+def _digest(data: pa.Buffer) -> str:
+    return xxhash.xxh3_64_hexdigest(memoryview(data))
+
+
+def _write(folders: Sequence[Path], name: str, data: memoryview, held: int = 0) -> str:
+    """A new file in the first folder that has room. Raises RunError, in which ``held`` says how many bytes there are already."""
+    problem: OSError | None = None
+    for folder in folders:
+        path = folder / name
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                rest = data
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+            finally:
+                os.close(file)
+            return str(path)
+        except OSError as error:
+            problem = error
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            if error.errno not in _FULL:
+                break
+    assert problem is not None
+    raise RunError(
+        f"a trajectory's shard cannot be written: {problem.strerror}, {problem.filename or path} "
+        f"({held >> 20} MiB of shards are held)"
+    )
 
 
 def _remove_unless_locked(folder: Path) -> None:

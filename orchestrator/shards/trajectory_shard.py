@@ -5,7 +5,8 @@
 | record | the trajectory without its turns, JSON |
 | token_ids | int32, turn after turn: a context that begins anew, the observation, the action |
 | logprobs | of the policy's tokens alone: float32, or float64 where one of them is no float32, so that none is rounded |
-| turns | how many tokens of each kind, weight versions, reward, times |
+| turns | how many tokens of each kind, weight versions, reward, times, the form of its routed experts |
+| experts | of each turn the bytes of its routed experts; a shard without any has no such column |
 
 The loss mask follows from the counts. Guarantees: what :func:`encode` was given is what :meth:`OpenShard.trajectory` gives
 back, log-probs to the last bit; opening copies no token, the arrays are views of the buffer.
@@ -23,7 +24,17 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from orchestrator.api import ContextStart, Prompt, RunError, SampleFacts, Trajectory, Turn, VersionSpans, merge_spans
+from orchestrator.api import (
+    ContextStart,
+    Prompt,
+    RoutedExperts,
+    RunError,
+    SampleFacts,
+    Trajectory,
+    Turn,
+    VersionSpans,
+    merge_spans,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,6 +71,7 @@ def _turn_type() -> pa.DataType:
             ("reason", pa.string()),  # of a context that begins anew; null: none does
             ("dropped_turns", pa.int32()),
             ("dropped_tokens", pa.int32()),
+            ("experts", pa.list_(pa.int32())),  # first, layers, choices, width; null: none are known
         ]
     )
 
@@ -129,6 +141,9 @@ def encode(trajectory: Trajectory) -> tuple[pa.Buffer, tuple[ShardContext, ...]]
         "logprobs": _one_list(logprobs),
         "turns": pa.array([[_turn_row(turn) for turn in trajectory.turns]], pa.list_(_turn_type())),
     }
+    experts = [turn.experts.data if turn.experts is not None else b"" for turn in trajectory.turns]
+    if any(experts):
+        columns["experts"] = pa.array([experts], pa.list_(pa.binary()))
     batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -148,19 +163,26 @@ class OpenShard:
             self.logprobs: Numbers = batch.column("logprobs").values.to_numpy(zero_copy_only=True)
             self._record = batch.column("record")
             self._turns = batch.column("turns").values
+            self._experts = batch.column("experts").values if "experts" in batch.schema.names else None
         except (pa.ArrowException, KeyError, ValueError) as error:
             raise RunError(f"no shard of a trajectory: {error}") from error
 
     def trajectory(self) -> Trajectory:
         """What was encoded; its tokens and log-probs are :class:`Column`."""
         record = json.loads(self._record[0].as_py())
-        turns = tuple(_turn_of(row, parts) for row, parts in zip(self._turns.to_pylist(), self._parts(), strict=True))
         record |= {"prompt": Prompt(**record["prompt"]), "errors": tuple(record["errors"])}
+        turns = tuple(replace(turn, experts=self._experts_of(place)) for place, turn in enumerate(self.turns()))
         return Trajectory(turns=turns, **record)
 
+    def turns(self) -> tuple[Turn, ...]:
+        """Those of :meth:`trajectory`, without routed experts."""
+        return tuple(_turn_of(row, parts) for row, parts in zip(self._turns.to_pylist(), self._parts(), strict=True))
+
     def attached(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        """The turns that were encoded, with the numbers that lie here in place of their own."""
-        return tuple(_with_columns(turn, parts) for turn, parts in zip(turns, self._parts(), strict=True))
+        """The turns that were encoded, with the numbers that lie here in place of their own; routed experts lie here only."""
+        return tuple(
+            replace(_with_columns(turn, parts), experts=None) for turn, parts in zip(turns, self._parts(), strict=True)
+        )
 
     def context(self, first: int, end: int) -> tuple[Numbers, Numbers, Numbers]:
         """Of these turns: token ids, which of them the policy's are (positions), the log-probs of those."""
@@ -170,6 +192,18 @@ class OpenShard:
         own = [np.arange(starts[turn] + before[turn], starts[turn + 1]) for turn in range(first, end)]
         positions = np.concatenate([np.empty(0, np.int64), *own]) - starts[first]
         return self.token_ids[starts[first] : starts[end]], positions, self.logprobs[said[first] : said[end]]
+
+    def experts(self, first: int, end: int) -> tuple[RoutedExperts, ...]:
+        """Those that are known of these turns."""
+        return tuple(found for turn in range(first, end) if (found := self._experts_of(turn)) is not None)
+
+    def _experts_of(self, turn: int) -> RoutedExperts | None:
+        form = self._turns.field("experts")[turn].as_py() if self._experts is not None else None
+        if form is None:
+            return None
+        assert self._experts is not None
+        first, layers, choices, width = form
+        return RoutedExperts(first, layers, choices, width, self._experts[turn].as_py())
 
     def _counts(self) -> tuple[Numbers, Numbers]:
         """Of each turn, the tokens that the policy did not write in it, and those that it did."""
@@ -203,7 +237,7 @@ def _turn_of(row: dict[str, Any], parts: tuple[Any, Any, Any, Any]) -> Turn:
 
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
-    start = turn.context
+    start, chosen = turn.context, turn.experts
     return {
         "before": 0 if start is None else len(start.token_ids),
         "observed": len(turn.observation_ids),
@@ -216,6 +250,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
         "reason": None if start is None else start.reason,
         "dropped_turns": None if start is None else start.dropped_turns,
         "dropped_tokens": None if start is None else start.dropped_tokens,
+        "experts": chosen and (chosen.first, chosen.layers, chosen.choices, chosen.width),
     }
 
 

@@ -16,7 +16,8 @@ kind means depends on the port:
 | damage    | turns are damaged on the way  |                  |                                    |                    |
 
 The host of tools is one more place: gone, slow, silent, or called twice. One more kind, ``lose``, is of shards alone: a scored
-trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`).
+trajectory's is gone when a batch takes it, or while the batch is collected (:class:`FaultyShards`). And one, ``kill``, is of the
+shards of environment managers, where there are any (:mod:`orchestrator.sim.simulated_shards`).
 
 Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
 calls: the loop makes that order a function of the seed.
@@ -390,6 +391,8 @@ class FaultyTask:
         self.max_turns = inner.max_turns
         self.max_response_tokens = inner.max_response_tokens
         self.max_context_tokens = inner.max_context_tokens
+        if hasattr(inner, "environment_template"):
+            self.environment_template = inner.environment_template
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         return self._inner.prompts(split, seed)
@@ -408,6 +411,10 @@ class FaultyEnvironment:
         self._inner = inner
         self._faults = faults
         self._context = context
+
+    async def prepare(self, setup: str) -> None:
+        await self._strike("environment.prepare")
+        await self._inner.prepare(setup)  # type: ignore[attr-defined]  # a simulated one
 
     async def reset(self, prompt: Prompt) -> Observation:
         kind = await self._strike("environment.reset")

@@ -72,6 +72,8 @@ class RunAudit:
         self._busy = 0
         self._buffered = 0
         launched = math.ceil(config.batch_trajectories * config.redundancy)
+        if config.rollout.dynamic_concurrency:
+            launched = max(launched, config.rollout.environments)
         self._capacity = config.rollout.alpha * config.rollout.environments + launched  # RollArt 6.2: O(alpha E)
         self._sequence = -1
         self._resuming = False

@@ -62,6 +62,7 @@ from orchestrator.sim.run_audit import RunAudit, TrainerCallAudit
 from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_cluster import check_cluster, check_disaggregation, fleet
 from orchestrator.sim.simulated_forecasts import equip
+from orchestrator.sim.simulated_shards import SimShards
 from orchestrator.sim.simulated_speech import speech_of
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves, Watch
 from orchestrator.sim.trace_files import DrawnTimes, read_lengths, read_tools
@@ -75,7 +76,12 @@ DAMAGE_CHANCE = 0.15  # that a resume finds its newest checkpoint damaged
 STANDSTILL = 3600.0  # virtual seconds without event, journal line or generated token that count as standing still
 MAX_CALLBACKS = 20_000_000  # of one faulty life
 _MEMORY_DISK = Path("/dev/shm")  # checkpoints are synced to disk, which in a simulation costs time and proves nothing
-EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left", "no environment can be started")  # of faults
+EXPECTED_ERRORS = (  # of faults
+    "the trainer failed in",
+    "no rollout worker left",
+    "no rollout shard left",
+    "no environment can be started",
+)
 
 
 class SimulationFailed(SimulationError, RunError):
@@ -173,6 +179,7 @@ class _Simulation:
         self._rounds: Rounds | None = None  # of the last life
         self._task = SimTask(config, self.traces)
         self._pool: EnvPool | None = None
+        self._shards: SimShards | None = None
         self._workers: list[SimWorker] = []
         self._borrowed: BorrowedFleet | None = None
 
@@ -304,6 +311,8 @@ class _Simulation:
         finally:
             watch.cancel()
             events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
+            if self._shards is not None:
+                await self._shards.close()
             if self._pool is not None:
                 await self._pool.close()
             if self._borrowed is not None:
@@ -367,6 +376,7 @@ class _Simulation:
         workers: list[ManagedWorker] = list(self._workers)
         audited: Trainer = trainer
         shards: Shards = InMemory()
+        faults: FaultInjector | None = None
         if self._faulty and self.life < 2 * FAULTY_LIVES:
             faults = FaultInjector(config, events, self.life, self.injected)
             self._task.tools = FaultyTools(self._task.tools, faults)
@@ -388,6 +398,11 @@ class _Simulation:
         keeps = checkpoints if self._faulty else None
         parts = Components(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
         parts.market, parts.shards = market, shards
+        self._shards = None
+        if config.rollout.shards > 1:
+            faults = faults if self.life < FAULTY_LIVES else None
+            self._shards = SimShards(config, task, reward, pool, faults, self.life)
+            parts.managers = self._shards.parts
         equip(parts, config, self._workers)
         hand_over(parts, cutter)
         return parts, position

@@ -29,7 +29,15 @@ from orchestrator.tasks.text import TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
 _FIELD = "task.chat.tokenizer"
-_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "use_tools")
+_OF_THE_TASK = (
+    "reward",
+    "reward_seconds",
+    "reward_by_case",
+    "needs_sandbox",
+    "use_tools",
+    "on_timeout",
+    "environment_template",
+)
 
 _TOKEN = re.compile(  # of a regular expression: an escape, a set, a group's beginning, a count, or a character
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+\)|P?<\w+>|[a-zA-Z-]*[:)]|<?[=!>])|\{\d*,?\d*\}|.", re.DOTALL
@@ -179,6 +187,10 @@ class ChatEnvironment:
         self._inner = inner.environment()
         self._messages: list[Message] = []
         self.version = f"{self._inner.version}+chat"
+
+    async def prepare(self, setup: str) -> None:
+        """As the inner environment's."""
+        await self._inner.prepare(setup)
 
     async def reset(self, prompt: Prompt) -> Observation:
         """See the protocol. Raises ValueError for a prompt that is longer than the task's limits allow."""

@@ -19,7 +19,16 @@ from orchestrator.tasks.mixture import MixturePart
 
 WORDS = ("<note>", "<recall>", "<memory>")
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
-_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "demonstrations", "use_tools")
+_OF_THE_TASK = (
+    "reward",
+    "reward_seconds",
+    "reward_by_case",
+    "needs_sandbox",
+    "demonstrations",
+    "use_tools",
+    "on_timeout",
+    "environment_template",
+)
 
 
 class MemoryTask:
@@ -38,7 +47,12 @@ class MemoryTask:
         self.turns, self.longest, self.notes = turns, longest, notes
         self.parts = {
             name: MixturePart(
-                name, self.vocabulary, part.max_turns + turns, part.max_response_tokens, part.max_context_tokens
+                name,
+                self.vocabulary,
+                part.max_turns + turns,
+                part.max_response_tokens,
+                part.max_context_tokens,
+                getattr(part, "on_timeout", "failed"),
             )
             for name, part in parts_of(task).items()
         }
@@ -79,6 +93,10 @@ class MemoryEnvironment:
         self._notes: list[tuple[int, ...]] = []
         self._used = 0
         self.version = f"{inner.version}+memory"
+
+    async def prepare(self, setup: str) -> None:
+        """As the inner environment's."""
+        await self._inner.prepare(setup)  # type: ignore[attr-defined]  # its template asked for it
 
     async def reset(self, prompt: Prompt) -> Observation:
         self._notes, self._used = [], 0

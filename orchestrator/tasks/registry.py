@@ -16,6 +16,7 @@ BUILT_IN: dict[str, str] = {
     "nim": "orchestrator.tasks.nim:NimTask",
     "calculator": "orchestrator.tasks.calculator:CalculatorTask",
     "coding": "orchestrator.tasks.coding:CodingTask",
+    "repository": "orchestrator.tasks.repository:RepositoryTask",
     "reasoning_gym": "orchestrator.tasks.reasoning_gym:ReasoningGymTask",
     "sums": "orchestrator.tasks.sums:SumsTask",
     "mixture": "orchestrator.tasks.mixture:MixtureTask",

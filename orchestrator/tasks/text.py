@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from orchestrator.api import Observation, Prompt, StepResult
+from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
 from orchestrator.tasks import splits
 from orchestrator.tasks.vocabulary import Vocabulary
 
@@ -95,6 +95,10 @@ class TextTask(ABC):
             return iter(self._heldout)
         raise ValueError(f"split = {split!r}: must be 'train' or 'heldout'")
 
+    async def prepare(self, setup: str) -> None:
+        """Before the first episode of an environment whose template says so. Raises TrajectoryError ``environment_template``."""
+        raise TrajectoryError("environment_template", f"task {self.name} has nothing to prepare {setup!r:.100} from")
+
     def environment(self) -> TextEnvironment:
         """A fresh environment instance."""
         return TextEnvironment(self)
@@ -132,6 +136,10 @@ class TextEnvironment:
         self._task = task
         self._game: Game | None = None
         self._turns = 0
+
+    async def prepare(self, setup: str) -> None:
+        """As the task's."""
+        await self._task.prepare(setup)
 
     async def reset(self, prompt: Prompt) -> Observation:
         """Start on the prompt's payload. Raises ValueError if it is not one of this task."""

@@ -1,7 +1,8 @@
 """Reward functions of the tasks in text: JSON in and JSON out, served by the function host under ``module:function``.
 
 Guarantee: the reward follows from the start state and the tokens of the turns alone. It is computed by replaying them under
-the task's rules, with no environment and no flag of the caller believed. Only ``coding_tests`` needs a sandbox.
+the task's rules, with no environment and no flag of the caller believed. ``coding_tests`` and ``repository_tests`` need a
+sandbox.
 
 ``payload``: ``task``, ``prompt`` (the start state, as the task writes it), ``actions`` (a list of token ids for each turn);
 other keys are ignored. Returns ``reward`` and ``outcome``, a word. Raises ValueError when the payload is not of this form, has
@@ -16,12 +17,15 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.rewards.code_judge import CaseLimits, Verdict, judge_cases, judge_solution
+from orchestrator.rewards.suite_judge import judge_suite
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import reasoning_gym
 from orchestrator.tasks.calculator import CalculatorTask, answers, is_answer, value_of
 from orchestrator.tasks.coding import CodingTask, hidden_tests, is_handed_in
 from orchestrator.tasks.household import HouseholdTask
 from orchestrator.tasks.nim import NimTask
+from orchestrator.tasks.repository import RepositoryTask, left_by, opened
+from orchestrator.tasks.repository_bundles import HIDDEN, RepositoryBundle
 from orchestrator.tasks.rewards import checked
 from orchestrator.tasks.sums import SumsTask
 from orchestrator.tasks.text import TextTask, replay_now
@@ -72,6 +76,26 @@ def coding_tests(payload: Mapping[str, Any]) -> dict[str, Any]:
     limits = CaseLimits(given["cases"], given["other"], given["whole"])
     verdict, times = asyncio.run(judge_cases(sandbox, solution, tests, limits))
     return {**_scored(verdict), "correct": verdict.all_passed, "cases": [asdict(time) for time in times]}
+
+
+def repository_tests(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """1.0 when every hidden test that should pass does with the files as they were left, else 0.0, as without ``done``.
+    ``outcome``: how many passed, and why not. Raises RetryableError when the sandbox does not start."""
+    prompt, actions = checked(payload, RepositoryTask.name)
+    if len(actions) > RepositoryTask.max_turns:
+        raise ValueError(f"{len(actions)} turns: an episode has at most {RepositoryTask.max_turns}")
+    bundle, _ = opened(prompt)
+    return asyncio.run(_judged(bundle, prompt, [CHARACTERS.said(turn) for turn in actions]))
+
+
+async def _judged(bundle: RepositoryBundle, prompt: str, turns: Sequence[str | None]) -> dict[str, Any]:
+    files, done = await left_by(prompt, turns)
+    if not done:
+        return {"reward": 0.0, "outcome": "nothing handed in"}
+    verdict = await judge_suite(Sandbox(slots=1), files, bundle.hidden_files(), bundle.modules, HIDDEN)
+    passed = len(set(bundle.passing) & set(verdict.passed))
+    outcome = f"{passed} of {len(bundle.passing)} passed {verdict.detail}".rstrip()
+    return {"reward": float(passed == len(bundle.passing)), "outcome": outcome}
 
 
 def _scored(verdict: Verdict) -> dict[str, Any]:

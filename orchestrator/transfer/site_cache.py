@@ -20,7 +20,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,7 @@ JOBS = 4
 IDLE_SECONDS = 3600.0  # without a question, then a job is forgotten
 LOOK_SECONDS = 0.05  # between two looks at a job's head, while nothing comes
 WAIT_SECONDS = 5.0  # that a question waits here; then its asker is told that the object is coming
+PULLS = 2  # objects on their way at once: while one is verified and the next is asked for, the link carries another
 AWAY_SECONDS = 2.0  # before a relay or metadata store that failed is asked again
 ANSWER_SECONDS = 600.0  # of one answer: its bytes to a slow reader
 MANIFEST = "manifest"  # how the last part of its key begins
@@ -155,7 +156,7 @@ class _Followed:
 
 
 class CachedJob:
-    """What a site has of one job. One thread asks relay and metadata store; any may call the methods."""
+    """What a site has of one job. One thread asks relay and metadata store, others transfer; any may call the methods."""
 
     def __init__(self, endpoint: RelayEndpoint) -> None:
         self.asked = 0.0
@@ -165,6 +166,8 @@ class CachedJob:
         self._endpoint = endpoint
         self._objects: dict[str, Bytes] = {}
         self._wanted: dict[str, Future[Bytes | None]] = {}  # keys that somebody waits for, in order
+        self._coming: set[str] = set()  # keys that are on their way
+        self._failure: Exception | None = None  # of one that nobody waited for
         self._followed: list[_Followed] = []
         self._news = threading.Condition()
         self._closed = False
@@ -198,63 +201,91 @@ class CachedJob:
 
     def _run(self) -> None:
         with ExitStack() as opened:
-            store: tuple[MetadataStore, Relay, BufferPool] | None = None
+            store: tuple[MetadataStore, _Pull] | None = None
             look = 0.0
             while not self._closed:
                 try:
                     if store is None:
                         metadata = opened.enter_context(closing(open_metadata(self._endpoint)))
                         relay = opened.enter_context(closing(open_relay(self._endpoint)))
-                        store = metadata, relay, opened.enter_context(closing(BufferPool(relay)))
-                    pull = _Pull(store[1], store[2])
-                    if self._pull_wanted(pull):
+                        pool = opened.enter_context(closing(BufferPool(relay)))
+                        store = metadata, opened.enter_context(closing(_Pull(relay, pool)))
+                    failure, self._failure = self._failure, None
+                    if failure is not None:
+                        raise failure
+                    busy = len(self._coming) >= PULLS
+                    if not busy and self._pull_wanted(store[1]):
                         continue
                     if time.monotonic() >= look:
                         self._follow(store[0])
                         look = time.monotonic() + LOOK_SECONDS
-                    if self._pull_followed(pull):
+                    if not busy and self._pull_followed(store[1]):
                         continue
                 except Exception as error:  # noqa: BLE001  whatever a store raises: without this thread all would wait for ever
                     self._refuse_wanted(error)
                     _logger.warning("job %s: %s", self._endpoint.job, error)
                     look = time.monotonic() + AWAY_SECONDS
                 with self._news:
-                    if not self._wanted and not self._closed:
+                    if not self._closed and (len(self._coming) >= PULLS or not self._wanted.keys() - self._coming):
                         self._news.wait(max(look - time.monotonic(), 1e-3))
             self._objects.clear()
             self._refuse_wanted(RelayError("closed", "this cache ends"))
 
     def _pull_wanted(self, pull: _Pull) -> bool:
-        """One object that somebody waits for. False: nobody does."""
+        """Begin with an object that somebody waits for. False: all are on their way."""
         with self._news:
-            key = next(iter(self._wanted), "")
+            key = next((key for key in self._wanted if key not in self._coming), "")
         if not key:
             return False
         try:
-            self._keep(key, pull.fetch(key))
+            if not self._begin(pull, key):
+                self._keep(key, None)
         except Exception as error:  # noqa: BLE001  who waits is told
-            with self._news:
-                self._wanted.pop(key).set_exception(error)
+            self._refuse(key, error)
         return True
 
     def _pull_followed(self, pull: _Pull) -> bool:
-        """One bucket that nobody has asked for yet. False: there is none."""
+        """Begin with a bucket that nobody has asked for yet. False: there is none."""
         for followed in self._followed:
             for number in followed.candidates():
                 key = followed.attempt.key(self._endpoint.job, number)
-                if key not in self._objects:
+                with self._news:
+                    known = key in self._objects or key in self._coming
+                if not known:
                     try:
-                        data = pull.fetch(key)
+                        begun = self._begin(pull, key)
                     except RelayError:
                         followed.done.add(number)  # who needs it asks
                         raise
-                    if data is None and not followed.published:
+                    if not begun and not followed.published:
                         continue
-                    if data is not None:
-                        self._keep(key, data)
                 followed.done.add(number)
                 return True
         return False
+
+    def _begin(self, pull: _Pull, key: str) -> bool:
+        """Let it come. False: there is no such object."""
+        with self._news:
+            self._coming.add(key)
+
+        def arrived(coming: Future[Bytes]) -> None:
+            if (error := coming.exception()) is None:
+                self._keep(key, coming.result())
+            elif not self._refuse(key, error):
+                self._failure = error if isinstance(error, Exception) else RelayError("transfer", repr(error))
+
+        try:
+            coming = pull.begin(key)
+        except Exception:
+            with self._news:
+                self._coming.discard(key)
+            raise
+        if coming is None:
+            with self._news:
+                self._coming.discard(key)
+            return False
+        coming.add_done_callback(arrived)
+        return True
 
     def _keep(self, key: str, data: Bytes | None) -> None:
         """What came; None: there is no such object."""
@@ -263,8 +294,20 @@ class CachedJob:
                 self._objects[key] = data
                 self.held_bytes += data.nbytes
                 self.pulled_bytes += data.nbytes
+            self._coming.discard(key)
             if (waiting := self._wanted.pop(key, None)) is not None:
                 waiting.set_result(data)
+            self._news.notify_all()
+
+    def _refuse(self, key: str, error: BaseException) -> bool:
+        """It does not come. False: nobody waited for it."""
+        with self._news:
+            self._coming.discard(key)
+            waiting = self._wanted.pop(key, None)
+            if waiting is not None:
+                waiting.set_exception(error)
+            self._news.notify_all()
+        return waiting is not None
 
     def _refuse_wanted(self, error: Exception) -> None:
         with self._news:
@@ -289,19 +332,27 @@ class CachedJob:
 
 
 class _Pull:
-    """Fetches from the relay, into memory of its pool."""
+    """Fetches from the relay, into memory of its pool, ``PULLS`` objects at a time."""
 
     def __init__(self, relay: Relay, pool: BufferPool) -> None:
         self._relay, self._pool = relay, pool
+        self._threads = ThreadPoolExecutor(PULLS, "site cache pull")
 
-    def fetch(self, key: str) -> Bytes | None:
-        """The object, None when there is none. Raises RelayError, also for a bucket that does not arrive whole."""
+    def begin(self, key: str) -> Future[Bytes] | None:
+        """The object, which comes; None when there is none. Raises RelayError, and the future does: for a bucket that does not
+        arrive whole, too."""
         size = self._relay.size(key)
         if size < 0:
             return None
-        buffer = self._pool.acquire(size)[:size]
+        return self._threads.submit(self._transfer, key, self._pool.acquire(size)[:size])
+
+    def close(self) -> None:
+        """What is on its way arrives first."""
+        self._threads.shutdown()
+
+    def _transfer(self, key: str, buffer: Bytes) -> Bytes:
         read = self._relay.get_into(key, buffer.data)
-        if read != size or not (key.rpartition("/")[2].startswith(MANIFEST) or is_whole(buffer)):
+        if read != buffer.size or not (key.rpartition("/")[2].startswith(MANIFEST) or is_whole(buffer)):
             raise RelayError("transfer", f"{key} did not arrive whole")
         return buffer
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.run_folder import describe_machine
+from scripts.bench.measured_sources import digest_of, sources_of
 
 
 def now() -> str:
@@ -20,24 +21,27 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat()
 
 
-def source() -> dict[str, Any]:
-    """What was measured: ``commit`` ("" outside of a git checkout), and whether tracked files are as they are there."""
+def source(name: str = "") -> dict[str, Any]:
+    """What was measured: ``commit`` ("" outside of a git checkout), whether tracked files are as they are there (``clean``), and
+    the hash of the ``sources`` of benchmark ``name``."""
+    sources = digest_of(sources_of(name))
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--untracked-files=no")}
+        clean = not git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "clean": clean, "sources": sources}
     except (OSError, subprocess.CalledProcessError):
-        return {"commit": "", "clean": False}
+        return {"commit": "", "clean": False, "sources": sources}
 
 
 def frame(
     name: str,
     kind: str,
     *,
-    value: float,
+    value: float | None,
     unit: str,
     reference: str,
     reference_value: float,
@@ -49,9 +53,10 @@ def frame(
     begun: str = "",
     pids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The result, ended now. ``kind``: real or simulated. ``holds``: None where nothing is claimed, as in a quick form that only
-    shows that the measurement works. ``begun``: see :func:`now`. ``nonce`` comes back as it was given.
-    ``pids``: of processes that took part beside this one. ``detail`` may say all these itself, where parts are put together."""
+    """The result, ended now. ``kind``: real or simulated. ``value``: None where nothing could be compared. ``holds``: None where
+    nothing is claimed, as in a quick form that only shows that the measurement works. ``begun``: see :func:`now`. ``nonce`` comes
+    back as it was given. ``pids``: of processes that took part beside this one. ``detail`` may say all these itself, where parts
+    are put together."""
     return {
         "name": name,
         "kind": kind,
@@ -61,7 +66,7 @@ def frame(
         "reference_value": reference_value,
         "bar": bar,
         "holds": holds,
-        "source": source(),
+        "source": source(name),
         **describe_machine(),
         "detail": {
             "quick": quick,

@@ -10,6 +10,7 @@ import pytest
 from orchestrator import cli
 from orchestrator.ops import bench_checkout
 from scripts import bench
+from scripts.bench.measured_sources import sources_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,3 +58,13 @@ def test_an_unknown_benchmark_or_a_model_that_it_does_not_take_is_an_error(capsy
     assert "event-loop" in capsys.readouterr().err
     assert cli.main(["bench", "routing", "--model", "some/folder"]) == 2
     assert "leave it out" in capsys.readouterr().err
+
+
+def test_what_a_benchmark_imports_or_starts_is_among_its_needs() -> None:
+    for name, (module, _, needs) in bench.BENCHES.items():
+        text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        engine = any(str(file).startswith("megatron_rlplugin") for file in sources_of(name))
+        assert not engine or "megatron-core" in needs, name
+        for word, need in {"bubblewrap": "bubblewrap", "_DUCKDB": "duckdb", "run_probe(": "vllm"}.items():
+            if word in text and not (need == "vllm" and engine):
+                assert need in needs, (name, need)

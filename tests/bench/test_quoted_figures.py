@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -33,6 +34,17 @@ def value(found: Any) -> tuple[float, ...]:
 def level_ratios(found: Any) -> tuple[float, ...]:
     """Batch-level over trajectory-level, by deviation of the environments' times."""
     return tuple(row["ratio"] for row in found["detail"]["table"])
+
+
+def widest(found: Any) -> tuple[float, ...]:
+    """The least and the most of the repetitions, where environments differ most."""
+    ratios = found["detail"]["table"][-1]["ratios"]
+    return min(ratios), max(ratios)
+
+
+def peers(found: Any) -> tuple[float, ...]:
+    """Trajectories per second, TRL's and ours."""
+    return tuple(found["detail"]["medians"][side]["trajectories_per_s"] for side in ("trl", "ours"))
 
 
 def moves(*tokens: int) -> Figures:
@@ -127,6 +139,13 @@ def both_ways(found: Any) -> tuple[float, ...]:
     return tuple(way["seconds_per_step"] for way in found["ways"].values())
 
 
+def papers_off(found: Any) -> tuple[float, ...]:
+    """Median error in percent of the papers' absolute numbers: without sizes of models, and of those in seconds."""
+    rows = [row for row in found["detail"]["papers"]["rows"] if not row["calibration"]]
+    kinds = ([row for row in rows if row["unit"] != "GiB"], [row for row in rows if row["unit"] == "s"])
+    return tuple(100 * median(abs(row["error"]) for row in kind) for kind in kinds)
+
+
 def answers(found: Any) -> tuple[float, ...]:
     """Right while training, in the first and the fourth ten steps; held out, at the start and at the end."""
     rewards = [row["reward_mean"] for row in found["steps_table"]]
@@ -138,7 +157,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "**{:.3f} -> {:.3f}**", "demo", lambda r: (r["success_start"], r["success_end"])),
     ("README", "in {:.1f} minutes", "demo", lambda r: (r["seconds"] / 60,)),
     ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
-    ("README", "takes {:.2f} times as long batch by batch", "trajectory-vs-batch", value),
+    ("README", "takes {:.2f} to {:.2f} times as long batch by batch", "trajectory-vs-batch", widest),
     (
         "results/README",
         "| {} of {:,} | `recompute-exact`",
@@ -180,6 +199,13 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "| {:.3f}, {:.3f}, {:.3f} | `learns`",
         "learns",
         lambda r: tuple(sorted(r["detail"]["success_end"])),
+    ),
+    ("comparison", "is: {:.0f} trajectories per second for our {:.0f}", "peers", peers),
+    (
+        "limits",
+        "makes {:.1f} times as many trajectories per second as ours",
+        "peers",
+        lambda r: (peers(r)[0] / peers(r)[1],),
     ),
     ("composition", "set {:.2f} on RollArt's workload, {:.2f} on ROSE's, {:.2f} on", "all-together", single_sets),
     (
@@ -231,6 +257,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ),
     ("simulator", "{:.1f} % at worst", "sim-error", lambda r: (100 * r["value"],)),
     ("simulator", "{:.0f} % off the papers'", "sim-error", lambda r: (100 * r["detail"]["papers"]["median_error"],)),
+    ("simulator", "({:.0f} % without sizes of models, {:.0f} % of those in seconds)", "sim-error", papers_off),
     ("smollm2", "{:.2f} to {:.2f} of training questions; held out {:.2f} to {:.2f}", "smollm2", answers),
     ("tail_batching", "{:.2f} of the rollout's processor seconds", "tail-batching", value),
     ("tail_batching", "held-out success {:.3f} with both etas at 1.25", "learning-parity", parity),
@@ -354,7 +381,8 @@ def results() -> Iterator[tuple[str, str]]:
     """Name and column of values of each row of the page of results whose file has a figure."""
     for line in page("results/README").splitlines():
         file = re.search(r"\[json\]\(([\w-]+)\.json\)", line)
-        if file and "value" in json.loads((ROOT / f"docs/results/{file[1]}.json").read_text(encoding="utf-8")):
+        data = json.loads((ROOT / f"docs/results/{file[1]}.json").read_text(encoding="utf-8")) if file else []
+        if file and isinstance(data, dict) and data.get("value") is not None:
             yield file[1], line.split(" | ")[2]
 
 

@@ -14,6 +14,7 @@ from orchestrator.config import load_config
 from scripts.bench.micro import (
     batch_handover,
     checkpoint_stall,
+    environments,
     event_loop,
     ledger_faults,
     soak,
@@ -22,6 +23,7 @@ from scripts.bench.micro import (
     trajectory_vs_batch,
     turn_cost,
 )
+from scripts.bench.micro.busy_loop import BusySelector, Durations
 from scripts.bench.micro.loop_delay import LoopDelay, WatchedSelector, percentiles
 from scripts.bench.papers import learning_parity
 
@@ -117,6 +119,7 @@ def test_shapes_of_fault_runs_cover_what_there_is() -> None:
     assert {config.context.strategy for config in configs} == {"keep", "restart", "summarise"}
     assert {config.rollout.weights for config in configs} == {"relay", "collective"}
     assert {config.sim.kinds for config in configs} == {1, 2, 3}
+    assert {config.rollout.shards for config in configs} == {1, 2, 3}
     assert any(config.sim.tools and not config.sim.tool_burst for config in configs)
     assert any(config.rollout.group_timeout and config.rollout.redundant_members > 1 for config in configs)
 
@@ -139,6 +142,65 @@ def test_streamed_steps_are_compared_in_pairs_and_the_first_step_is_left_out() -
     assert (found["value"], found["holds"], found["reference_value"]) == (1.5, True, 3.0)
     assert found["detail"]["after_batch"] == {"whole": 0.25, "streamed": 0.25}
     assert not stream_step.result(rows[:4], False, {})["holds"], "two pairs are no figure"
+
+
+def test_a_loop_is_busy_while_its_callbacks_compute_and_not_while_it_waits() -> None:
+    selector = BusySelector()
+
+    async def main() -> None:
+        selector.begin()
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.05:
+            pass
+        await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(main())
+        found = selector.as_dict()
+    assert found["own_ms"]["max"] >= 50
+    assert found["own_ms"]["p50"] < 50, "it slept in all other turns"
+    assert found["own_ms"]["turns"] == found["waited_ms"]["turns"] > 20
+
+
+def test_durations_are_kept_to_two_per_cent() -> None:
+    held = Durations()
+    for number in range(1, 1001):
+        held.add(number / 1e4)
+    found = held.as_dict()
+    assert found["p50"] == pytest.approx(50.0, rel=0.021)
+    assert (found["p99"], found["max"]) == (pytest.approx(99.0, rel=0.021), 100.0)
+
+
+def test_the_worst_loop_counts_and_less_than_the_whole_size_claims_nothing() -> None:
+    def part(sessions: int, seconds: float, p99: float) -> dict[str, Any]:
+        loops = {"head": {"own_ms": {"p99": 1.0, "max": 20.0}}, "s0": {"own_ms": {"p99": p99, "max": 9.0}}}
+        rest = {"ledger_closes": True, "steps": 60, "memory_slope": {"head": [3.0, -1.0, 7.0]}}
+        return {"sessions": sessions, "seconds": seconds, "loops": loops, **rest}
+
+    alone = part(2000, 1800.0, 7.0)
+    found = environments.result(part(10_000, 1800.0, 9.0), alone, False, "", "")
+    assert (found["value"], found["reference_value"], found["detail"]["most_ms"], found["holds"]) == (
+        9.0,
+        7.0,
+        20.0,
+        True,
+    )
+    for sessions, seconds, p99 in ((4000, 1800.0, 9.0), (10_000, 300.0, 9.0), (10_000, 1800.0, 11.0)):
+        assert environments.result(part(sessions, seconds, p99), alone, False, "", "")["holds"] is False
+    rising = part(10_000, 1800.0, 9.0) | {"memory_slope": {"s0": [80.0, 70.0, 90.0]}}
+    assert not environments.result(rising, alone, False, "", "")["holds"]
+
+
+@pytest.mark.long
+def test_sessions_in_shard_processes_train_and_are_accounted_for() -> None:
+    found = environments.run(quick=True, nonce="test")
+    assert (found["holds"], found["detail"]["sharded"]["ledger_closes"]) == (None, True)
+    for part, loops in (("sharded", {"head", "s0", "s1"}), ("alone", {"head"})):
+        assert set(found["detail"][part]["loops"]) == loops
+        assert found["detail"][part]["steps"] >= 2
+        assert found["detail"][part]["ledger"]["failed"] == 0
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,17 @@ def test_two_runs_train_one_after_the_other_on_a_served_worker_and_leave_it_to_i
         answer = asked(server, "/v1/completions", {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 3})
         assert answer["usage"]["completion_tokens"] == 3
     assert server.process.poll() is None
+
+
+@pytest.mark.long
+def test_turns_go_to_own_and_served_workers_by_the_share_of_their_caps_that_is_taken(
+    server: Any, tmp_path: Path
+) -> None:
+    spread = ["rollout.workers=1", "rollout.routing.spread=least-utilized"]
+    caps = ["rollout.routing.cap=16", "rollout.routing.served_cap=16"]
+    run = trained(server, tmp_path, "spread", *spread, *caps)
+    rows = [json.loads(line) for line in (run / "turns.jsonl").read_text().splitlines()]
+    turns = Counter(row[2] for row in rows)
+    assert set(turns) == {server.url, "vllm-0"}
+    assert min(turns.values()) > 0.2 * sum(turns.values()), turns
+    assert not [event for event in read_events(run / "events.jsonl") if event["kind"] == "fault"]

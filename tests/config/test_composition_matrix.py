@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from scripts import composition
-from scripts.composition import FEATURES, PAGE, Verdict, tables, verdicts, written
+from scripts.composition import FEATURES, PAGE, Feature, Tree, Verdict, refusal_beside, tables, verdicts, written
 
 ROOT = Path(__file__).parents[2]
 # What only one of the two takes, knowingly; everything else is the same in both.
 ONLY_REAL = {
-    ("hardware affinity", "parallelism planner"),
-    ("hardware affinity", "degrees"),
     ("prefill and decode apart", "borrowed servers"),
     ("prefill and decode apart", "exchanged servers"),
 }
@@ -50,6 +48,11 @@ def test_every_test_and_figure_that_a_feature_names_is_there() -> None:
         assert not one.test or (ROOT / one.test).is_file(), one
         assert not one.pays or (ROOT / "docs" / "results" / f"{one.pays}.json").is_file(), one
     assert len({one.name for one in FEATURES}) == len(FEATURES)
+
+
+@pytest.mark.parametrize(("feature", "words", "key", "given"), [(one, *row) for one in FEATURES for row in one.refuses])
+def test_what_the_page_says_a_feature_refuses_is_refused(feature: Feature, words: str, key: str, given: Tree) -> None:
+    assert refusal_beside(feature, given).startswith(f"{key} = "), f"{feature.name}: {words}"
 
 
 def test_a_pair_that_is_no_longer_refused_changes_the_page(found: dict[tuple[str, str], Verdict]) -> None:

@@ -18,7 +18,9 @@ from scripts.config_reference import tables
 # Of the processes of a run, which a training script of one's own does not have.
 RUN_ONLY = {
     "threads",
+    "arguments",
     "megatron",
+    "routing_replay",
     "collective_timeout",
     "interface",
     "reference_samples",

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import ConfigError, Observation, Prompt, RunError, StepResult, TrajectoryError
+from orchestrator.api import (
+    ConfigError,
+    EnvironmentTemplate,
+    Observation,
+    Prompt,
+    RunError,
+    StepResult,
+    TrajectoryError,
+)
 from orchestrator.environments import environment_pool as pool_module
 from orchestrator.environments.environment_pool import EnvPool, PooledEnvironment, PoolSettings
 from orchestrator.events import EventLog, MemorySink
@@ -20,13 +28,22 @@ PROMPT = Prompt("key", "toy", 3, "payload")
 SEEDS = 50
 
 
+def of(name: str) -> Prompt:
+    """A prompt whose environment begins from this setup; "payload": from none."""
+    return Prompt(name, "toy", 3, name)
+
+
+def template_of(prompt: Prompt) -> EnvironmentTemplate:
+    return EnvironmentTemplate(setup="" if prompt.payload == "payload" else prompt.payload)
+
+
 class Session:
     """Knows whether it may be used."""
 
     version = "toy 1"
 
-    def __init__(self, backend: Backend, name: str) -> None:
-        self.backend, self.name = backend, name
+    def __init__(self, backend: Backend, name: str, template: EnvironmentTemplate) -> None:
+        self.backend, self.name, self.template = backend, name, template
         self.dead = self.sick = self.dirty = self.spoilt = False
         self.calls = 0
 
@@ -34,6 +51,7 @@ class Session:
         assert not self.dead
         assert not self.dirty, f"{self.name} was not recycled"
         assert not self.spoilt, f"{self.name} was handed out again"
+        assert self.template == template_of(prompt), f"{self.name} begins from another template"
         self.dirty = True
         await self._work()
         return Observation((2,))
@@ -83,10 +101,11 @@ class Backend:
 
     async def close(self) -> None: ...
 
-    async def start(self, name: str) -> Session:
+    async def start(self, name: str, template: EnvironmentTemplate) -> Session:
         self.tries.append(asyncio.get_running_loop().time())
+        self.starting = template
         await self.act("start", None)
-        self.made.append(Session(self, name))
+        self.made.append(Session(self, name, template))
         self.most = max(self.most, len(self.made) - len(self.killed))
         return self.made[-1]
 
@@ -100,11 +119,13 @@ class Backend:
 class Setting:
     """A pool and what it said."""
 
-    def __init__(self, backend: Backend, **settings: Any) -> None:
+    def __init__(self, backend: Backend, templates: bool = False, **settings: Any) -> None:
         self.backend = backend
         self.sink = MemorySink()
         events = EventLog(self.sink, asyncio.get_running_loop().time)
-        self.pool = EnvPool(backend, PoolSettings(**{"size": 4, **settings}), events)
+        self.pool = EnvPool(
+            backend, PoolSettings(**{"size": 4, **settings}), events, template_of if templates else None
+        )
         self.told: list[str] = []
 
     async def __aenter__(self) -> Setting:
@@ -121,13 +142,14 @@ class Setting:
         states = ("starting", "checking", "recycling", "ready", "busy", "ending")
         assert sum(self.pool.stats()[state] for state in states) == 0
 
-    async def take(self) -> PooledEnvironment:
-        return await self.pool.acquire(self.told.append)
+    async def take(self, prompt: Prompt = PROMPT) -> PooledEnvironment:
+        return await self.pool.acquire(prompt, self.told.append)
 
-    async def episode(self) -> None:
-        environment = await self.take()
-        await environment.reset(PROMPT)
-        await environment.step((1,))
+    async def episode(self, prompt: Prompt = PROMPT, steps: int = 1) -> None:
+        environment = await self.take(prompt)
+        await environment.reset(prompt)
+        for _ in range(steps):
+            await environment.step((1,))
         await self.pool.release(environment, True)
 
     def faults(self) -> list[str]:
@@ -405,5 +427,136 @@ def test_an_error_of_the_pool_itself_is_not_swallowed(monkeypatch: pytest.Monkey
             await setting.pool.release(taken, True)
             with pytest.raises(RunError, match="the environment pool failed in recycle"):
                 await setting.take()
+
+    played(scenario)
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_prompt_gets_an_environment_of_its_own_template_and_none_is_starved(seed: int) -> None:
+    rng = random.Random(f"templates/{seed}")
+    rate = rng.choice((0.0, 0.1))
+
+    def plan(what: str, session: Session | None) -> float | BaseException:
+        return RuntimeError("x") if what != "kill" and rng.random() < rate else rng.expovariate(2.0)
+
+    backend, size = Backend(plan), rng.randint(1, 5)
+
+    async def user(setting: Setting) -> None:
+        await asyncio.sleep(rng.expovariate(0.05))
+        prompt = of(f"repository-{rng.randint(0, 8)}")
+        environment = await setting.take(prompt)
+        assert len(backend.made) - len(backend.killed) <= size
+        trusted = False
+        try:
+            await environment.reset(prompt)
+            await environment.step((1,))
+            trusted = True
+        except RuntimeError:
+            pass
+        finally:
+            await setting.pool.release(environment, trusted)
+
+    async def scenario() -> None:
+        settings = {"size": size, "warm": rng.randint(0, size), "start_tries": 1000, "backoff_limit": 5.0}
+        async with Setting(backend, templates=True, **settings) as setting:
+            async with asyncio.timeout(3000), asyncio.TaskGroup() as group:
+                for _ in range(60):
+                    group.create_task(user(setting))
+            assert (setting.pool.stats()["busy"], setting.pool.stats()["waiting"]) == (0, 0)
+
+    played(scenario)
+
+
+def test_a_template_that_does_not_start_holds_up_no_other_and_ends_no_run() -> None:
+    def plan(what: str, session: Session | None) -> float | BaseException:
+        return RuntimeError("no such disk") if what == "start" and backend.starting.setup == "bad" else 0.1
+
+    backend = Backend(plan)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with Setting(backend, templates=True, start_tries=3, backoff_first=8.0) as setting:
+            refused = asyncio.create_task(setting.take(of("bad")))
+            await asyncio.sleep(0.5)
+            begun = loop.time()
+            await asyncio.gather(*(setting.episode(of("good")) for _ in range(3)))
+            assert loop.time() - begun < 1.0
+            with pytest.raises(
+                TrajectoryError, match=r"environment_start: none can be started from bad, failed 3 times .*disk"
+            ):
+                await refused
+            assert setting.faults() == ["environment_start"] * 3
+            assert any("which failed 2 times in a row" in told for told in setting.told)
+            begun = loop.time()
+            with pytest.raises(TrajectoryError, match="failed 4 times in a row"):  # one try, when its pause is over
+                await setting.take(of("bad"))
+            assert loop.time() - begun < 60.0
+            await setting.episode(of("good"))
+
+    played(scenario)
+
+
+def test_what_no_try_cures_is_refused_at_once() -> None:
+    missing = TrajectoryError("environment_template", "repository x does not build")
+
+    def plan(what: str, session: Session | None) -> float | BaseException:
+        return missing if what == "start" and backend.starting.setup == "x" else 0.1
+
+    backend = Backend(plan)
+
+    async def scenario() -> None:
+        async with Setting(backend, templates=True) as setting:
+            takes = await asyncio.gather(*(setting.take(of("x")) for _ in range(3)), return_exceptions=True)
+            assert [getattr(error, "cause", error) for error in takes] == ["environment_template"] * 3
+            assert len(backend.tries) <= 3
+            assert "does not build" in str(takes[0])
+            await setting.episode(of("good"))
+
+        async with Setting(Backend(), templates=True) as setting:
+            setting.pool._template_of = lambda prompt: EnvironmentTemplate(setup={}[prompt.key])  # type: ignore[index]
+            with pytest.raises(TrajectoryError, match="environment_template: the task does not say it: KeyError"):
+                await setting.take(of("x"))
+
+    played(scenario)
+
+
+def test_a_full_pool_makes_room_for_whoever_waits_longest() -> None:
+    backend = Backend()
+
+    async def scenario() -> None:
+        async with Setting(backend, templates=True, size=2, idle=1e9) as setting:
+            await asyncio.gather(setting.episode(of("a")), setting.episode(of("b")))
+            await setting.episode(of("c"))  # the session that was idle longest has gone
+            assert setting.pool.stats()["replaced"] == {"template": 1}
+            # All places are used, and a's users would never leave a session idle.
+            ends: list[str] = []
+
+            async def user(name: str) -> None:
+                await setting.episode(of(name), steps=3)
+                ends.append(name)
+
+            many = [asyncio.create_task(user("a")) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            late = asyncio.create_task(user("d"))
+            await asyncio.sleep(0.01)
+            later = [asyncio.create_task(user("a")) for _ in range(6)]
+            await asyncio.gather(*many, late, *later)
+            assert ends.index("d") <= 5, ends
+
+    played(scenario)
+
+
+def test_those_that_are_kept_ready_are_shared_out_as_they_were_asked_for() -> None:
+    async def scenario() -> None:
+        async with Setting(Backend(), templates=True, size=12, warm=4, idle=5.0, ping_every=2.0) as setting:
+            for _ in range(12):
+                for name in ("a", "a", "a", "b"):
+                    await setting.episode(of(name))
+            await asyncio.sleep(60.0)
+            ready = [session.template.setup for session in setting.backend.made if not session.dead]
+            assert sorted(ready) == ["a", "a", "a", "b"]
 
     played(scenario)

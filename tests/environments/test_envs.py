@@ -17,7 +17,7 @@ from orchestrator.api import (
     StepResult,
     TrajectoryError,
 )
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory, reward_of_episode
 
 PROMPT = Prompt("key", "toy", 3, "payload")
 SAMPLING = Sampling(2, stop_token_ids=(1,))
@@ -35,7 +35,8 @@ class Toy:
 
     async def reset(self, prompt: Prompt) -> Observation:
         if self.on_reset is not None:
-            return self.on_reset()  # type: ignore[return-value]
+            answer = self.on_reset()
+            return await answer if asyncio.iscoroutine(answer) else answer  # type: ignore[return-value]
         return Observation((2, 3))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
@@ -188,6 +189,73 @@ def test_an_environment_that_is_none_has_a_cause(monkeypatch: pytest.MonkeyPatch
         play(ToyTask(), EchoProxy())
 
 
+def slow_from(turn: int, seconds: float = 10.0) -> Callable[[], object]:
+    """Steps that earn 0.25 each, until one takes long."""
+    count = 0
+
+    async def step() -> StepResult:
+        nonlocal count
+        count += 1
+        if count >= turn:
+            await asyncio.sleep(seconds)
+        return StepResult(Observation((4,)), 0.25, False)
+
+    return step
+
+
+@pytest.mark.parametrize("limits", [{"step": 0.05}, {"limit": 0.05}])
+@pytest.mark.parametrize("meaning", ["truncated", "partial"])
+def test_a_time_limit_means_what_the_task_says(meaning: str, limits: dict[str, float]) -> None:
+    task, proxy = ToyTask(slow_from(3)), EchoProxy()
+    task.on_timeout = meaning  # type: ignore[attr-defined]
+    episode = play(task, proxy, **limits)
+    assert episode.truncated
+    assert [turn.reward for turn in episode.turns] == [0.25, 0.25, 0.0], "the last action was told the environment too"
+    assert episode.turns[-1].action_ids == (5, 1)
+    assert episode.earned == (0.5 if meaning == "partial" else None)
+    assert proxy.faults == ["environment_timeout" if "step" in limits else "trajectory_timeout"]
+
+    class Asked:
+        async def score(self, trajectory: object) -> float:
+            return 7.0
+
+    reward = asyncio.run(reward_of_episode(Asked(), episode, 1.0, 1.0))
+    assert reward == (0.5 if meaning == "partial" else 7.0)
+
+
+def test_a_run_s_config_says_what_a_time_limit_means_before_the_task_does() -> None:
+    async def run(on_timeout: str | None) -> Episode:
+        task = ToyTask(slow_from(2))
+        task.on_timeout = "partial"  # type: ignore[attr-defined]
+        manager = EnvManager(
+            task,
+            EchoProxy(),  # type: ignore[arg-type]
+            step_timeout=0.05,
+            trajectory_timeout=5.0,
+            is_stale=lambda _: False,
+            on_timeout=on_timeout,  # type: ignore[arg-type]
+        )
+        episode = Episode("t0", "g0", PROMPT, 0.0)
+        await manager.play(episode, SAMPLING)
+        return episode
+
+    assert asyncio.run(run(None)).earned == 0.25
+    assert asyncio.run(run("truncated")).earned is None
+    with pytest.raises(TrajectoryError, match="environment_timeout"):
+        asyncio.run(run("failed"))
+
+
+def test_an_episode_without_a_turn_has_failed_whatever_its_time_limit_means() -> None:
+    task = ToyTask(on_reset=never)
+    task.on_timeout = "partial"  # type: ignore[attr-defined]
+    with pytest.raises(TrajectoryError, match="reset took over"):
+        play(task, EchoProxy(), step=0.05)
+    task = ToyTask()
+    task.on_timeout = "truncated"  # type: ignore[attr-defined]
+    with pytest.raises(TrajectoryError, match="trajectory_timeout"):
+        play(task, EchoProxy(delay=1.0), limit=0.05)
+
+
 def test_a_trajectory_over_its_time_limit_ends() -> None:
     with pytest.raises(TrajectoryError, match="trajectory_timeout"):
         play(ToyTask(), EchoProxy(delay=0.2), limit=0.3)
@@ -202,6 +270,11 @@ def test_a_failed_generation_has_a_cause(finish: str) -> None:
 def test_staleness_is_checked_at_the_turn_boundary() -> None:
     with pytest.raises(StaleTrajectory):
         play(ToyTask(), EchoProxy(), stale=True)
+
+
+def test_an_answer_that_was_called_back_as_stale_is_no_failure() -> None:
+    with pytest.raises(StaleTrajectory):
+        play(ToyTask(), EchoProxy("abort"), stale=True)
 
 
 def test_an_episode_that_does_not_end_is_truncated_at_the_turn_limit_or_the_context() -> None:

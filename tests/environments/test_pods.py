@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from orchestrator.api import ConfigError, Prompt, RunError, TrajectoryError
+from orchestrator.api import ConfigError, EnvironmentTemplate, Prompt, RunError, TrajectoryError
 from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
-from orchestrator.environments import pod_manifests, pods
+from orchestrator.environments import pod_manifests, pod_watch, pods
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.pod_manifests import PodSettings, mirrored, name_of
 from orchestrator.environments.pods import PodBackend
@@ -33,6 +33,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.run_folder import environment_owner
 
 HERE = Path(__file__).parents[1] / "support"
+PROMPT = Prompt("k", "misbehaving", 1, "be good")
 needs_client = pytest.mark.skipif(
     importlib.util.find_spec("kubernetes") is None, reason="the extra 'kubernetes' is not installed"
 )
@@ -47,7 +48,9 @@ class RecordedCluster:
         self.daemons: dict[str, dict[str, Any]] = {}
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.trouble: dict[str, str] = {}
+        self.said: dict[str, str] = {}  # image -> what the kubelet says of that
         self.status = 0  # answer everything with this
+        self.watches: list[asyncio.Task[Any]] = []
         self.address = 1
 
     async def __aenter__(self) -> RecordedCluster:
@@ -64,7 +67,7 @@ class RecordedCluster:
             await self.end(name)
         await self._runner.cleanup()
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         parts = request.path.strip("/").split("/")
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path, body))
@@ -72,6 +75,8 @@ class RecordedCluster:
             return self.answer({"kind": "Status", "message": "refused"}, self.status)
         kind, name = (parts[-1], "") if parts[-1] in ("pods", "daemonsets") else (parts[-2], parts[-1])
         kept = {"pods": self.pods, "daemonsets": self.daemons}[kind]
+        if request.method == "GET" and not name:
+            return await self.watched(request) if "watch" in request.query else self.answer(self.listed(request), 200)
         match request.method, bool(name):
             case "POST", False:
                 name = body["metadata"]["name"]
@@ -96,6 +101,33 @@ class RecordedCluster:
                     del kept[found]
                 return self.answer({"kind": "Status", "status": "Success"}, 200)
         return self.answer({"kind": "Status", "reason": "NotFound"}, 404)
+
+    def chosen(self, request: web.Request) -> dict[str, dict[str, Any]]:
+        label, _, value = urllib.parse.unquote(request.query["labelSelector"]).partition("=")
+        return {
+            name: self.seen(pod) for name, pod in self.pods.items() if pod["metadata"]["labels"].get(label) == value
+        }
+
+    def listed(self, request: web.Request) -> dict[str, Any]:
+        items = list(self.chosen(request).values())
+        return {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
+
+    async def watched(self, request: web.Request) -> web.StreamResponse:
+        """What changes, an event a line, until somebody ends it."""
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        self.watches.append(asyncio.current_task())  # type: ignore[arg-type]
+        told: dict[str, dict[str, Any]] = {}
+        while True:
+            here = self.chosen(request)
+            events = [("DELETED", told.pop(name)) for name in list(told) if name not in here]
+            for name, pod in here.items():
+                if told.get(name) != pod:
+                    events.append(("MODIFIED" if name in told else "ADDED", pod))
+                    told[name] = pod
+            for kind, pod in events:
+                await answer.write(json.dumps({"type": kind, "object": pod}).encode() + b"\n")
+            await asyncio.sleep(0.02)
 
     def answer(self, body: Any, status: int) -> web.Response:
         return web.json_response(body, status=status)
@@ -128,7 +160,8 @@ class RecordedCluster:
                 "status": {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", **full}]},
             }
         if image in self.trouble:
-            waiting = {"waiting": {"reason": self.trouble[image], "message": f"about {image}"}}
+            message = self.said.get(image, f"about {image}")
+            waiting = {"waiting": {"reason": self.trouble[image], "message": message}}
             return {
                 **pod,
                 "status": {"phase": "Pending", "containerStatuses": [{**common, "ready": False, "state": waiting}]},
@@ -212,22 +245,72 @@ def test_pods_are_played_replaced_and_removed_on_a_recorded_local_api_server(
         pool = pool_of(cluster.backend())
         await pool.open()
         assert "left-over" not in cluster.pods
-        first = await pool.acquire(lambda _: None)
+        first = await pool.acquire(PROMPT, lambda _: None)
         await first.reset(Prompt("k", "misbehaving", 1, "be good"))
         assert (await first.step((1,))).done
         await pool.release(first, True)
-        bad = await pool.acquire(lambda _: None)
+        bad = await pool.acquire(PROMPT, lambda _: None)
         await bad.reset(Prompt("k", "misbehaving", 1, "end the process"))
         with pytest.raises(TrajectoryError, match="environment_died"):
             await bad.step((1,))
         await pool.release(bad, False)
-        again = await pool.acquire(lambda _: None)
+        again = await pool.acquire(PROMPT, lambda _: None)
         assert again.name != bad.name
         await again.reset(Prompt("k", "misbehaving", 1, "be good"))
         await pool.close()
         assert list(cluster.pods) == ["of-somebody-else"]
         assert cluster.daemons == {}
         assert all(process.returncode is not None for process in cluster.processes.values())
+        reads = [path for method, path, _ in cluster.asked if method == "GET" and "/pods" in path]
+        assert len(reads) == 2, "one list and one watch, however many pods started"
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_each_prompt_s_image_runs_and_one_that_is_not_there_is_refused_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    def template_of(prompt: Prompt) -> EnvironmentTemplate:
+        return EnvironmentTemplate(image=prompt.key)
+
+    async def scenario(cluster: RecordedCluster) -> None:
+        cluster.trouble["registry.local/none:1"] = "ErrImagePull"
+        cluster.said["registry.local/none:1"] = "failed to resolve reference: registry.local/none:1: not found"
+        events = EventLog(MemorySink(), asyncio.get_running_loop().time)
+        pool = EnvPool(cluster.backend(), PoolSettings(size=2, owner="run-1", backoff_first=0.1), events, template_of)
+        await pool.open()
+        assert not cluster.pods, "nobody has asked yet"
+        for image in ("registry.local/one:1", "registry.local/two:1"):
+            found = await pool.acquire(Prompt(image, "misbehaving", 1, "be good"), lambda _: None)
+            running = [pod["spec"]["containers"][0]["image"] for pod in cluster.pods.values()]
+            assert running[-1] == image
+            await pool.release(found, True)
+        with pytest.raises(TrajectoryError, match=r"environment_template.*none:1: not found"):
+            await pool.acquire(Prompt("registry.local/none:1", "misbehaving", 1, "x"), lambda _: None)
+        with pytest.raises(TrajectoryError, match=r"environment_template.*not the name of an image"):
+            await pool.acquire(Prompt("no such; name", "misbehaving", 1, "x"), lambda _: None)
+        await pool.close()
+        assert not cluster.pods
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_a_watch_that_breaks_is_made_again_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_watch, "PAUSE", 0.05)
+
+    async def scenario(cluster: RecordedCluster) -> None:
+        backend = cluster.backend()
+        await backend.open()
+        for watch in cluster.watches:
+            watch.cancel()
+        await (await backend.start("run-1-e1")).kill()
+        reads = [path for method, path, _ in cluster.asked if method == "GET" and path.endswith("/pods")]
+        assert len(reads) >= 4
+        await backend.close()
 
     with_cluster(scenario)
 

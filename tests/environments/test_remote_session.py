@@ -287,7 +287,7 @@ from tests.environments.test_remote_session import *
 async def main():
     pool = EnvPool(subprocesses(), PoolSettings(4, warm=2), EventLog(MemorySink(), asyncio.get_running_loop().time))
     await pool.open()
-    environment = await pool.acquire(lambda _: None)
+    environment = await pool.acquire(PROMPT, lambda _: None)
     await environment.reset(Prompt("k", "misbehaving", 1, "start children"))
     asyncio.create_task(environment.step((1,)))
     while len(descendants(os.getpid())) < 8:
@@ -342,8 +342,8 @@ def test_the_task_of_a_config_plays_in_another_process() -> None:
         assert pool is not None
         try:
             await pool.open()
-            environment = await pool.acquire(lambda _: None)
             here, prompt = task.environment(), next(task.prompts("train", 0))
+            environment = await pool.acquire(prompt, lambda _: None)
             assert environment.version == here.version
             assert await environment.reset(prompt) == await here.reset(prompt)
             assert await environment.step((3, 1)) == await here.step((3, 1))

@@ -4,6 +4,7 @@ happened to the environments can be read afterwards."""
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
+from orchestrator.rollout import Rollout
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.twins import SimEnvironment
 
@@ -88,3 +90,63 @@ def test_the_report_shows_the_pool(tmp_path: Path) -> None:
     tools = {"kind": "tools", "t": 1.0, "step": 0, "tools": {"calculator": counts}}
     events.write_text(events.read_text() + json.dumps(tools) + "\n")
     assert "calculator" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("meaning", ["failed", "truncated", "partial"])
+def test_a_simulated_time_limit_means_what_the_run_says(meaning: str) -> None:
+    slow = [
+        "sim.environment_seconds_mean=4.0",
+        "sim.environment_seconds_sigma=1.5",
+        "rollout.environment_step_timeout=6",
+    ]
+    result = simulate(config(*slow, f"task.on_timeout={meaning}", "rollout.environment_reset_timeout=600"))
+    assert not result.violations
+    over = [event for event in events_of(result.events, "fault") if event["cause"] == "environment_timeout"]
+    if meaning == "failed":
+        assert result.ledger["failed_by_cause"]["environment_timeout"] > 3
+    else:
+        assert len(over) > 3
+        assert "environment_timeout" not in result.ledger["failed_by_cause"]
+
+
+def test_a_stale_answer_is_broken_off_in_its_midst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bound looked at between turns only, long answers were generated to their end first."""
+    long = [
+        "sim.turns_max=2",
+        "sim.response_tokens_max=4000",
+        "sim.response_tokens_mean=1000",
+        "sim.environment_seconds_mean=0.01",
+        "rollout.redundant_groups=4.0",
+        "rollout.environments=64",
+    ]
+    shape = [*long, "run.steps=12", "run.seed=3", "environment.size=64", "rollout.engine.max_model_len=9000"]
+
+    def waited() -> list[float]:
+        """Seconds between the update that made a trajectory stale and its end, one each."""
+        result = simulate(config(*shape))
+        assert not result.violations
+        moved = [event["t"] for event in events_of(result.events, "step")]
+        ends = [
+            line["t"]
+            for line in map(json.loads, result.journal.decode().splitlines())
+            if line["state"] == "evicted_stale"
+        ]
+        return [min(end - moment for moment in moved if moment <= end) for end in ends]
+
+    now = waited()
+    assert len(now) > 5
+    monkeypatch.setattr(Rollout, "set_version", lambda self, version: self.buffer.set_version(version))
+    assert statistics.mean(now) < 0.2 * statistics.mean(waited())
+
+
+@pytest.mark.parametrize("backend", ["in-process", "in-process-pool"])
+def test_simulated_prompts_begin_from_templates_and_none_gets_another_s(backend: str) -> None:
+    shape = ["sim.templates=3", f"environment.backend={backend}", "environment.size=5", "environment.warm=2"]
+    result = simulate(config(*shape))
+    assert not result.violations
+    assert result.ledger["failed"] == 0
+    if backend != "in-process":
+        assert events_of(result.events, "environments")[-1]["replaced"].get("template", 0) > 0
+    faulty = simulate(config(*shape, "sim.fault_rate=0.04"))
+    assert not faulty.violations
+    assert sum(faulty.injected.values()) > 0

@@ -265,7 +265,7 @@ def test_the_account_may_do_what_the_code_asks_for_and_no_more() -> None:
         for rule in role["rules"]:
             assert all(verb in needed for verb in rule["verbs"])
             assert all(resource in needed for resource in rule["resources"])
-            assert set(rule["verbs"]) == {"create", "get", "list", "delete", "deletecollection"}
+            assert set(rule["verbs"]) == {"create", "get", "list", "watch", "delete", "deletecollection"}
     assert not kind("ClusterRole")
 
 

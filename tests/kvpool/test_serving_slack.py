@@ -140,6 +140,16 @@ def setup() -> Iterator[Setup]:
     path.unlink()
 
 
+@pytest.mark.parametrize(
+    ("role", "phase"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both"), (None, "both")]
+)
+def test_what_a_disaggregated_engine_serves_follows_from_its_role(role: str | None, phase: str) -> None:
+    from vllm_rlplugin.kvpool.engine.pool_scheduling import phase_of
+
+    transfer = None if role is None else SimpleNamespace(kv_role=role)
+    assert phase_of(SimpleNamespace(kv_transfer_config=transfer)) == phase
+
+
 def test_what_is_said_comes_out_as_it_went_in_and_is_not_taken_for_something_else() -> None:
     state = ServingState(123.456789, -0.25, math.inf, 5.5, True, -math.inf, 99, 3, True)
     said = ServingWords(state, "tpot", 1, 2, 3, 4, 5, 6)
@@ -559,6 +569,18 @@ def test_what_makes_no_progress_for_two_seconds_is_handed_back_once(setup: Setup
     assert handed == ["slow"]
     assert setup.turns.words().stalls == 1
     assert setup.turns.requests_to_hand_back({"moving"}) == ["moving"], "its pages were taken: at once"
+
+
+def test_what_waits_for_room_for_two_seconds_is_handed_back_while_others_run(setup: Setup) -> None:
+    moving = setup.stock.add("moving", 100, outputs=5)
+    setup.step()
+    setup.stock.add("waits", 100)
+    handed: list[str] = []
+    for _ in range(30):
+        setup.at += 0.1
+        moving.num_output_tokens += 1
+        handed += setup.turns.requests_to_hand_back(set())
+    assert handed == ["waits"]
 
 
 def test_after_a_pause_nothing_counts_as_stalled(setup: Setup) -> None:

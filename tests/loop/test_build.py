@@ -98,14 +98,8 @@ def test_engines_are_cut_anew_while_turns_go_over_two_classes_and_a_server_comes
 
 
 def test_devices_of_two_classes_are_not_cut_into_one_engine() -> None:
-    async def main() -> None:
-        config = config_of(*CUT, own="PD")
-        workers, _, _ = workers_of(config)
-        events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        with pytest.raises(ConfigError, match=r"rollout\.planner\.enabled.*one class of devices"):
-            build_proxy(config, workers, events, coordination_mode("async", 1), print)
-
-    run(main())
+    with pytest.raises(ConfigError, match=r"rollout\.routing\.hardware.*rollout\.planner.*devices of one class"):
+        config_of(*CUT, own="PD")
 
 
 def test_without_borrowed_workers_two_classes_and_engines_that_are_cut_anew_are_refused_before_anything_starts() -> (

@@ -53,7 +53,7 @@ STREAM = ["trainer.stream=true"]
 COLOCATED = [*TWO, *STREAM, "rollout.colocation.enabled=true"]
 COLLECTIVE = ["rollout.weights=collective"]
 PLANNED = [*TWO, "rollout.planner.enabled=true"]
-DYNAMIC = ["rollout.dynamic_sampling=true", "rollout.max_filtered_groups=4"]
+DYNAMIC = ["rollout.dynamic_sampling=true", "rollout.max_filtered_groups=4", "rollout.dynamic_concurrency=true"]
 SHORT = {
     "one-off, tail batching by forecasts, streamed training": [*ONE_OFF, *BY_FORECASTS, *STREAM],
     "areal, prediction and priority, dynamic sampling": [*AREAL, *FORECASTS, *DYNAMIC],
@@ -101,6 +101,9 @@ def test_features_of_several_papers_train_together(name: str, tmp_path: Path) ->
     counts = recount((run / "ledger.jsonl").read_text().splitlines())
     assert counts["trained"] == STEPS * 16
     kinds = {event["kind"] for event in events}
+    told = [event["redundancy"] for event in events if event["kind"] == "dynamic_sampling"]
+    assert bool(told) == ("dynamic sampling" in name)
+    assert all(1 <= one <= 2 for one in told), "at most four of four groups were replaced"
     shown = {"rounds": "round", "planner": "plan", "degrees": "degrees", "colocation": "stream_trigger"}
     for key, kind in shown.items():
         assert (kind in kinds) == any(f"{key}.enabled=true" in one for one in chosen), kind

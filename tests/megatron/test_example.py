@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_ranks import Ended, ForkedRank, wait_for_all
+from tests.support.megatron_training import NEWEST, run_script
 from tests.support.waiting import free_port
 
 torch = pytest.importorskip("torch")
@@ -24,6 +25,7 @@ from megatron_rlplugin import tiny_model  # noqa: E402
 from megatron_rlplugin.trainer.recorded_rows import read_batches  # noqa: E402
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn  # noqa: E402
 from orchestrator.store import TrajectoryStore  # noqa: E402
+from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).parents[2] / "examples/megatron/train_rl.py"
@@ -165,6 +167,46 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(
     assert complaint in done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
+
+
+# -- in the shape of Megatron-LM's own ----
+
+LAYERS = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--vocab-size 40 --tokenizer-type NullTokenizer --swiglu --qk-layernorm --normalization RMSNorm "
+    "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --transformer-impl local "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --use-cpu-initialization "
+    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --distributed-backend gloo --num-workers 0 "
+    "--micro-batch-size 4 --global-batch-size 12 --train-iters 3 --lr 1e-2 --lr-decay-style constant "
+    "--calculate-per-token-loss --accumulate-allreduce-grads-in-fp32"
+)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not NEWEST.is_dir(), reason="the wheel of Megatron-Core 0.19.2 is not unpacked")
+def test_a_loop_on_what_megatron_lm_sets_up_streams_the_same_and_publishes_without_padding(
+    inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    script, said, kept = SCRIPT.parent / "train_rl_gpt.py", [], []
+    for flags in (ARRIVAL, ("--rl-stream-training",)):
+        place = tmp_path / str(len(said))
+        relay = {"job": "gpt", "kind": "fsspec", "master": f"file://{place}", "metadata": f"{place}.sqlite"}
+        words = (*LAYERS.split(), "--rl-trajectories", str(inputs[1]), "--rl-weight-relay", json.dumps(relay))
+        done = run_script(script, *words, "--rl-vocab-size", "40", *flags)
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+        said.append(re.findall(r"iteration +(\d) \| loss: (\S+) \| grad norm: (\S+)", done.stdout))
+        assert ("FED 0" in done.stdout) == (flags is ARRIVAL)
+        subscriber = Subscriber(RelayEndpoint.from_dict(relay))
+        assert subscriber.latest_version() == 3
+        kept.append(
+            {key.tensor: (key.global_shape, bytes(data)) for key, data in subscriber.fetch(subscriber.manifest(3))}
+        )
+        subscriber.close()
+    assert len(said[0]) == STEPS
+    assert said[0] == said[1]
+    assert kept[0] == kept[1]  # the same bits
+    assert kept[0]["model.embed_tokens.weight"][0] == (40, 32)  # Megatron has 128 rows
 
 
 # -- the reader ------------------------------------------------------------------------------------------------------

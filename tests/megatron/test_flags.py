@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import free_port
+from tests.support.megatron_training import NEWEST, ROOT, run_script
 
 pytest.importorskip("torch")
 
@@ -21,8 +21,6 @@ from megatron_rlplugin.flags import add_rl_args, flag_table, relay_from, setting
 from orchestrator.api import ConfigError
 from orchestrator.settings.trainer_settings import TrainerSettings
 
-ROOT = Path(__file__).parents[2]
-NEWEST = ROOT / ".venv/alternates/megatron-core-0.19.2"
 needs_newest = pytest.mark.skipif(not NEWEST.is_dir(), reason="the wheel of Megatron-Core 0.19.2 is not unpacked")
 
 
@@ -115,105 +113,6 @@ def test_the_page_shows_the_flags_as_help_does() -> None:
 
 # -- stock megatron.training.pretrain() ------------------------------------------------------------------------------
 
-# What stock training needs to start without CUDA is stubbed here: it is no part of the plugin.
-PRETRAIN = """
-import sys, typing, warnings
-warnings.filterwarnings("ignore")
-import typing_extensions
-typing.override = typing_extensions.override  # the wheel is for Python 3.12
-import torch
-
-torch.set_num_threads(1)
-from megatron_rlplugin import cpu
-
-cpu.activate()
-
-class CudaIsCpu(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        if kwargs.get("pin_memory"):
-            del kwargs["pin_memory"]
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        return func(*args, **kwargs)
-
-CudaIsCpu().__enter__()
-c = torch.cuda
-# Megatron alone is told that there is a GPU.
-c.is_available = lambda: sys._getframe(1).f_globals["__name__"].startswith("megatron.")
-c.device_count, c.set_device = lambda: 1, lambda *a: None
-c.get_device_capability = lambda *a: (9, 0)
-c.get_device_properties = lambda *a: type("P", (), dict(major=9, minor=0, total_memory=1 << 34, multi_processor_count=1))()
-for n in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats"):
-    setattr(c, n, lambda *a, **k: 0)
-c.memory_stats, c.manual_seed, c.mem_get_info = lambda *a: {}, lambda *a: None, lambda *a: (1 << 33, 1 << 34)
-c.get_rng_state, c.set_rng_state = lambda *a: torch.get_rng_state(), lambda *a: None
-c.synchronize = c.empty_cache = lambda *a: None
-
-class Stream:
-    def wait_stream(self, *a): pass
-    def synchronize(self): pass
-    wait_event = record_event = wait_stream
-
-import contextlib
-c.Stream, c.stream, c.current_stream = Stream, (lambda *a: contextlib.nullcontext()), lambda *a: Stream()
-
-from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-import megatron.core.tensor_parallel as tp
-import megatron.training.initialize as initialize
-from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
-
-tp.model_parallel_cuda_manual_seed = lambda *a, **k: None
-initialize._compile_dependencies = lambda *a, **k: None
-initialize._set_random_seed = lambda *a, **k: torch.manual_seed(1)
-
-from megatron_rlplugin.flags import add_rl_args
-from megatron_rlplugin.install import install
-from megatron_rlplugin.stream.gradient_stream import GradientStream
-
-def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-    args = get_args()
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    return GPTModel(config or core_transformer_config_from_args(args), spec, args.padded_vocab_size, args.max_position_embeddings,
-                    pre_process, post_process, position_embedding_type="rope", pg_collection=pg_collection)
-
-def forward_step(data, model):
-    length, seed = 16, int(next(data)["x"])
-    tokens = torch.randint(0, 128, (1, length + 1), generator=torch.Generator().manual_seed(seed))
-    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
-    losses = model(tokens[:, :-1], torch.arange(length)[None], mask, labels=tokens[:, 1:])
-    def loss(l):
-        report = torch.stack([l.detach().sum(), torch.tensor(float(l.numel()))])
-        return l.sum(), torch.tensor(l.numel(), dtype=torch.int), {"lm loss": report}
-    return losses, loss
-
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self): return 64
-    def __getitem__(self, i): return {"x": torch.tensor(i)}
-
-def data(_):
-    return Numbers(), None, None
-data.is_distributed = True
-args = parse_and_validate_args(extra_args_provider=add_rl_args)
-streamed = install(args)
-fed = 0
-feed = GradientStream.feed
-
-def counting(*args, num_microbatches, **kwargs):
-    global fed
-    fed += num_microbatches
-    return feed(*args, num_microbatches=num_microbatches, **kwargs)
-
-GradientStream.feed = counting
-pretrain(pretrain_cfg_container_from_args(args), data, ModelType.encoder_or_decoder, forward_step, model_provider)
-print("STREAMED", streamed, "fed", fed, flush=True)
-"""
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 64 "
     "--vocab-size 128 --tokenizer-type NullTokenizer --swiglu --qk-layernorm --normalization RMSNorm "
@@ -229,21 +128,7 @@ TRAINING = (
 
 
 def pretrain(*words: str) -> subprocess.CompletedProcess[str]:
-    port = str(free_port())
-    environment = os.environ | {
-        "PYTHONPATH": f"{NEWEST}{os.pathsep}{ROOT}",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": "1",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-    }
-    command = [sys.executable, "-c", PRETRAIN, *MODEL.split(), *TRAINING.split(), *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return run_script(ROOT / "examples/megatron/pretrain_gpt.py", *MODEL.split(), *TRAINING.split(), *words)
 
 
 def logged(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
@@ -258,9 +143,9 @@ def logged(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
 @pytest.mark.timeout(600)
 def test_stock_pretrain_logs_the_same_losses_and_norms_with_streaming() -> None:
     stock = pretrain("--calculate-per-token-loss", "--accumulate-allreduce-grads-in-fp32")
-    assert "STREAMED False fed 0" in stock.stdout, stock.stderr[-3000:]
+    assert "FED 0" in stock.stdout, stock.stderr[-3000:]
     streamed = pretrain("--rl-stream-training")
-    assert "STREAMED True fed 18" in streamed.stdout, streamed.stderr[-3000:]
+    assert "FED 18" in streamed.stdout, streamed.stderr[-3000:]
     assert logged(streamed) == logged(stock)
 
 

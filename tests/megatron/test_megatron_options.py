@@ -55,7 +55,7 @@ def test_options_reach_every_config_that_has_them() -> None:
         ("fp16", True, "model.dtype = 'bfloat16'"),
         ("grad_reduce_in_fp32", False, "must be true"),
         ("context_parallel_size", 2, "is trainer.context_parallel"),
-        ("moe_aux_loss_coeff", 0.01, "must be unset"),
+        ("moe_enable_routing_replay", True, "is trainer.routing_replay"),
         ("timers", "x", "a function"),
         ("overlap_grad_reduce", "maybe", "must be boolean"),
         ("recompute_granularity", "half", "must be 'full' or 'selective'"),
@@ -104,3 +104,31 @@ def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(
         check_trainer(tiny_folder(tmp_path), TrainerSection.from_dict(settings), "float32")
     assert error.value.field == field
     assert says in str(error.value)
+
+
+def test_an_argument_list_may_say_what_is_so_and_nothing_else_of_it(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    said = "--num-layers 2 --no-gradient-accumulation-fusion --disable-bias-linear --swiglu --recompute-activations"
+    section = TrainerSection.from_dict({"arguments": said})
+    options = sort_options(section.megatron, section.megatron_arguments)
+    assert options.transformer == {"recompute_granularity": "selective", "gradient_accumulation_fusion": False}
+    assert options.agreed == {"num_layers": 2, "add_bias_linear": False, "gated_linear_unit": True}
+    check_trainer(folder, section, "float32")
+    for wrong, message in (
+        (
+            "--num-layers 3",
+            r"^trainer\.arguments: num_layers = 3: is 2 here; it comes from config\.json of model\.path",
+        ),
+        ("--fp16", r"^trainer\.arguments: fp16 = True: is False here; it must be off"),
+        (
+            "--recompute-granularty full",
+            r"^trainer\.arguments: recompute_granularty = 'full': .*did you mean 'recompute_gran",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_trainer(folder, TrainerSection.from_dict({"arguments": wrong}), "float32")
+    both = {"arguments": "--overlap-grad-reduce", "megatron": {"overlap_grad_reduce": False}}
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.megatron\.overlap_grad_reduce = False: trainer\.arguments says True"
+    ):
+        check_trainer(folder, TrainerSection.from_dict(both), "float32")

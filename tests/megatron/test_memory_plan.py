@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +31,7 @@ from orchestrator.api import ConfigError, RunError  # noqa: E402
 from orchestrator.config import Config, load_config  # noqa: E402
 from orchestrator.runtime import memory_plan  # noqa: E402
 from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
+from tests.support.megatron_training import NEWEST, ROOT  # noqa: E402
 
 WORDS = [f"w{index}" for index in range(512)]
 SIZES: dict[str, Any] = {
@@ -164,6 +168,36 @@ def run_forked(request: StepRequest) -> Any:
     )
     assert ended.code == 0, ended.err
     return ended
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.skipif(not NEWEST.is_dir(), reason="the wheel of Megatron-Core 0.19.2 is not unpacked")
+def test_another_megatron_core_takes_the_same_memory(tmp_path: Path) -> None:
+    tensor = {"tensor_parallel": 2, "arguments": "--sequence-parallel --recompute-granularity selective"}
+    stage = {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel": 2, "distributed_optimizer": True}
+    environment = os.environ | {"PYTHONPATH": f"{NEWEST}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    for folder, settings, rank, world in (
+        (dense(tmp_path / "dense"), tensor, 1, 2),
+        (experts(tmp_path / "experts"), stage, 3, 4),
+    ):
+        request = StepRequest(folder, settings, "bfloat16", rank, world, 64, rows=2)
+        installed = answer_of(run_forked(request).out)
+        words = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "megatron_rlplugin.memory.planned_step",
+            json.dumps(asdict(request)),
+        ]
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        newest = answer_of(ended.stdout)
+        print(installed.device, newest.device)
+        assert newest.parameters == installed.parameters
+        for part in ("weights", "gradients", "optimizer", "activations"):
+            assert newest.device[part] == pytest.approx(installed.device[part], rel=0.05), part
 
 
 def _other_stage(folder: str) -> int:

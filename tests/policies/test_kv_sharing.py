@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import given, strategies
 
-from orchestrator.policies.serving.kv_sharing import KvBudget, KvSharing, SharingRules, choose_victims
+from orchestrator.policies.serving.kv_sharing import KvBudget, KvSharing, SharingRules, displacement_order
 
 RULES = SharingRules(pages=100, headroom=0.2, watermark=0.25, deadline=2.0)
 
@@ -95,14 +95,10 @@ def test_rules_that_make_no_sense_name_the_field_and_the_value(field: str, value
         replace(RULES, **{field: value})
 
 
-def test_victims_are_idle_prefixes_first_then_whole_requests_from_the_lowest_priority_up() -> None:
-    idle = {"old": 3, "new": 4}
-    running = {"dear": (9.0, 5), "cheap": (1.0, 2), "cheaper and larger": (1.0, 6)}
-    assert choose_victims(0, idle, running) == ([], [])
-    assert choose_victims(3, idle, running) == (["old"], [])
-    assert choose_victims(8, idle, running) == (["old", "new"], ["cheaper and larger"])
-    assert choose_victims(14, idle, running) == (["old", "new"], ["cheaper and larger", "cheap"])
-    assert choose_victims(99, idle, running)[1] == ["cheaper and larger", "cheap", "dear"]
+def test_whole_requests_go_from_the_lowest_priority_up_and_of_one_priority_the_largest_first() -> None:
+    running = {"dear": (-9, 5), "cheap": (-1, 2), "cheaper and larger": (-1, 6), "of a user": (-99, 50)}
+    assert displacement_order(running) == ["cheaper and larger", "cheap", "dear", "of a user"]
+    assert displacement_order({}) == []
 
 
 @given(

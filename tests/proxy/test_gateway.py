@@ -399,6 +399,42 @@ def test_cancelling_the_caller_aborts_in_the_worker() -> None:
     play([worker], scenario)
 
 
+@pytest.mark.parametrize("began", [0, 1])
+def test_a_first_answer_that_may_be_stale_is_called_back_and_ends_only_if_it_is(began: int) -> None:
+    """It was sent to weights of version 0; whether its first token is of them, only the worker knows."""
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        proxy.version = proxy.states[0].version = 0
+        waiting = asyncio.ensure_future(proxy.generate(request("r", "old")))
+        await asyncio.sleep(0.02)
+        proxy.states[0].version = 1
+        young = asyncio.ensure_future(proxy.generate(request("s", "young")))
+        other = asyncio.ensure_future(proxy.generate(request("u", "other")))
+        await asyncio.sleep(0.02)
+        proxy.call_back({"old": None, "young": None}, lambda version: version < 1)
+        await asyncio.sleep(0.02)
+        assert worker.aborted == ["r"], "the others began later, or are nobody's concern"
+        worker._done.put_nowait(Completion("r", (7,), (-0.5,), ((began, 1),), "abort"))
+        await asyncio.sleep(0.02)
+        if began == 0:
+            done = await waiting
+            assert (done.finish_reason, done.token_ids, done.versions) == ("abort", (7,), ((0, 1),))
+            assert proxy.in_flight == 2
+        else:
+            assert worker.held[worker.added[-1]].token_ids[-1] == 7, "it goes on with its token, where it was"
+            proxy.call_back({"old": None}, lambda version: version < 1)
+            await asyncio.sleep(0.02)
+            assert worker.aborted == ["r"], "its first version is known now"
+            worker.answer(worker.added[-1])
+            assert (await waiting).token_ids == (7, 5, 1)
+        worker.answer("s")
+        worker.answer("u")
+        await asyncio.gather(young, other)
+
+    play([worker], scenario)
+
+
 def test_what_a_worker_gives_back_goes_on_elsewhere_with_its_tokens_and_it_rests_for_a_while() -> None:
     first, second = ScriptedWorker("a", auto=False), ScriptedWorker("b", auto=False)
 

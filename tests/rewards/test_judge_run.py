@@ -174,7 +174,7 @@ def test_a_folder_for_mps_that_is_somebody_elses_is_refused(tmp_path: Path, monk
         judge_setup.folder_of("run-001-abcd")
 
 
-def test_the_runs_own_judge_is_asked_one_at_a_time_at_its_address_with_its_token() -> None:
+def test_the_runs_own_judge_is_asked_together_at_its_address_with_its_token() -> None:
     config = load_config(None, ["task.name=nim", *OWN, "reward.concurrency=32"])
     host = JudgeHost("model", memory_mb=7, log=None)
     host._port = 4711
@@ -183,7 +183,7 @@ def test_the_runs_own_judge_is_asked_one_at_a_time_at_its_address_with_its_token
     client: Any = found._endpoint
     assert client._url == "http://127.0.0.1:4711/v1/chat/completions"
     assert client._token.header() == {"Authorization": f"Bearer {host.token}"}
-    assert client._slots._value == 1
+    assert client._slots._value == 32, "it computes them as a batch"
     assert client._patience > config.reward.judge.streamed.start_seconds
     assert not found._structured
     assert host.token not in " ".join(host.command()), "arguments are seen by all users of the machine"

@@ -102,6 +102,33 @@ def test_answers_are_the_models_whatever_is_streamed_and_several_may_ask_at_once
     served(model, memory, main)
 
 
+def test_what_waits_is_computed_as_one_batch_as_far_as_memory_goes() -> None:
+    model = judge()
+    prompts = [f"{PROMPT}{number}" for number in range(9)]
+    alone = [Letters().decode(model.generate([LETTERS.index(letter) for letter in text], 12)) for text in prompts]
+    together: list[int] = []
+    computed = model.generate_batch
+
+    def noted(questions: Any, stop: Any) -> Any:
+        together.append(len(questions))
+        return computed(questions, stop)
+
+    model.generate_batch = noted  # type: ignore[method-assign]
+    memory = model.memory.fixed + int(4 * 24 * model.memory.token) + 2 * model.memory.layer
+
+    async def main(url: str, session: aiohttp.ClientSession) -> None:
+        async def ask(text: str) -> str:
+            async with session.post(url, json=asked(text), headers=HEADERS) as response:
+                answer = await response.json()
+                return str(answer["choices"][0]["message"]["content"])
+
+        assert await asyncio.gather(*(ask(text) for text in prompts)) == alone
+
+    served(model, memory, main)
+    assert sum(together) == 9
+    assert max(together) in (2, 3, 4), "memory for four"
+
+
 def test_without_the_token_or_with_a_wrong_request_nothing_is_computed() -> None:
     model = judge()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from orchestrator.policies.serving.judge_residency import JudgeMemory, plan_resi
 from scripts.bench.papers.rollpacker_requests import pass_seconds
 from vllm_rlplugin.judge import streamed_model
 from vllm_rlplugin.judge.layer_store import ALIGN, HostLayers, ThreadMover, make_layout
-from vllm_rlplugin.judge.streamed_model import StreamedModel
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel, padded_tokens
 
 LAYERS, VOCABULARY = 6, 97
 PROMPT = [5, 17, 80, 3, 3, 41, 9]
@@ -248,3 +249,45 @@ def test_transfers_hide_behind_computation_as_far_as_they_can() -> None:
         spread_layers(judge, 0, 29)
     with pytest.raises(ValueError, match="at least one"):
         plan_residency(judge, 0, 0, 0)
+
+
+QUESTIONS = [
+    JudgeQuestion([(7 * at + 3 * number) % VOCABULARY for at in range(3 + number % 5)], 4 + number % 6, seed=number)
+    for number in range(40)
+]
+
+
+@pytest.mark.parametrize("resident", [0, 3, LAYERS])
+def test_a_batch_says_what_each_question_says_alone_and_brings_each_layer_once_a_pass_for_all(resident: int) -> None:
+    judge = StreamedModel(qwen())
+    judge.arrange(spread_layers(judge.memory, 10, resident))
+    alone = [judge.generate_batch([one], frozenset({3}))[0] for one in QUESTIONS]
+    assert len({len(said) for said in alone}) > 3, "they end at different times"
+    passes, copies = judge.counts.passes, judge.counts.copies
+    assert judge.generate_batch(QUESTIONS, frozenset({3})) == alone
+    assert judge.counts.passes - passes == max(map(len, alone))
+    assert judge.counts.copies - copies == max(map(len, alone)) * (LAYERS - resident)
+
+
+def test_sampled_answers_of_a_batch_are_each_of_its_own_seed() -> None:
+    judge = StreamedModel(qwen())
+    asked = [replace(one, temperature=1.0) for one in QUESTIONS[:8]]
+    assert judge.generate_batch(asked) == [judge.generate_batch([one])[0] for one in asked]
+
+
+def test_a_batch_has_memory_for_all_as_long_as_the_longest() -> None:
+    assert padded_tokens([JudgeQuestion([1, 2], 9), JudgeQuestion([1, 2, 3, 4], 5)]) == 2 * (4 + 9)
+
+
+def test_each_row_of_a_batch_counts_its_positions_from_its_own_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = StreamedModel(qwen())
+    seen: list[Any] = []
+    plain = judge.forward
+
+    def noted(ids: torch.Tensor, **keywords: Any) -> Any:
+        seen.append(keywords["position_ids"].tolist())
+        return plain(ids, **keywords)
+
+    monkeypatch.setattr(judge, "forward", noted)
+    judge.generate_batch([JudgeQuestion([5, 6], 3), JudgeQuestion([5, 6, 7, 8], 3)])
+    assert seen == [[[0, 0, 0, 1], [0, 1, 2, 3]], [[2], [4]], [[3], [5]]]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.api import Observation, Prompt, StepResult, Trajectory
+from orchestrator.api import ConfigError, Observation, Prompt, StepResult, Trajectory
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, load_config
 from orchestrator.policies.batching.staleness import StartGate
@@ -226,3 +226,36 @@ def test_the_count_that_the_buffer_keeps_is_what_it_holds_whatever_leaves_it_and
     for rate in (0.0, 0.03):
         simulate(config(*lively, f"run.mode={mode}", f"rollout.alpha={alpha}", f"sim.fault_rate={rate}"))
     assert not wrong
+
+
+def test_a_batch_launches_what_the_one_before_it_took_with_what_dynamic_sampling_replaced() -> None:
+    """ROSE 6: DAPO's concurrency follows from step to step; off, each batch begins with the same."""
+    lively = ["run.steps=12", "run.mode=sync_plus", "rollout.alpha=0", "rollout.dynamic_sampling=true"]
+    lively += ["rollout.group_size=2", "rollout.environments=48"]
+
+    def played(follows: bool) -> tuple[list[dict[str, float]], float]:
+        found = simulate(config(*lively, f"rollout.dynamic_concurrency={str(follows).lower()}"))
+        events = [json.loads(line) for line in found.events.decode().splitlines()]
+        waits = [event["end"] - event["start"] for event in events if event.get("stage") == "get_batch"]
+        return [event for event in events if event["kind"] == "dynamic_sampling"], sum(waits)
+
+    told, quick = played(follows=True)
+    assert [event["redundancy"] for event in told] == [
+        pytest.approx(1 + event["filtered"] / 3, abs=1e-6) for event in told
+    ]
+    assert max(event["redundancy"] for event in told) >= 2
+    fixed, slow = played(follows=False)
+    assert not [event for event in fixed if "redundancy" in event]
+    assert quick < 0.6 * slow, "replacements start at once, not one after the other"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "follows what dynamic sampling replaces"),
+        (["rollout.dynamic_sampling=true", "rollout.rounds.enabled=true"], "a round says itself how much it launches"),
+    ],
+)
+def test_concurrency_that_nothing_can_follow_is_refused(given: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.dynamic_concurrency.*{words}"):
+        config("rollout.dynamic_concurrency=true", *given)

@@ -261,5 +261,5 @@ def test_a_figure_plays_its_parts_in_their_order_and_says_sources_and_seeds(apar
     assert [one["what"] for one in result["detail"]["rows"]] == ["row 2", "row 1"]
     assert list(result["detail"]["found"]) == ["b", "a"]
     assert (result["detail"]["seeds"], result["detail"]["nonce"]) == ([0, 1], "n")
-    assert set(result["source"]) == {"commit", "clean"}
+    assert set(result["source"]) == {"commit", "clean", "sources"}
     assert figure.run(quick=True, nonce="")["detail"]["seeds"] == [0]

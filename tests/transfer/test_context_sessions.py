@@ -161,7 +161,7 @@ def changed(place: int, value: Any) -> bytes:
         (b"\x01\x00\x00\x00\xc1", "no msgpack"),
         (with_header([], b""), "the fields"),
         (with_header({"turns": []}, b""), "the fields"),
-        (with_header({"turns": [[]], "ended": []}, b""), "13 fields"),
+        (with_header({"turns": [[]], "ended": []}, b""), "14 fields"),
         (with_header({"turns": [None] * 1025, "ended": []}, b""), "at most 1024"),
         (with_header({"turns": [], "ended": [""]}, b""), "ended: is empty"),
         (with_header({"turns": [], "ended": []}, b"more"), "behind the last turn"),
@@ -180,6 +180,7 @@ def changed(place: int, value: Any) -> bytes:
         (changed(11, 3), "fewer are there"),
         (changed(11, 1), "behind the last turn"),
         (changed(12, b"short"), "turns.0.digest"),
+        (changed(13, -1), "turns.0.experts_from"),
     ],
 )
 def test_a_malformed_message_is_one_error_that_names_the_field(data: bytes, field: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,7 @@ def cases() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Old and new words: all densities, sizes around the edges of vectors, chunks and segments, steps small and large."""
     random = np.random.default_rng(0)
     for count in (0, 1, 31, 63, 64, 65, 4095, 4096, 4097, 20_000):
-        for density in (0.0, 0.002, 0.05, 0.5, 1.0):
+        for density in (0.0, 0.002, 0.05, 0.12, 0.5, 1.0):
             for spread in (1, 3, 200, 40_000):
                 old = random.integers(0, 1 << 16, count).astype(np.uint16)
                 steps = random.integers(-spread, spread + 1, count).astype(np.int16)
@@ -136,6 +137,22 @@ def test_a_damaged_segment_ends_the_call_after_the_whole_ones_before_it(at_level
     assert applied.segments == 1
     assert isinstance(applied.error, CorruptWeightsError)
     assert np.array_equal(base, np.r_[new[: 1 << 12], old[1 << 12 :]])
+
+
+def test_positions_that_wrap_are_refused(at_level: NativeCodec) -> None:
+    """Eight are summed in 32 bits at once: one far gap, and many short ones, that come round to small numbers again."""
+
+    def segment(low: bytes, unary: bytes, count: int) -> np.ndarray:
+        header = struct.pack("<4I2BH", count, len(unary), 1, 0, 14, 1, 0)  # k 14; constant steps
+        return np.frombuffer(header + low + unary + b"\x01", np.uint8)
+
+    far = bytes(1 << 15) + b"\xff"  # 2^18 zeros, each worth 2^14 words, and eight ones
+    many = (1 << 18) + 8  # of 2^14 words each
+    for data in (segment(bytes(14), far, 8), segment(b"\xff" * (many * 14 // 8), b"\xff" * (many // 8), many)):
+        with pytest.raises(CorruptWeightsError, match="format"):
+            at_level.sparse_decode(data, 1 << 24)
+        with pytest.raises(CorruptWeightsError, match="format"):
+            REFERENCE.sparse_decode(data, 1 << 24)
 
 
 def test_both_write_the_same_change_whatever_the_threads(library: NativeCodec) -> None:

@@ -135,6 +135,31 @@ def test_buckets_come_while_the_version_is_still_pushed(far: Far) -> None:
     assert reader.past_cache() == ""
 
 
+def test_the_next_bucket_is_on_its_way_while_one_is_verified(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, checked, meanwhile = far.subscriber(), threading.Event(), threading.Event()
+    whole_one, transfer = site_cache.is_whole, site_cache._Pull._transfer
+    begun: list[str] = []
+
+    def verify(buffer: Any) -> bool:
+        if not checked.is_set():  # the first one
+            checked.set()
+            meanwhile.wait(10)
+        return whole_one(buffer)
+
+    def carry(pull: Any, key: str, buffer: Any) -> Any:
+        begun.append(key)
+        if checked.is_set():
+            meanwhile.set()
+        return transfer(pull, key, buffer)
+
+    monkeypatch.setattr(site_cache, "is_whole", verify)
+    monkeypatch.setattr(site_cache._Pull, "_transfer", carry)
+    far.publish(1)
+    assert read(reader, 1) == whole(far.model)
+    assert meanwhile.is_set()
+    assert len(begun) == len(set(begun))
+
+
 def test_a_difference_is_fetched_and_the_snapshot_beside_it_only_for_who_comes_late(far: Far) -> None:
     holder = HostedWeights(far.subscriber(), None, DeltaCodec())
     far.publish(0)

@@ -4,14 +4,15 @@
 
 `[reward.judge] path` starts it as a child of a run (:mod:`orchestrator.rewards.host_launch`); by hand it serves several.
 ``POST /v1/chat/completions`` (messages, max_tokens, temperature, seed) and ``GET /health``; what `[reward.judge]` asks for with
-``structured = false``. Before each request the number of resident layers is chosen from the length of its sequence and the
+``structured = false``. Before each batch the number of resident layers is chosen from the length of its sequences and the
 memory left; under MPS it is started with the environment of :class:`orchestrator.ops.mps.MpsControl`.
 
 Guarantees: loopback unless ``--host`` says otherwise, and then TLS unless ``--allow-plain-http`` says so; every
-request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without one it does not start; one request computes at a
-time, the others wait; a sequence that does not fit is status 413, a request that is none 400, and both leave the judge
-as it was. When it answers it prints ``{"port": P}``; with ``--die-with-stdin`` it ends when its standard input does,
-so that it never outlives the process that holds the other end.
+request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without one it does not start; what waits when the model
+is free is computed as one batch, as far as there is memory for it; a sequence that does not fit is status 413, a
+request that is none 400, and both leave the judge as it was. When it answers it prints ``{"port": P}``; with
+``--die-with-stdin`` it ends when its standard input does, so that it never outlives the process that holds the other
+end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import asyncio
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,24 @@ from orchestrator.api.listener_limits import (
     read_body,
     serve_until_told,
 )
-from vllm_rlplugin.judge.streamed_model import StreamedModel
+from orchestrator.policies.serving.judge_residency import BATCH
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel, padded_tokens
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
 LIMITS = LISTENERS["judge"]
-MOST_WAITING = 256  # requests; one computes
+MOST_WAITING = 256  # requests
 MOST_MESSAGES = 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _NoRoom(Exception):
+    """A sequence does not fit into the memory that there is."""
+
+
+@dataclass(eq=False)
+class _Asked:
+    question: JudgeQuestion
+    answer: list[int] | None = None
 
 
 class JudgeServer:
@@ -59,6 +72,7 @@ class JudgeServer:
         self._memory = memory
         self._busy, self._reading = asyncio.Lock(), asyncio.Lock()  # a tokenizer is one thread's at a time
         self._count = self._waiting = 0
+        self._unanswered: list[_Asked] = []
 
     def app(self) -> web.Application:
         """To be served."""
@@ -104,14 +118,10 @@ class JudgeServer:
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             return _refuse(400, str(error)[:500])
         stop = frozenset({self._tokenizer.eos_token_id} - {None})
-        async with self._busy:
-            try:
-                self._model.fit(len(prompt) + most, self._memory())
-            except ValueError as error:
-                return _refuse(413, str(error))
-            found = await asyncio.to_thread(
-                self._model.generate, prompt, most, stop=stop, temperature=temperature, seed=seed
-            )
+        try:
+            found = await self._generated(JudgeQuestion(tuple(prompt), most, temperature, seed), stop)
+        except _NoRoom as error:
+            return _refuse(413, str(error))
         self._count += 1
         ended = bool(found) and found[-1] in stop
         text = self._tokenizer.decode(found[:-1] if ended else found)
@@ -128,6 +138,39 @@ class JudgeServer:
         answer = {"id": f"judge-{self._count}", "object": "chat.completion", "model": self._name}
         kept = {"layers": self._model.residency.layers, "resident": self._model.residency.resident}
         return web.json_response({**answer, "choices": [choice], "usage": usage, "residency": kept})
+
+    async def _generated(self, question: JudgeQuestion, stop: frozenset[int]) -> list[int]:
+        """Its answer. Whoever comes to the model first computes what waits with its own. Raises _NoRoom."""
+        mine = _Asked(question)
+        self._unanswered.append(mine)
+        try:
+            async with self._busy:
+                if mine.answer is None:
+                    batch = self._batch(mine)
+                    questions = [one.question for one in batch]
+                    answers = await asyncio.to_thread(self._model.generate_batch, questions, stop)
+                    for one, answer in zip(batch, answers, strict=True):
+                        one.answer = answer
+                    self._unanswered = [one for one in self._unanswered if one.answer is None]
+        finally:
+            self._unanswered = [one for one in self._unanswered if one is not mine]
+        assert mine.answer is not None
+        return mine.answer
+
+    def _batch(self, first: _Asked) -> list[_Asked]:
+        """With ``first`` those whose prompts are about as long, as many as there is memory for, which is arranged."""
+        length = len(first.question.prompt)
+        alike = [one for one in self._unanswered if one is not first and _about(length, len(one.question.prompt))]
+        batch, memory = [first, *alike][:BATCH], self._memory()
+        while True:
+            try:
+                self._model.fit(padded_tokens([one.question for one in batch]), memory)
+            except ValueError as error:
+                if len(batch) == 1:
+                    raise _NoRoom(str(error)) from error
+                batch = batch[: len(batch) // 2]
+            else:
+                return batch
 
     def _read(self, body: Mapping[str, Any]) -> tuple[list[int], int, float, int]:
         """Raises ValueError, TypeError or LookupError for what is no request of ours."""
@@ -152,6 +195,11 @@ class JudgeServer:
         if len(prompt) + most > room:
             raise ValueError(f"{len(prompt)} + {most} tokens are more than the model's {room}")
         return prompt, most, temperature, int(body.get("seed") or 0)
+
+
+def _about(one: int, other: int) -> bool:
+    """Whether padding the shorter to the longer is worth the layers that are not brought twice."""
+    return max(one, other) <= 2 * min(one, other) + 64
 
 
 def memory_left(model: StreamedModel, given: int) -> Callable[[], int]:

@@ -4,6 +4,9 @@ Guarantees: what it computes is bit for bit what the same model computes fully r
 ``buffers`` layers beside the resident ones are on the device at a time; the number of resident layers changes between two
 forward passes only, by :meth:`StreamedModel.arrange`, or by :meth:`StreamedModel.fit` from sequence length and memory left.
 
+Several questions are computed as one batch, padded on the left: a layer is brought once for all. The arithmetic of a batch is not
+that of one row to the last bit, so that answers are those of one at a time but where two words are as likely to seven digits.
+
 The model is stock: each decoder layer's parameters point into a buffer from just before its forward to just after, by hooks.
 The next streamed layers are being copied meanwhile, those of the next pass too (decode steps follow one another).
 One forward pass at a time; inference only.
@@ -11,7 +14,7 @@ One forward pass at a time; inference only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,21 @@ class StreamCounts:
     passes: int = 0
     copies: int = 0  # layers that were brought
     bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeQuestion:
+    """``prompt``: ids; at most ``max_tokens`` of answer; ``temperature`` 0: the most likely ones, ``seed``: of the others."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def padded_tokens(questions: Sequence[JudgeQuestion]) -> int:
+    """That a batch has memory for: all are as long as the longest."""
+    return len(questions) * (max(len(one.prompt) for one in questions) + max(one.max_tokens for one in questions))
 
 
 class StreamedModel:
@@ -133,22 +151,39 @@ class StreamedModel:
         seed: int = 0,
     ) -> list[int]:
         """The ids that follow a prompt, the stop id included. ``temperature`` 0: the most likely ones."""
-        chance = torch.Generator().manual_seed(seed)
-        found: list[int] = []
-        cache: Any = None
-        ids = torch.tensor([prompt])
-        while len(found) < max_tokens:
-            answer = self.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, logits = answer.past_key_values, answer.logits[0, -1].float().cpu()
-            if temperature > 0:
-                token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=chance))
-            else:
-                token = int(logits.argmax())
-            found.append(token)
-            if token in stop:
-                break
-            ids = torch.tensor([[token]])
-        return found
+        return self.generate_batch([JudgeQuestion(prompt, max_tokens, temperature, seed)], stop)[0]
+
+    def generate_batch(self, questions: Sequence[JudgeQuestion], stop: frozenset[int] = frozenset()) -> list[list[int]]:
+        """The same of several, in order: each layer is brought once a pass for all of them. Who has ended leaves the batch."""
+        longest = max(len(one.prompt) for one in questions)
+        pads = [longest - len(one.prompt) for one in questions]
+        ids = torch.tensor([[0] * pad + list(one.prompt) for pad, one in zip(pads, questions, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads], device=self.device)
+        chances = [torch.Generator().manual_seed(one.seed) for one in questions]
+        found: list[list[int]] = [[] for _ in questions]
+        under_way, cache = list(range(len(questions))), None
+        while True:
+            places: dict[str, Any] = {}
+            if any(pads):  # else as stock computes without a mask
+                positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                places = {"attention_mask": mask, "position_ids": positions}
+            answer = self.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **places)
+            cache, logits = answer.past_key_values, answer.logits[:, -1].float().cpu()
+            rows = []
+            for row, index in enumerate(under_way):
+                token = _choose_token(logits[row], questions[index].temperature, chances[index])
+                found[index].append(token)
+                if token not in stop and len(found[index]) < questions[index].max_tokens:
+                    rows.append(row)
+            if not rows:
+                return found
+            if len(rows) < len(under_way):
+                under_way = [under_way[row] for row in rows]
+                kept = torch.tensor(rows, device=self.device)
+                cache.batch_select_indices(kept)
+                mask = mask[kept]
+            ids = torch.tensor([found[index][-1:] for index in under_way])
+            mask = torch.cat([mask, mask.new_ones(len(under_way), 1)], -1)
 
     def close(self) -> None:
         """Free the buffers. The model cannot run any more."""
@@ -190,3 +225,9 @@ class StreamedModel:
             parameter.data = (
                 torch.empty(0, dtype=parameter.dtype, device=self.device) if flat is None else slots[name].view(flat)
             )
+
+
+def _choose_token(logits: torch.Tensor, temperature: float, chance: torch.Generator) -> int:
+    if temperature > 0:
+        return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=chance))
+    return int(logits.argmax())

@@ -45,6 +45,7 @@ from orchestrator.api import (
 )
 from orchestrator.hooks.tested_versions import VLLM, check_version
 from orchestrator.settings.engine_settings import EngineSettings
+from orchestrator.transfer.turns.routed_experts import pack_experts
 from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
@@ -94,6 +95,7 @@ class _Active:
     internal_id: str
     core: Any
     added_at: float
+    experts_from: int = 0  # the first token whose routed experts are returned
     started_at: float | None = None  # when its first engine step began
     first_at: float | None = None  # when its first token was there
 
@@ -175,6 +177,7 @@ class InprocessEngine:
             skip_clone=True,  # nothing below the first level is ever changed
         )
         self._params: dict[Sampling, Any] = {}
+        self._routed = bool(options.passed_on.get("enable_return_routed_experts"))
         self._active: dict[str, _Active] = {}
         self._silent: dict[str, _Active] = {}  # those without a token
         self._stepped_at = 0.0  # when the latest engine step ended
@@ -204,14 +207,14 @@ class InprocessEngine:
             internal_id = self._llm.add_request(
                 request.request_id,
                 self._tokens_input(self._check_tokens(request.token_ids)),
-                self._make_params(request.sampling),
+                self._make_params(request.sampling, request.experts_from if self._routed else 0),
                 arrival_time=added_at,
                 priority=request.priority,
                 session_id=request.trajectory_id,
             )
         except self._refusals as error:
             return Completion(request.request_id, (), (), (), "error", error=str(error) or type(error).__name__)
-        active = _Active(internal_id, self._scheduler.requests[internal_id], added_at)
+        active = _Active(internal_id, self._scheduler.requests[internal_id], added_at, request.experts_from)
         self._active[request.request_id] = self._silent[request.request_id] = active
         return None
 
@@ -421,8 +424,8 @@ class InprocessEngine:
             raise ValueError(f"token ids must lie in [0, {self._vocabulary})")
         return tokens.to_list()
 
-    def _make_params(self, sampling: Sampling) -> Any:
-        params = self._params.get(sampling)
+    def _make_params(self, sampling: Sampling, experts_from: int) -> Any:
+        params = self._params.get(sampling) if not experts_from else None
         if params is None:
             params = self._sampling_params(
                 max_tokens=sampling.max_tokens,
@@ -430,8 +433,9 @@ class InprocessEngine:
                 top_p=sampling.top_p,
                 stop_token_ids=list(sampling.stop_token_ids),
                 seed=sampling.seed,
+                **({"routed_experts_prompt_start": experts_from} if experts_from else {}),
             )
-            if sampling.seed is None:  # seeded ones are as many as requests
+            if sampling.seed is None and not experts_from:  # others are as many as requests
                 if len(self._params) >= CACHED_SAMPLINGS:
                     self._params.clear()
                 self._params[sampling] = params
@@ -461,6 +465,7 @@ class InprocessEngine:
             result.finish_reason,
             self._timing(active, len(result.token_ids), now),
             error="" if result.finish_reason != "error" else "vLLM ended the request with an error",
+            experts=pack_experts(result.routed_experts, active.experts_from),
         )
 
     def _timing(self, active: _Active, tokens: int, now: float) -> CompletionTiming:

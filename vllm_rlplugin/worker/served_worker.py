@@ -37,6 +37,7 @@ from orchestrator.api import (
     WorkerStats,
     merge_spans,
 )
+from orchestrator.transfer.turns.routed_experts import pack_experts
 from vllm_rlplugin.worker.cache_salt import make_salt
 from vllm_rlplugin.worker.live_engine import EngineClient, LiveEngine
 from vllm_rlplugin.worker.request_book import RequestBook, UnfinishedRequest
@@ -96,7 +97,7 @@ def make_engine_request(request: GenerationRequest, salt: str | None, arrival: f
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    sampling = request.sampling
+    sampling, routed = request.sampling, request.experts_from
     params = SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -108,6 +109,7 @@ def make_engine_request(request: GenerationRequest, salt: str | None, arrival: f
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **({"routed_experts_prompt_start": routed} if routed else {}),
     )
     prompt = tokens_input(list(request.token_ids), cache_salt=salt)
     prompt["arrival_time"] = arrival  # orders requests of one priority
@@ -426,6 +428,7 @@ class ServedWorker:
             result.finish_reason,
             make_timing(flight.entry.added_at, flight.fed_at, output.metrics, len(tokens), now),
             error="" if result.finish_reason != "error" else "vLLM ended the request with an error",
+            experts=pack_experts(getattr(result, "routed_experts", None), flight.entry.request.experts_from),
         )
 
     def _finish(self, request_id: str, completion: Completion) -> None:

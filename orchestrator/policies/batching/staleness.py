@@ -8,7 +8,7 @@ previous one still trains, the lag when it is trained can be one more; both are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,12 @@ class StartGate:
             batches = min(batches, self.batches)
         bound = min(max(0, batches) * math.ceil(self.batch * self.redundancy), self.capacity)
         return bound if self.limit is None else min(bound, self.limit)
+
+    def following(self, launched: float, groups: int, filtered: int) -> StartGate:
+        """The gate of the batch after one for which ``filtered`` groups had to be replaced, beside the ``groups`` that it has: so
+        many more are launched at once, where ``launched`` over needed are when none is (ROSE 6, of DAPO). Those that will be
+        filtered are never trained, so that as many batches are on their way as before; ``environments`` and ``limit`` hold."""
+        return replace(self, redundancy=launched * (groups + filtered) / groups)
 
     def may_start(self, group_size: int, in_flight: int, waiting: int, lead: int) -> bool:
         """Whether a whole group may start, given trajectories in flight and those finished but not yet in training."""

@@ -33,7 +33,6 @@ MODES: tuple[Mode, ...] = ("dual", "ttft", "tpot", "none")
 CHUNK = 512  # tokens of a rollout's prefill at a time (ROSE 4.1)
 GUARD_MOST = 0.05  # seconds
 STALE_SECONDS = 0.1
-STALL_SECONDS = 2.0  # without progress, after which a rollout is dropped here (ROSE 4.1)
 PROMPTS = 64  # of the latest ones, by which one that arrives is judged
 
 

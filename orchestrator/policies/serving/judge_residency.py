@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BUFFERS = 2  # one is computed with while the other is filled
+BATCH = 64  # questions that are computed together at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ Pure: pages in, decisions out; ``now`` in seconds of any monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -137,23 +138,8 @@ class KvSharing:
         return serving > self.rules.pages - budget - headroom + int(self.rules.watermark * headroom)
 
 
-def choose_victims(
-    pages: int, idle: dict[str, int], running: dict[str, tuple[float, int]]
-) -> tuple[list[str], list[str]]:
-    """What a rollout engine gives up to free so many pages: (prefixes nobody is running on, requests to abort).
-
-    ``idle``: prefix -> pages, least recently used first. ``running``: request -> (priority, pages); lower priorities go first.
-    Whole requests (ROSE 4.1): as few as are needed. Together they free less only where there is no more.
-    """
-    prefixes, requests = [], []
-    for name, count in idle.items():
-        if pages <= 0:
-            break
-        prefixes.append(name)
-        pages -= count
-    for name, (_, count) in sorted(running.items(), key=lambda item: (item[1][0], -item[1][1], item[0])):
-        if pages <= 0:
-            break
-        requests.append(name)
-        pages -= count
-    return prefixes, requests
+def displacement_order(running: Mapping[str, tuple[int, int]]) -> list[str]:
+    """In which order a rollout engine gives up whole requests (ROSE 4.1) when unused prefixes are not enough: the lowest priority
+    first, of these the one with the most pages, so that as few as needed go. ``running``: request -> (vLLM's priority, where the
+    lower number goes first; pages)."""
+    return sorted(running, key=lambda name: (-running[name][0], -running[name][1], name))

@@ -3,21 +3,23 @@
 Guarantees: its steps take device time only, which is a share of the loop's time while a serving engine computes on the device
 too; a leap over many steps is stretched when that share changes, and ends where it would have ended step by step. What it holds
 beyond its budget it gives up at once, unused prefixes first, then whole requests, which go on elsewhere with their tokens. What
-made no progress for two seconds goes on elsewhere, too. A prefix that nobody uses goes when its lease is over. Away, it is a
-server that does not answer. It takes weights from the relay, as a served worker does, never by the collective.
+makes no progress goes on elsewhere, too; both by the policies of the engines. A prefix that nobody uses goes when its lease
+is over. Away, it is a server that does not answer. It takes weights from the relay, as a served worker does, never by the
+collective.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from orchestrator.api import RetryableError, UpdateResult, WorkerStats
-from orchestrator.policies.serving.admission import CHUNK, STALL_SECONDS
-from orchestrator.policies.serving.kv_sharing import choose_victims
+from orchestrator.policies.serving.admission import CHUNK
+from orchestrator.policies.serving.kv_sharing import displacement_order
+from orchestrator.policies.serving.progress_watch import ProgressWatch
 from orchestrator.sim.coserving.serving_engine import NEVER, PAGE, RolloutDemand, ServingEngine
 from orchestrator.sim.cost_model import CHUNK_TOKENS, seconds_of, steps_in
 from orchestrator.sim.simulated_worker import SimWorker
@@ -37,8 +39,8 @@ class BorrowedSimWorker(SimWorker):
         self, *arguments: Any, lease: float, activation: float, start: float, kv_bytes: float, grain: int, **more: Any
     ) -> None:
         self._share, self._wall, self._spent = 1.0, 0.0, 0.0
-        self._stall: asyncio.TimerHandle | None = None
-        self._waits: asyncio.TimerHandle | None = None
+        self._watch = ProgressWatch()
+        self._look: asyncio.TimerHandle | None = None  # at those that may have stalled
         self._lease, self._activation = lease, activation
         self._kv_bytes, self._grain = kv_bytes, grain
         self._since: dict[str, int] = {}  # trajectory -> which of all prefixes its own is
@@ -75,13 +77,30 @@ class BorrowedSimWorker(SimWorker):
         self._watch_progress()
 
     def _watch_progress(self) -> None:
-        """Two seconds without a step, and all goes on elsewhere."""
+        """Note who stands from now on; look again when the first of them may have stalled."""
+        loop = asyncio.get_running_loop()
+        self._watch.note(loop.time(), self._standing())
+        if self._look is None and (due := self._watch.due) < math.inf:
+            self._look = loop.call_at(due, self._looked)
+
+    def _looked(self) -> None:
+        """What stood for too long goes on elsewhere."""
+        self._look = None
+        if self._dead:
+            return
+        names = self._watch.stalled(asyncio.get_running_loop().time(), self._standing())
+        self._hand_back(names)
+        if names and self._leap is None and not self._suspended:
+            self._begin_leap()  # what came meanwhile
+        self._watch_progress()
+
+    def _standing(self) -> dict[str, float]:
+        """Requests of which nothing is computed, with their tokens: all where serving has the device, else those that wait."""
+        if self._suspended:
+            return {}
         stands = self._share <= NEVER and self._leap is not None
-        if stands and self._stall is None:
-            self._stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stalled)
-        elif not stands and self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        found = self._unfinished() if stands else self._batch.waiting()
+        return {one.request.request_id: one.made for one in found if not one.done}
 
     def demand(self) -> RolloutDemand | None:
         """See :class:`~orchestrator.sim.coserving.serving_engine.RolloutTenant`."""
@@ -126,10 +145,13 @@ class BorrowedSimWorker(SimWorker):
         self._batch.resize(self._room)
         if (excess := self._batch.context - self._room) > 0:
             self._batch.book_tokens()
-            running = {name: (-float(one.request.priority), one.context) for name, one in self._batch.running.items()}
-            for name in choose_victims(excess, {}, running)[1]:
+            running = {name: (one.request.priority, one.context) for name, one in self._batch.running.items()}
+            for name in displacement_order(running):
+                if excess <= 0:
+                    break
+                excess -= running[name][1]
                 self.handed_back += 1
-                self._give_up(self._batch.running[name].request.request_id)
+                self._give_up(name)
 
     def _give_up(self, request_id: str) -> None:
         sequence = self._known.get(request_id)
@@ -168,8 +190,6 @@ class BorrowedSimWorker(SimWorker):
     def _begin_leap(self) -> None:
         super()._begin_leap()
         self._watch_progress()
-        if self._waits is None and self._batch.waiting():
-            self._waits = asyncio.get_running_loop().call_later(STALL_SECONDS, self._impatient)
         if self.engine is not None:
             self.engine.refresh()
 
@@ -179,43 +199,36 @@ class BorrowedSimWorker(SimWorker):
             self.engine.refresh()
         self._watch_progress()
 
-    def _impatient(self) -> None:
-        """What has waited too long for room goes on elsewhere."""
-        self._waits = None
-        if self._dead or self._suspended:
-            return
-        now, left = asyncio.get_running_loop().time(), False
-        for sequence in self._batch.waiting():
-            if now - sequence.arrived >= STALL_SECONDS - _LITTLE:
-                self.handed_back += 1
-                self._finish(sequence, "abort")
-            else:
-                left = True
-        if left:
-            self._waits = asyncio.get_running_loop().call_later(STALL_SECONDS, self._impatient)
-
-    def _stalled(self) -> None:
-        self._stall = None
-        if not self._dead:
-            self.hand_back()
-
     def hand_back(self) -> None:
         """Everything goes on elsewhere, with the tokens that are made."""
-        if self._leap is not None:
-            self._leap.cancel()
-            self._leap = None
-            elapsed = self._clock() - self._leap_start
-            done = steps_in(elapsed, self._leap_first, self._leap_growth) - 1 if elapsed > 0 else 0
-            done = min(done, self._leap_steps - 1)
-            if done > 0:
-                self._batch.advance(done)
-                self.busy_seconds += seconds_of(done, self._leap_first, self._leap_growth)
-        self._aborting.clear()
-        for sequence in list(self._unfinished()):
+        self._hand_back([one.request.request_id for one in self._unfinished()])
+
+    def _hand_back(self, names: Sequence[str]) -> None:
+        """These do; who runs stands together, so that none that runs is left."""
+        running = not self._batch.running.keys().isdisjoint(names)
+        if running:
+            self._break_leap()
+        gone = dict.fromkeys([*names, *(one.request.request_id for one in self._aborting if running)])
+        for sequence in [one for one in self._unfinished() if one.request.request_id in gone]:
             if not sequence.done:
                 self.handed_back += 1
                 self._finish(sequence, "abort")
-        self._end_step()
+        if running:
+            self._aborting.clear()
+            self._end_step()
+
+    def _break_leap(self) -> None:
+        """It ends here, with the steps that are over."""
+        if self._leap is None:
+            return
+        self._leap.cancel()
+        self._leap = None
+        elapsed = self._clock() - self._leap_start
+        done = steps_in(elapsed, self._leap_first, self._leap_growth) - 1 if elapsed > 0 else 0
+        done = min(done, self._leap_steps - 1)
+        if done > 0:
+            self._batch.advance(done)
+            self.busy_seconds += seconds_of(done, self._leap_first, self._leap_growth)
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -288,9 +301,9 @@ class BorrowedSimWorker(SimWorker):
 
     def die(self) -> None:
         """See there."""
-        for timer in (self._stall, self._waits):
-            if timer is not None:
-                timer.cancel()
-        self._stall = self._waits = None
+        if self._look is not None:
+            self._look.cancel()
+        self._look = None
+        self._watch.clear()
         self._left = False
         super().die()

@@ -5,7 +5,8 @@ another form is one error, found before anything of it is used, and costs no mor
 :func:`decode_completions`, CommandError ``invalid_request`` of :func:`decode_turns`, which names the field.
 
 Both forms: four bytes with the header's length, the header, token ids as int32 one record after another, and of completions
-their log-probs as float64; all little-endian. Requests are rows of :class:`SentTurn`, completions of :class:`Completion`.
+their log-probs as float64, then their routed experts; all little-endian. Requests are rows of :class:`SentTurn`, completions
+of :class:`Completion`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from orchestrator.api import CommandError, Completion, CompletionTiming, GenerationRequest, Sampling, TokenSequence
+from orchestrator.api import (
+    CommandError,
+    Completion,
+    CompletionTiming,
+    GenerationRequest,
+    RoutedExperts,
+    Sampling,
+    TokenSequence,
+)
 from orchestrator.api import http as wire
 from orchestrator.api.tokens import DIGEST_BYTES, TOKEN_BYTES
 
 LOGPROB_BYTES = 8
 _LENGTH = struct.Struct("<I")
 _INT64 = 1 << 63
-_ROW, _SAMPLING, _COMPLETION = 13, 5, 6  # fields
+_ROW, _SAMPLING, _COMPLETION, _EXPERTS = 14, 5, 7, 5  # fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ def encode_turns(
                 b"" if base is None else base.digest,
                 len(context) - have,
                 context.digest,
+                request.experts_from,
             )
         )
         tokens.append(context.bytes_after(have))
@@ -108,7 +118,22 @@ def decode_turns(data: bytes) -> TurnMessage:
 
 
 def _turn(row: Sequence[Any], new: TokenSequence) -> SentTurn:
-    request_id, trajectory, turn, sampled, task, priority, predicted, deadline, group, base, before, count, after = row
+    (
+        request_id,
+        trajectory,
+        turn,
+        sampled,
+        task,
+        priority,
+        predicted,
+        deadline,
+        group,
+        base,
+        before,
+        count,
+        after,
+        routed,
+    ) = row
     heat = _row(sampled, _SAMPLING, "sampling")
     whole = _whole(base, 0, wire.MAX_PROMPT_TOKENS - count, "base")
     if type(before) is not bytes or len(before) != (DIGEST_BYTES if whole else 0):
@@ -135,15 +160,16 @@ def _turn(row: Sequence[Any], new: TokenSequence) -> SentTurn:
         None if predicted is None else _whole(predicted, 0, _INT64 - 1, "predicted_tokens"),
         None if deadline is None else _number(deadline, -_LARGEST, _LARGEST, "deadline"),
         _text(group, "group_id"),
+        _whole(routed, 0, wire.MAX_PROMPT_TOKENS, "experts_from"),
     )
     return SentTurn(request, whole, before, after)
 
 
 def encode_completions(number: int, completions: Sequence[Completion]) -> bytes:
     """A batch of them, and its number."""
-    rows, tokens, logprobs = [], [], []
+    rows, tokens, logprobs, experts = [], [], [], []
     for item in completions:
-        timing = item.timing
+        timing, chosen = item.timing, item.experts
         rows.append(
             (
                 item.request_id,
@@ -152,11 +178,13 @@ def encode_completions(number: int, completions: Sequence[Completion]) -> bytes:
                 item.finish_reason,
                 (timing.queued, timing.running, timing.first_token, timing.per_token),
                 item.error[: wire.MAX_ERROR_LENGTH],
+                chosen and (chosen.first, chosen.layers, chosen.choices, chosen.width, len(chosen.data)),
             )
         )
+        experts.append(chosen.data if chosen else b"")
         tokens.append(np.asarray(item.token_ids, "<i4").tobytes())
         logprobs.append(np.asarray(item.logprobs, "<f8").tobytes())
-    return _message({"sequence": number, "completions": rows}, tokens, logprobs)
+    return _message({"sequence": number, "completions": rows}, tokens, logprobs, experts)
 
 
 def decode_completions(data: bytes) -> tuple[int, list[Completion]]:
@@ -167,23 +195,45 @@ def decode_completions(data: bytes) -> tuple[int, list[Completion]]:
     rows = _list(header["completions"], wire.MAX_COMPLETIONS, "completions")
     counts = [_whole(_row(row, _COMPLETION, "a completion")[1], 0, len(data), "count") for row in rows]
     total = sum(counts)
-    if len(data) - place != total * (TOKEN_BYTES + LOGPROB_BYTES):
-        raise ValueError(f"{len(data) - place} bytes are there, not those of {total} tokens")
+    routed = place + total * (TOKEN_BYTES + LOGPROB_BYTES)
+    chosen = [_experts(row[6], routed, len(data)) for row in rows]
+    if len(data) != routed + sum(form[4] for form in chosen if form):
+        raise ValueError(f"{len(data) - place} bytes are there, not those of {total} tokens and their experts")
     tokens: list[int] = np.frombuffer(data, "<i4", total, place).tolist()
     values = np.frombuffer(data, "<f8", total, place + TOKEN_BYTES * total)
     if not np.isfinite(values).all():
         raise ValueError("a log-prob is not finite")
     logprobs: list[float] = values.tolist()
     found, begin = [], 0
-    for row, count in zip(rows, counts, strict=True):
-        end = begin + count
-        found.append(_completion(row, tuple(tokens[begin:end]), tuple(logprobs[begin:end])))
+    for row, count, form in zip(rows, counts, chosen, strict=True):
+        end, experts = begin + count, None
+        if form:
+            experts = RoutedExperts(*form[:4], data[routed : routed + form[4]])
+            routed += form[4]
+        found.append(_completion(row, tuple(tokens[begin:end]), tuple(logprobs[begin:end]), experts))
         begin = end
     return number, found
 
 
-def _completion(row: Sequence[Any], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
-    name, count, versions, reason, timing, error = row
+def _experts(form: Any, place: int, size: int) -> tuple[int, int, int, int, int] | None:
+    """(first token, layers, choices, bytes of a number, bytes), which fit a message of ``size`` bytes from ``place`` on."""
+    if form is None:
+        return None
+    first, layers, choices, width, length = (
+        _whole(value, 0, _INT64 - 1, "experts") for value in _row(form, _EXPERTS, "experts")
+    )
+    stride = layers * choices * width
+    if width not in (1, 2) or not stride or not 0 < length <= size - place or length % stride:
+        raise ValueError(f"experts: {length} bytes of {layers} layers, {choices} choices of {width} bytes")
+    if first > wire.MAX_PROMPT_TOKENS:
+        raise ValueError(f"experts: of token {first} on")
+    return first, layers, choices, width, length
+
+
+def _completion(
+    row: Sequence[Any], tokens: tuple[int, ...], logprobs: tuple[float, ...], experts: RoutedExperts | None
+) -> Completion:
+    name, count, versions, reason, timing, error, _ = row
     spans = []
     for span in _list(versions, max(1, count), "versions"):
         version, made = _row(span, 2, "a version's span")
@@ -199,6 +249,7 @@ def _completion(row: Sequence[Any], tokens: tuple[int, ...], logprobs: tuple[flo
         _text(reason, "finish_reason"),
         CompletionTiming(*times),
         _text(error, "error", wire.MAX_ERROR_LENGTH),
+        experts,
     )
 
 

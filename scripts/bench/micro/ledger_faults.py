@@ -89,6 +89,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     fitting = [name for name in coordination_modes.MODES if not coordination_modes.alpha_conflict(name, alpha)]
     steps, workers = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
     more = random_stream(seed, "shape", "tasks, pools, tools, contexts")
+    worlds = random_stream(seed, "shape", "templates, timeouts")
     members = more.choice((1.0, 1.0, 1.5))
     environments = math.ceil(size * members) * rng.choice((1, 2, 6))
     redundant_groups = rng.choice((1.0, 1.0, 1.5))
@@ -105,6 +106,8 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     cut = "planner" in lengths or "degrees" in lengths.get("placement", {})
     if cut:
         workers = 4 if workers > 1 or "start" in lengths.get("placement", {}).get("degrees", {}) else 2
+    if mode != "sync" and "prediction" not in lengths:
+        lengths["shards"] = min(environments, random_stream(seed, "shape", "shards").choice((1, 1, 2, 3)))
     if rounds["enabled"]:
         steps, environments, redundant_groups, members = steps + 1, max(environments, 2 * size), 1.0, 1.0
         around["filters"]["balance"] = "none"
@@ -149,6 +152,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "staleness_decay": more.choice((0.0, 0.5)),
                 **lengths,
             },
+            "task": {"on_timeout": worlds.choice((None, None, "truncated", "partial"))},
             "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
             "checkpoint": {"every": rng.choice((1, 1, 2))},
@@ -159,12 +163,13 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "environment_seconds_sigma": rng.choice((0.3, 1.5)),
                 "train_seconds_per_token": rng.choice((2e-4, 2e-2)),
                 "fault_rate": rng.choice((0.01, 0.03, 0.08)) if fault_rate is None else fault_rate,
-                "faults": ("crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"),
+                "faults": ("crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage", "kill"),
                 "kinds": more.choice((1, 1, 2, 3)),
                 "tools": more.choice((0.0, 0.0, 0.5)),
                 "tool_concurrency": more.choice((1, 16)),
                 "tool_burst": more.choice((0, 64)),
                 "response_tokens_max": 32,
+                "templates": worlds.choice((0, 0, 3)),
                 **({"kv_tokens": 320, "start_seconds": 2.0} if cut else {}),
             },
         }

@@ -233,7 +233,7 @@ def summary_of(rows: Sequence[Mapping[str, Any]], operations: Sequence[Operation
         "operations": len(operations),
         "by_kind": dict(sorted(Counter(row["of"] for row in rows).items())),
         "rows": list(rows),
-        "source": source(),
+        "source": source("power-cuts"),
         "ended": now(),
     }
 

@@ -165,7 +165,7 @@ class SandboxedEnvironment(SimEnvironment):
         await super().close()
 
 
-class _NoAudit:
+class UnauditedBatches:
     """For the trainer's twin: an audit remembers every trajectory, which a memory figure must not show."""
 
     trained_ids: tuple[str, ...] = ()
@@ -200,7 +200,7 @@ async def soak(config: Config, folder: Path, selector: WatchedSelector, mark: st
         workers: list[ManagedWorker] = [
             SimWorker(f"sim-{index}", config, weights) for index in range(config.rollout.workers)
         ]
-        trainer = SimTrainer(config, weights, cast(RunAudit, _NoAudit()))
+        trainer = SimTrainer(config, weights, cast(RunAudit, UnauditedBatches()))
         checkpoints = BesideTheLoop(run.checkpoints, config.checkpoint.keep, journals)
         parts = Components(task, workers, trainer, SimReward(config), events, ledger, store, SimDisplay(), checkpoints)
         pipeline = build_pipeline(config, parts)

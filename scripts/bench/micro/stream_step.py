@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from orchestrator.events import read_events
+from scripts.bench.cells import Cells
 from scripts.bench.probes.training_run import train
 from scripts.bench.result import frame, now
 
@@ -119,14 +120,14 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
 
 def make_next(folder: Path) -> int:
     """Make the first run that is missing. 3: none is."""
-    folder.mkdir(parents=True, exist_ok=True)
+    cells = Cells(folder, NAME)
     for pair in range(PAIRS):
         for streamed in _order(pair):
-            file = folder / f"kept-{pair}-{'streamed' if streamed else 'whole'}.json"
-            if not file.exists():
+            key = f"{pair}-{'streamed' if streamed else 'whole'}"
+            if not cells.has(key):
                 row = one(streamed, pair, STEPS, folder / "runs")
-                file.write_text(json.dumps(row) + "\n", encoding="utf-8")
-                print(f"{file.name}: {median(row['seconds']):.3f} s a step", file=sys.stderr)
+                cells.keep(key, row)
+                print(f"{key}: {median(row['seconds']):.3f} s a step", file=sys.stderr)
                 return 0
     return 3
 
@@ -140,7 +141,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     code = make_next(options.folder) if options.next else 0
     if options.result:
-        rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.folder.glob("kept-*.json"))]
+        rows = Cells(options.folder, NAME).found()
         print(json.dumps(result(rows, False, {"in_parts": True}), indent=1, sort_keys=True))
     return code
 

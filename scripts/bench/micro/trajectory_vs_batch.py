@@ -36,6 +36,7 @@ from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
 from orchestrator.runtime.own_engines import WORKER_CLASS
 from orchestrator.runtime.real_run import start_ray
+from scripts.bench.cells import Cells
 from scripts.bench.result import frame, now
 
 NAME = "trajectory-vs-batch"
@@ -260,14 +261,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--next", action="store_true")
     parser.add_argument("--result", action="store_true")
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    files = [options.folder / f"repetition-{number}.json" for number in range(_REPETITIONS)]
-    missing = [number for number, file in enumerate(files) if not file.exists()]
+    cells = Cells(options.folder, NAME)
+    missing = [number for number in range(_REPETITIONS) if not cells.has(str(number))]
     if options.next and missing:
-        rows = repetitions(_FULL, missing[:1])
-        files[missing[0]].write_text(json.dumps(rows) + "\n", encoding="utf-8")
+        cells.keep(str(missing[0]), repetitions(_FULL, missing[:1]))
     if options.result:
-        rows = [row for file in files if file.exists() for row in json.loads(file.read_text(encoding="utf-8"))]
+        rows = [row for repetition in cells.found() for row in repetition]
         print(json.dumps(result(rows, False, {"in_parts": True}), indent=1, sort_keys=True))
     return 3 if options.next and not missing else 0
 

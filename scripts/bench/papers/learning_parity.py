@@ -31,6 +31,7 @@ from typing import Any
 from orchestrator.evaluation import wilson
 from orchestrator.events import read_events
 from orchestrator.observe.report.summary import summarize
+from scripts.bench.cells import Cells
 from scripts.bench.probes.training_run import train
 from scripts.bench.result import frame, now
 
@@ -191,25 +192,21 @@ def difference(one_: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
     return {"value": round(value, 4), "low": round(value - half, 4), "high": round(value + half, 4)}
 
 
-def _kept(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"kept-{_digest()}-*.json"))]
-
-
-def _digest() -> str:
-    return f"{zlib.crc32(' '.join(_RECIPE).encode()):08x}"
+def _cells(folder: Path) -> Cells:
+    return Cells(folder, NAME, f"{zlib.crc32(' '.join(_RECIPE).encode()):08x}")
 
 
 def make_next(folder: Path, only: str = "") -> int:
     """Make the first run that is missing, of one variant or of all. 3: none is."""
-    folder.mkdir(parents=True, exist_ok=True)
+    cells = _cells(folder)
     for seed in SEEDS:
         for number, variant in enumerate(VARIANTS):
             if only not in ("", variant.name):
                 continue
-            file = folder / f"kept-{_digest()}-{seed}-{number}.json"
-            if not file.exists():
+            key = f"{seed}-{number}"
+            if not cells.has(key):
                 row = one(variant, seed, _RECIPE, folder / "runs")
-                file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+                cells.keep(key, row)
                 print(f"{variant.name}, seed {seed}: {row['success_end']}, {row['curve'][-1][1]} s", file=sys.stderr)
                 return 0
     return 3
@@ -230,7 +227,7 @@ def main(arguments: list[str]) -> int:
         return 0
     code = make_next(options.folder, options.only) if options.next else 0
     if options.result:
-        print(json.dumps(result(_kept(options.folder), False, {"in_parts": True}), indent=1, sort_keys=True))
+        print(json.dumps(result(_cells(options.folder).found(), False, {"in_parts": True}), indent=1, sort_keys=True))
     return code
 
 

@@ -26,6 +26,7 @@ from orchestrator.policies.prediction.length_features import (
     turn_boundaries,
 )
 from orchestrator.policies.prediction.length_predictor import LengthOutcome
+from orchestrator.sim.recorded_traces import PREFIX, EpisodeTrace, EpisodeTraces, TracedTurn
 from orchestrator.store import read_trajectories, to_trajectory
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -91,13 +92,36 @@ def pack(trajectories: list[Trajectory], about: Mapping[str, str]) -> bytes:
 
 def packed(file: str | Path) -> list[Case]:
     """A packed set. Raises ConfigError for what is none."""
+    return _cases(_trajectories(file))
+
+
+def _trajectories(file: str | Path) -> list[Trajectory]:
     try:
         data = json.loads(lzma.decompress(Path(file).read_bytes()))
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}")
-        return _cases([_unpacked(number, row) for number, row in enumerate(data["trajectories"])])
+        return [_unpacked(number, row) for number, row in enumerate(data["trajectories"])]
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError("sets", str(file), f"is no packed set of trajectories: {error!r}") from error
+
+
+def episodes(file: str | Path) -> EpisodeTraces:
+    """A packed set as the simulator plays it: lengths and times of each turn, in groups of a prompt; resets take no time, and a
+    reward is drawn. Raises ConfigError for what is none."""
+    found, groups, tasks = list[EpisodeTrace](), dict[tuple[str, str], list[int]](), list[str]()
+    for one in _trajectories(file):
+        turns = tuple(
+            TracedTurn(
+                max(len(turn.observation_ids), 1 if number else PREFIX), len(turn.action_ids), turn.environment_seconds
+            )
+            for number, turn in enumerate(one.turns)
+        )
+        key = (one.task, one.prompt.key)
+        if key not in groups:
+            tasks.append(one.task)
+        groups.setdefault(key, []).append(len(found))
+        found.append(EpisodeTrace(turns, 0.0, None))
+    return EpisodeTraces(tuple(found), tuple(map(tuple, groups.values())), tuple(tasks))
 
 
 def built_in() -> dict[str, Path]:

@@ -1,9 +1,10 @@
 """What a scheduler does about its engine's pages and time on the device, around each step.
 
 Guarantees: a rollout engine that owns more than its budget gives back at once what nobody references, then takes the pages of
-requests, the lowest priority and the latest first, until it complies; these, and those that stalled, end as aborted with the
-tokens they have, so that their owner goes on elsewhere (reported once each). A serving engine never preempts for others. No
-acquire waits for anybody. Pages are dropped only when no step is under way that may use them, counted by outputs.
+requests, in the order of :func:`~orchestrator.policies.serving.kv_sharing.displacement_order`, until it complies; these, and
+those that stalled, end as aborted with the tokens they have, so that their owner goes on elsewhere (reported once each). A
+serving engine never preempts for others. No acquire waits for anybody. Pages are dropped only when no step is under way that
+may use them, counted by outputs.
 """
 
 from __future__ import annotations
@@ -21,21 +22,26 @@ from vllm.v1.request import RequestStatus
 
 from orchestrator.api import ConfigError
 from orchestrator.policies.serving.admission import Mode, Slo
-from orchestrator.policies.serving.kv_sharing import SharingRules
+from orchestrator.policies.serving.kv_sharing import SharingRules, displacement_order
 from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
 from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, SchedulerPool, current_pool
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
-from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
+from vllm_rlplugin.kvpool.serving.serving_slack import Phase, ServingMeter
 from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, left_of
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
 
 POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held", "loading")
 _AHEAD = 8  # steps
-_PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
+_PHASES: dict[str, Phase] = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
+
+
+def phase_of(config: Any) -> Phase:
+    """What an engine serves, of its ``VllmConfig``: a KV producer's prompts, a consumer's later tokens, else both (ROSE 6)."""
+    return _PHASES.get(str(getattr(config.kv_transfer_config, "kv_role", "")), "both")
 
 
 class PoolScheduler:
@@ -103,7 +109,7 @@ class PoolScheduler:
             load_costs(config, options, unknown=math.inf, slo=slo),
             slo,
             cast(Mode, options.kv_pool_admission),
-            phase=_PHASES.get(str(getattr(config.kv_transfer_config, "kv_role", "")), "both"),
+            phase=phase_of(config),
             most=scheduler.max_num_scheduled_tokens,
             rollouts=lambda: guardian.rollouts,
         )
@@ -326,8 +332,10 @@ class PoolScheduler:
         excess -= self._parked.held_groups - self._parked.backed_groups  # those that are on their way
         if excess > 0:
             excess -= self._parked.shrink(excess)
-        while excess > 0 and self._scheduler.running and excess > self._groups_coming():
-            self._displace_last()
+        for request in self._displaceable() if excess > 0 else ():
+            if excess <= max(0, self._groups_coming()):
+                break
+            self._displace(request)
             excess -= self._parked.shrink(excess)
         return budget // each
 
@@ -336,10 +344,16 @@ class PoolScheduler:
         deferred = self._scheduler.deferred_frees
         return self._parked.groups_left(Counter(block.block_id for _, blocks in deferred for block in blocks))
 
-    def _displace_last(self) -> None:
-        """Stock's own preemption, of the request that ranks last."""
+    def _displaceable(self) -> list[Any]:
+        """Those that run, in the order in which their pages are taken."""
+        running = {request.request_id: request for request in self._scheduler.running}
+        blocks = self._scheduler.kv_cache_manager.get_blocks
+        sizes = {name: (request.priority, sum(map(len, blocks(name).blocks))) for name, request in running.items()}
+        return [running[name] for name in displacement_order(sizes)]
+
+    def _displace(self, request: Any) -> None:
+        """Stock's own preemption."""
         scheduler = self._scheduler
-        request = max(scheduler.running, key=lambda request: (request.priority, request.arrival_time))
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)

@@ -5,8 +5,9 @@ Guarantees: beside a serving engine a step computes at most what
 time; what is not admitted is an empty step to stock. A serving engine that is there and has said nothing admits
 nothing; where there is none, everything runs. In a dry run nothing is computed, only counted.
 
-Requests that made no progress for ``STALL_SECONDS`` here, and those whose pages were taken, are handed back: they end as aborted,
-with the tokens that they have, so that their owner goes on with them elsewhere.
+Requests that make no progress here (:class:`orchestrator.policies.serving.progress_watch.ProgressWatch`), running or waiting, and
+those whose pages were taken, are handed back: they end as aborted, with the tokens that they have, so that their owner goes on
+with them elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.policies.parallelism.engine_profile import StepCosts
-from orchestrator.policies.serving.admission import CHUNK, STALL_SECONDS, Admission, AdmittedWork
+from orchestrator.policies.serving.admission import CHUNK, Admission, AdmittedWork
+from orchestrator.policies.serving.progress_watch import ProgressWatch
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, StepParts, left_of
@@ -57,9 +59,8 @@ class RolloutAdmission:
         self._before: ServingWords | None = None  # what serving said when the step began
         self._busy = 0.0
         self._counts = dict.fromkeys(("steps", "tokens", "would", "refused", "stalls", "returned", "misses"), 0)
-        self._progress: dict[str, tuple[int, float]] = {}
+        self._watch = ProgressWatch()
         self._looked = -math.inf
-        self._moved = 0.0  # when anything was computed last
         self._inactive, self._weights, self._activation = False, 0, 0.0
         self._dry = self._is_dry_run()  # at the latest step
         self.reason = ""  # why the last step was refused; "" if it was not
@@ -155,7 +156,7 @@ class RolloutAdmission:
         if not output.total_num_scheduled_tokens or not self._flights:
             return
         now, (tokens, batch) = self._now(), self._flights.pop(0)
-        seconds, self._begun, self._moved = now - self._begun, now, now
+        seconds, self._begun = now - self._begun, now
         self._busy += seconds
         self._counts["steps"] += 1
         self._counts["tokens"] += tokens + batch
@@ -175,26 +176,21 @@ class RolloutAdmission:
         if now - self._looked < _STALL_LOOK and not displaced:
             return []
         if now - self._looked > _ASLEEP:
-            self._progress.clear()
-            self._moved = now
+            self._watch.clear()
         self._looked = now
-        scheduler = self._scheduler
-        idle = now - self._moved >= STALL_SECONDS  # nothing at all: who waits in the queue waits for us
-        running = {request.request_id for request in scheduler.running}
-        seen: dict[str, tuple[int, float]] = {}
-        names = [name for name in displaced if name in scheduler.requests]
-        for name, request in scheduler.requests.items():
-            if request.is_finished() or name in displaced:
-                continue
-            made = request.num_computed_tokens + request.num_output_tokens
-            known = self._progress.get(name)
-            since = known[1] if known is not None and known[0] == made else now
-            if now - since >= STALL_SECONDS and (name in running or idle) and not self._alone():
-                names.append(name)
-                self._counts["stalls"] += 1
-            else:
-                seen[name] = (made, since)
-        self._progress = seen
+        requests = self._scheduler.requests
+        names = [name for name in displaced if name in requests]
+        if not self._alone():
+            stalled = self._watch.stalled(
+                now,
+                {
+                    name: request.num_computed_tokens + request.num_output_tokens
+                    for name, request in requests.items()
+                    if not request.is_finished() and name not in displaced
+                },
+            )
+            names += stalled
+            self._counts["stalls"] += len(stalled)
         self._counts["returned"] += len(names)
         if names:
             self._publish()

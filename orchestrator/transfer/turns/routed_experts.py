@@ -1,0 +1,55 @@
+"""Routed experts as NumPy's arrays, and back: what an engine chose, for a trainer that replays it.
+
+Guarantees: what was packed is what is unpacked; where two parts know of a token, the one that comes first counts, since it was
+there when the token was computed; a token that no part knows of is :data:`UNKNOWN` throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from orchestrator.api import RoutedExperts, RunError
+
+UNKNOWN = -1  # nobody said which expert
+Experts = np.ndarray[tuple[int, int, int], np.dtype[np.int16]]  # [tokens, layers, choices]
+
+
+def pack_experts(chosen: np.ndarray[Any, Any] | None, first: int) -> RoutedExperts | None:
+    """``chosen``: whole numbers ``[tokens, layers, choices]`` of the tokens from ``first`` on; None: there are none."""
+    if chosen is None or not chosen.size:
+        return None
+    width = 1 if chosen.dtype.itemsize == 1 else 2
+    _, layers, choices = chosen.shape
+    return RoutedExperts(first, layers, choices, width, chosen.astype(f"<u{width}", copy=False).tobytes())
+
+
+def unpack_experts(parts: Sequence[RoutedExperts], tokens: int) -> Experts | None:
+    """Of the first ``tokens`` tokens of a context; None: nothing is known. Raises RunError for parts of different models."""
+    if not parts:
+        return None
+    forms = {(part.layers, part.choices) for part in parts}
+    if len(forms) > 1:
+        raise RunError(f"routed experts of different models, (layers, choices) each: {sorted(forms)}")
+    whole = np.full((tokens, *forms.pop()), UNKNOWN, np.int16)
+    for part in reversed(parts):  # the first one has the last word
+        rows = np.frombuffer(part.data, f"<u{part.width}").reshape(-1, part.layers, part.choices)
+        rows = rows[: max(0, tokens - part.first)]
+        whole[part.first : part.first + len(rows)] = rows
+    return whole
+
+
+def joined_experts(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
+    """Of one turn that several engines made, one after another, up to the first gap; None: none of them said anything."""
+    found: RoutedExperts | None = None
+    for part in filter(None, parts):
+        if found is None:
+            found = part
+            continue
+        form = part.layers, part.choices, part.width
+        if part.first > found.end or form != (found.layers, found.choices, found.width):
+            break
+        found = RoutedExperts(found.first, *form, found.data + part.since(found.end).data)
+    return found

@@ -1,0 +1,127 @@
+"""What a figure was measured on: the files it depends on, their hash, what changed since, and parts that agree."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.api import ConfigError
+from scripts.bench import measured_sources
+from scripts.bench.cells import Cells, check_agreement
+from scripts.bench.measured_sources import RESULTS, ROOT, changes_since, digest_of, page, sources_of
+
+CLEAN = {"commit": "c", "clean": True, "sources": "one"}
+
+
+def test_the_sources_of_a_figure_are_what_its_module_imports_and_the_engines_that_it_needs() -> None:
+    routing, exact, learns = (set(map(str, sources_of(name))) for name in ("routing", "recompute-exact", "learns"))
+    assert "orchestrator/policies/routing/turn_routing.py" in routing
+    assert not [file for file in routing if file.startswith(("vllm_rlplugin", "orchestrator/sim"))]
+    assert {"vllm_rlplugin/scheduler.py", "patches/vllm/kv_range.py"} <= exact
+    assert "megatron_rlplugin/install.py" not in exact
+    assert {"megatron_rlplugin/install.py", "orchestrator/pipeline.py", "vllm_rlplugin/scheduler.py"} <= learns
+    assert sources_of("no-such-bench") == ()
+
+
+def test_a_hash_is_of_names_and_contents(tmp_path: Path) -> None:
+    for name, text in (("a", "1"), ("b", "2")):
+        (tmp_path / name).write_text(text)
+    both = [Path("a"), Path("b")]
+    first = digest_of(both, tmp_path)
+    assert (len(first), digest_of([], tmp_path)) == (16, "")
+    assert len({first, digest_of(both[:1], tmp_path), digest_of(both[::-1], tmp_path)}) == 3
+    (tmp_path / "b").write_text("3")
+    assert digest_of(both, tmp_path) != first
+
+
+def test_lines_that_changed_since_a_commit_are_counted_and_a_move_is_none(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        own = ["-c", "user.name=n", "-c", "user.email=e"]
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *own, *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+    for name in ("stays", "moves", "changes"):
+        (tmp_path / name).write_text("".join(f"{name} {number}\n" for number in range(20)))
+    git("add", ".")
+    git("commit", "-qm", "first")
+    first = git("rev-parse", "HEAD")
+    git("mv", "moves", "moved")
+    (tmp_path / "changes").write_text((tmp_path / "changes").read_text().replace("changes 7\n", "another\nand one\n"))
+    git("commit", "-qam", "second")
+    assert changes_since(first, tmp_path) == {"changes": 3, "moved": 0}
+    assert changes_since("0" * 40, tmp_path) is None
+
+
+def test_parts_are_measured_once_and_put_together_only_where_their_sources_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, Any] = dict(CLEAN)
+    monkeypatch.setattr("scripts.bench.cells.source", lambda name: said)
+    cells = Cells(tmp_path / "parts", "x", "recipe")
+    assert (cells.has("a"), cells.found()) == (False, [])
+    cells.keep("a", {"seconds": 1})
+    cells.keep("b", [2])
+    assert (cells.has("a"), cells.has("c"), cells.found()) == (True, False, [{"seconds": 1}, [2]])
+    assert Cells(tmp_path / "parts", "x", "other").found() == []
+    said = {**CLEAN, "sources": "two"}
+    cells.keep("c", 3)
+    with pytest.raises(ConfigError, match=r"kept-recipe-c\.json.*other sources than kept-recipe-a\.json"):
+        cells.found()
+    said = {**CLEAN, "clean": False}
+    cells.keep("c", 3)
+    with pytest.raises(ConfigError, match="tree with changes"):
+        cells.found()
+
+
+def parts(found: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each part of a result that says what it was measured on."""
+    if isinstance(found, dict):
+        if path and isinstance(found.get("source"), dict) and "sources" in found["source"]:
+            yield path, found["source"]
+        for name, value in found.items():
+            yield from parts(value, f"{path}/{name}")
+    elif isinstance(found, list):
+        for place, value in enumerate(found):
+            yield from parts(value, f"{path}/{place}")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / RESULTS).glob("*.json")), ids=lambda file: file.stem)
+def test_all_parts_of_a_committed_figure_agree(file: Path) -> None:
+    check_agreement(dict(parts(json.loads(file.read_text(encoding="utf-8")))))
+
+
+def test_parts_that_do_not_agree_would_be_noticed() -> None:
+    found = {"source": {}, "detail": {"runs": [{"source": CLEAN}, {"source": {**CLEAN, "sources": "two"}}]}}
+    with pytest.raises(ConfigError, match="other sources"):
+        check_agreement(dict(parts(found)))
+
+
+def test_a_committed_figure_is_of_the_commit_that_it_says_or_of_that_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / RESULTS).mkdir(parents=True)
+    now = digest_of(sources_of("routing"))
+    for name, source in (("told", {"commit": "t", "clean": True, "sources": now}), ("untold", None)):
+        (tmp_path / RESULTS / f"{name}.json").write_text(json.dumps({"name": "routing", "source": source}))
+    monkeypatch.setattr(measured_sources, "_git", lambda *_: "f")
+    monkeypatch.setattr(measured_sources, "changes_since", lambda *_: {str(sources_of("routing")[0]): 5, "other": 7})
+    monkeypatch.setattr(measured_sources, "digest_of", lambda files, root: digest_of(files))
+    told, untold = measured_sources.ages(tmp_path)
+    assert told == ("told", "t", True, True, True, 1, 5)
+    assert untold == ("untold", "f", False, None, None, 1, 5)
+
+
+def test_the_page_of_what_was_measured_on_what_is_that_of_the_files() -> None:
+    said = (ROOT / RESULTS / "measured_on.md").read_text(encoding="utf-8")
+    known = dict(re.findall(r"^\| \[([\w-]+)\].*\| ([0-9a-f]{8}), of its file \|", said, re.M))
+    missing = {file.stem: "a new file" for file in (ROOT / RESULTS).glob("*.json")}
+    assert said == page(known=missing | known), "python -m scripts.bench.measured_sources --page"
