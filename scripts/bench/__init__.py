@@ -37,6 +37,7 @@ BENCHES = {
     "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min", "bubblewrap"),
     "turn-cost": Bench("scripts.bench.micro.turn_cost", "1 min"),
+    "scale-out": Bench("scripts.bench.micro.scale_out", "4 min", "root, iproute2"),
     "event-loop": Bench("scripts.bench.micro.event_loop", "31 min", "bubblewrap"),
     "environments": Bench("scripts.bench.micro.environments", "61 min"),
     "learning-parity": Bench("scripts.bench.papers.learning_parity", "100 min", RUN),
