@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import TrainBatch, TrainMetrics, TrainSample, Trajectory
+from orchestrator.api import CheckpointLost, TrainBatch, TrainMetrics, TrainSample, Trajectory
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
@@ -418,7 +418,12 @@ class Pipeline:
 
     async def _commit(self, checkpoints: Checkpoints, partial: Path, state: CheckpointState) -> None:
         """Beside the steps that follow."""
-        await self._calls.final("save", self.parts.trainer.saved(), beside=True)
+        try:
+            await self._calls.final("save", self.parts.trainer.saved(), beside=True)
+        except CheckpointLost as error:
+            detail = str(error)[:300]
+            self.parts.events.emit("fault", what="checkpoint", cause="checkpoint lost", detail=detail)
+            return
         await self.parts.store.flushed()
         await checkpoints.committed(partial, state)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from orchestrator.api import (
     CollectiveTrainer,
@@ -45,6 +45,14 @@ class TrainerCall(Protocol):
     """A call of the trainer under its time limit; ``what`` is said while it runs."""
 
     def __call__(self, what: str, call: Coroutine[Any, Any, Any], /) -> Awaitable[Any]: ...
+
+
+@runtime_checkable
+class MortalTrainer(Protocol):
+    """A trainer that comes back with what it had published (:mod:`orchestrator.runtime.revived_trainer`)."""
+
+    async def stand_up(self) -> bool:
+        """Whether it had died since this was last asked; it is back when this returns."""
 
 
 class WeightSync:
@@ -157,14 +165,21 @@ class WeightSync:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     async def _prepare(self, version: int) -> None:
-        """Workers fetch the version while they generate. While the metadata store is away they go on doing so: told to load
-        it now, they would stand still."""
+        """Workers fetch the version while they generate. While the metadata store is away, or the trainer whose memory it was
+        in, they go on doing so: told to load it now, they would stand still, or be taken for dead."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience
         try:
-            while any(STORE_AWAY in why for why in await self._proxy.prepare(version)) and loop.time() < deadline:
-                self.waiting_for = f"the metadata store to come back, for weights of version {version}"
-                await asyncio.sleep(_PAUSE_FIRST)
+            while (failed := await self._proxy.prepare(version)) and loop.time() < deadline:
+                if any(STORE_AWAY in why for why in failed):
+                    self.waiting_for = f"the metadata store to come back, for weights of version {version}"
+                    await asyncio.sleep(_PAUSE_FIRST)
+                elif isinstance(self._trainer, MortalTrainer):
+                    self.waiting_for = f"the trainer to come back, with weights of version {version}"
+                    if not await self._call("stand_up", self._trainer.stand_up()):
+                        return
+                else:
+                    return
         finally:
             self.waiting_for = ""
 

@@ -20,6 +20,7 @@ from orchestrator.api.capabilities import (
 )
 from orchestrator.api.errors import (
     COMMAND_STATUS,
+    CheckpointLost,
     CommandError,
     ConfigError,
     CoserveError,

@@ -64,6 +64,10 @@ class PartLost(RunError):
     """A part that holds state (trainer, relay) is gone; a new one from the newest checkpoint may cure it."""
 
 
+class CheckpointLost(CoserveError):
+    """What was being saved went with the process that wrote it; the checkpoint before it stands."""
+
+
 class CommandError(CoserveError):
     """A worker refused a command; its state is unchanged. ``code`` is one of :data:`COMMAND_STATUS`."""
 

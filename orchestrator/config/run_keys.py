@@ -25,8 +25,8 @@ class RunSection(Section):
     steps: Positive = 100
     trainer_start_timeout: PositiveSeconds = 1800.0  # of its ranks, from their processes to their model
     trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long counts as dead
-    # After the death of the trainer or of the relay's master a run goes on by itself from its newest checkpoint, so often
-    # without a new training step in between; then it ends. 0: it ends at once.
+    # So often without a new training step in between a trainer that died comes back, and a run that lost the relay's master
+    # goes on by itself from its newest checkpoint; then it ends. 0: it ends at once.
     restarts: Annotated[int, Field(ge=0)] = 2
     sync_seconds: PositiveSeconds = 1.0  # of log and journal that a power cut may take, between two checkpoints
     minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training

@@ -4,9 +4,9 @@ between them, rewards behind HTTP.
 This module only assembles and takes apart: every part is started with a time limit and a name to wait for, and closed in
 reverse order whatever happens. What the run does is :mod:`orchestrator.pipeline`.
 
-A run is a chain of *lives*: one whose trainer or relay dies is taken apart like any other, and the next one does what
-``--resume`` does, in the same process and folder. Functions' hosts come back within a life
-(:mod:`orchestrator.runtime.process_keeper`).
+A run is a chain of *lives*: one whose relay dies, or whose trainer does not come back, is taken apart like any other, and the
+next one does what ``--resume`` does, in the same process and folder. Functions' hosts and the trainer come back within a life
+(:mod:`orchestrator.runtime.process_keeper`, :mod:`orchestrator.runtime.revived_trainer`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from orchestrator.api import (
     RetryableError,
     RunError,
     Task,
+    Trainer,
 )
 from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
@@ -73,6 +74,7 @@ from orchestrator.runtime.node_check import NodeCheck
 from orchestrator.runtime.own_engines import OwnEngines, secret_files, thread_variables
 from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
+from orchestrator.runtime.revived_trainer import RevivedTrainer
 from orchestrator.runtime.run_records import RunRecords
 from orchestrator.runtime.shard_process import LocalShards
 from orchestrator.runtime.site_caches import start_site_caches
@@ -340,7 +342,8 @@ class _Assembly:
         shared = config.rollout.colocation.enabled
         kind = COLOCATED_CLASS if shared else TRAINER_CLASS
         placed = list(places.values())[:ranks]
-        trainer = RayTrainer(kind, variables, ranks, placed, spread=spread, heard=self._hear)
+        new_trainer = functools.partial(RayTrainer, kind, variables, ranks, placed, spread=spread, heard=self._hear)
+        trainer = new_trainer()
         self.stack.push_async_callback(trainer.close)
         await trainer.start()
         model = await self._model(trainer)
@@ -391,9 +394,29 @@ class _Assembly:
         )
         ranks_alive = await trainer.pids()
         others = dict if shards is None else shards.pids
-        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **engines.pids(), **others()})
+
+        def record() -> None:
+            self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **engines.pids(), **others()})
+
+        async def restore(new: RayTrainer, checkpoint: str) -> int:
+            await new.start()
+            await new.create(trainer_arguments(config, model) | {"relay": endpoint.to_dict()})
+            found = int(await new.load(checkpoint))
+            ranks_alive.update(await new.pids())
+            record()
+            return found
+
+        def bring_back(new: RayTrainer, checkpoint: str) -> Awaitable[int]:
+            key = "run.trainer_start_timeout"
+            return within(config.run.trainer_start_timeout, restore(new, checkpoint), "Megatron-Core", key)
+
+        reviving: Trainer = trainer
+        if config.run.restarts and not shared:  # on the rollout's devices it begins a life with the engines
+            reviving = RevivedTrainer(trainer, new_trainer, bring_back, checkpoints, self.events, config.run.restarts)
+            self.stack.push_async_callback(reviving.close)
+        record()
         parts = Components(
-            self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
+            self.task, managed, reviving, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
         parts.shards = records.shards
         parts.managers = None if shards is None else shards.parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.ledger import recount
+from orchestrator.config import parse_config
+from orchestrator.ledger import LIVE_STATES, recount
 from tests.support import real_runs
 
 pytest.importorskip("ray")
@@ -91,6 +93,13 @@ class Running:
         return counted
 
 
+def last_states(run: Path) -> dict[str, str]:
+    """By trajectory."""
+    whole_lines = (run / "ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    records = [json.loads(line) for line in whole_lines if line.endswith("\n")]
+    return {record["id"]: record["state"] for record in records}
+
+
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
 
@@ -116,6 +125,35 @@ def test_engines_and_environments_are_added_and_taken_away_while_a_run_goes_on(t
     assert counted["trained"] > 0
     assert set(counted["failed_by_cause"]) <= {"interrupted"}
     assert run.of("fault") == []
+
+
+@pytest.mark.long
+def test_the_trainers_death_leaves_engines_alive_and_what_is_in_flight(tmp_path: Path) -> None:
+    more = ["run.steps=24", "checkpoint.every=4", "rollout.workers=2", "relay.kind=mooncake", "ray.cpus=5"]
+    run = Running(tmp_path, "scripts.bench.micro.engine_twins", *TWINS, *more)
+    try:
+        run.until(lambda: len(run.of("step")) >= 6)
+        before = run.processes()
+        flying = [name for name, state in last_states(run.path).items() if state in LIVE_STATES]
+        os.kill(before["trainer"], signal.SIGKILL)
+        run.until(lambda: run.of("recovered"))
+        after = run.processes()
+        counted = run.closed()
+    finally:
+        real_runs.end(run.process)
+    assert {name for name in before if after[name] != before[name]} == {"trainer"}
+    assert [event["what"] for event in run.of("recovered")] == ["trainer"]
+    assert len(run.of("run_start")) == 1
+    assert [event["version"] for event in run.of("step")] == list(range(1, 25)), (
+        "no step is lost, none is trained twice"
+    )
+    assert counted["failed"] == 0
+    assert counted["trained"] == 24 * 8
+    ended = last_states(run.path)
+    assert {ended[name] for name in flying} <= {"trained", "aborted_redundant", "evicted_stale"}
+    assert [ended[name] for name in flying].count("trained") > 0
+    alpha = parse_config(json.loads((run.path / "config.json").read_text(encoding="utf-8"))).rollout.alpha
+    assert max(int(lag) for event in run.of("step") for lag in event["lag"]) <= alpha
 
 
 @pytest.mark.long

@@ -2,18 +2,20 @@
 
 One shard of 2^26 bf16 weights (128 MB), changed as by an optimizer (:mod:`scripts.bench.micro.delta_synthetic`). A memory
 copy of the same 128 MB (it reads and writes as much as an encoder reads), the encoder and the in-place apply take turns;
-the best of the rounds counts for each, with one thread against a copy by one thread, and with two against a copy by two.
+the rounds are interleaved, with one thread against a copy by one thread, and with two against a copy by two.
 Encoding includes header, checksum and assembly of the bytes; applying includes the check of the checksum and the undo log.
 
 Ratios are of processor time, which leaves out what other processes of a shared machine took (with two threads: half of the
-sum of both); the wall clock stands beside it.
+sum of both), each against the copy of its own round, the median of the rounds; the wall clock stands beside it. Where the
+CPU has AVX-512, it is switched off: most have no more than AVX2.
 """
 
 from __future__ import annotations
 
-import math
 import os
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,35 +24,40 @@ from typing import Any
 import numpy as np
 
 from orchestrator.transfer.delta import delta_codec as delta
-from orchestrator.transfer.delta.native_codec import native_status
+from orchestrator.transfer.delta.native_codec import native, native_status
 from scripts.bench.micro.delta_synthetic import Bytes, Pool
 from scripts.bench.result import frame, now
 
 NAME = "delta-speed"
-DENSITIES = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
+DENSITIES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 _BAR = 0.5
-_JUDGED = 0.01  # what RL updates have at most in ROSE, figure 11a (sparsity around 99 %)
+_JUDGED = (0.005, 0.1)  # from a light update of RL (ROSE, figure 11a: 1 %) to a heavy one
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
     begun = now()
+    library = native()
+    if library is not None and library.level == "avx512":
+        library.use_level("avx2")
     size, rounds = (1 << 24, 5) if quick else (1 << 26, 9)
     rows = []
     for density in (0.001, 0.01, 0.05) if quick else DENSITIES:
         old, new = Pool(density).cut(size)
         rows.append({"density": density, **_measure(old.view(np.uint8), new.view(np.uint8), rounds)})
-    judged = next(row for row in rows if row["density"] == _JUDGED)
-    value = min(judged[f"{work}_{threads}_over_copy"] for work in ("encode", "apply") for threads in (1, 2))
+    judged = [row for row in rows if _JUDGED[0] <= row["density"] <= _JUDGED[1]]
+    value = min(
+        row[f"{work}_{threads}_over_copy"] for row in judged for work in ("encode", "apply") for threads in (1, 2)
+    )
     return frame(
         NAME,
         "real code, synthetic deltas",
         value=value,
-        unit=f"GB/s over those of a copy (processor time), worst of encode, apply, 1 and 2 threads at {_JUDGED:.0%} density",
+        unit="GB/s over those of a copy (processor time), worst of encode, apply, 1 and 2 threads, 0.5 to 10% density",
         reference="memory copy, GB/s, one thread",
-        reference_value=judged["copy_1_gb_s"],
+        reference_value=judged[0]["copy_1_gb_s"],
         bar=f">= {_BAR}",
-        holds=value >= _BAR,
+        holds=None if quick else value >= _BAR,
         detail={
             "native": native_status()["live"],
             "rows": rows,
@@ -66,16 +73,16 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 def _measure(old: Bytes, new: Bytes, rounds: int) -> dict[str, Any]:
     change = delta.encode_change(old, new, "bfloat16")
     base, target = old.copy(), old.copy()
-    cpu: dict[str, float] = {}
-    wall: dict[str, float] = {}
+    cpu: dict[str, list[float]] = defaultdict(list)
+    wall: dict[str, list[float]] = defaultdict(list)
     exact = True
 
     def timed(name: str, threads: int, work: Callable[[], Any]) -> Any:
         key = f"{name}_{threads}"
         begun, started = time.process_time(), time.perf_counter()
         result = work()
-        wall[key] = min(wall.get(key, math.inf), time.perf_counter() - started)
-        cpu[key] = min(cpu.get(key, math.inf), (time.process_time() - begun) / threads)
+        wall[key].append(time.perf_counter() - started)
+        cpu[key].append((time.process_time() - begun) / threads)
         return result
 
     with ThreadPoolExecutor(2) as pool:
@@ -89,10 +96,11 @@ def _measure(old: Bytes, new: Bytes, rounds: int) -> dict[str, Any]:
                 exact = exact and bool(np.array_equal(base, old))
     row: dict[str, Any] = {"encoding": change.encoding, "changed": change.changed, "bit_exact": exact}
     for key, seconds in cpu.items():
-        row[f"{key}_gb_s"] = old.nbytes / seconds / 1e9
-        row[f"{key}_wall_gb_s"] = old.nbytes / wall[key] / 1e9
+        row[f"{key}_gb_s"] = old.nbytes / statistics.median(seconds) / 1e9
+        row[f"{key}_wall_gb_s"] = old.nbytes / statistics.median(wall[key]) / 1e9
         if not key.startswith("copy"):
-            row[f"{key}_over_copy"] = cpu[f"copy_{key[-1]}"] / seconds
+            copies = cpu[f"copy_{key[-1]}"]
+            row[f"{key}_over_copy"] = statistics.median(copy / mine for copy, mine in zip(copies, seconds, strict=True))
     return row
 
 

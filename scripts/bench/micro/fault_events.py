@@ -104,11 +104,17 @@ def kill_then_trainer(part: str, run: FaultRun, _: Servers, rng: random.Random) 
     return {"pid": first, "then": sorted(second)}
 
 
+def _beginnings(run: FaultRun) -> int:
+    """Lives of the run, and those that its trainer begins within one."""
+    revived = sum(1 for event in run.events() if event["kind"] == "fault" and event["what"] == "trainer")
+    return _lives(run) + revived
+
+
 def kill_then_orchestrator(part: str, run: FaultRun, _: Servers, rng: random.Random) -> Row:
     """The part, then the orchestrator while the run begins anew."""
-    lives = _lives(run)
+    beginnings = _beginnings(run)
     first = _kill(run, part, rng)
-    run.wait(lambda: _lives(run) > lives, _END_SECONDS, "the run did not begin anew")
+    run.wait(lambda: _beginnings(run) > beginnings, _END_SECONDS, "the run did not begin anew")
     time.sleep(rng.uniform(0.0, 4.0))
     return {"pid": first, "then": [_kill_orchestrator(run)]}
 

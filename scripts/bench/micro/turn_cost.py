@@ -54,7 +54,7 @@ from scripts.bench.result import frame, now
 NAME = "turn-cost"
 CONTEXTS = (1_000, 8_000, 32_000)  # tokens when the counted turns begin
 _BYTES_BAR, _RATE_BAR = 1.1, 3_000.0
-_NEW = 150  # tokens of an answer, and of an observation
+NEW = 150  # tokens of an answer, and of an observation
 _GENERATION = 0.02  # seconds
 _TRAJECTORIES, _TURNS, _REPEATED = 256, 20, 3
 _QUICK = (16, 5, 1)
@@ -118,7 +118,7 @@ def result(found: dict[int, list[Played]], detail: dict[str, Any], quick: bool) 
         holds=None if quick else ratio <= _BYTES_BAR and rate >= _RATE_BAR and closes,
         detail={
             "what": "managers, proxy, ledger, HTTP client and messages real; worker in another process, its generation made up",
-            "new_tokens_per_turn": 2 * _NEW,
+            "new_tokens_per_turn": 2 * NEW,
             "turns_per_processor_second": {str(context): round(value, 1) for context, value in rates.items()},
             "turns_per_second_by_the_wall_clock": {
                 str(context): round(median(one.turns / one.wall for one in played), 1)
@@ -139,7 +139,7 @@ def result(found: dict[int, list[Played]], detail: dict[str, Any], quick: bool) 
 def json_seconds(context: int) -> float:
     """Processor time of writing one request with its whole context as JSON, as before there were sessions."""
     tokens = [token % _VOCABULARY for token in range(context)]
-    body = {"request_id": "r", "trajectory_id": "t", "token_ids": tokens, "sampling": {"max_tokens": _NEW}}
+    body = {"request_id": "r", "trajectory_id": "t", "token_ids": tokens, "sampling": {"max_tokens": NEW}}
     taken = []
     for _ in range(5):
         begun = time.process_time()
@@ -187,11 +187,11 @@ class _Task:
     name = "turn-cost"
     vocabulary: Sequence[str] = ("",) * _VOCABULARY
     pad_id, end_id = 0, 1
-    max_response_tokens = _NEW
+    max_response_tokens = NEW
 
     def __init__(self, context: int, turns: int, start: _Start, draw: random.Random) -> None:
         self.max_turns = turns + 1
-        self.max_context_tokens = context + 4 * _NEW * (turns + 2)
+        self.max_context_tokens = context + 4 * NEW * (turns + 2)
         self.context, self.start, self.draw = context, start, draw
 
     def prompts(self, split: str, seed: int) -> Any:
@@ -243,7 +243,7 @@ async def play(url: str, context: int, trajectories: int, turns: int, seed: str)
             name = f"t{number}"
             ledger.start(name, f"g{number // 8}")
             await manager.play(
-                Episode(name, f"g{number // 8}", Prompt(name, task.name, number, ""), loop.time()), Sampling(_NEW)
+                Episode(name, f"g{number // 8}", Prompt(name, task.name, number, ""), loop.time()), Sampling(NEW)
             )
             ledger.end(name, "trained")
             proxy.forget(name)
@@ -278,7 +278,7 @@ async def play(url: str, context: int, trajectories: int, turns: int, seed: str)
 # -- the worker's process --------------------------------------------------------------------------------------------------
 
 
-class _Worker:
+class TurnWorker:
     """The wire's other end, with made-up generation."""
 
     def __init__(self) -> None:
@@ -291,13 +291,18 @@ class _Worker:
 
     async def turns(self, request: web.Request) -> web.Response:
         requests, digests = self._contexts.take(decode_turns(await request.read()))
-        asyncio.get_running_loop().call_later(_GENERATION, self._finish, requests)
+        self.begin(requests)
         return web.json_response({"contexts": digests}, headers=self._headers)
 
-    def _finish(self, requests: Sequence[GenerationRequest]) -> None:
+    def begin(self, requests: Sequence[GenerationRequest]) -> None:
+        """They came: each ends later by :meth:`finish`."""
+        asyncio.get_running_loop().call_later(_GENERATION, self.finish, requests)
+
+    def finish(self, requests: Sequence[GenerationRequest]) -> None:
+        """Their answers can be asked for."""
         for request in requests:
             context = TokenSequence.of(request.token_ids)
-            said = context[-_NEW:]
+            said = context[-NEW:]
             self._ready.append(Completion(request.request_id, said, (-0.25,) * len(said), ((0, len(said)),), "length"))
         self._news.set()
 
@@ -318,20 +323,19 @@ class _Worker:
         return web.json_response({}, headers=self._headers)
 
 
-async def _serve() -> None:
-    worker = _Worker()
+async def serve(worker: TurnWorker, host: str = "127.0.0.1") -> None:
+    """Says where it listens, and stays until this process's input ends."""
     app = web.Application(client_max_size=1 << 26)
     app.router.add_post(wire.TURNS, worker.turns)
     app.router.add_get(wire.COMPLETIONS, worker.completions)
     app.router.add_route("*", "/{path:.*}", worker.other)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, host, 0)
     await site.start()
-    host, port = runner.addresses[0][:2]
-    print(f"http://{host}:{port}", flush=True)
+    print(f"http://{host}:{runner.addresses[0][1]}", flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until the benchmark's process is gone
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve())
+    asyncio.run(serve(TurnWorker()))
