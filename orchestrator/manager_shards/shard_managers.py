@@ -260,6 +260,10 @@ class ShardManagers:
             self._fail(error if isinstance(error, RunError) else RunError(f"turn {request.request_id}: {error!r}"))
             return
         episode.waiting_for = "environment step"
+        called_back = completion.finish_reason == "abort" and completion.versions
+        if called_back and self._is_stale(completion.versions[0][0]):
+            self._send(flight.shard, messages.pack(messages.STALE, request.request_id))
+            return
         episode.context_tokens += len(completion.token_ids)
         episode.requests += 1
         if completion.finish_reason == "abort" and completion.versions and self._is_stale(completion.versions[0][0]):

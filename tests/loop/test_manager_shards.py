@@ -136,7 +136,7 @@ class Proxy:
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
         self.cancelled = 0
-        self.hangs = False
+        self.hangs, self.reason = False, "stop"
 
     async def generate(self, request: GenerationRequest) -> Completion:
         self.asked.append(request)
@@ -145,7 +145,7 @@ class Proxy:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return Completion(request.request_id, (5, 1), (-0.5, -0.25), ((3, 2),), "stop")
+        return Completion(request.request_id, (5, 1), (-0.5, -0.25), ((3, 2),), self.reason)
 
     def note_fault(self, what: str, detail: str) -> None:
         raise AssertionError
@@ -314,6 +314,24 @@ def test_a_turn_of_a_trajectory_that_is_too_old_is_not_served() -> None:
         assert len(head.proxy.asked) == 1
         head.shard.heard(EpisodeEnd("t1", "stale").message())
         with pytest.raises(StaleTrajectory):
+            await played
+        await head.close()
+
+    run(main())
+
+
+def test_an_answer_that_was_called_back_as_too_old_ends_the_trajectory_in_its_shard() -> None:
+    async def main() -> None:
+        head = Head(stale=True)
+        head.proxy.reason = "abort"
+        played = await head.play()
+        head.shard.ask(0, 2, 3)
+        await asyncio.sleep(0.01)
+        assert head.shard.said[-1] == (shard_messages.STALE, ["t1/0"])
+        assert head.episode.turns == []
+        played.cancel()
+        head.shard.heard(EpisodeEnd("t1", "stale").message())
+        with pytest.raises(asyncio.CancelledError):
             await played
         await head.close()
 
