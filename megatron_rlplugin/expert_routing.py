@@ -135,7 +135,7 @@ class RouterReplay:
         return scores_TE.gather(1, experts_TK), experts_TK
 
 
-class ExpertRouting:
+class RecordedRouting:
     """Of the routers of a rank's model chunks. ``shape``: has ``num_hidden_layers``, ``num_experts``, ``num_experts_per_tok``."""
 
     def __init__(self, chunks: Sequence[Any], shape: Any) -> None:

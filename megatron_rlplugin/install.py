@@ -61,7 +61,8 @@ class RLTraining:
 
         ``forward_step_func`` returns losses as (SUM, denominator, report). A step whose gradient norm is not finite is
         not taken. Every rank calls it; a replica may have fewer micro-batches than another with streaming only. With
-        virtual pipeline stages each replica has a multiple of the pipeline's stages. What the source or the forward step
+        virtual pipeline stages each replica has a multiple of the pipeline's stages; a pipeline wants micro-batches of one shape,
+        unless its config has ``variable_seq_lengths``. What the source or the forward step
         raises drops the gradients of this rank's step and passes through.
         """
         sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}

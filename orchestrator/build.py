@@ -227,6 +227,7 @@ def build_manager(
         step_timeout=settings.environment_step_timeout,
         reset_timeout=_reset_seconds(settings),
         reset_tries=config.environment.reset_tries,
+        start_timeout=config.environment.start_timeout,
         trajectory_timeout=settings.trajectory_timeout,
         is_stale=is_stale,
         source=source,

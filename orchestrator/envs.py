@@ -184,6 +184,7 @@ class EnvManager:
         step_timeout: float,
         reset_timeout: float | None = None,
         reset_tries: int = 1,
+        start_timeout: float = 60.0,
         trajectory_timeout: float,
         is_stale: Callable[[int], bool],
         source: EnvironmentSource | None = None,
@@ -195,7 +196,7 @@ class EnvManager:
         """``reset_tries``: environments that are asked until one begins the episode; ``on_timeout``: what a time limit means;
         None: what the task says."""
         self.source: EnvironmentSource = source or FreshEnvironments(
-            task, step_timeout, proxy.note_fault, getattr(task, "environment_template", None)
+            task, step_timeout, proxy.note_fault, getattr(task, "environment_template", None), start_timeout
         )
         self.forecasts: LengthTracker | None = None  # set where lengths are predicted
         self.on_turn: Callable[[Episode, float, float, float, float], None] | None = None

@@ -20,8 +20,8 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "pool: more environments than its size",
         "orchestrator/environments/environment_pool.py",
-        "for _ in range(min(missing, room, allowed)):",
-        "for _ in range(min(missing, allowed)):",
+        "for _ in range(min(allowed, room)):",
+        "for _ in range(allowed):",
         POOL,
     ),
     (
@@ -34,16 +34,44 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "pool: pauses between failing starts do not grow",
         "orchestrator/environments/environment_pool.py",
-        "settings.backoff_first * 2.0 ** min(self._failures - 1, 30)",
+        "settings.backoff_first * 2.0 ** min(shelf.failures - 1, 30)",
         "settings.backoff_first",
         POOL,
     ),
     (
         "pool: starts that fail for ever never end the run",
         "orchestrator/environments/environment_pool.py",
-        "self._failures >= settings.start_tries and",
+        "(hopeless or shelf.failures >= settings.start_tries) and",
         "False and",
         POOL,
+    ),
+    (
+        "pool: a prompt gets an environment of another template",
+        "orchestrator/environments/environment_pool.py",
+        "shelf = self._shelves.get(template)",
+        "shelf = next(iter(self._shelves.values()), None)",
+        POOL,
+    ),
+    (
+        "pool: whoever waits for another template waits for ever",
+        "orchestrator/environments/environment_pool.py",
+        "elif self._owes_its_place(member.shelf):",
+        "elif False:",
+        POOL,
+    ),
+    (
+        "envs: what a time limit ended is scored though it has failed",
+        "orchestrator/envs.py",
+        'if not episode.turns or meaning == "failed":',
+        "if not episode.turns:",
+        "tests/environments/test_envs.py",
+    ),
+    (
+        "rollout: a stale answer runs to its end",
+        "orchestrator/rollout.py",
+        'self._cancel(episode.id, "evicted_stale", "", replace=True)',
+        "pass",
+        "tests/environments/test_simulated_runs.py",
     ),
     (
         "pool: one served to a user that was cancelled is lost",

@@ -54,6 +54,8 @@ def _expression(line: str) -> str:
     match call.func.attr, shown:
         case ("assertEqual" | "assertEquals", [first, second, *_]):
             return f"{first} == {second}"
+        case ("assertAlmostEqual", [first, second, *_]):
+            return f"abs({first} - {second}) < 1e-6"
         case ("assertTrue", [first, *_]):
             return f"bool{first}"
         case ("assertFalse", [first, *_]):

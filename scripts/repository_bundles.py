@@ -1,7 +1,7 @@
 """Makes the repositories of the task `repository` from source distributions, and finds their bugs.
 
-    python scripts/repository_bundles.py FOLDER [--only NAME] [--write]   FOLDER: archives, as pip download leaves them
-    python scripts/repository_bundles.py --play                          what three scripted agents make of each bug
+    python -m scripts.repository_bundles FOLDER [--only NAME] [--write]   FOLDER: archives, as pip download leaves them
+    python -m scripts.repository_bundles --play                          what three scripted agents make of each bug
 
 An archive's SHA-256 must be the one below. Bugs are planted by changing one token of one line, or put back: a block of lines as
 an earlier release had it, where that fails tests. Every test runs in the sandbox; what passes without a bug is what must pass.
@@ -72,6 +72,9 @@ class Source:
     files: Mapping[str, str]
     tests: Mapping[str, str]
     older: tuple[tuple[str, str], ...] = ()
+    instead: tuple[
+        tuple[str, str], ...
+    ] = ()  # (line of a test, what stands there): imports that a folder of its own needs
 
 
 def _same(*paths: str) -> dict[str, str]:
@@ -102,6 +105,7 @@ SOURCES = (
             ("pytimeparse-1.1.5.tar.gz", "9addbd29ae638e610a78a3cb50371f2091938de89c1ab61fa9cde7556a18b207"),
             ("pytimeparse-1.1.6.tar.gz", "74c52ae0db8a1d9055b9159bf09023ad5fba828b87ec47c0a9aed8129159ab46"),
         ),
+        (("from .. import timeparse", "from pytimeparse import timeparse"),),
     ),
     Source(
         "jsonpointer",
@@ -128,6 +132,7 @@ SOURCES = (
             ("toposort-1.5.tar.gz", "dba5ae845296e3bf37b042c640870ffebcdeb8cd4df45adaa01d8c5476c557dd"),
             ("toposort-1.7.tar.gz", "ddc2182c42912a440511bd7ff5d3e6a1cabc3accbc674a3258c8c41cbfbb2125"),
         ),
+        (("unittest.main()", ""),),
     ),
     Source(
         "xmltodict",
@@ -201,11 +206,25 @@ def _compiles(lines: Sequence[str], path: str) -> bool:
     return True
 
 
+def telling_first(fails: Sequence[str], verdict: SuiteVerdict) -> list[str]:
+    """The same tests, in front the one that says most in its one statement: the shortest assertion that failed."""
+
+    def wordy(name: str) -> tuple[bool, int]:
+        statement = verdict.failed.get(name, ("",))[0]
+        return not statement.startswith("self.assert") or "doctest" in statement, len(statement)
+
+    first = min((name for name in fails if name in verdict.failed), key=wordy)
+    return [first, *(name for name in fails if name != first)]
+
+
 async def bundle_of(source: Source, folder: Path, sandbox: Sandbox) -> dict[str, Any]:
     """The bundle, as it is written."""
     archive = read_archive(folder / source.archive, source.sha256)
     files = {here: archive[path].splitlines() for path, here in source.files.items()}
-    tests = {here: archive[path].splitlines() for path, here in source.tests.items()}
+    changed = dict(source.instead)
+    tests = {
+        here: [changed.get(line, line) for line in archive[path].splitlines()] for path, here in source.tests.items()
+    }
     modules = [(HIDDEN + path)[:-3].replace("/", ".") for path in tests if not path.endswith("__init__.py")]
     found: dict[str, Any] = {
         "name": source.name,
@@ -243,8 +262,9 @@ async def bundle_of(source: Source, folder: Path, sandbox: Sandbox) -> dict[str,
             return False
         verdict = await judged({**files, path: lines})
         fails = sorted(set(passing) - set(verdict.passed))
-        if verdict.detail or not 0 < len(fails) <= MOST_FAILING * len(passing) or fails[0] not in verdict.failed:
+        if verdict.detail or not 0 < len(fails) <= MOST_FAILING * len(passing) or not set(fails) & set(verdict.failed):
             return False
+        fails = telling_first(fails, verdict)
         shown = [line for line in verdict.failed[fails[0]] if line][:4]
         bug = {
             "name": name,
@@ -287,7 +307,9 @@ def play_all(only: str) -> int:
             payloads = [f"{source} {bug}" for bug in read_bundle(source).bugs]
             turns = [asyncio.run(repository_agents.turns_of(agent, payload, task)) for payload in payloads]
             scores = [repository_agents.reward_of(*each) for each in zip(payloads, turns, strict=True)]
-            print(f"{source}: {agent} solves {sum(scores):.0f} of {len(scores)}", flush=True)
+            named = [payload.partition(" ")[2] for payload, score in zip(payloads, scores, strict=True) if score == 1.0]
+            told = "" if len(named) in (0, len(scores)) else f": {', '.join(named)}"
+            print(f"{source}: {agent} solves {len(named)} of {len(scores)}{told}", flush=True)
     return 0
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rlplugin.context_parallel import RowPart
-from megatron_rlplugin.expert_routing import ExpertRouting, check_router_options, follows_load
+from megatron_rlplugin.expert_routing import RecordedRouting, check_router_options, follows_load
 from megatron_rlplugin.megatron_options import MegatronOptions, check_agreed, make_config, sort_options
 from megatron_rlplugin.model import (
     DTYPES,
@@ -119,7 +119,7 @@ class Learner:
         (prepare or defer_output_layer)(modules)
         self.config = modules[0].config
         self.chunks = [self._wrapped(module) for module in modules]
-        self._routing = ExpertRouting(self.chunks, self.shape)
+        self._routing = RecordedRouting(self.chunks, self.shape)
         if settings.grad_offload:
             check_movable(self.chunks)
         self._thd = takes_boundaries(modules[0])
@@ -410,7 +410,7 @@ def layout_of(settings: TrainerSettings, shape: Any, options: MegatronOptions | 
     )
 
 
-def _forward_step(loss: LossFunction, thd: bool, deferred: bool, routing: ExpertRouting, replay: bool) -> ForwardStep:
+def _forward_step(loss: LossFunction, thd: bool, deferred: bool, routing: RecordedRouting, replay: bool) -> ForwardStep:
     """Megatron's forward-step function: model output, and the function that turns it into (SUM, divisor, report)."""
     from megatron.core import parallel_state
 

@@ -101,12 +101,9 @@ class TaskSection(Section):
         if self.name == "mixture" and len(names) < 2:
             yield "mixture", dict(self.mixture), "name = 'mixture' needs two tasks or more, each with its share"
         for name in self.mixture:
-            if name == "mixture" or name not in registry.BUILT_IN:
-                yield (
-                    f"mixture.{name}",
-                    self.mixture[name],
-                    f"only built-in tasks are mixed: {', '.join(registry.BUILT_IN)}",
-                )
+            if name == "mixture" or (":" not in name and name not in registry.BUILT_IN):
+                mixed = ", ".join(known for known in registry.BUILT_IN if known != "mixture")
+                yield f"mixture.{name}", self.mixture[name], f"is none of {mixed}; your own is written module:Class"
         if "reasoning_gym" not in names:
             others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
             yield from ((name, self._gym[name], "only for name = 'reasoning_gym'") for name in others)
@@ -124,10 +121,9 @@ class TaskSection(Section):
             yield "memory", self.memory, "not for name = 'dataset', which asks once"
         if self.name == "agent" and self.memory.turns:
             yield "memory", self.memory, "not for name = 'agent': the agent keeps what it wants to keep"
-        if self.chat.tokenizer and self.name in ("mixture", "agent", "dataset"):
-            own = {"agent": "task.agent.tokenizer", "dataset": "task.data.tokenizer"}.get(self.name)
-            more = f"; {own} is its own" if own else ""
-            fix = f"for a single task in text, not for name = {self.name!r}{more}"
+        if self.chat.tokenizer and self.name in ("agent", "dataset"):
+            own = {"agent": "task.agent.tokenizer", "dataset": "task.data.tokenizer"}[self.name]
+            fix = f"for tasks in text, not for name = {self.name!r}; {own} is its own"
             yield "chat.tokenizer", self.chat.tokenizer, fix
         if self.chat.tokenizer and self.memory.turns:
             yield "chat.tokenizer", self.chat.tokenizer, "not together with memory, whose words no tokenizer has"

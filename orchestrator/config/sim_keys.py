@@ -137,6 +137,7 @@ class SimSection(Section):
     turns_max: Positive = 8
     environment_seconds_mean: Annotated[float, Field(ge=0)] = 0.5
     environment_seconds_sigma: Annotated[float, Field(ge=0)] = 0.5
+    templates: Annotated[int, Field(ge=0)] = 0  # that prompts' environments begin from; 0: all from the same
     data_set: Annotated[int, Field(ge=0)] = 0  # prompts that training goes through again and again; 0: it never repeats
     kinds: Positive = 1  # prompts of so many tasks in turn, all alike: sim, sim-2, ...
     tools: Fraction = 0.0  # chance that an environment's step calls a tool

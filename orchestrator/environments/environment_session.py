@@ -70,7 +70,7 @@ class EnvironmentBackend(Protocol):
     async def open(self) -> None:
         """Before the first session: remove what an earlier life of this run left. Raises ConfigError."""
 
-    async def start(self, name: str, template: EnvironmentTemplate = ANY) -> EnvironmentSession:
+    async def start(self, name: str, template: EnvironmentTemplate) -> EnvironmentSession:
         """A session that is ready for ``reset``. ``name`` is unique in the run. When it raises, or is cancelled, nothing of
         it is left. Raises ConfigError for what no retry cures in any, TrajectoryError ``environment_template`` for what none
         cures in this template."""

@@ -8,6 +8,7 @@ killed, only abandoned, which the pool counts. An environment that blocks the ev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from orchestrator.environments.environment_session import (
 from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 
 T = TypeVar("T")
+KILL_LIMIT = 10.0  # seconds for one that could not be prepared
 
 
 class InProcessBackend:
@@ -129,7 +131,9 @@ async def prepared_session(task: EnvironmentMaker, template: EnvironmentTemplate
         try:
             await session.prepare()
         except BaseException:
-            await session.kill()
+            with contextlib.suppress(Exception, SystemExit):  # of one that nobody will use
+                async with asyncio.timeout(KILL_LIMIT):
+                    await session.kill()
             raise
     return session
 
@@ -144,10 +148,12 @@ class FreshEnvironments:
         limit: float,
         note_fault: Callable[[str, str], None],
         template_of: Callable[[Prompt], EnvironmentTemplate] | None = None,
+        start_limit: float = 60.0,
     ) -> None:
         """``limit``: seconds that closing may take; an environment that takes longer is abandoned, and that is noted.
-        ``template_of``: what a prompt's environment begins from; None: all from the same."""
-        self._task, self._template_of = task, template_of
+        ``template_of``: what a prompt's environment begins from; None: all from the same. ``start_limit``: seconds that one may
+        take to be prepared for it."""
+        self._task, self._template_of, self._start_limit = task, template_of, start_limit
         self._limit = limit
         self._note_fault = note_fault
 
@@ -156,9 +162,13 @@ class FreshEnvironments:
             if self._template_of is None:
                 return InProcessSession(RenewableEnvironment(self._task))
             waiting("an environment to start")
-            return await prepared_session(self._task, self._template_of(prompt), "in-process")
+            async with asyncio.timeout(self._start_limit) as limit:
+                return await prepared_session(self._task, self._template_of(prompt), "in-process")
         except TrajectoryError:
             raise
+        except TimeoutError as error:
+            why = f"took over {self._start_limit:g} s" if limit.expired() else error_text(error)
+            raise TrajectoryError("environment_start", why) from error
         except (Exception, SystemExit) as error:
             raise TrajectoryError("environment_start", error_text(error)) from error
 

@@ -165,7 +165,7 @@ class PodBackend:
                 found = watch.pod(pod)
             except LookupError as error:
                 raise RetryableError(str(error)) from error
-            status = found.status if found is not None else None
+            status: Any = found.status if found is not None else None
             states = [item for item in (status.container_statuses or ()) if item is not None] if status else []
             waiting = next((item.state.waiting for item in states if item.state and item.state.waiting), None)
             if waiting is not None and waiting.reason in NO_IMAGE:

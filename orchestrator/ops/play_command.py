@@ -159,7 +159,9 @@ async def _scored(config: Config, task: Task, trajectory: Trajectory) -> float |
     if config.reward.url or config.reward.judge.any:
         return None
     function = named_function("reward.function", config.reward.function or registry.reward_of(task))
-    event = reward_event(trajectory, getattr(task, "played", None), getattr(task, "said", None))
+    event = reward_event(
+        trajectory, getattr(task, "played", None), getattr(task, "said", None), getattr(task, "scorers", None)
+    )
     answer = await asyncio.to_thread(function, event)
     return float(answer["reward"])
 

@@ -41,21 +41,23 @@ class HttpReward(FunctionClient):
         *,
         played: Played | None = None,
         said: Said | None = None,
+        scorers: Mapping[str, str] | None = None,
         timeouts: AdaptiveTimeouts | None = None,
         whole: float = 120.0,
         **options: Any,
     ) -> None:
         """``played``: which actions of a task's trajectory the function is sent, and how; None: all. ``said``: the text of an
-        action, which it is sent besides; None: no text. ``options``: those of FunctionClient. ``timeouts``: the function is
+        action, which it is sent besides; None: no text. ``scorers``: what a task names its own function, which is sent besides.
+        ``options``: those of FunctionClient. ``timeouts``: the function is
         sent a limit for each test case, ``whole`` for all of a trajectory's, and what it says of their times is noted."""
         super().__init__(url, **options)
-        self._played, self._said = played, said
+        self._played, self._said, self._scorers = played, said, scorers
         self._timeouts = timeouts
         self._whole = whole
 
     async def score(self, trajectory: Trajectory) -> float:
         """The terminal reward; finite."""
-        event = reward_event(trajectory, self._played, self._said)
+        event = reward_event(trajectory, self._played, self._said, self._scorers)
         timeouts, prompt = self._timeouts, f"{trajectory.task}/{trajectory.prompt.key}"
         if timeouts is not None:
             event["timeouts"] = {"cases": timeouts.limits(prompt), "other": timeouts.most, "whole": self._whole}
@@ -109,8 +111,10 @@ class RewardByTask:
             await one.close()
 
 
-def reward_event(trajectory: Trajectory, played: Played | None, said: Said | None) -> dict[str, Any]:
-    """What a reward function is sent; ``played`` and ``said`` as in :class:`HttpReward`."""
+def reward_event(
+    trajectory: Trajectory, played: Played | None, said: Said | None, scorers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a reward function is sent; ``played``, ``said`` and ``scorers`` as in :class:`HttpReward`."""
     actions = trajectory.actions if played is None else played(trajectory.task, trajectory.actions)
     event: dict[str, Any] = {
         "trajectory_id": trajectory.id,
@@ -118,6 +122,8 @@ def reward_event(trajectory: Trajectory, played: Played | None, said: Said | Non
         "prompt": trajectory.prompt.payload,
         "actions": [list(action) for action in actions],
     }
+    if scorers and trajectory.task in scorers:
+        event["scorer"] = scorers[trajectory.task]
     if said is not None:
         event["texts"] = [said(action) for action in trajectory.actions]
     return event

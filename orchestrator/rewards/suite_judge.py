@@ -19,7 +19,7 @@ from orchestrator.sandbox import Sandbox, SandboxLimits
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=10, memory_bytes=512 << 20, processes=32, scratch_bytes=16 << 20)
 
 _RUNNER = """
-import json, sys, traceback, unittest
+import json, linecache, sys, traceback, unittest
 given = json.load(sys.stdin)
 word, out = given.pop("word"), sys.stdout
 sys.stdout = sys.stderr
@@ -30,7 +30,11 @@ def last_lines(error):
     kind, value, trace = error
     frames = [frame for frame in traceback.extract_tb(trace) if given["folder"] in frame.filename]
     said = traceback.format_exception_only(kind, value)
-    return [frames[-1].line if frames else "", *"".join(said).strip().splitlines()[:4]]
+    return [statement(frames[-1]) if frames else "", *"".join(said).strip().splitlines()[:4]]
+
+def statement(frame):
+    last = getattr(frame, "end_lineno", None) or frame.lineno
+    return " ".join(linecache.getline(frame.filename, line).strip() for line in range(frame.lineno, last + 1)).strip()
 
 class Result(unittest.TestResult):
     def addSuccess(self, test):

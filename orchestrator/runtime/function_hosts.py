@@ -68,7 +68,7 @@ async def start_reward(
         reward = judge_of(config, task, settings.judge, hosts.get(""))
     else:
         call = await _function(config, task, timeouts, keeper, stack, folder)
-        said: dict[str, Any] = {"played": getattr(task, "played", None), "said": getattr(task, "said", None)}
+        said: dict[str, Any] = {name: getattr(task, name, None) for name in ("played", "said", "scorers")}
         reward = function = HttpReward(timeouts=timeouts, tls=config.tls.files(), **said, **call)
         if settings.judges:
             asked = {name: judge_of(config, task, one, hosts.get(name)) for name, one in settings.judges.items()}

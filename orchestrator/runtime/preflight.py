@@ -40,11 +40,17 @@ _SHAPE = "megatron_rlplugin.model_families:read_shape"  # what the trainer compu
 
 def make_task(config: Config) -> Task:
     """The task that the config names. Raises ConfigError."""
-    task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
-    memory, chat = config.task.memory, config.task.chat
+    memory, chat, options = config.task.memory, config.task.chat, config.task.options
+
+    def speak(inner: Task) -> ChatTask:
+        return ChatTask(inner, spoken, chat.system, chat.response_tokens, chat.examples, chat.answer)
+
     if chat.tokenizer:
         spoken = ModelChat(chat.tokenizer, "task.chat.tokenizer")
-        return ChatTask(task, spoken, chat.system, chat.response_tokens, chat.examples, chat.answer)
+        if config.task.name == "mixture":
+            return registry.make(config.task.name, config.task.heldout_maps, speak=speak, **options)
+        return speak(registry.make(config.task.name, config.task.heldout_maps, **options))
+    task = registry.make(config.task.name, config.task.heldout_maps, **options)
     return MemoryTask(task, **memory.model_dump()) if memory.turns else task
 
 

@@ -320,7 +320,7 @@ def _scorer(config: Config, task: Task, call: Mapping[str, Any] | None) -> Count
         from orchestrator.agents.agent_manager import OutcomeReward
 
         return OutcomeReward()
-    said: dict[str, Any] = {"played": getattr(task, "played", None), "said": getattr(task, "said", None)}
+    said: dict[str, Any] = {name: getattr(task, name, None) for name in ("played", "said", "scorers")}
     return HttpReward(tls=config.tls.files(), **said, **call)
 
 

@@ -391,6 +391,8 @@ class FaultyTask:
         self.max_turns = inner.max_turns
         self.max_response_tokens = inner.max_response_tokens
         self.max_context_tokens = inner.max_context_tokens
+        if hasattr(inner, "environment_template"):
+            self.environment_template = inner.environment_template
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         return self._inner.prompts(split, seed)
@@ -409,6 +411,10 @@ class FaultyEnvironment:
         self._inner = inner
         self._faults = faults
         self._context = context
+
+    async def prepare(self, setup: str) -> None:
+        await self._strike("environment.prepare")
+        await self._inner.prepare(setup)  # type: ignore[attr-defined]  # a simulated one
 
     async def reset(self, prompt: Prompt) -> Observation:
         kind = await self._strike("environment.reset")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.api import (
+    EnvironmentTemplate,
     Meeting,
     Observation,
     Prompt,
@@ -66,6 +67,8 @@ class SimTask:
         self._resets: dict[str, int] = {}
         self.tools: ToolHost = SimTools(config)
         self.max_context_tokens = config.rollout.engine.max_model_len
+        if config.sim.templates:
+            self.environment_template = self._template_of
         self.open_environments = 0
         self.epoch_prompts = config.sim.data_set
 
@@ -81,6 +84,9 @@ class SimTask:
             task = task if self.workload is None else self.workload.assign_task(key)
             yield Prompt(key, task, zlib.crc32(key.encode()), "")
             number += 1
+
+    def _template_of(self, prompt: Prompt) -> EnvironmentTemplate:
+        return EnvironmentTemplate(setup=f"repository-{zlib.crc32(prompt.key.encode()) % self.costs.templates}")
 
     def environment(self) -> SimEnvironment:
         return SimEnvironment(self)
@@ -106,10 +112,19 @@ class SimEnvironment:
         self._last_turn = 0.0  # chance that a turn is the last
         self._closed = False
         self._trace: EpisodeTrace | None = None
+        self._setup = ""
         task.open_environments += 1
+
+    async def prepare(self, setup: str) -> None:
+        """Takes as long as a reset."""
+        self._check()
+        await self._work(random_stream(setup, "prepare"))
+        self._setup = setup
 
     async def reset(self, prompt: Prompt) -> Observation:
         self._check()
+        if self._task.costs.templates and self._task._template_of(prompt).setup != self._setup:
+            raise RuntimeError(f"prompt {prompt.key} has an environment of {self._setup or 'no template'}")
         if self._task.traces is not None:
             return await self._reset_to(self._task.traces, prompt)
         if self._task.workload is not None:

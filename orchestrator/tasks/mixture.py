@@ -6,6 +6,10 @@
     nim = 2.0 # two prompts of nim for one of coding
     coding = 1.0
 
+A class of the user's is a part, too: ``"shop:ShopTask" = 1.0``; its name among the parts is the class's own ``name``. With
+``task.chat.tokenizer`` all parts speak a pretrained model's tokens, each behind a template of its own
+(:class:`~orchestrator.tasks.chat_task.ChatTask`).
+
 Guarantees: ``Prompt.task`` is the part's name, which routing, filters, context rules and the store go by; what a part sees and
 says are its own token ids, as if it were alone (a word is one id of the mixture; what the policy says in a word that the part
 has not is padding, and so malformed); limits of turns and tokens are the part's; the share of each part in the prompts is that
@@ -17,12 +21,21 @@ from __future__ import annotations
 import functools
 import importlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from orchestrator.api import Environment, EnvironmentTemplate, Observation, Prompt, StepResult, Task, TimeoutMeaning
+from orchestrator.api import (
+    ConfigError,
+    Environment,
+    EnvironmentTemplate,
+    Observation,
+    Prompt,
+    StepResult,
+    Task,
+    TimeoutMeaning,
+)
 
 _UNUSED = "<unused"  # how vocabularies name ids that fill them up
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
@@ -59,16 +72,34 @@ class MixtureWords:
         return tuple(self._in.get(token, self._pad) for token in shared)
 
 
+class SharedWords:
+    """Of parts that all speak the same tokens; in place of :class:`MixtureWords`."""
+
+    def to_mixture(self, own: Sequence[int]) -> tuple[int, ...]:
+        """What a part says, as it is."""
+        return tuple(own)
+
+    def to_part(self, shared: Sequence[int]) -> tuple[int, ...]:
+        """What a part is told, as it is."""
+        return tuple(shared)
+
+
 class MixtureTask:
-    """``shares``: name of a task -> how many of its prompts, in proportion; ``heldout`` prompts are spread evenly. ``options``
-    are those of single tasks, by name. Raises ConfigError and ValueError as the tasks do."""
+    """``shares``: name of a task, or ``module:Class``, -> how many of its prompts, in proportion; ``heldout`` prompts are spread
+    evenly. ``speak``: puts a part into words that all share (None: the words of all of them are listed). ``options`` are those of
+    single tasks, by name. ``scorers``: the reward functions of the user's parts, by the part's name. Raises ConfigError and
+    ValueError as the tasks do."""
 
     name = "mixture"
     reward = "orchestrator.tasks.mixture:score"
     version = "1"
 
     def __init__(
-        self, heldout: int = 300, shares: Mapping[str, float] | None = None, **options: Mapping[str, Any]
+        self,
+        heldout: int = 300,
+        shares: Mapping[str, float] | None = None,
+        speak: Callable[[Task], Task] | None = None,
+        **options: Mapping[str, Any],
     ) -> None:
         from orchestrator.tasks import registry  # it knows this task too
 
@@ -76,32 +107,37 @@ class MixtureTask:
             raise ValueError("mixture: names no tasks")
         each = -(-heldout // len(shares))
         self._heldout = heldout
-        self._shares = dict(sorted(shares.items()))
-        self.tasks = {name: registry.make(name, each, **options.get(name, {})) for name in self._shares}
-        for name, task in self.tasks.items():
-            if task.name != name:
-                raise ValueError(f"mixture.{name}: its class names itself {task.name!r}; only built-in tasks are mixed")
-        listed = ["<pad>", "<end>"]
-        known = {
-            word
-            for task in self.tasks.values()
-            for word in (task.vocabulary[task.pad_id], task.vocabulary[task.end_id])
-        }
-        for task in self.tasks.values():
-            fresh = [word for word in task.vocabulary if word not in known and not word.startswith(_UNUSED)]
-            listed += fresh
-            known.update(fresh)
-        ids = {word: token for token, word in enumerate(listed)}
-        self.vocabulary: Sequence[str] = (*listed, *(f"{_UNUSED}{n}>" for n in range(-len(listed) % _MULTIPLE)))
-        self.pad_id, self.end_id = 0, 1
-        self.words_of = {name: MixtureWords(task, ids) for name, task in self.tasks.items()}
+        self._shares: dict[str, float] = {}
+        self.tasks: dict[str, Task] = {}
+        self.scorers: dict[str, str] = {}
+        for target, share in sorted(shares.items()):
+            task = registry.make(target, each, **options.get(target, {}))
+            if task.name in self.tasks or (target != task.name and task.name in registry.BUILT_IN):
+                raise ConfigError(
+                    f"task.mixture.{target}", share, f"another part has its name, {task.name!r}: give it its own"
+                )
+            if ":" in target:
+                self.scorers[task.name] = registry.reward_of(task)
+            self._shares[task.name] = share
+            self.tasks[task.name] = task if speak is None else speak(task)
+        self.words_of: Mapping[str, MixtureWords | SharedWords]
+        if speak is None:
+            self._list_words()
+        else:
+            any_part = next(iter(self.tasks.values()))
+            self.vocabulary: Sequence[str] = any_part.vocabulary
+            self.pad_id, self.end_id = any_part.pad_id, any_part.end_id
+            self.words_of = dict.fromkeys(self.tasks, SharedWords())
+            self.words = getattr(any_part, "words", None)  # what transcripts are written with
         limits = ("max_turns", "max_response_tokens", "max_context_tokens")
         self.parts = {
             name: MixturePart(
                 name,
                 self.vocabulary,
-                *(getattr(task, limit) for limit in limits),
-                on_timeout=getattr(task, "on_timeout", "failed"),
+                task.max_turns,
+                task.max_response_tokens,
+                task.max_context_tokens,
+                getattr(task, "on_timeout", "failed"),
             )
             for name, task in self.tasks.items()
         }
@@ -115,6 +151,23 @@ class MixtureTask:
             self.environment_template = self._template_of
         versions = (f"{name} {getattr(task, 'version', '1')}" for name, task in self.tasks.items())
         self.environment_version = f"mixture {self.version}: {', '.join(versions)}"
+
+    def _list_words(self) -> None:
+        """A vocabulary of the words of all parts."""
+        listed = ["<pad>", "<end>"]
+        known = {
+            word
+            for task in self.tasks.values()
+            for word in (task.vocabulary[task.pad_id], task.vocabulary[task.end_id])
+        }
+        for task in self.tasks.values():
+            fresh = [word for word in task.vocabulary if word not in known and not word.startswith(_UNUSED)]
+            listed += fresh
+            known.update(fresh)
+        ids = {word: token for token, word in enumerate(listed)}
+        self.vocabulary = (*listed, *(f"{_UNUSED}{n}>" for n in range(-len(listed) % _MULTIPLE)))
+        self.pad_id, self.end_id = 0, 1
+        self.words_of = {name: MixtureWords(task, ids) for name, task in self.tasks.items()}
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol. Held-out ones take turns."""
@@ -150,7 +203,9 @@ class MixtureTask:
 
     def played(self, task: str, actions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """An episode's actions as its task saw them."""
-        return [self.words_of[task].to_part(action) for action in actions]
+        own = [self.words_of[task].to_part(action) for action in actions]
+        heard = getattr(self.tasks[task], "played", None)
+        return own if heard is None else list(heard(task, own))
 
     def _drawn(self, streams: Mapping[str, Iterator[Prompt]], stream: str) -> Iterator[Prompt]:
         chance, left = random.Random(stream), dict(self._shares)
@@ -169,7 +224,7 @@ class MixtureEnvironment:
     def __init__(self, task: MixtureTask) -> None:
         self._task = task
         self._inner: Environment | None = None
-        self._words: MixtureWords | None = None
+        self._words: MixtureWords | SharedWords | None = None
         self._setup = ""  # what it was prepared with: the part, a space, and what is the part's own
         self.version = task.environment_version
 
@@ -200,13 +255,17 @@ class MixtureEnvironment:
 
 
 def score(payload: Mapping[str, Any]) -> Any:
-    """The reward function of the payload's task. Raises ConfigError (no such task), and what that function raises."""
+    """The reward function of the payload's task: of a built-in one by its name, of the user's by ``scorer``, as the run's own
+    orchestrator says it. Raises ConfigError (no such task), and what that function raises."""
+    if scorer := payload.get("scorer"):
+        from orchestrator.config.user_functions import named_function
+
+        return named_function("reward.function", str(scorer))(payload)
     return _function_of(str(payload.get("task")))(payload)
 
 
 @functools.lru_cache(maxsize=64)
 def _function_of(name: str) -> Any:
-    from orchestrator.api import ConfigError
     from orchestrator.tasks import registry
 
     if name not in registry.BUILT_IN or name == MixtureTask.name:

@@ -22,17 +22,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 
 from orchestrator.api import ConfigError, EnvironmentTemplate, Prompt, TrajectoryError
 from orchestrator.sandbox import Sandbox, SandboxLimits
-from orchestrator.sandbox.run import check_name
 from orchestrator.tasks.repository_bundles import HIDDEN, RepositoryBundle, bundled_names, encoded, read_bundle
 from orchestrator.tasks.text import Reply, TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
 LIMITS = SandboxLimits(wall_seconds=15.0, cpu_seconds=10, memory_bytes=512 << 20, processes=16, scratch_bytes=16 << 20)
 MOST_LINES = 5000  # of a file that was edited
+NAME = re.compile(r"(\w[\w.-]{0,63}/){0,4}\w[\w.-]{0,63}", re.ASCII)  # of a file that an agent makes
 COMMANDS = (
     "ls | show FILE [FIRST [LAST]] | find TEXT | edit FILE FIRST LAST, new lines below | run, Python below | done"
 )
@@ -71,6 +72,11 @@ class RepositoryTask(TextTask):
     def draw(self, chance: random.Random) -> str:
         """A repository and a bug of it, by name."""
         return chance.choice(self._bugs)
+
+    def identity(self, payload: str) -> str:
+        """The repository's own name and the bug's, wherever the bundle lies."""
+        bundle, bug = opened(payload)
+        return f"{bundle.name} {bug}"
 
     def environment_template(self, prompt: Prompt) -> EnvironmentTemplate:
         """Environments are kept by repository: its bugs are checkouts of it."""
@@ -180,8 +186,7 @@ class RepositoryGame:
         return "".join(found) or "nowhere\n"
 
     def _edit(self, path: str, first: int, last: int, body: Sequence[str]) -> str:
-        check_name(path)
-        if path.startswith(HIDDEN) or path == "main.py":
+        if path not in self._lines and not self._may_be_made(path):
             raise ValueError(f"{path} is no name for a file here")
         lines = self._lines.get(path, [])
         if not 1 <= first <= len(lines) + 1 or not first - 1 <= last <= len(lines):
@@ -191,6 +196,12 @@ class RepositoryGame:
             raise ValueError("that is too much")
         self._lines[path] = new
         return _edited(path, len(new))
+
+    def _may_be_made(self, path: str) -> bool:
+        """Whether a file of this name can lie beside the others, what runs them, and the tests."""
+        taken = [*self._lines, HIDDEN.rstrip("/"), "main.py"]
+        within = any(path == one or path.startswith(f"{one}/") or one.startswith(f"{path}/") for one in taken)
+        return NAME.fullmatch(path) is not None and not within
 
     async def _run(self, program: str) -> str:
         if self._sandbox is None:

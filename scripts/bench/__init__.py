@@ -40,7 +40,7 @@ BENCHES = {
     "scale-out": Bench("scripts.bench.micro.scale_out", "4 min", "root, iproute2"),
     "event-loop": Bench("scripts.bench.micro.event_loop", "31 min", "bubblewrap"),
     "environments": Bench("scripts.bench.micro.environments", "61 min"),
-    "learning-parity": Bench("scripts.bench.papers.learning_parity", "60 min", RUN),
+    "learning-parity": Bench("scripts.bench.papers.learning_parity", "100 min", RUN),
     "trajectory-vs-batch": Bench("scripts.bench.micro.trajectory_vs_batch", "15 min", f"{VLLM}, ray"),
     "resets": Bench("scripts.bench.micro.resets", "3 min"),
     "store": Bench("scripts.bench.micro.store", "6 min", "duckdb, polars"),

@@ -42,6 +42,11 @@ def widest(found: Any) -> tuple[float, ...]:
     return min(ratios), max(ratios)
 
 
+def peers(found: Any) -> tuple[float, ...]:
+    """Trajectories per second, TRL's and ours."""
+    return tuple(found["detail"]["medians"][side]["trajectories_per_s"] for side in ("trl", "ours"))
+
+
 def moves(*tokens: int) -> Figures:
     """Moving so many tokens of KV over computing them."""
 
@@ -194,6 +199,13 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "| {:.3f}, {:.3f}, {:.3f} | `learns`",
         "learns",
         lambda r: tuple(sorted(r["detail"]["success_end"])),
+    ),
+    ("comparison", "is: {:.0f} trajectories per second for our {:.0f}", "peers", peers),
+    (
+        "limits",
+        "makes {:.1f} times as many trajectories per second as ours",
+        "peers",
+        lambda r: (peers(r)[0] / peers(r)[1],),
     ),
     ("composition", "set {:.2f} on RollArt's workload, {:.2f} on ROSE's, {:.2f} on", "all-together", single_sets),
     (
@@ -369,7 +381,8 @@ def results() -> Iterator[tuple[str, str]]:
     """Name and column of values of each row of the page of results whose file has a figure."""
     for line in page("results/README").splitlines():
         file = re.search(r"\[json\]\(([\w-]+)\.json\)", line)
-        if file and "value" in json.loads((ROOT / f"docs/results/{file[1]}.json").read_text(encoding="utf-8")):
+        data = json.loads((ROOT / f"docs/results/{file[1]}.json").read_text(encoding="utf-8")) if file else []
+        if file and isinstance(data, dict) and data.get("value") is not None:
             yield file[1], line.split(" | ")[2]
 
 

@@ -70,24 +70,27 @@ def row(variant: int, seed: int, success: float, seconds: float) -> dict[str, An
     return {"variant": name, "seed": seed, "success_end": success, "interval": {"prompts": 400}, "curve": curve}
 
 
-def test_parity_is_judged_by_the_interval_and_by_the_time_to_the_target() -> None:
-    def judged(success: float, seconds: float) -> dict[str, Any]:
-        rows = [row(0, seed, 0.80, 60.0) for seed in (0, 1)]
-        rows += [row(1, seed, success, seconds) for seed in (0, 1)] + [row(2, 0, 0.1, 999.0)]  # of one seed only
-        rows += [row(2, 1, 0.80, 30.0)]
+def test_parity_is_judged_by_the_interval_over_seeds_and_by_the_time_to_the_target() -> None:
+    def judged(variants: tuple[int, ...], loss: float, later: float, seeds: int = 5) -> dict[str, Any]:
+        """Each variant loses so much in the mean over seeds, of which each is 0.02 off, and is so many seconds later."""
+        rows = [
+            row(variant, seed, 0.80 - bool(variant) * (loss + 0.02 * (seed % 2 * 2 - 1)), 60.0 + bool(variant) * later)
+            for variant in variants
+            for seed in range(seeds)
+        ]
         return learning_parity.result(rows, False, {})
 
-    assert judged(0.79, 40.0)["detail"]["seeds"] == [0, 1]
-    rows = [row(variant, seed, 0.80 - 0.01 * variant, 60.0 - variant) for variant in range(3) for seed in (0, 1)]
-    found = learning_parity.result(rows, False, {})
+    found = judged((0, 1, 2), 0.01, -1.0)
     assert found["holds"]
-    assert found["value"] == -0.02
-    worse = [row(variant, seed, 0.80 - 0.2 * variant, 60.0) for variant in range(3) for seed in (0, 1)]
-    assert not learning_parity.result(worse, False, {})["holds"]
-    slower = [row(variant, seed, 0.80, 60.0 + variant) for variant in range(3) for seed in (0, 1)]
-    assert not learning_parity.result(slower, False, {})["holds"]
-    on_policy = [row(variant, seed, 0.80, 60.0 + variant) for variant in (0, 3, 4) for seed in (0, 1)]
-    assert learning_parity.result(on_policy, False, {})["holds"], "the time of on-policy variants is not judged"
+    assert found["value"] == pytest.approx(-0.006)  # three of five seeds are better by 0.02, two worse
+    bounds = found["detail"]["table"][1]["difference"]
+    assert (bounds["low"], bounds["high"]) == pytest.approx((-0.0332, 0.0212))
+    assert not judged((0, 1, 2), 0.01, -1.0, seeds=4)["holds"], "four seeds are too few"
+    assert not judged((0, 1, 2), 0.2, -1.0)["holds"]
+    assert not judged((0, 1, 2), 0.0, 1.0)["holds"]
+    assert judged((0, 3, 4), 0.0, 1.0)["holds"], "the time of on-policy variants is not judged"
+    missing = [row(0, seed, 0.8, 60.0) for seed in range(5)] + [row(1, seed, 0.8, 60.0) for seed in range(3)]
+    assert learning_parity.result(missing, False, {})["detail"]["seeds"] == [0, 1, 2]
 
 
 def test_every_variant_of_parity_is_a_config_that_a_run_takes() -> None:

@@ -166,9 +166,10 @@ def test_a_reset_has_a_limit_of_its_own_and_a_step_keeps_the_shorter_one(
         return await right(self, prompt)
 
     monkeypatch.setattr(SimEnvironment, "reset", reset)
-    given = [f"environment.backend={backend}", "rollout.trajectory_timeout=500"]
+    given = [f"environment.backend={backend}", "rollout.trajectory_timeout=500", "environment.reset_tries=1"]
     given += [f"rollout.environment_reset_timeout={limit}"] if limit else []
     assert set(failed(simulate(config(*given)))) == causes
+    assert failed(simulate(config(*given, "environment.reset_tries=3"))) == {}, "another environment begins the episode"
 
 
 def test_environments_that_never_work_end_the_run_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,10 @@ class RecordedCluster:
     def chosen(self, request: web.Request) -> dict[str, dict[str, Any]]:
         label, _, value = urllib.parse.unquote(request.query["labelSelector"]).partition("=")
         return {
-            name: self.seen(pod) for name, pod in self.pods.items() if pod["metadata"]["labels"].get(label) == value
+            name: self.seen(pod)
+            for name, pod in self.pods.items()
+            if pod["metadata"]["labels"].get(label) == value
+            and (name in self.processes or pod["spec"]["containers"][0]["image"] in self.trouble)
         }
 
     def listed(self, request: web.Request) -> dict[str, Any]:
@@ -126,7 +129,8 @@ class RecordedCluster:
                     events.append(("MODIFIED" if name in told else "ADDED", pod))
                     told[name] = pod
             for kind, pod in events:
-                await answer.write(json.dumps({"type": kind, "object": pod}).encode() + b"\n")
+                with contextlib.suppress(ConnectionError):  # it was closed
+                    await answer.write(json.dumps({"type": kind, "object": pod}).encode() + b"\n")
             await asyncio.sleep(0.02)
 
     def answer(self, body: Any, status: int) -> web.Response:

@@ -287,8 +287,9 @@ from tests.environments.test_remote_session import *
 async def main():
     pool = EnvPool(subprocesses(), PoolSettings(4, warm=2), EventLog(MemorySink(), asyncio.get_running_loop().time))
     await pool.open()
-    environment = await pool.acquire(PROMPT, lambda _: None)
-    await environment.reset(Prompt("k", "misbehaving", 1, "start children"))
+    prompt = Prompt("k", "misbehaving", 1, "start children")
+    environment = await pool.acquire(prompt, lambda _: None)
+    await environment.reset(prompt)
     asyncio.create_task(environment.step((1,)))
     while len(descendants(os.getpid())) < 8:
         await asyncio.sleep(0.05)

@@ -95,7 +95,7 @@ def test_the_report_shows_the_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("meaning", ["failed", "truncated", "partial"])
 def test_a_simulated_time_limit_means_what_the_run_says(meaning: str) -> None:
     slow = [
-        "sim.environment_seconds_mean=2.0",
+        "sim.environment_seconds_mean=4.0",
         "sim.environment_seconds_sigma=1.5",
         "rollout.environment_step_timeout=6",
     ]
@@ -114,6 +114,8 @@ def test_a_stale_answer_is_broken_off_in_its_midst(monkeypatch: pytest.MonkeyPat
     long = [
         "sim.turns_max=2",
         "sim.response_tokens_max=4000",
+        "sim.response_tokens_mean=1000",
+        "sim.environment_seconds_mean=0.01",
         "rollout.redundant_groups=4.0",
         "rollout.environments=64",
     ]
@@ -134,4 +136,17 @@ def test_a_stale_answer_is_broken_off_in_its_midst(monkeypatch: pytest.MonkeyPat
     now = waited()
     assert len(now) > 5
     monkeypatch.setattr(Rollout, "set_version", lambda self, version: self.buffer.set_version(version))
-    assert sum(now) / len(now) < 0.2 * statistics.mean(waited())
+    assert statistics.mean(now) < 0.2 * statistics.mean(waited())
+
+
+@pytest.mark.parametrize("backend", ["in-process", "in-process-pool"])
+def test_simulated_prompts_begin_from_templates_and_none_gets_another_s(backend: str) -> None:
+    shape = ["sim.templates=3", f"environment.backend={backend}", "environment.size=5", "environment.warm=2"]
+    result = simulate(config(*shape))
+    assert not result.violations
+    assert result.ledger["failed"] == 0
+    if backend != "in-process":
+        assert events_of(result.events, "environments")[-1]["replaced"].get("template", 0) > 0
+    faulty = simulate(config(*shape, "sim.fault_rate=0.04"))
+    assert not faulty.violations
+    assert sum(faulty.injected.values()) > 0

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2] / "orchestrator"
 MAY_END_A_RUN = {
     "agents/openai_endpoint.py": {"_start"},  # the port is taken
     "environments/environment_pool.py": {
-        "acquire",
+        "_take",
         "close",
         "_start_failed",
         "_done",

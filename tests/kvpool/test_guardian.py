@@ -137,6 +137,19 @@ def test_in_a_static_partition_each_keeps_its_part_whatever_serving_needs_until_
     assert setup.pool.view().headroom == 20
 
 
+def test_the_thread_leaves_looks_to_steps_and_looks_when_there_are_none(setup: Setup) -> None:
+    looks: list[float] = []
+    setup.guardian.tick_before_step()
+    setup.guardian.watch(lambda: looks.append(setup.at))
+    try:
+        time.sleep(0.3)
+        assert not looks, "by its clock there was a step just now"
+        setup.at += 1.0
+        wait_for(lambda: len(looks) > 2)
+    finally:
+        setup.guardian.stop()
+
+
 def test_one_that_does_not_give_back_in_time_is_killed_and_its_pages_are_there(setup: Setup) -> None:
     child = setup.rollout("roll", greedy)
     setup.tick()

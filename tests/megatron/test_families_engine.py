@@ -31,6 +31,10 @@ pytestmark = [
     pytest.mark.skipif(find_version(VLLM) is None, reason="vLLM is not installed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
 ]
+LATENT = ("deepseek-v3", "moonlight")
+# vLLM 0.32.0's rotary kernel for CPUs takes a token's heads as one row; latent attention gives it [tokens, heads, size], which it
+# turns wrongly (by 2.2 nats here). RoPE that is scaled does not go through it.
+ENGINE_OPTIONS = {"moonlight": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
 TOLERANCE = 1e-4  # nats, fp32. Measured: 1e-6 to 2e-5
 
 TRAINER = """
@@ -69,8 +73,8 @@ sampling = SamplingParams(
     max_tokens=10, temperature=1.0, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False, seed=1
 )
 found = []
-for folder, relay, version in folders:
-    server = Server(folder, RelayEndpoint.from_dict(relay))
+for folder, relay, options, version in folders:
+    server = Server(folder, RelayEndpoint.from_dict(relay), **options)
     server.update(version)
     for index, prompt in enumerate(prompts):
         server.engine.add_request(str(index), tokens_input(prompt), sampling)
@@ -113,7 +117,7 @@ def round_trip(path: Path, names: list[str]) -> dict[str, dict[str, float]]:
     for name in names:
         # vLLM's latent attention on a CPU has one size; the rest is as in the other tests
         latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        folder = write_family(path / name, name, **(latent if name == "deepseek-v3" else {}))
+        folder = write_family(path / name, name, **(latent if name in LATENT else {}))
         relay = RelayEndpoint(
             job="families",
             kind="fsspec",
@@ -122,7 +126,7 @@ def round_trip(path: Path, names: list[str]) -> dict[str, dict[str, float]]:
             bucket_bytes=64 << 10,
         ).to_dict()
         orders.append([str(folder), str(path / f"{name}-trained"), relay])
-        engines.append([str(folder), relay])
+        engines.append([str(folder), relay, ENGINE_OPTIONS.get(name, {})])
     versions = run(TRAINER, orders, "VERSIONS ")
     draw = torch.Generator().manual_seed(9)
     prompts = [torch.randint(VOCABULARY, (n,), generator=draw).tolist() for n in (21, 33, 5)]
@@ -165,9 +169,7 @@ def compare(before: str, trained: str, rows: list[Any]) -> dict[str, float]:
 
 
 ALWAYS = ["glm", "deepseek-v3"]
-# On a CPU vLLM 0.32.0 has no unquantized experts with a bias; and its latent attention with RoPE that is not scaled says
-# something else than transformers and Megatron, which agree.
-NOT_SERVED = ["gpt-oss", "moonlight"]
+NOT_SERVED = ["gpt-oss"]  # on a CPU vLLM 0.32.0 has no unquantized experts with a bias
 
 
 @pytest.mark.parametrize(

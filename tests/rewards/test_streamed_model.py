@@ -18,7 +18,7 @@ from orchestrator.policies.serving.judge_residency import JudgeMemory, plan_resi
 from scripts.bench.papers.rollpacker_requests import pass_seconds
 from vllm_rlplugin.judge import streamed_model
 from vllm_rlplugin.judge.layer_store import ALIGN, HostLayers, ThreadMover, make_layout
-from vllm_rlplugin.judge.streamed_model import Question, StreamedModel, padded_tokens
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel, padded_tokens
 
 LAYERS, VOCABULARY = 6, 97
 PROMPT = [5, 17, 80, 3, 3, 41, 9]
@@ -252,7 +252,7 @@ def test_transfers_hide_behind_computation_as_far_as_they_can() -> None:
 
 
 QUESTIONS = [
-    Question([(7 * at + 3 * number) % VOCABULARY for at in range(3 + number % 5)], 4 + number % 6, seed=number)
+    JudgeQuestion([(7 * at + 3 * number) % VOCABULARY for at in range(3 + number % 5)], 4 + number % 6, seed=number)
     for number in range(40)
 ]
 
@@ -276,7 +276,7 @@ def test_sampled_answers_of_a_batch_are_each_of_its_own_seed() -> None:
 
 
 def test_a_batch_has_memory_for_all_as_long_as_the_longest() -> None:
-    assert padded_tokens([Question([1, 2], 9), Question([1, 2, 3, 4], 5)]) == 2 * (4 + 9)
+    assert padded_tokens([JudgeQuestion([1, 2], 9), JudgeQuestion([1, 2, 3, 4], 5)]) == 2 * (4 + 9)
 
 
 def test_each_row_of_a_batch_counts_its_positions_from_its_own_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,5 +289,5 @@ def test_each_row_of_a_batch_counts_its_positions_from_its_own_first_token(monke
         return plain(ids, **keywords)
 
     monkeypatch.setattr(judge, "forward", noted)
-    judge.generate_batch([Question([5, 6], 3), Question([5, 6, 7, 8], 3)])
+    judge.generate_batch([JudgeQuestion([5, 6], 3), JudgeQuestion([5, 6, 7, 8], 3)])
     assert seen == [[[0, 0, 0, 1], [0, 1, 2, 3]], [[2], [4]], [[3], [5]]]

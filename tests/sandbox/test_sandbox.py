@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import orchestrator
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.sandbox import Sandbox, SandboxLimits, SandboxOutcome, cgroups, command, run, seccomp
 from orchestrator.sandbox.run import diagnose_sandbox
@@ -291,3 +293,14 @@ def test_cgroups_are_found_where_they_can_be_written_only(tmp_path: Path) -> Non
     ]
     assert cgroups.find_hierarchies(str(tmp_path / "none"), str(own)) == ()
     assert cgroups.find_hierarchies(str(tmp_path), str(tmp_path / "none")) == ()
+
+
+def test_folders_that_are_closed_are_empty_inside_and_take_nothing() -> None:
+    """Where this package lies under /usr, what its tasks hold is not to be read."""
+    sandbox = Sandbox(slots=1)
+    sandbox._tools = replace(sandbox._tools, closed=("/usr/share",))
+    source = "import os\nprint(os.listdir('/usr/share'), len(os.listdir('/usr/bin')) > 3)\nopen('/usr/share/x', 'w')"
+    outcome = asyncio.run(sandbox.python(source))
+    assert outcome.stdout.decode().strip() == "[] True"
+    assert b"Read-only" in outcome.stderr or b"Permission" in outcome.stderr
+    assert command._own_folders() == (str(Path(orchestrator.__file__).parent),)

@@ -56,8 +56,8 @@ def test_the_oracle_solves_and_doing_nothing_does_not(task: RepositoryTask, payl
 
 
 def test_a_scripted_agent_solves_some(task: RepositoryTask) -> None:
-    assert reward(task, "baseline", SOLVED) == 1.0
-    assert reward(task, "baseline", UNSOLVED) == 0.0
+    assert reward(task, "baseline", "pytimeparse planted-12") == 1.0
+    assert reward(task, "baseline", "toposort planted-1") == 0.0
 
 
 @pytest.mark.long
@@ -66,7 +66,7 @@ def test_the_oracle_solves_all_the_null_agent_none_and_the_baseline_some(task: R
     scores = {agent: [reward(task, agent, payload) for payload in EVERY] for agent in ("oracle", "null", "baseline")}
     assert set(scores["oracle"]) == {1.0}
     assert set(scores["null"]) == {0.0}
-    assert 0.05 < sum(scores["baseline"]) / len(EVERY) < 0.95
+    assert 0.02 < sum(scores["baseline"]) / len(EVERY) < 0.95
 
 
 def said(*turns: str, payload: str = "") -> list[str]:
@@ -121,14 +121,27 @@ for place in ('/box', '/tmp', '/usr/lib/python3', '/home', '/root', '/opt'):
 
 def test_what_an_agent_leaves_in_place_of_the_tests_does_not_reach_them() -> None:
     payload = FEW[0]
-    cheat = ["edit hidden 1 0\nx", "edit sitecustomize.py 1 0\nprint('OK')", "done"]
+    cheat = ["edit hidden 1 0\nx", "edit main.py/x 1 0\nx", "edit sitecustomize.py 1 0\nprint('OK')", "done"]
     assert reward_of(payload, cheat) == 0.0
 
 
 @pytest.mark.parametrize(
     "turn",
     [
-        *("", "sing", "show", "show nowhere.py", "show pytimeparse/timeparse.py x", "show pytimeparse/timeparse.py 9999"),
+        *(
+            "",
+            "sing",
+            "show",
+            "show nowhere.py",
+            "show pytimeparse/timeparse.py x",
+            "show pytimeparse/timeparse.py 9999",
+        ),
+        *(
+            "edit hidden/x.py 1 0\nx",
+            "edit hidden 1 0\nx",
+            "edit pytimeparse 1 0\nx",
+            "edit pytimeparse/timeparse.py/x 1 0\nx",
+        ),
         *("edit ../x 1 0\nx", "edit /etc/x 1 0\nx", "edit pytimeparse/timeparse.py 9 2\nx", "edit x.py 2 1\nx"),
     ],
 )
@@ -185,7 +198,7 @@ def test_a_repository_that_does_not_build_says_so_and_ends_only_its_episodes(
 ) -> None:
     files = json.loads((BUNDLED / "pytimeparse.json").read_text())["files"]
     mine = bundle_file(tmp_path, files={**files, "pytimeparse/broken.py": ["import a_module_that_is_not_there"]})
-    own = RepositoryTask(2, [mine, "toposort"])
+    own = RepositoryTask(1, [mine, "toposort"])
 
     async def play() -> None:
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
@@ -217,9 +230,9 @@ def test_a_file_that_is_no_bundle_is_refused(tmp_path: Path, changes: dict[str, 
 
 
 def test_the_config_names_repositories() -> None:
-    config = load_config(None, ["task.name=repository", "task.heldout_maps=2", "task.repositories=['toposort']"])
+    config = load_config(None, ["task.name=repository", "task.heldout_maps=1", "task.repositories=['pytimeparse']"])
     prompt = next(preflight.make_task(config).prompts("train", 0))
-    assert prompt.payload.startswith("toposort ")
+    assert prompt.payload.startswith("pytimeparse ")
     with pytest.raises(ConfigError, match="repositories"):
         load_config(None, ["task.repositories=['toposort']"])
     with pytest.raises(ConfigError, match="cannot be read"):

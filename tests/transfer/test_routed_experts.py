@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.train_samples import to_samples
 from orchestrator.transfer.turns import decode_completions, decode_turns, encode_completions, encode_turns
 from orchestrator.transfer.turns.routed_experts import UNKNOWN, joined_experts, pack_experts, unpack_experts
+from vllm_rlplugin.worker.served_worker import ServedWorker
 
 LAYERS, CHOICES = 3, 2
 ANSWER = Completion("r", (1, 2, 3), (-0.5, -0.25, -1.0), ((4, 3),), "stop")
@@ -88,6 +90,24 @@ def test_they_cross_the_wire_unchanged_and_a_malformed_one_is_refused() -> None:
     context = TokenSequence(range(5))
     request = GenerationRequest("r", "t", 0, context, Sampling(4), "task", experts_from=3)
     assert decode_turns(encode_turns([(request, context, None)])).turns[0].request.experts_from == 3
+
+
+def test_an_engines_answer_has_them_from_the_token_that_was_asked_for() -> None:
+    request = GenerationRequest("r", "t", 0, tuple(range(6)), Sampling(2), "task", experts_from=4)
+    flight = SimpleNamespace(entry=SimpleNamespace(request=request, added_at=0.0), fed_at=0.0)
+    span = SimpleNamespace(version="3", start=0, end=2)
+    answer = SimpleNamespace(
+        token_ids=[1, 2],
+        logprobs=SimpleNamespace(logprobs=[-0.5, -0.25]),
+        weight_versions=(span,),
+        finish_reason="length",
+        routed_experts=rows(4, 7),  # of 6 + 2 tokens all but the last one, from the fifth on
+    )
+    worker = SimpleNamespace(cycle=SimpleNamespace(version_of_label=int))
+    output = SimpleNamespace(outputs=[answer], metrics=None)
+    done = ServedWorker._completion(worker, flight, output, 1.0)  # type: ignore[arg-type]
+    assert done.experts == experts(4, 7)
+    assert done.versions == ((3, 2),)
 
 
 def test_a_turn_that_moved_has_those_of_both_engines() -> None:

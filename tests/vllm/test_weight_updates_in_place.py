@@ -45,7 +45,7 @@ class SlowRelay:
 class Server:
     """A stock engine of the tiny model in this process, with our backend and nothing else of ours."""
 
-    def __init__(self, folder: Path, relay: RelayEndpoint | None) -> None:
+    def __init__(self, folder: Path, relay: RelayEndpoint | None, **options: Any) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -63,6 +63,7 @@ class Server:
                 weight_transfer_config={"backend": vllm_rlplugin.BACKEND},
                 worker_extension_cls="vllm_rlplugin.extension.WorkerExtension",
                 disable_log_stats=True,
+                **options,
             )
         )
         self.call("rl_ready")

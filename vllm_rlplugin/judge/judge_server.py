@@ -40,7 +40,7 @@ from orchestrator.api.listener_limits import (
     serve_until_told,
 )
 from orchestrator.policies.serving.judge_residency import BATCH
-from vllm_rlplugin.judge.streamed_model import Question, StreamedModel, padded_tokens
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel, padded_tokens
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
 LIMITS = LISTENERS["judge"]
@@ -49,9 +49,13 @@ MOST_MESSAGES = 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class _NoRoom(Exception):
+    """A sequence does not fit into the memory that there is."""
+
+
 @dataclass(eq=False)
 class _Asked:
-    question: Question
+    question: JudgeQuestion
     answer: list[int] | None = None
 
 
@@ -115,8 +119,8 @@ class JudgeServer:
             return _refuse(400, str(error)[:500])
         stop = frozenset({self._tokenizer.eos_token_id} - {None})
         try:
-            found = await self._generated(Question(tuple(prompt), most, temperature, seed), stop)
-        except ValueError as error:
+            found = await self._generated(JudgeQuestion(tuple(prompt), most, temperature, seed), stop)
+        except _NoRoom as error:
             return _refuse(413, str(error))
         self._count += 1
         ended = bool(found) and found[-1] in stop
@@ -135,8 +139,8 @@ class JudgeServer:
         kept = {"layers": self._model.residency.layers, "resident": self._model.residency.resident}
         return web.json_response({**answer, "choices": [choice], "usage": usage, "residency": kept})
 
-    async def _generated(self, question: Question, stop: frozenset[int]) -> list[int]:
-        """Its answer. Whoever comes to the model first computes what waits with its own. Raises ValueError: no memory for it."""
+    async def _generated(self, question: JudgeQuestion, stop: frozenset[int]) -> list[int]:
+        """Its answer. Whoever comes to the model first computes what waits with its own. Raises _NoRoom."""
         mine = _Asked(question)
         self._unanswered.append(mine)
         try:
@@ -161,9 +165,9 @@ class JudgeServer:
         while True:
             try:
                 self._model.fit(padded_tokens([one.question for one in batch]), memory)
-            except ValueError:
+            except ValueError as error:
                 if len(batch) == 1:
-                    raise
+                    raise _NoRoom(str(error)) from error
                 batch = batch[: len(batch) // 2]
             else:
                 return batch

@@ -41,7 +41,7 @@ class StreamCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class JudgeQuestion:
     """``prompt``: ids; at most ``max_tokens`` of answer; ``temperature`` 0: the most likely ones, ``seed``: of the others."""
 
     prompt: Sequence[int]
@@ -50,7 +50,7 @@ class Question:
     seed: int = 0
 
 
-def padded_tokens(questions: Sequence[Question]) -> int:
+def padded_tokens(questions: Sequence[JudgeQuestion]) -> int:
     """That a batch has memory for: all are as long as the longest."""
     return len(questions) * (max(len(one.prompt) for one in questions) + max(one.max_tokens for one in questions))
 
@@ -151,9 +151,9 @@ class StreamedModel:
         seed: int = 0,
     ) -> list[int]:
         """The ids that follow a prompt, the stop id included. ``temperature`` 0: the most likely ones."""
-        return self.generate_batch([Question(prompt, max_tokens, temperature, seed)], stop)[0]
+        return self.generate_batch([JudgeQuestion(prompt, max_tokens, temperature, seed)], stop)[0]
 
-    def generate_batch(self, questions: Sequence[Question], stop: frozenset[int] = frozenset()) -> list[list[int]]:
+    def generate_batch(self, questions: Sequence[JudgeQuestion], stop: frozenset[int] = frozenset()) -> list[list[int]]:
         """The same of several, in order: each layer is brought once a pass for all of them. Who has ended leaves the batch."""
         longest = max(len(one.prompt) for one in questions)
         pads = [longest - len(one.prompt) for one in questions]

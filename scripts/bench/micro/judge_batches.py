@@ -1,7 +1,7 @@
 """A judge whose layers are streamed, asked in batches: decode tokens/s over one question at a time with all layers resident.
 
-A random Qwen3 of 12 layers of 12.6 MB (float32) on the CPU, one thread to compute and one that copies. 64 questions of about 48
-tokens with answers of up to 32, and 32 of about 1,000 with answers of up to 8, are answered by one batch with no layer resident.
+A random Qwen3 of 8 layers of 12.6 MB (float32) on the CPU, one thread to compute and one that copies. 64 questions of about 48
+tokens with answers of 32, and 32 of about 1,000 with answers of 4, are answered by one batch with no layer resident.
 The same questions one at a time are the reference for bytes and answers (streamed too), and with all layers resident for speed;
 pairs take turns. Time is that of decoding: the time of answers of one token is taken off. The value is the worst pair of the
 short ones. Besides, the bytes of layers that are read for a question must be at most 1/32 of those of one at a time, and every
@@ -20,7 +20,7 @@ import torch
 
 from orchestrator.policies.serving.judge_residency import spread_layers
 from scripts.bench.result import frame, now
-from vllm_rlplugin.judge.streamed_model import Question, StreamedModel
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel
 
 NAME = "judge-batches"
 _LEAST, _BYTES, PAIRS = 8.0, 1 / 32, 3
@@ -32,10 +32,10 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     begun, threads = now(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        judge = StreamedModel(_model(2 if quick else 12))
+        judge = StreamedModel(_model(2 if quick else 8))
         found = {
             "short": _compared(judge, _questions(8 if quick else 64, 48, 32), 1 if quick else PAIRS),
-            "1k": _compared(judge, _questions(4 if quick else 32, 1000, 8), 1),
+            "1k": _compared(judge, _questions(4 if quick else 32, 1000, 4), 0),
         }
         judge.close()
     finally:
@@ -78,44 +78,44 @@ def _model(layers: int) -> Any:
     ).float()
 
 
-def _questions(count: int, tokens: int, most: int) -> list[Question]:
+def _questions(count: int, tokens: int, most: int) -> list[JudgeQuestion]:
     """Prompts of 90 to 110 per cent of so many tokens."""
     chance = random.Random(tokens)
     lengths = [chance.randint(9 * tokens // 10, 11 * tokens // 10) for _ in range(count)]
-    return [Question([chance.randrange(_VOCABULARY) for _ in range(length)], most) for length in lengths]
+    return [JudgeQuestion([chance.randrange(_VOCABULARY) for _ in range(length)], most) for length in lengths]
 
 
-def _compared(judge: StreamedModel, questions: list[Question], pairs: int) -> dict[str, Any]:
-    """A batch with streamed layers beside one at a time: streamed once, for answers and bytes, and resident, for time."""
-    layers = judge.memory.layers
+def _compared(judge: StreamedModel, questions: list[JudgeQuestion], pairs: int) -> dict[str, Any]:
+    """A batch with streamed layers beside one at a time: streamed, for answers and bytes, and, in pairs, resident for time."""
 
-    def timed(resident: int, batch: int, asked: list[Question] = questions) -> tuple[list[list[int]], float, int]:
+    def timed(resident: int, batch: int, asked: list[JudgeQuestion] = questions) -> tuple[list[list[int]], float, int]:
         judge.arrange(spread_layers(judge.memory, 0, resident))
         before, begun, said = judge.counts.bytes, time.perf_counter(), list[list[int]]()
         for at in range(0, len(asked), batch):
             said += judge.generate_batch(asked[at : at + batch])
         return said, time.perf_counter() - begun, judge.counts.bytes - before
 
+    alone, alone_seconds, bytes_alone = timed(0, 1)
+    batch, batch_seconds, bytes_batch = timed(0, len(questions))
+    differ, rates, ratios = [one != two for one, two in zip(alone, batch, strict=True)], [batch_seconds], list[float]()
     first = [replace(one, max_tokens=1) for one in questions]  # prefill, and the token that comes of it
-    alone, _, bytes_alone = timed(0, 1)
-    ratios, rates, differ, bytes_batch = [], [], 0, 0
     for _ in range(pairs):
-        prefill = timed(layers, 1, first)[1], timed(0, len(questions), first)[1]
-        resident, resident_seconds, _ = timed(layers, 1)
-        batch, batch_seconds, bytes_batch = timed(0, len(questions))
-        differ += sum(one != two for one, two in zip(alone, batch, strict=True))
-        differ += sum(one != two for one, two in zip(alone, resident, strict=True))
+        prefill = timed(judge.memory.layers, 1, first)[1], timed(0, len(questions), first)[1]
+        resident, resident_seconds, _ = timed(judge.memory.layers, 1)
+        batch, batch_seconds, _ = timed(0, len(questions))
+        differ += [one != two for said in (resident, batch) for one, two in zip(alone, said, strict=True)]
         ratios.append((resident_seconds - prefill[0]) / (batch_seconds - prefill[1]))
-        rates.append(len(questions) / batch_seconds)
+        rates.append(batch_seconds)
     return {
         "questions": len(questions),
         "prompt_tokens_mean": sum(len(one.prompt) for one in questions) / len(questions),
         "answer_tokens": sum(map(len, alone)),
-        "answers_that_differ": differ,
+        "answers_compared": len(differ),
+        "answers_that_differ": sum(differ),
         "layer_bytes_per_question": bytes_batch / len(questions),
         "layer_bytes_per_question_one_at_a_time": bytes_alone / len(questions),
         "bytes_share": bytes_batch / bytes_alone,
         "decode_tokens_per_s_over_one_at_a_time": ratios,
-        "questions_per_s": rates,
-        "questions_per_s_one_at_a_time_resident": len(questions) / resident_seconds,
+        "questions_per_s": [len(questions) / seconds for seconds in rates],
+        "questions_per_s_one_at_a_time_streamed": len(questions) / alone_seconds,
     }

@@ -89,6 +89,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     fitting = [name for name in coordination_modes.MODES if not coordination_modes.alpha_conflict(name, alpha)]
     steps, workers = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
     more = random_stream(seed, "shape", "tasks, pools, tools, contexts")
+    worlds = random_stream(seed, "shape", "templates, timeouts")
     members = more.choice((1.0, 1.0, 1.5))
     environments = math.ceil(size * members) * rng.choice((1, 2, 6))
     redundant_groups = rng.choice((1.0, 1.0, 1.5))
@@ -151,6 +152,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "staleness_decay": more.choice((0.0, 0.5)),
                 **lengths,
             },
+            "task": {"on_timeout": worlds.choice((None, None, "truncated", "partial"))},
             "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
             "checkpoint": {"every": rng.choice((1, 1, 2))},
@@ -167,6 +169,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "tool_concurrency": more.choice((1, 16)),
                 "tool_burst": more.choice((0, 64)),
                 "response_tokens_max": 32,
+                "templates": worlds.choice((0, 0, 3)),
                 **({"kv_tokens": 320, "start_seconds": 2.0} if cut else {}),
             },
         }

@@ -190,7 +190,7 @@ async def play(resets: int, rate: float, seed: int) -> Waits:
     pool = EnvPool(backend, settings, EventLog(MemorySink(), loop.time), template_of)
     manager = EnvManager(
         Anything(),  # type: ignore[arg-type]  # it has no prompts
-        Policy(),  # type: ignore[arg-type]
+        Policy(),
         step_timeout=STEP_LIMIT,
         reset_timeout=RESET_LIMIT,
         reset_tries=3,

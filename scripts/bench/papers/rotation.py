@@ -96,8 +96,8 @@ def in_order(traces: EpisodeTraces, seed: int) -> EpisodeTraces:
     """The same groups in an order that the seed draws."""
     order = list(range(len(traces.groups)))
     random.Random(f"rotation/{seed}").shuffle(order)
-    groups, tasks = (tuple(of[place] for place in order) if of else () for of in (traces.groups, traces.tasks))
-    return EpisodeTraces(traces.episodes, groups, tasks)
+    groups = tuple(traces.groups[place] for place in order)
+    return EpisodeTraces(traces.episodes, groups, tuple(traces.tasks[place] for place in order))
 
 
 def step_seconds(name: str, setting: tuple[str, ...], seed: int, more: tuple[str, ...] = ()) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -47,7 +47,7 @@ def toml_lines(text: str) -> int:
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.splitlines())
 
 
-def counted(files: dict[str, tuple[str, ...] | None]) -> dict[str, int]:
+def counted(files: Mapping[str, tuple[str, ...] | None]) -> dict[str, int]:
     """Lines by file."""
     found = {}
     for file, names in files.items():

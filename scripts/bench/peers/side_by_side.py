@@ -133,7 +133,8 @@ def _trl(python: Path, folder: Path, model: Path, seed: int, steps: int, every: 
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command = [str(python), "-m", "scripts.bench.peers.trl_measured", str(model), str(folder / f"trl-{seed}"), *given]
     begun = time.monotonic()
-    done = _call(command, _LIMIT, {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"})
+    # One thread, as our trainer has: beside other work two wait for each other, and a step takes twenty times as long.
+    done = _call(command, _LIMIT, {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         raise RunError(f"TRL's run ended with exit code {done.returncode}: {done.stderr[-1500:]}")
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"kind"')]
@@ -246,8 +247,8 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
     """The figure from both sides' runs. Where a side never reached the target there is no ratio: it is null, and said."""
     sides = {side: [row for row in rows if row["side"] == side] for side in ("ours", "trl")}
     medians = {side: _medians(found) for side, found in sides.items() if found}
-    both = [medians.get(side, {}).get("seconds_to_target") for side in ("trl", "ours")]
-    value = round(both[0] / both[1], 3) if all(both) else None
+    trl, ours = (medians.get(side, {}).get("seconds_to_target") for side in ("trl", "ours"))
+    value = round(trl / ours, 3) if trl and ours else None
     lines = {"ours": counted(OURS), "trl": counted(TRL)}
     return frame(
         NAME,

@@ -23,23 +23,23 @@ TURN_TOKENS = 2
 MAPS = 3000  # nearly all that are for training
 
 
-@torch.no_grad()
 def generate(model: Any, contexts: list[list[int]], sample: bool) -> tuple[list[list[int]], list[list[float]]]:
     """A turn of each context: its tokens up to ``<end>``, and their log-probs."""
     width = max(len(context) for context in contexts)
     ids = torch.tensor([[PAD_ID] * (width - len(context)) + context for context in contexts])
     mask = torch.tensor([[0] * (width - len(context)) + [1] * len(context) for context in contexts])
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=TURN_TOKENS,
-        do_sample=sample,
-        top_k=0,
-        eos_token_id=END_ID,
-        pad_token_id=PAD_ID,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=TURN_TOKENS,
+            do_sample=sample,
+            top_k=0,
+            eos_token_id=END_ID,
+            pad_token_id=PAD_ID,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     new = out.sequences[:, width:]
     logprobs = torch.stack(out.logits, 1).log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1).tolist()
     said = [turn[: turn.index(END_ID) + 1] if END_ID in turn else turn for turn in new.tolist()]

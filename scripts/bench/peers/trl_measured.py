@@ -61,9 +61,9 @@ def main() -> None:
 
     def greedy() -> float:
         trainer.model.eval()
-        found = asyncio.run(trl_frozenlake.play(trainer.model, heldout, sample=False))
+        success: list[float] = asyncio.run(trl_frozenlake.play(trainer.model, heldout, sample=False))["success"]
         trainer.model.train()
-        return sum(found["success"]) / len(heldout)
+        return sum(success) / len(heldout)
 
     watch, rollout = Watch(greedy, options.every, options.steps), trainer.rollout_func
 

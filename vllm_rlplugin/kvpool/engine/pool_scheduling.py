@@ -241,7 +241,7 @@ class PoolScheduler:
         """Comply, then have what the next step may allocate."""
         self._allowed = self._comply_with_budget()
         if self._guardian is not None:
-            self._guardian.tick()
+            self._guardian.tick_before_step()
         self._parked.ensure_free(self._blocks_wanted(), self._allowed)
         self._parked.park_idle_part()
 

@@ -9,9 +9,9 @@ says that it loads weights has LOADING seconds for that first: its thread cannot
 
 Opened when a rollout engine joins, by :meth:`Guardian.open_budget`, and when a rollout engine says that an RL step
 begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Looks
-are made before each step and, so that an idle engine reacts too, by a thread (:meth:`Guardian.watch`). What a rollout
-engine cannot give back while it lives (the pages of its null block) is on top of its budget. ``now``: seconds,
-monotonic.
+are made before each step and, so that an idle engine reacts too, by a thread (:meth:`Guardian.watch`) when there was no
+step for BUSY seconds: two threads that look cost a step more than the look. What a rollout engine cannot give back while
+it lives (the pages of its null block) is on top of its budget. ``now``: seconds, monotonic.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
 _TICK = 0.02  # seconds between two looks
 WATCH_SECONDS = 0.02  # between two looks of the thread
+BUSY = 0.1  # seconds after a step in which the thread leaves looks to steps
 BROKEN = 10.0  # seconds that a rollout engine that lost a rank has to end by itself
 LOADING = 30.0  # seconds that a rollout engine may take to put weights into its model, before it is to give pages back
 
@@ -47,7 +48,7 @@ class Guardian:
         self._sharing = KvSharing(rules)
         self._peaks: deque[tuple[float, int]] = deque()  # falling maxima of the window
         self._known: dict[tuple[int, int], int] = {}  # (slot, generation) -> pages it was told
-        self._looked = float("-inf")
+        self._looked = self._stepped = float("-inf")
         self._blamed: set[tuple[int, int]] = set()
         self._broken: dict[tuple[int, int], float] = {}  # (slot, generation) -> since when a rank is missing
         self._flag, self._said = rules.lent, 0  # the share that is lent by flag; what people said last
@@ -88,18 +89,29 @@ class Guardian:
             return rules.pages - int(share * rules.pages)
 
     def tick(self) -> None:
-        """Before a step, and when there is nothing to do. A look that another thread is at is not waited for."""
-        if self._lock.acquire(blocking=False):
+        """Look, unless somebody did a moment ago. A look that another thread is at is not waited for."""
+        now = self._now()
+        if now - self._looked >= _TICK and self._lock.acquire(blocking=False):
             try:
-                self._tick(self._now())
+                self._tick(now)
             finally:
                 self._lock.release()
+
+    def tick_before_step(self) -> None:
+        """The same; the thread leaves it to steps while there are any."""
+        self._stepped = self._now()
+        self.tick()
 
     def watch(self, also: Callable[[], None]) -> None:
         """Look, and do ``also``, in a thread of its own until :meth:`stop`: an idle engine has no steps."""
 
         def run() -> None:
-            while not self._over.wait(WATCH_SECONDS):
+            pause = WATCH_SECONDS
+            while not self._over.wait(pause):
+                busy = self._now() - self._stepped < BUSY
+                pause = BUSY if busy else WATCH_SECONDS
+                if busy:
+                    continue
                 try:
                     self.tick()
                     also()
@@ -119,8 +131,6 @@ class Guardian:
         return budget
 
     def _tick(self, now: float) -> None:
-        if now - self._looked < _TICK:
-            return
         self._looked = now
         self._said_by.clear()
         self._pool.reap()  # also those that were killed a moment ago
