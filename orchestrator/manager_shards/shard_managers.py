@@ -266,9 +266,6 @@ class ShardManagers:
             return
         episode.context_tokens += len(completion.token_ids)
         episode.requests += 1
-        if completion.finish_reason == "abort" and completion.versions and self._is_stale(completion.versions[0][0]):
-            self._send(flight.shard, messages.pack(messages.STALE, request.request_id))  # it was called back
-            return
         if completion.finish_reason not in ("error", "abort") and completion.token_ids:
             context = TokenSequence.of(request.token_ids)
             known = len(flight.asked) + len(episode.turns[-1].action_ids) if episode.turns else 0
