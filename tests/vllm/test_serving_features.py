@@ -124,7 +124,7 @@ def users(server: Any) -> dict[str, Any]:
     tool = {"type": "function", "function": {"name": "sit", "parameters": schema}}
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "sit"}}}
     # So hot that it does not go on with the spaces that JSON may have everywhere.
-    asked |= {"temperature": 20.0, "seed": 7, "max_tokens": 300}
+    asked |= {"temperature": 2.0, "seed": 7, "max_tokens": 400}
     message = ask(server, "chat/completions", messages=messages, **asked)["choices"][0]["message"]
     said["tool"] = message["tool_calls"][0]["function"]
     return said
