@@ -6,8 +6,8 @@ was, so nothing grows staler; what was trained stays trained. The same batches a
 computes deterministically, its weights are bit for bit those that the engines have; where it does not, the event ``recovered``
 says that they differ. What was on the relay is published there again. A checkpoint that was being written is lost
 (:class:`CheckpointLost`), the one before it stays. Where a trainer cannot come back (no checkpoint, more than ``MOST`` batches
-since, ``restarts`` in a row without a new step, a start that fails) the failure is raised as it was, and the run begins a new
-life (:mod:`orchestrator.runtime.real_run`).
+or ``MOST_TOKENS`` since, ``restarts`` in a row without a new step, a start that fails) the failure is raised as it was, and the
+run begins a new life (:mod:`orchestrator.runtime.real_run`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.events import EventLog
 
 MOST = 64  # batches that are kept, by reference where they lie in shards
+MOST_TOKENS = 1 << 30  # in them; their shards take some 8 bytes each, of shared memory or of the run's disk
 _PAUSE, _TRIES = 5.0, 12  # to publish again: the relay needs a while to forget memory that a dead process lent
 
 Answer = TypeVar("Answer")
@@ -72,6 +73,7 @@ class RevivedTrainer(Generic[Kind]):
         self._in_row = 0  # lives without a new step
         self._reviving = asyncio.Lock()
         self._kept: list[TrainBatch] = []  # trained since a checkpoint that is committed
+        self._tokens = 0  # in them
         self._next: int | None = None  # the step after the last one, None: none was trained here
         self._published = PublishResult(-1, 0, 0, 0.0, "")
         self._saving = self._sent = self._seen = 0  # the lives that did so last
@@ -81,8 +83,9 @@ class RevivedTrainer(Generic[Kind]):
         metrics = await self._lived(lambda trainer: trainer.train_step(batch))
         self._kept.append(batch)
         self._next, self._in_row = batch.step + 1, 0
-        if len(self._kept) > MOST:
-            self._kept.clear()  # from here on only a new checkpoint helps
+        self._tokens += _tokens_of(batch)
+        if len(self._kept) > MOST or self._tokens > MOST_TOKENS:
+            self._kept, self._tokens = [], 0  # from here on only a new checkpoint helps
         return metrics
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
@@ -102,6 +105,7 @@ class RevivedTrainer(Generic[Kind]):
         """See the port."""
         committed = self._checkpoints.last_step()
         self._kept = [batch for batch in self._kept if batch.step >= committed]
+        self._tokens = sum(map(_tokens_of, self._kept))
 
         async def save_anew(trainer: Processes) -> None:
             await asyncio.to_thread(_empty, folder)  # of what one wrote that died in it
@@ -214,6 +218,10 @@ class RevivedTrainer(Generic[Kind]):
                 await asyncio.sleep(_PAUSE)
         same = result.content == self._published.content
         return "" if same else f"; its weights of version {version} are not those of the engines bit for bit"
+
+
+def _tokens_of(batch: TrainBatch) -> int:
+    return sum(len(sample.token_ids) for sample in batch.samples)
 
 
 def _empty(folder: str) -> None:

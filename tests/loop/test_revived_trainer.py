@@ -185,8 +185,11 @@ def test_it_does_not_come_back_without_a_checkpoint_nor_for_ever(deaths: set[int
         asyncio.run(run.play(6, 4))
 
 
-def test_with_more_batches_than_are_kept_it_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revived_trainer, "MOST", 3)
+@pytest.mark.parametrize(("name", "most"), [("MOST", 3), ("MOST_TOKENS", -1)])
+def test_with_more_batches_than_are_kept_it_does_not_come_back(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revived_trainer, name, most)
     run = Run(Machine({3 + 2 * 5 + 1}))
     with pytest.raises(ProcessDied):
         asyncio.run(run.play(8, 100))
