@@ -432,7 +432,7 @@ RLC_AVX2 static int read_gaps_avx2(const uint8_t *low, const uint64_t *unary, ui
     if (_mm256_movemask_ps(_mm256_castsi256_ps(any))) return 0; /* beyond 2^31: perhaps no longer ascending */
     uint64_t at = (uint32_t)_mm256_cvtsi256_si32(next), mask = ((uint64_t)1 << k) - 1;
     for (; i < m; i++, bit += (uint64_t)k) {
-        at += (uint64_t)(ends[i] - ends[i - 1] - 1) << k | ((rlc_load64(low + (bit >> 3)) >> (bit & 7)) & mask);
+        at += (uint64_t)(ends[i] - *(ends + i - 1) - 1) << k | ((rlc_load64(low + (bit >> 3)) >> (bit & 7)) & mask);
         positions[i] = (uint32_t)at++;
     }
     return at <= elements;

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from orchestrator.api import Environment, EnvironmentTemplate, Observation, Prompt, StepResult, TrajectoryError
@@ -131,11 +131,27 @@ async def prepared_session(task: EnvironmentMaker, template: EnvironmentTemplate
         try:
             await session.prepare()
         except BaseException:
-            with contextlib.suppress(Exception, SystemExit):  # of one that nobody will use
-                async with asyncio.timeout(KILL_LIMIT):
-                    await session.kill()
+            await _in_spite_of_cancellation(_end(session))
             raise
     return session
+
+
+async def _end(session: InProcessSession) -> None:
+    with contextlib.suppress(Exception, SystemExit):  # of one that nobody will use
+        async with asyncio.timeout(KILL_LIMIT):
+            await session.kill()
+
+
+async def _in_spite_of_cancellation(work: Coroutine[Any, Any, None]) -> asyncio.CancelledError | None:
+    """To its end, also when who waits for it is cancelled meanwhile: then with what. Nothing else would free what it frees."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 class FreshEnvironments:
@@ -175,13 +191,7 @@ class FreshEnvironments:
     async def release(self, environment: Environment, trusted: bool) -> None:
         """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
         assert isinstance(environment, InProcessSession)
-        closing = asyncio.create_task(self._close_in_time(environment))
-        cancelled: asyncio.CancelledError | None = None
-        while not closing.done():
-            try:
-                await asyncio.shield(closing)
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await _in_spite_of_cancellation(self._close_in_time(environment))
         if cancelled is not None:
             raise cancelled
 

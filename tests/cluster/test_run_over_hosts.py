@@ -104,6 +104,7 @@ def closed(run: Path) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.long
 def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     with Hosts(3) as hosts:
         nodes = RayHosts(hosts, {"H800": 1, "H20": 1}, {"H800": 1, "H20": 1})

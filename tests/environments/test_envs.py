@@ -5,11 +5,13 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from orchestrator.api import (
     Completion,
+    EnvironmentTemplate,
     GenerationRequest,
     Observation,
     Prompt,
@@ -17,6 +19,7 @@ from orchestrator.api import (
     StepResult,
     TrajectoryError,
 )
+from orchestrator.environments.inprocess import prepared_session
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory, reward_of_episode
 
 PROMPT = Prompt("key", "toy", 3, "payload")
@@ -284,3 +287,37 @@ def test_an_episode_that_does_not_end_is_truncated_at_the_turn_limit_or_the_cont
     wordy = ToyTask(lambda: StepResult(Observation((4,) * 20), 0.0, False))
     episode = play(wordy, EchoProxy())
     assert (len(episode.turns), episode.truncated) == (2, True)
+
+
+def test_one_that_is_being_prepared_is_closed_however_often_its_user_is_cancelled() -> None:
+    made: list[Any] = []
+
+    class Slow:
+        version = "1"
+        closed = False
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        async def prepare(self, setup: str) -> None:
+            await asyncio.sleep(100)
+
+        async def close(self) -> None:
+            await asyncio.sleep(0.02)
+            self.closed = True
+
+    class Maker:
+        def environment(self) -> Slow:
+            return Slow()
+
+    async def play() -> None:
+        user = asyncio.create_task(prepared_session(Maker(), EnvironmentTemplate(setup="x"), "in-process"))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        for _ in range(3):
+            user.cancel()
+            await asyncio.sleep(0.001)
+        with pytest.raises(asyncio.CancelledError):
+            await user
+
+    asyncio.run(play())
+    assert made[0].closed

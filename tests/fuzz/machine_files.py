@@ -243,7 +243,7 @@ def pool_file(folder: Path) -> Drawn:
     made = PagePool.create(file, 8, page_bytes=4096)
     made.join("serving", "serving")
     made.acquire(3)
-    made.publish(np.arange(14, dtype=np.uint64))
+    made.publish(np.arange(14, dtype=np.uint64).tobytes())
     whole = file.read_bytes()
     lock = slice(232, whole.index(b"serving\0") - 8)  # csrc/pages.h: behind the namespace, before the first tenant
     made.close()

@@ -240,7 +240,8 @@ def test_the_ledger_closes_in_seeded_fault_runs_of_every_mode(mode: tuple[str, i
     for seed in range(FAULT_SEEDS):
         shape = ledger_faults.config_of(seed).model_dump(mode="json")
         shape["run"]["mode"], shape["rollout"]["alpha"] = mode
-        shape["environment"]["size"] = 0  # sync needs one for everybody
+        shape["environment"]["size"] = 0  # sync needs one for everybody, and all of them in one process
+        shape["rollout"]["shards"] = 1
         result = simulate(Config.model_validate(shape), strict=False)
         assert result.violations == [], f"seed {seed}"
         assert result.unaccounted == 0
@@ -255,7 +256,8 @@ def test_the_ledger_closes_in_many_seeded_fault_runs_of_every_mode(mode: tuple[s
     for seed in range(FAULT_SEEDS, 150):
         shape = ledger_faults.config_of(seed).model_dump(mode="json")
         shape["run"]["mode"], shape["rollout"]["alpha"] = mode
-        shape["environment"]["size"] = 0  # sync needs one for everybody
+        shape["environment"]["size"] = 0  # sync needs one for everybody, and all of them in one process
+        shape["rollout"]["shards"] = 1
         shape["sim"]["tool_concurrency"] = 16  # and one call at a time is refused to all but one, again and again
         result = simulate(Config.model_validate(shape), strict=False)
         assert result.violations == [], f"seed {seed}"

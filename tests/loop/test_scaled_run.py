@@ -104,6 +104,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
 
 
+@pytest.mark.long
 def test_engines_and_environments_are_added_and_taken_away_while_a_run_goes_on(tmp_path: Path) -> None:
     run = Running(tmp_path, "scripts.bench.micro.engine_twins", *TWINS, "ray.cpus=5")
     try:

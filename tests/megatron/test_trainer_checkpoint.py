@@ -291,7 +291,7 @@ print("ANSWER", iteration, weights_digest(learner), state_digest(learner), learn
 
 
 @OTHER
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.long), True])
 def test_megatron_lm_loads_it_as_one_of_its_own(tmp_path: Path, sharded: bool) -> None:
     parallel_layout.leave_parallel()
     model = tiny_folder(tmp_path / "model", dtype="bfloat16")

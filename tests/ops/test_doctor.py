@@ -188,6 +188,7 @@ def test_a_seam_that_cannot_be_looked_at_is_a_problem_and_no_error(monkeypatch: 
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_real_engines_mooncake_and_ray_answer_the_doctor(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}

@@ -104,7 +104,7 @@ def placed(seed: int) -> tuple[Config, int]:
     for section in ("planner", "disaggregation", "colocation"):
         rollout.pop(section)
     rollout["workers"] = own + rng.choice((1, 2, 3))
-    rollout["weights"] = "relay"
+    rollout["weights"], rollout["shards"] = "relay", 1
     rollout["routing"] = {**rollout["routing"], "hardware": {}, "affinity": {}}
     rollout["routing"] |= rng.choice(({}, {"hardware": {"sim-0": "H800"}, "affinity": {"default": "H800"}}))
     rollout["prediction"]["enabled"] = True

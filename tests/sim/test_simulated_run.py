@@ -288,7 +288,9 @@ def test_versions_that_are_recorded_wrong_are_caught(monkeypatch: pytest.MonkeyP
         return Turn(**{**fields, "versions": ((versions[-1][0], sum(count for _, count in versions)),)})
 
     monkeypatch.setattr(orchestrator.envs, "Turn", newest_only)
-    settings = slow_trainer("sim.decode_seconds_per_step=1.0")
+    settings = slow_trainer(
+        "sim.decode_seconds_per_step=1.0", "rollout.alpha=2"
+    )  # with 1 those of two versions are stale
     assert "are not those of the engine" in failures(settings)
 
 

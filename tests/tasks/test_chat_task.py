@@ -208,7 +208,7 @@ def test_demonstrations_are_the_tasks_own_in_the_template_and_only_answers_are_l
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task.name=mixture", "task.mixture={nim=1.0, household=1.0}"], "for a single task in text"),
+        (["task.name=mixture", "task.mixture={nim=1.0, frozenlake=1.0}"], "frozenlake has no text"),
         (["task.name=nim", "task.memory.turns=2"], "not together with memory"),
         (["task.name=frozenlake"], "frozenlake has no text"),
     ],

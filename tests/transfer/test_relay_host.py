@@ -71,13 +71,18 @@ def test_a_client_says_the_address_that_the_master_sees() -> None:
 @pytest.mark.engine
 def test_the_master_listens_at_its_host_only_and_weights_go_through_it(tmp_path: Path) -> None:
     async def measure() -> None:
-        master = MooncakeMaster(host="127.0.0.2", log=tmp_path / "log")
-        await master.start()
-        try:
+        for last in (False, False, True):  # another program may have the same port of the other address
+            master = MooncakeMaster(host="127.0.0.2", log=tmp_path / "log")
+            await master.start()
             host, _, port = master.address.rpartition(":")
-            assert host == "127.0.0.2"
             with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", int(port))) != 0
+                free = probe.connect_ex(("127.0.0.1", int(port))) != 0
+            if free or last:
+                break
+            await master.stop()
+        try:
+            assert host == "127.0.0.2"
+            assert free
             done = await asyncio.to_thread(
                 subprocess.run,
                 [sys.executable, "-c", CLIENT, master.address],

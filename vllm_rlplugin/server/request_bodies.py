@@ -48,6 +48,7 @@ class RequestBody(Body):
     predicted_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     deadline: float | None = None
     group_id: Text = ""
+    experts_from: Annotated[int, Field(strict=True, ge=0, le=wire.MAX_PROMPT_TOKENS)] = 0
 
     def to_request(self) -> GenerationRequest:
         """As the worker takes it."""
@@ -69,6 +70,7 @@ class RequestBody(Body):
             predicted_tokens=self.predicted_tokens,
             deadline=self.deadline,
             group_id=self.group_id,
+            experts_from=self.experts_from,
         )
 
 
