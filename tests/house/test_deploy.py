@@ -460,6 +460,7 @@ os.execvp(words[0], words)
 """
 
 
+@pytest.mark.slow
 def test_a_job_of_several_nodes_starts_twins_of_servers_and_gives_the_run_their_addresses(tmp_path: Path) -> None:
     program(tmp_path, "rl-coserve", RUN_TWIN)
     program(tmp_path, "vllm", SERVER_TWIN)

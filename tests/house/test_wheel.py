@@ -148,6 +148,7 @@ def test_the_wheel_holds_every_file_of_every_package(wheel: Path) -> None:
     assert set(LIBRARIES) <= inside
 
 
+@pytest.mark.slow
 def test_a_wheel_that_is_built_again_elsewhere_is_the_same_to_the_bit(wheel: Path, tmp_path: Path) -> None:
     """With one SOURCE_DATE_EPOCH, from files of other dates in a folder of another name."""
     for name in repository_files():

@@ -105,6 +105,7 @@ TASKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", TASKS)
 def test_an_expert_who_speaks_with_the_tokenizer_gets_the_tasks_own_reward(folder: Path, overrides: list[str]) -> None:
     task = make(folder, *overrides)
