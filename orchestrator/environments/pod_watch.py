@@ -1,7 +1,8 @@
 """What a Kubernetes cluster says of a run's pods, from one request that stays open.
 
 Guarantees: the API server is asked once for all pods, however many start; whoever waits for a pod hears of each change; a request
-that ends or breaks is made again from a list, so that no change is missed for longer than that takes.
+that has run its time is made again from where it stood, one that breaks from a list, ``PAGE`` pods at a time: no change is missed
+for longer than that takes, and no list of ten thousand pods is read in one go.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import aiohttp
 OPEN_SECONDS = 300  # that one request stays open
 MARGIN = 20.0  # seconds; one that is silent beyond that is given up
 PAUSE = 1.0  # seconds before a broken one is made again
+PAGE = 200  # pods of a list that are asked for at a time
 LOST = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 
 
@@ -34,18 +36,20 @@ class PodWatch:
         self._changed: dict[str, asyncio.Event] = {}
         self._gone: dict[str, None] = {}  # of those that somebody waits for
         self._open: Any = None  # a request that was made and is not followed yet
+        self._version = ""  # how far what is known goes; "": a list is needed
 
     async def begin(self) -> None:
         """Make the first requests, so that a refusal is known at once. Raises what the client raises."""
-        self._open = await self._request(watch=True, resource_version=await self._list())
+        self._open = await self._watch()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             try:
                 answer, self._open = self._open, None
-                await self._follow(answer or await self._request(watch=True, resource_version=await self._list()))
+                await self._follow(answer or await self._watch())
             except (self._refused, *LOST):  # the next one may work
+                self._version = ""
                 await asyncio.sleep(PAUSE)
 
     def expect(self, name: str) -> None:
@@ -68,18 +72,28 @@ class PodWatch:
         await self._changed[name].wait()
         self._changed[name].clear()
 
+    async def _watch(self) -> Any:
+        self._version = self._version or await self._list()
+        return await self._request(watch=True, resource_version=self._version, allow_watch_bookmarks=True)
+
     async def _list(self) -> str:
         """Take every pod as it is; returns the version to go on from."""
-        answer = await self._request()
-        try:
-            found = json.loads(await answer.read())
-        finally:
-            answer.close()
-        here = {item["metadata"]["name"]: item for item in found["items"]}
+        here: set[str] = set()
+        page: dict[str, Any] = {"limit": PAGE}
+        while True:
+            answer = await self._request(**page)
+            try:
+                found = json.loads(await answer.read())
+            finally:
+                answer.close()
+            for item in found["items"]:
+                here.add(item["metadata"]["name"])
+                self._take(item["metadata"]["name"], item)
+            if not (rest := found["metadata"].get("continue")):
+                break
+            page = {"limit": PAGE, "_continue": rest}
         for name in [name for name in self._pods if name not in here]:
             self._take(name, None)
-        for name, item in here.items():
-            self._take(name, item)
         return str(found["metadata"].get("resourceVersion", ""))
 
     async def _request(self, *, watch: bool = False, **options: Any) -> Any:
@@ -96,8 +110,9 @@ class PodWatch:
         try:
             while line := await answer.content.readline():
                 event = json.loads(line)
-                if event.get("type") == "ERROR":  # the version is too old: a list is
-                    return
+                if event.get("type") == "ERROR":  # the version is too old, say
+                    raise ValueError(f"a watch that failed: {event.get('object')!r:.200}")
+                self._version = event["object"]["metadata"].get("resourceVersion", "")
                 if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
                     item = event["object"]
                     self._take(item["metadata"]["name"], None if event["type"] == "DELETED" else item)

@@ -542,3 +542,70 @@ def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.M
     backend = PodBackend("m:f", {}, PodSettings("run-1", "image"), limits={})
     with pytest.raises(ConfigError, match=r"rl-coserve\[kubernetes\]"):
         asyncio.run(backend.open())
+
+
+class Answer:
+    """What an API server says: lines."""
+
+    status, reason = 200, ""
+
+    def __init__(self, *said: Any) -> None:
+        self._lines = [json.dumps(one).encode() + b"\n" for one in said]
+        self.content = self
+
+    async def read(self) -> bytes:
+        return self._lines[0]
+
+    async def readline(self) -> bytes:
+        return self._lines.pop(0) if self._lines else b""
+
+    def close(self) -> None:
+        pass
+
+
+def a_pod(name: str, version: str = "") -> dict[str, Any]:
+    return {"metadata": {"name": name, "resourceVersion": version}}
+
+
+def test_a_list_comes_in_pages_and_a_watch_that_ran_its_time_goes_on_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pod_watch, "PAUSE", 0.0)
+    pages = [
+        Answer({"metadata": {"continue": "next"}, "items": [a_pod("one")]}),
+        Answer({"metadata": {"resourceVersion": "5"}, "items": [a_pod("two")]}),
+    ]
+    answers = [
+        *pages,
+        Answer({"type": "ADDED", "object": a_pod("three", "8")}, {"type": "BOOKMARK", "object": a_pod("", "9")}),
+        Answer({"type": "ERROR", "object": {"code": 410}}),  # after which everything is listed anew
+        Answer({"metadata": {"resourceVersion": "20"}, "items": []}),
+    ]
+    asked: list[dict[str, Any]] = []
+
+    async def list_pods(**options: Any) -> Answer:
+        asked.append(options)
+        if not answers:
+            await asyncio.sleep(100)
+        return answers.pop(0)
+
+    async def play() -> None:
+        watch = pod_watch.PodWatch(list_pods, lambda item: item, RuntimeError)
+        for name in ("one", "two", "three"):
+            watch.expect(name)
+        await watch.begin()
+        assert watch.pod("one")
+        assert watch.pod("two")
+        running = asyncio.create_task(watch.run())
+        await asyncio.wait_for(watch.change("three"), 5)
+        while len(asked) < 6:
+            await asyncio.sleep(0)
+        running.cancel()
+        for name in ("one", "two", "three"):
+            with pytest.raises(LookupError, match="deleted"):
+                watch.pod(name)
+
+    asyncio.run(play())
+    assert [options.get("resource_version") for options in asked] == [None, None, "5", "9", None, "20"]
+    assert [options.get("_continue") for options in asked[:2]] == [None, "next"]
+    assert all(options["limit"] == pod_watch.PAGE for options in asked if "watch" not in options)
