@@ -598,8 +598,9 @@ def test_a_list_comes_in_pages_and_a_watch_that_ran_its_time_goes_on_without_one
         assert watch.pod("two")
         running = asyncio.create_task(watch.run())
         await asyncio.wait_for(watch.change("three"), 5)
-        while len(asked) < 6:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            while len(asked) < 6:
+                await asyncio.sleep(0.001)
         running.cancel()
         for name in ("one", "two", "three"):
             with pytest.raises(LookupError, match="deleted"):
