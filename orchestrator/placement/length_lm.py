@@ -36,9 +36,9 @@ _MOST = 20.0  # logarithms
 _RIDGE = ("products", "targets", "weights", "errors", "counts")  # what is kept of it
 
 
-def _opened(path: str) -> tuple[Any, str, Any]:
-    """torch, the device, and the model of a Hugging Face folder on it, in float32 and without dropout: the same question has
-    one answer. Raises ConfigError."""
+def _opened(path: str, dtype: str) -> tuple[Any, str, Any]:
+    """torch, the device, and the model of a Hugging Face folder on it, without dropout: the same question has one answer.
+    ``dtype``: of its weights, "auto": as they are saved. Raises ConfigError."""
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(FIELD, path, 'is no Hugging Face folder: give one, or "hashed"')
     try:
@@ -49,7 +49,7 @@ def _opened(path: str) -> tuple[Any, str, Any]:
         raise ConfigError(FIELD, path, fix) from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model: Any = AutoModel.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model: Any = AutoModel.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(FIELD, path, f"cannot be loaded: {error}") from error
     return torch, device, model.to(device).eval()
@@ -74,7 +74,7 @@ class LanguageModelEncoder:
         self, path: str, *, seed: int, tuned: int = 2, kept: int = 1024, batch: int = 8, steps: int = 1
     ) -> None:
         self._seed, self._batch, self._steps = seed, batch, steps
-        self._torch, self._device, self._model = _opened(path)
+        self._torch, self._device, self._model = _opened(path, "float32")
         torch, model = self._torch, self._model
         width = int(model.config.hidden_size)
         self.kind = f"language model {model.config.model_type} {width}x{model.config.num_hidden_layers} {tuned} 1"
@@ -181,7 +181,7 @@ class TokenStates:
     ``remembered`` are not computed again. Raises ConfigError."""
 
     def __init__(self, path: str, *, remembered: int = 4096) -> None:
-        self._torch, self._device, self._model = _opened(path)
+        self._torch, self._device, self._model = _opened(path, "auto")
         config = self._model.config
         self.width = int(config.hidden_size)
         self.kind = f"{config.model_type} {self.width}x{config.num_hidden_layers}"
@@ -204,7 +204,7 @@ class TokenStates:
         with self._torch.no_grad():
             hidden, mask = _hidden(self._torch, self._model, self._device, ids)
             share = (mask / mask.sum(1, keepdim=True)).unsqueeze(2)
-            return np.asarray((hidden * share).sum(1).cpu().numpy(), dtype=np.float32)
+            return np.asarray((hidden.float() * share).sum(1).cpu().numpy())
 
 
 class FrozenModelEncoder:
@@ -226,7 +226,7 @@ class FrozenModelEncoder:
         self._ridge.judge(vectors, targets, classes, weight)
         self._ridge.add(vectors, targets, classes, weight)
         self._new += len(rows)
-        if self._new >= min(self._every, max(16.0, self._ridge.counts[0] / 4.0)):
+        if self._new >= min(self._every, max(32.0, self._ridge.counts[0] / 4.0)):
             self._ridge.solve()
             self._new = 0
 

@@ -38,8 +38,9 @@ def test_no_fold_learns_the_prompts_that_it_is_judged_by() -> None:
     for asked, taught in folds:
         assert not {one[0].prompt for one in asked} & {one[0].prompt for one in taught}
         assert len(asked) + len(taught) == len(rows)
-    drawn = bench._drawn(rows, 5, 1)
-    assert len(drawn) == 6, "whole prompts"
+    drawn = [one.prompt for one, _ in bench._drawn([*rows, *rows], 6, 1)]
+    assert sorted(drawn) == sorted([*set(drawn)] * 2), "two of each prompt"
+    assert len(set(drawn)) == 3
     with pytest.raises(ConfigError, match="name the Hugging Face folder"):
         bench.run(True, "n")
 

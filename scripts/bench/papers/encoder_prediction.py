@@ -7,11 +7,12 @@ states. The recorded sets hold token ids. Those of closed vocabularies (FrozenLa
 model as text, each word as its vocabulary spells it; those of SmolLM2 are its own, so the model has to be one of that family;
 tau-bench (``RL_COSERVE_PREDICTION_SETS="tau-bench=PATH"``) has words. What is compared reads its own ids.
 
-Of each task ``MOST`` trajectories at most, whole prompts, drawn by the seed. Each is learned and judged by its first three turn
-boundaries, and judged where it has more than two turns (nim and calculator have not: they are learned from only). Two ways:
-other prompts of the same task (five folds), and other tasks (each task is judged by what learned all others).
+Of each task ``MOST`` trajectories, ``MEMBERS`` of a prompt, prompts drawn by the seed: what two cores read in ten minutes. Each
+is learned and judged by its first three turn boundaries, and judged where it has more than two turns (nim and calculator have
+not: they are learned from only). Two ways: other prompts of the same task (five folds), and other tasks (each task is judged by
+what learned all others).
 Intervals: :mod:`scripts.bench.papers.resampling`. A gain is shown where its interval lies above 0 and r itself is positive: on
-prompts that nobody has seen a baseline may be below chance. ``--quick``: 24 trajectories of a task; the mechanics only.
+prompts that nobody has seen a baseline may be below chance. ``--quick``: eight trajectories of a task; mechanics only.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from scripts.bench.result import frame, now
 
 NAME = "prediction-encoder"
 TAKES_MODEL = True
-MOST, QUICK = 200, 24
+MOST, QUICK, MEMBERS = 60, 8, 2
 FOLDS = 5
 BATCH = 16
 _LEAST = 20  # trajectories with more than two turns: fewer are learned from only
@@ -184,15 +185,16 @@ def _sets(encode: Encode) -> Told:
 
 
 def _drawn(rows: Pairs, most: int, seed: int) -> Pairs:
-    """Whole prompts until there are ``most`` trajectories, in the order in which they ended."""
+    """The first ``MEMBERS`` of so many prompts, in the order in which they ended."""
     prompts = sorted({case.prompt for case, _ in rows})
     random.Random(seed).shuffle(prompts)
-    kept: set[str] = set()
-    for prompt in prompts:
-        if sum(case.prompt in kept for case, _ in rows) >= most:
-            break
-        kept.add(prompt)
-    return [pair for pair in rows if pair[0].prompt in kept]
+    room = dict.fromkeys(prompts[: most // MEMBERS], MEMBERS)
+    found: Pairs = []
+    for pair in rows:
+        if room.get(pair[0].prompt, 0):
+            room[pair[0].prompt] -= 1
+            found.append(pair)
+    return found
 
 
 def _by_prompts(
