@@ -200,7 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--list", action="store_true", help="list the benchmarks")
     bench.add_argument("--quick", action="store_true", help="a short form, in about a minute")
     bench.add_argument("--json", action="store_true", help="print the result as one line of JSON")
-    bench.add_argument("--model", default="", metavar="FOLDER", help="measure kv-migrate with this Hugging Face model")
+    bench.add_argument(
+        "--model", default="", metavar="FOLDER", help="of kv-migrate and prediction-encoder: a Hugging Face model"
+    )
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
 

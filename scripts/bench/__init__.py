@@ -53,6 +53,7 @@ BENCHES = {
     "expert-parallelism": Bench("scripts.bench.papers.expert_parallelism", "3 min"),
     "peers": Bench("scripts.bench.peers.side_by_side", "15 min", f"{RUN}; the first time pip, 2 GB of disk"),
     "prediction": Bench("scripts.bench.papers.prediction", "2 min"),
+    "prediction-encoder": Bench("scripts.bench.papers.encoder_prediction", "15 min", "transformers, --model FOLDER"),
     "heddle": Bench("scripts.bench.papers.heddle", "46 min"),
     "all-together": Bench("scripts.bench.papers.all_together", "37 min"),
     "stream-equality": Bench("scripts.bench.micro.stream_equality", "29 min", MEGATRON),
