@@ -136,6 +136,19 @@ def test_a_cut_loses_the_cell_that_was_being_played_and_no_other(tmp_path: Path,
     assert len(played) == 6
 
 
+def test_a_cell_that_fails_is_said_and_keeps_no_other_from_being_played(
+    tmp_path: Path, said: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(seed: int) -> None:
+        if seed == 1:
+            raise ConfigError("rollout.alpha", 1, "no")
+
+    one = Sweep(figure([], slow), tmp_path)
+    assert sweep.play_all([one], SEEDS, time.monotonic() + 60) == 1
+    assert one.missing(SEEDS) == [(1, "b, + x/2")]
+    assert "FAILED: rollout.alpha = 1: no" in capsys.readouterr().err
+
+
 def test_a_cell_that_would_not_end_in_time_is_not_begun(tmp_path: Path, said: dict[str, Any]) -> None:
     played: list[tuple[str, int]] = []
     one = Sweep(figure(played), tmp_path)

@@ -6,9 +6,9 @@ share the work; ``--minutes N``: ends then (0: only says what is left); ``--writ
 are all there.
 
 Guarantees: it takes only time that nobody else wants (nice 19, and Linux's idle class); a cell is kept with commit and hash of
-its sources (:mod:`scripts.bench.cells`) and never played twice; what a cut ends is played again, and nothing else; it begins no
-cell that took longer with another seed than there is time left, and none on a tree with changes or with other sources than those
-that are kept.
+its sources (:mod:`scripts.bench.cells`) and never played twice; what a cut ends is played again, and nothing else; a cell that
+fails is said, and keeps no other from being played; it begins no cell that took longer with another seed than there is time left,
+and none on a tree with changes or with other sources than those that are kept.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.durable_files import write_durably
+from orchestrator.sim.virtual_loop import SimulationError
 from scripts.bench import BENCHES
 from scripts.bench.cells import Cells
 from scripts.bench.papers.runner import Figure, as_kept
@@ -48,6 +49,10 @@ FIGURES = (
     "rotation",
 )
 _AGAIN = 5.0  # seconds after which the end is said again, to code that went on
+
+
+class CellFailedError(Exception):
+    """A cell's run was refused, or did something wrong."""
 
 
 @dataclass(slots=True)
@@ -75,9 +80,13 @@ class Sweep:
         self._cells.check_current()
 
     def play(self, seed: int, name: str) -> float:
-        """Play and keep one; the processor seconds that it took. Raises SimulationFailed, ConfigError."""
+        """Play and keep one; the processor seconds that it took. Raises CellFailedError, and ConfigError where the sources
+        changed."""
         begun = time.process_time()
-        found = as_kept(self.figure.cells(False)[name](seed))
+        try:
+            found = as_kept(self.figure.cells(False)[name](seed))
+        except (ConfigError, SimulationError) as error:
+            raise CellFailedError(str(error)) from error
         seconds = time.process_time() - begun
         self._cells.keep(
             self._key(seed, name), {"cell": name, "seed": seed, "seconds": round(seconds, 2), "found": found}
@@ -116,9 +125,11 @@ class Sweep:
         return f"{seed}-{self._names[name]}"
 
 
-def play_all(sweeps: Sequence[Sweep], seeds: Sequence[int], until: float) -> None:
+def play_all(sweeps: Sequence[Sweep], seeds: Sequence[int], until: float) -> int:
     """Play what is missing, one seed of all figures after the other, up to the time ``until`` of the monotonic clock, at which
-    the process has to be interrupted: only cells that would be longer are not begun. Raises ConfigError, SimulationFailed."""
+    the process has to be interrupted: only cells that would be longer are not begun. One that fails is said and stays missing;
+    how many did. Raises ConfigError where nothing can be added."""
+    failed = 0
     for sweep in sweeps:
         sweep.check()
     for seed in seeds:
@@ -128,7 +139,12 @@ def play_all(sweeps: Sequence[Sweep], seeds: Sequence[int], until: float) -> Non
                 if took.get(name, 0.0) > until - time.monotonic():
                     continue
                 print(f"{sweep.figure.name}, seed {number}: {name}", file=sys.stderr, end=" ", flush=True)
-                print(f"{sweep.play(number, name):.0f} s", file=sys.stderr, flush=True)
+                try:
+                    print(f"{sweep.play(number, name):.0f} s", file=sys.stderr, flush=True)
+                except CellFailedError as error:
+                    failed += 1
+                    print(f"FAILED: {error}", file=sys.stderr, flush=True)
+    return failed
 
 
 def left(sweeps: Sequence[Sweep], seeds: Sequence[int]) -> str:
@@ -160,10 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sweeps = [Sweep(_figure(name), given.folder) for name in given.figures.split(",")]
         seeds = _numbers(given.seeds) or sorted({seed for sweep in sweeps for seed in sweep.figure.seeds})
+        failed = 0
         if given.minutes > 0:
             _be_idle()
             with contextlib.suppress(KeyboardInterrupt), ended_after(60.0 * given.minutes) as until:
-                play_all(sweeps, seeds, until)
+                failed = play_all(sweeps, seeds, until)
         print(left(sweeps, seeds))
         for sweep in sweeps:
             if given.write and not sweep.missing(sweep.figure.seeds):
@@ -172,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 1 if failed else 0
 
 
 def _figure(name: str) -> Figure:
