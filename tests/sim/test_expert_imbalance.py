@@ -331,6 +331,7 @@ def test_when_routing_is_even_again_it_comes_back() -> None:
     assert [one["ep"] for one in plans] == [4, 1, 1, 4, 4]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_changes_of_experts(planned: tuple[Config, SimResult], tmp_path: Path) -> None:
     config, result = planned
     (tmp_path / "events.jsonl").write_bytes(result.events)
