@@ -55,7 +55,7 @@ def test_an_episode_is_shown_and_scored_by_the_tasks_own_function() -> None:
 
 def test_a_prompt_that_is_not_there_is_one_error() -> None:
     task = preflight.make_task(load_config(None, ["task.name=nim", "task.heldout_maps=3"]))
-    with pytest.raises(ConfigError, match="not so many held-out prompts"):
+    with pytest.raises(ConfigError, match="fewer held-out prompts than that"):
         heldout_prompt(task, 0, 3)
 
 
