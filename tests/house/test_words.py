@@ -15,7 +15,11 @@ PAGES += sorted(
     for path in ROOT.glob(pattern)
 )
 PAGES += ["orchestrator/ops/help_text.py", "orchestrator/cli.py", "orchestrator/observe/view/view.js"]
-PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("orchestrator/ops/templates/*"))
+PAGES += sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("orchestrator/ops/templates/*", "orchestrator/observe/report/templates/*.html")
+    for path in ROOT.glob(pattern)
+)
 
 
 def avoided() -> list[str]:

@@ -152,6 +152,7 @@ def test_every_drawing_has_a_title_and_a_label_for_screen_readers(drawn: Path) -
         assert drawing[0].tag == "title"
 
 
+@pytest.mark.slow
 def test_the_same_folder_gives_the_same_bytes(drawn: Path) -> None:
     before = drawn.read_bytes()
     assert write_report(drawn.parent).read_bytes() == before
@@ -338,6 +339,7 @@ def test_a_run_that_failed_in_startup_says_why(tmp_path: Path) -> None:
     assert "The run failed. the relay did not start" in shown
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_interrupt_a_line_and_nothing_else(finished: Path) -> None:
     def spoil(event: dict[str, Any]) -> None:
         if event["kind"] == "step" and event["step"] in (3, 7):

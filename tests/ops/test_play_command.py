@@ -120,6 +120,7 @@ def test_weights_that_are_none_are_one_error(tmp_path: Path, capsys: pytest.Capt
     assert "no model-final yet" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_a_folder_plays_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
