@@ -27,6 +27,7 @@ from typing import Any
 from orchestrator.observe.report.summary import summarize
 from scripts.bench.cells import Cells
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.probes.shuffled_reward import shuffled_sums
 from scripts.bench.probes.training_run import train_for
 from scripts.bench.result import frame, now
 
@@ -38,7 +39,7 @@ START = (0.15, 0.6)
 _CONFIG, _MODEL, _FOLDER = Path("examples/smollm2.toml"), "models/smollm2", Path("runs/pretrained")
 _RECIPE = ("run.steps=400", f"task.heldout_maps={VALIDATION + TEST}", f"evaluation.prompts={VALIDATION}")
 _SHORT = ("run.steps=2", f"task.heldout_maps={VALIDATION + TEST}", "evaluation.prompts=4", "evaluation.every=0")
-_SHUFFLED = ("reward.function=scripts.bench.probes.shuffled_reward:shuffled_sums",)
+_SHUFFLED = (f"reward.function={shuffled_sums.__module__}:{shuffled_sums.__name__}",)
 _ASKING = 3600.0  # seconds for the questions, at most
 _SHOWN = 6  # answers that are kept in words
 
