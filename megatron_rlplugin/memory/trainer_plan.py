@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rlplugin.memory.planned_step import (
+from megatron_rlplugin.memory.rank_memory import (
     ACTIVATIONS,
     OPTIMIZER,
     RankMemory,

@@ -71,7 +71,7 @@ def _mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str
     room, mode = int(limits.get("max_model_len", 0)), status.get("logprobs_mode")
     found: list[str] = []
     if status.get("broken"):
-        found.append(f"has no engine: {status['broken']}; start the server anew")
+        found.append(f"has no engine: {status['broken']}; restart the server")
     if room < task.max_context_tokens:
         needed = task.max_context_tokens
         found.append(

@@ -22,7 +22,7 @@ def make_predictor(settings: PredictionSection, prior: float, seed: int) -> Leng
     """The policy that ``rollout.prediction`` names. Raises ConfigError for the oracle, and for a file that cannot be used."""
     prior = settings.prior_tokens or prior
     if settings.predictor == "oracle":
-        fix = "nobody knows the lengths of trajectories that are yet to be made: it is for simulated runs"
+        fix = "the lengths of trajectories that are yet to be made are unknown: this is for simulated runs only"
         raise ConfigError("rollout.prediction.predictor", "oracle", fix)
     if settings.predictor == "history":
         return HistoryPredictor(prior)

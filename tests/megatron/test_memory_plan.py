@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from megatron_rlplugin import model, tiny_model  # noqa: E402
 from megatron_rlplugin.memory import trainer_plan  # noqa: E402
-from megatron_rlplugin.memory.planned_step import RankMemory, StepRequest, optimizer_bytes  # noqa: E402
+from megatron_rlplugin.memory.rank_memory import RankMemory, StepRequest, optimizer_bytes  # noqa: E402
 from megatron_rlplugin.memory.storage_ledger import StorageLedger  # noqa: E402
 from megatron_rlplugin.memory.trainer_plan import GB, answer_of, plan_trainer  # noqa: E402
 from megatron_rlplugin.model_families import read_shape  # noqa: E402
@@ -368,3 +368,14 @@ def test_the_command_prints_the_plan_of_the_demo(capsys: pytest.CaptureFixture[s
     assert [row["owner"] for row in rows] == ["trainer (1 ranks)", "trainer, each rank", "engine (1 devices)"]
     assert rows[0]["parts"]["weights"] > 0
     assert [row["over"] for row in rows] == [0, 0, 0]
+
+
+def test_who_asks_for_a_plan_imports_no_torch(tmp_path: Path) -> None:
+    """The program that answers does, beside what else is checked."""
+    words = "from megatron_rlplugin import tiny_model; from megatron_rlplugin.memory import trainer_plan; import json, sys; "
+    words += f"sizes = json.loads('''{json.dumps({**SIZES, 'head_dim': 16, 'intermediate_size': 128, 'dtype': 'float32'})}'''); "
+    words += "folder = tiny_model.create_qwen3(sys.argv[1], **sizes, weights=False); "
+    words += "trainer_plan.run_request = lambda request: sys.exit('torch' in sys.modules); "
+    words += "trainer_plan.plan_trainer(folder, {'tensor_parallel': 2}, 'float32', 64)"
+    assert subprocess.run([sys.executable, "-c", words, str(tmp_path)], cwd=ROOT, check=False).returncode == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
