@@ -10,7 +10,7 @@ from orchestrator.policies.serving.fair_shares import FleetTenant, fair_shares
 
 tenants = st.dictionaries(
     st.sampled_from("abcdef"),
-    st.builds(FleetTenant, st.just(0), st.integers(0, 12), st.sampled_from((0.25, 0.5, 1.0, 2.0, 3.0))),
+    st.builds(FleetTenant, st.integers(0, 12), st.integers(0, 12), st.sampled_from((0.25, 0.5, 1.0, 2.0, 3.0))),
     min_size=1,
 )
 
