@@ -71,6 +71,7 @@ class BorrowedSection(Section):
     patience: PositiveSeconds = 30.0  # with a server that is silent, or lends nothing, before it is given back
     rest: Annotated[float, Field(ge=0)] = 60.0  # before one that was crowded, reclaimed or gone is taken again
     idle: Annotated[float, Field(ge=0)] = 120.0  # without need of a server before it is given back; 0: never for that
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # of its share, where several runs want servers
 
     @property
     def exchanged(self) -> bool:
@@ -183,6 +184,7 @@ class RolloutSection(Section):
     environments: Positive = 64  # trajectories in flight at most
     # processes that environments, their managers and calls of rewards are shared out over: docs/processes.md; 1: the run's own
     shards: Annotated[int, Field(ge=1, le=256)] = 1
+    shards_on: Literal["head", "nodes"] = "head"  # the run's own machine, or over the nodes of ray.address
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
     groups_per_step: Positive = 32

@@ -48,6 +48,9 @@ class Rewards:
     call: Mapping[str, Any] | None = (
         None  # keywords of the client, for another process; None: it is asked from here only
     )
+    host: Mapping[str, Any] | None = (
+        None  # keywords of a host like the run's own, for another machine; None: it has none
+    )
 
 
 async def start_reward(
@@ -63,10 +66,13 @@ async def start_reward(
     hosts, beside = await judges.start(config, keeper, stack, folder, events)
     reward: LLMJudge | HttpReward | RewardByTask
     call: dict[str, Any] | None = None
+    alike: dict[str, Any] | None = None
     if settings.judge.any:
         reward = judge_of(config, task, settings.judge, hosts.get(""))
     else:
         call = await _function(config, task, timeouts, keeper, stack, folder)
+        if not settings.url and settings.host == "embedded":
+            alike = _host_keywords(config, task)
         said: dict[str, Any] = {name: getattr(task, name, None) for name in ("played", "said", "scorers")}
         reward = function = HttpReward(timeouts=timeouts, tls=config.tls.files(), **said, **call)
         if settings.judges:
@@ -80,7 +86,18 @@ async def start_reward(
         beside,
         None if isinstance(reward, LLMJudge) else reward.resize,
         call,
+        alike,
     )
+
+
+def _host_keywords(config: Config, task: Task) -> dict[str, Any]:
+    settings = config.reward
+    return {
+        "function": settings.function or registry.reward_of(task),
+        "concurrency": settings.concurrency,  # the client has fewer calls in flight, and may get more
+        "timeout": call_seconds(config, task),
+        "idle_seconds": settings.idle_seconds,
+    }
 
 
 async def _function(
@@ -105,13 +122,7 @@ async def _function(
         url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
     else:
         slots = pools_of(config)["rewards"].begins
-        host = RewardHost(
-            settings.function or registry.reward_of(task),
-            concurrency=settings.concurrency,  # the client has fewer calls in flight, and may get more
-            timeout=seconds,
-            idle_seconds=settings.idle_seconds,
-            log=folder.logs / "reward-host.log",
-        )
+        host = RewardHost(**_host_keywords(config, task), log=folder.logs / "reward-host.log")
         await host.start()
         stack.push_async_callback(host.stop)
         keeper.keep("reward host", host, settings.host_restarts)

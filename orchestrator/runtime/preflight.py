@@ -52,7 +52,10 @@ def make_task(config: Config) -> Task:
             return registry.make(config.task.name, config.task.heldout_maps, speak=speak, **options)
         return speak(registry.make(config.task.name, config.task.heldout_maps, **options))
     task = registry.make(config.task.name, config.task.heldout_maps, **options)
-    return MemoryTask(task, **memory.model_dump()) if memory.turns else task
+    if not memory.turns:
+        return task
+    embed = named_function("task.memory.embed", memory.embed) if memory.embed else None
+    return MemoryTask(task, **memory.model_dump(exclude={"embed"}), embed=embed)
 
 
 def check(config: Config, task: Task) -> list[str]:

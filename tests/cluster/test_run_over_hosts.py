@@ -133,6 +133,21 @@ def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     assert min(received) > 3 * weights  # a version per step, and gradients
 
 
+@pytest.mark.long
+def test_the_shards_of_a_run_are_on_all_three_hosts_and_train_it(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, {"H800": 1, "H20": 1}, {"H800": 1, "H20": 1})
+        shards = ["rollout.shards=3", "rollout.shards_on=nodes"]
+        code, said = ended(nodes.train(*RUN, *shards, *nodes.config(tmp_path)), 360)
+    assert code == 0, said[-3000:]
+    run = next(tmp_path.glob("*-001"))
+    for host in hosts.all:
+        assert any(f"shard-{number} is on {host.address}" in said for number in range(3)), said[-3000:]
+    counts = closed(run)
+    assert counts["trained"] > 0
+    assert [event["what"] for event in real_runs.of(run, "fault")] == []
+
+
 TRAINER, ENGINES = {"H800": 2, "H20": 1}, {"H20": 1}
 LONGER = [*RUN, "run.steps=12", "rollout.worker_restarts=1", "rollout.heartbeat_seconds=2"]
 
