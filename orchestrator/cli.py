@@ -352,7 +352,7 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 "config", "", f"name a TOML file: {demo}, `rl-coserve train --dry-run` prints the defaults"
             )
-        config = _config(arguments)
+        config = _chosen(_config(arguments))
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
     task = preflight.make_task(config)
@@ -396,6 +396,16 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(config: Config) -> Config:
+    """With what nobody set chosen by the model's size and the trainer's device."""
+    from orchestrator.runtime import model_defaults
+
+    config, said = model_defaults.choose(config)
+    for line in said:
+        print(line, file=sys.stderr)
+    return config
+
+
 def _about(config: Config) -> str:
     from orchestrator.runtime import memory_plan, tiny_model_setup
 
@@ -406,7 +416,7 @@ def _about(config: Config) -> str:
 def _plan(arguments: argparse.Namespace) -> int:
     from orchestrator.runtime import device_plan, memory_plan, preflight, tiny_model_setup
 
-    config = _config(arguments)
+    config = _chosen(_config(arguments))
     memory: list[memory_plan.MemoryRow] = []
     with tempfile.TemporaryDirectory(prefix="rl-coserve-plan-") as made:
         path = config.model.path or str(tiny_model_setup.make(config, Path(made) / "model"))
