@@ -96,6 +96,11 @@ def _mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str
         found.append(
             f"gives log-probs of another distribution than the sampled one ({mode}): --logprobs-mode processed_logprobs"
         )
+    if config.trainer.routing_replay and not status.get("routed_experts"):
+        found.append(
+            "does not return the experts that it chose, which trainer.routing_replay replays: start it with "
+            "--enable-return-routed-experts, or set trainer.routing_replay = false"
+        )
     return found
 
 

@@ -106,7 +106,6 @@ def check(config: Config, task: Task) -> list[str]:
     return [
         *([task.about()] if isinstance(task, DatasetTask) else []),
         *unplanned,
-        *memory_plan.notes(config),
         *([f"{table}: {names} could not be checked: {why}"] if names else []),
     ]
 
