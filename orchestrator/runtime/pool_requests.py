@@ -6,16 +6,23 @@ ConfigError before anything starts. Worker ids carry the job's name, so that job
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
 from orchestrator.config import Config
 from orchestrator.policies.placement.device_allocation import DeviceBinding
+from orchestrator.policies.placement.owner_heartbeats import OwnerHeartbeats
 from orchestrator.proxy import router_setup
 from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager, reserve
 from orchestrator.resources.placement_groups import RESERVE_SECONDS
 from orchestrator.runtime.engine_actors import trainer_names
+
+_BEATS = 6  # heartbeats within the time after which a job counts as dead
+
+_logger = logging.getLogger(__name__)
 
 
 def trainer_ranks(config: Config) -> int:
@@ -53,8 +60,51 @@ def place(
     config: Config, metadata: MetadataStore | None, job: str, note: Callable[[DeviceBinding], None] | None = None
 ) -> tuple[ResourceManager, dict[str, Placement]]:
     """Bind all processes of a job. Raises ConfigError, and RetryableError when other jobs have what is needed."""
+    manager, places = _manager(config, metadata, job), dict[str, Placement]()
+    try:
+        for name, hardware, devices in wishes(config):
+            nodes = nodes_of(config, name)
+            places[name] = Placement(manager, _worker_id(job, name), hardware, devices, nodes=nodes, note=note)
+            places[name].bind()
+    except RetryableError:
+        manager.close()  # others may fit in
+        raise
+    return manager, places
+
+
+async def place_beside_others(
+    config: Config, metadata: MetadataStore, job: str, note: Callable[[DeviceBinding], None], say: Callable[[str], None]
+) -> tuple[ResourceManager, dict[str, Placement]]:
+    """:func:`place`, in pools that jobs share: it waits for what others have, long enough to find out who is dead, and has that
+    then. Raises as :func:`place`."""
+    loop, silent = asyncio.get_running_loop(), config.resources.silent
+    beats, deadline = OwnerHeartbeats(silent), loop.time() + 1.5 * silent
+    while True:
+        try:
+            return await asyncio.to_thread(place, config, metadata, job, note)
+        except RetryableError:
+            if loop.time() >= deadline:
+                raise
+        manager = await asyncio.to_thread(_manager, config, metadata, job)
+        if freed := await asyncio.to_thread(manager.free_silent, beats, loop.time()):
+            say(f"no sign of life of {', '.join(freed)} for {silent:g} s: what it had of the pools is free")
+        else:
+            await asyncio.sleep(silent / _BEATS)
+
+
+async def keep_beating(manager: ResourceManager, silent: float) -> None:
+    """Until cancelled. Raises RunError when the job has lost what it had; outages of the store are sat out."""
+    while True:
+        try:
+            await asyncio.to_thread(manager.beat)
+        except RetryableError as error:
+            _logger.warning("no heartbeat: %s", error)
+        await asyncio.sleep(silent / _BEATS)
+
+
+def _manager(config: Config, metadata: MetadataStore | None, job: str) -> ResourceManager:
     settings = config.resources
-    manager = ResourceManager(
+    return ResourceManager(
         settings.pools,
         metadata=metadata,
         name=settings.name,
@@ -62,12 +112,6 @@ def place(
         compatible=settings.compatible,
         per_server=settings.devices_per_server,
     )
-    places: dict[str, Placement] = {}
-    for name, hardware, devices in wishes(config):
-        nodes = nodes_of(config, name)
-        places[name] = Placement(manager, _worker_id(job, name), hardware, devices, nodes=nodes, note=note)
-        places[name].bind()
-    return manager, places
 
 
 def place_of_engine(

@@ -144,6 +144,21 @@ def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     assert min(received) > 3 * weights  # a version per step, and gradients
 
 
+@pytest.mark.long
+def test_the_shards_of_a_run_are_on_all_three_hosts_and_train_it(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, {"H800": 1, "H20": 2}, {"H800": 1, "H20": 2})
+        shards = ["rollout.shards=3", "rollout.shards_on=nodes"]
+        code, said = ended(nodes.train(*RUN, *shards, *nodes.config(tmp_path)), 360)
+    assert code == 0, said[-3000:]
+    run = next(tmp_path.glob("*-001"))
+    for host in hosts.all:
+        assert any(f"shard-{number} is on {host.address}" in said for number in range(3)), said[-3000:]
+    counts = closed(run)
+    assert counts["trained"] > 0
+    assert [event["what"] for event in real_runs.of(run, "fault")] == []
+
+
 # What dies has a host to itself: there are a rank and an engine on another.
 RANK, ENGINE, BOTH = {"H800": 1}, {"H20": 2}, {"H800": 1, "H20": 2}
 LONGER = [*RUN, "run.steps=8", "rollout.worker_restarts=1", "rollout.heartbeat_seconds=2"]
@@ -245,7 +260,11 @@ def test_what_cannot_be_is_one_error_and_leaves_the_hosts_as_they_were(tmp_path:
     token.chmod(0o600)
     cases = {
         "no node alone has the 4 H20, 4 GPU": ["rollout.engines=[{hardware='H20', tensor_parallel_size=4}]"],
-        "no node of this Ray carries it": ["relay.sites={far={label='rack=9'}}", f"relay.site_token_file={token}"],
+        "no node of this Ray carries it": [
+            "relay.sites={far={label='rack=9'}}",
+            f"relay.site_token_file={token}",
+            "relay.site_allow_plain=true",
+        ],
         "has none of that name: ": ["trainer.interface=nic9"],
     }
     with Hosts(3) as hosts:
