@@ -4,8 +4,8 @@ A class is a custom resource of that name, one unit a device (class CPU is Ray's
 device); where its nodes have GPUs, a device is one of Ray's GPUs too, so that Ray says which one it is (CUDA_VISIBLE_DEVICES)
 and gives it to nobody else. Guarantees: a worker's devices are reserved whole, in one node or in as many as are asked for, before
 its process starts, and are given back with it; what the Ray cluster has not enough of is an error that says what is missing, a
-ConfigError where it never can have it; a worker whose place does not come, or failed, goes to another pool by the manager's rules,
-and its devices are marked.
+ConfigError where it never can have it; a worker whose place does not come, or failed, goes to another pool by the manager's
+rules, and its devices are marked.
 """
 
 from __future__ import annotations
