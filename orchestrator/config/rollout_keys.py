@@ -336,6 +336,12 @@ class RolloutSection(Section):
             field, value = ("engines", len(self.engines)) if self.engines else (_TP, self.engine.ranks)
             fix = f"says how many devices each engine has, and so does rollout.{name}: leave one of the two out"
             yield field, value, fix
+        if (wide := max(group.nodes for group in self.engine_groups)) > 1:
+            field = "engines" if self.engines else "engine.nodes"
+            if self.kv_transfer.enabled:
+                yield field, wide, "KV moves between engines of one node each only: leave out rollout.kv_transfer"
+            if self.weights == "collective":
+                yield field, wide, "receives weights over the relay only: take rollout.weights = 'relay'"
         if self.colocation.enabled and not self.engine.kv_cache_mb:
             yield "engine.kv_cache_mb", 0, "rollout.colocation plans with the size of the KV cache: give it in MiB"
 

@@ -50,6 +50,12 @@ def engine_wish(config: Config, number: int) -> tuple[str, str, int]:
     return name, hardware or ROLE_CLASSES["ActorGen"], most
 
 
+def nodes_of(config: Config, process: str) -> int:
+    """On how many nodes its devices are."""
+    number = process.removeprefix("vllm-")
+    return 1 if number == process else config.rollout.engine_of(int(number)).nodes
+
+
 def place(
     config: Config, metadata: MetadataStore | None, job: str, note: Callable[[DeviceBinding], None] | None = None
 ) -> tuple[ResourceManager, dict[str, Placement]]:
@@ -57,7 +63,8 @@ def place(
     manager, places = _manager(config, metadata, job), dict[str, Placement]()
     try:
         for name, hardware, devices in wishes(config):
-            places[name] = Placement(manager, _worker_id(job, name), hardware, devices, note=note)
+            nodes = nodes_of(config, name)
+            places[name] = Placement(manager, _worker_id(job, name), hardware, devices, nodes=nodes, note=note)
             places[name].bind()
     except RetryableError:
         manager.close()  # others may fit in
@@ -117,9 +124,10 @@ def place_of_engine(
 ) -> Placement:
     """The place of one engine more, not bound. ``manager`` None: no pools; ``shared``: it has no devices of its own."""
     name, hardware, devices = engine_wish(config, number)
+    nodes = nodes_of(config, name)
     if manager is None:
-        return Placement(None, name, "", 0 if shared else devices)
-    return Placement(manager, _worker_id(job, name), hardware, devices, note=note)
+        return Placement(None, name, "", 0 if shared else devices, nodes=nodes)
+    return Placement(manager, _worker_id(job, name), hardware, devices, nodes=nodes, note=note)
 
 
 def _worker_id(job: str, name: str) -> str:
@@ -133,7 +141,12 @@ def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Place
 
     wanted = [(name, devices) for name, _, devices in wishes(config)]
     there, needed = ray.cluster_resources().get("GPU", 0), sum(devices for _, devices in wanted)
-    if config.rollout.colocation.enabled or config.rollout.reshapes or not there:
+    if config.rollout.colocation.enabled or config.rollout.reshapes:
+        return {}
+    if (wide := max(group.nodes for group in config.rollout.engine_groups)) > 1 and needed > there:
+        fix = f"the run wants {needed} GPUs and Ray has {there:g}: its engine's nodes are those of a Ray that counts devices"
+        raise ConfigError("rollout.engine.nodes", wide, fix)
+    if not there:
         return {}
     if needed > there and config.ray.address:
         fix = (
@@ -143,7 +156,7 @@ def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Place
     if needed > there:
         say(f"the run wants {needed} GPUs and Ray has {there:g}: its processes share the devices that they see")
         return {}
-    return {name: Placement(None, name, "", devices) for name, devices in wanted}
+    return {name: Placement(None, name, "", devices, nodes=nodes_of(config, name)) for name, devices in wanted}
 
 
 def reserve_all(config: Config, places: Mapping[str, Placement]) -> None:

@@ -123,7 +123,7 @@ class PlacementDouble:
     def bind(self) -> DeviceBinding:
         return DeviceBinding(DeviceWish("w", "H800"), self.left[0], (0,))
 
-    def place(self) -> dict[str, Any]:
+    def place(self, part: int = 0) -> dict[str, Any]:
         if self.left[0] == "bad":
             raise RetryableError("Ray gives it no place")
         return {}
