@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestrator.api import CommandError, RetryableError
 from orchestrator.api.http import MAX_LEASE_SECONDS
+from orchestrator.api.jsontext import parse_object
 
 if TYPE_CHECKING:
     from vllm_rlplugin.worker.served_worker import ServedWorker
@@ -123,14 +124,14 @@ class LeaseBook:
         try:
             with os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="utf-8") as stream:
                 self._own_file(stream.fileno())
-                found = json.load(stream)
+                found = parse_object(stream.read())
             ends = {str(server): float(end) for server, end in found["until"].items()}
             latest = self._clock() + MAX_LEASE_SECONDS
             until = {server: end for server, end in ends.items() if end <= latest}
             return LeaseRecord(str(found["job"]), str(found["place"]), str(found["key"]), until)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RetryableError(f"the lease {self._path.name} cannot be read ({error}): remove it") from error
 
     def _write(self, lease: LeaseRecord | None) -> None:
