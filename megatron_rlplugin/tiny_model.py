@@ -2,7 +2,7 @@
 transformers, vLLM and the trainer all load.
 
 Guarantees: the same arguments give the same bytes of weights and tokenizer; nothing is downloaded; token id ``i`` is the
-word ``vocabulary[i]``.
+word ``vocabulary[i]``. Without weights no torch is imported.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 ROPE_THETA = 10_000.0  # the usual base for short contexts; Qwen3's own 1e6 is for 32 k tokens
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = ("float32", "bfloat16")
 
 
 def create_qwen3(
@@ -35,12 +36,14 @@ def create_qwen3(
     dtype: str,
     seed: int,
     tied: bool = False,
+    weights: bool = True,
 ) -> str:
-    """Write the folder (made if needed) and return its path."""
-    return _create(folder, vocabulary, seed, _config(
+    """Write the folder (made if needed) and return its path. ``weights`` false: ``config.json`` only, for a plan."""
+    config = _config(
         "Qwen3ForCausalLM", "qwen3", hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, len(vocabulary),
         max_positions, dtype, tied,
-    ))  # fmt: skip
+    )  # fmt: skip
+    return _create(folder, vocabulary, seed, config, weights)
 
 
 def create_qwen2(
@@ -177,7 +180,7 @@ def _config(
     }
 
 
-def _create(folder: str, vocabulary: Sequence[str], seed: int, config: dict[str, Any]) -> str:
+def _create(folder: str, vocabulary: Sequence[str], seed: int, config: dict[str, Any], weights: bool = True) -> str:
     dtype = config["dtype"]
     if dtype not in _DTYPES:
         raise ConfigError("model.dtype", dtype, f"must be one of {', '.join(_DTYPES)}")
@@ -186,15 +189,18 @@ def _create(folder: str, vocabulary: Sequence[str], seed: int, config: dict[str,
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _write_tokenizer(path, vocabulary, config["max_position_embeddings"])
-    _write_weights(path, config, _DTYPES[dtype], seed)
+    if weights:
+        _write_tokenizer(path, vocabulary, config["max_position_embeddings"])
+        _write_weights(path, config, seed)
     return str(path)
 
 
-def _write_weights(path: Path, config: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
+def _write_weights(path: Path, config: dict[str, Any], seed: int) -> None:
     """Normal draws of variance 1 / inputs (0.02 would leave a model this narrow almost silent); norms are ones."""
+    import torch
     from safetensors.torch import save_file
 
+    dtype = getattr(torch, config["dtype"])
     generator = torch.Generator().manual_seed(seed)
     hidden, wide, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -148,6 +148,7 @@ def _loop_settings(config: Config) -> LoopSettings:
         evaluation_prompts=config.evaluation.prompts,
         stream=config.trainer.stream,
         overlong=config.reward.overlong.rule,
+        signal_share=config.run.signal_share,
     )
 
 

@@ -18,7 +18,9 @@ import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +33,7 @@ from orchestrator.ops import help_text
 
 if TYPE_CHECKING:
     from orchestrator.runtime.device_plan import PlanRow
+    from orchestrator.runtime.memory_plan import MemoryRow
 
 _EXTRA = "rl-coserve[orchestrator]"
 # The base package is what the plugins need inside an engine; module -> distribution of what that extra adds.
@@ -200,7 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--list", action="store_true", help="list the benchmarks")
     bench.add_argument("--quick", action="store_true", help="a short form, in about a minute")
     bench.add_argument("--json", action="store_true", help="print the result as one line of JSON")
-    bench.add_argument("--model", default="", metavar="FOLDER", help="measure kv-migrate with this Hugging Face model")
+    bench.add_argument(
+        "--model", default="", metavar="FOLDER", help="of kv-migrate and prediction-encoder: a Hugging Face model"
+    )
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
 
@@ -242,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     cache.set_defaults(run=_site_cache)
 
     doctor = commands.add_parser("doctor", help="check this installation")
-    doctor.add_argument("config", nargs="?", help="TOML file: what it needs is looked at, too")
+    doctor.add_argument("config", nargs="?", help="TOML file: also check what its run needs")
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
@@ -352,7 +357,7 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 "config", "", f"name a TOML file: {demo}, `rl-coserve train --dry-run` prints the defaults"
             )
-        config = _config(arguments)
+        config = _chosen(_config(arguments))
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
     task = preflight.make_task(config)
@@ -361,8 +366,13 @@ def _train(arguments: argparse.Namespace) -> int:
     source = _replayed(arguments, config)
     if arguments.dry_run:
         print(to_json(config), flush=True)
-        rows = _placed(config) if source is None else []
-        print("\n".join([*device_plan.describe(rows), f"OK: {_about(config)}" if rows else "OK"]), file=sys.stderr)
+        if source is not None:
+            print("OK", file=sys.stderr)
+            return 0
+        with ThreadPoolExecutor(max_workers=1) as beside:  # as in `_plan`
+            about = beside.submit(_about, config)
+            rows = _placed(config)
+        print("\n".join([*device_plan.describe(rows), f"OK: {about.result()}"]), file=sys.stderr)
         return 0
     if resume and changed:
         for note in changed_config.notes_of(folder.config(), own):
@@ -396,39 +406,69 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(config: Config) -> Config:
+    """With what nobody set chosen by the model's size and the trainer's device."""
+    from orchestrator.runtime import model_defaults
+
+    config, said = model_defaults.choose(config)
+    for line in said:
+        print(line, file=sys.stderr)
+    return config
+
+
 def _about(config: Config) -> str:
-    from orchestrator.runtime import memory_plan, tiny_model_setup
+    from orchestrator.runtime import memory_plan
+
+    with _model_to_plan(config) as path:
+        return memory_plan.about(config, path)
+
+
+@contextmanager
+def _model_to_plan(config: Config) -> Iterator[str]:
+    from orchestrator.runtime import tiny_model_setup
 
     with tempfile.TemporaryDirectory(prefix="rl-coserve-plan-") as made:
-        return memory_plan.about(config, config.model.path or str(tiny_model_setup.make(config, Path(made) / "model")))
+        yield config.model.path or str(tiny_model_setup.make(config, Path(made) / "model", weights=False))
+
+
+def _memory_rows(config: Config, required: bool) -> list[MemoryRow]:
+    """Unless they are ``required``, a head node without Megatron-Core has none and still says where processes go."""
+    from orchestrator.runtime import memory_plan
+
+    try:
+        with _model_to_plan(config) as path:
+            return memory_plan.memory_rows(config, path)
+    except RunError as error:
+        if required:
+            raise
+        print(f"memory: {error}", file=sys.stderr)
+        return []
+
+
+def _checked_places(config: Config) -> list[PlanRow]:
+    from orchestrator.runtime import preflight
+
+    for note in preflight.check(config, preflight.make_task(config)):
+        print(note, file=sys.stderr)
+    return _placed(config)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from orchestrator.runtime import device_plan, memory_plan, preflight, tiny_model_setup
+    from orchestrator.runtime import device_plan, memory_plan
 
-    config = _config(arguments)
-    memory: list[memory_plan.MemoryRow] = []
-    with tempfile.TemporaryDirectory(prefix="rl-coserve-plan-") as made:
-        path = config.model.path or str(tiny_model_setup.make(config, Path(made) / "model"))
+    config = _chosen(_config(arguments))
+    with ThreadPoolExecutor(max_workers=1) as beside:  # a program that imports Megatron-Core, while Ray starts
+        planning = beside.submit(_memory_rows, config, arguments.memory)
         try:
-            memory = memory_plan.memory_rows(config, path)
-        except RunError as error:  # a head node without Megatron-Core still says where processes go
-            if arguments.memory:
-                raise
-            print(f"memory: {error}", file=sys.stderr)
-    found = {"memory": [asdict(row) | {"over": row.over} for row in memory]}
-    if not arguments.json:
-        print("\n".join(memory_plan.describe(memory)), flush=True)
-    if arguments.memory:
-        if arguments.json:
-            print(json.dumps(found))
-        return 0
-    for note in preflight.check(config, preflight.make_task(config)):
-        print(note, file=sys.stderr)
-    rows = _placed(config)
+            rows = [] if arguments.memory else _checked_places(config)
+        finally:  # what is refused may be in the table
+            memory = planning.result()
+            if not arguments.json:
+                print("\n".join(memory_plan.describe(memory)), flush=True)
     if arguments.json:
-        print(json.dumps(found | {"places": [asdict(row) for row in rows]}))
-    else:
+        places = {} if arguments.memory else {"places": [asdict(row) for row in rows]}
+        print(json.dumps({"memory": [asdict(row) | {"over": row.over} for row in memory], **places}))
+    elif rows:
         print("\n".join(device_plan.describe(rows)))
     return 0
 
@@ -505,7 +545,7 @@ def _sim(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     if arguments.serving and not config.sim.borrowed.workers:
         raise ConfigError(
-            "sim.borrowed.trace", arguments.serving, "nobody is borrowed: set sim.borrowed.workers as well"
+            "sim.borrowed.trace", arguments.serving, "no server is borrowed: set sim.borrowed.workers as well"
         )
     result = simulate(config, events_sink=_steps_told(config.run.steps))
     if arguments.events:

@@ -51,6 +51,7 @@ class LoopSettings:
     evaluation_prompts: int
     stream: bool  # groups go to the trainer as they are taken
     overlong: OverlongPenalty
+    signal_share: float  # of the groups, that a run goes on for past its half; 0: any
 
 
 class RunControl:
@@ -135,6 +136,7 @@ class Pipeline:
         self._saved = parts.events.time()  # when the last checkpoint was begun
         self._occupancy = Occupancy(parts.gpus)
         self._watch = watch
+        self._exhausted = False  # too few groups teach anything: the run ends
 
     # -- the six steps -----------------------------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class Pipeline:
         try:
             await self._control.run_unless_ended(self._prepare())
             while not self._control.stopped and self.position.step + self._steps_training() < self.settings.steps:
-                if self._time_is_up():
+                if self._time_is_up() or self._exhausted:
                     break
                 await self._control.run_unless_ended(self._iteration(self.position.step + self._steps_training()))
             await self._control.run_unless_ended(self._conclude())
@@ -451,6 +453,12 @@ class Pipeline:
         minutes = self.settings.minutes
         return minutes is not None and self.parts.events.time() >= minutes * 60
 
+    def _done(self, step: int) -> float:
+        """How much of the run is over, by its steps or by its time, whichever ends it first."""
+        minutes = self.settings.minutes
+        spent = 0.0 if minutes is None else self.parts.events.time() / (60 * minutes)
+        return max(step / self.settings.steps, spent)
+
     # -- what it says ------------------------------------------------------------------------------------------------
 
     @property
@@ -521,6 +529,9 @@ class Pipeline:
         self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
         for alarm in self._watch.check_step(step, values, success, sum(lags) / len(lags)):
             self._alarm(alarm)
+        if not self._exhausted and (reason := self._watch.exhausted(self._done(step + 1), self.settings.signal_share)):
+            self._exhausted = True
+            self._alarm(reason)
 
     def _alarm(self, alarm: Alarm) -> None:
         self.parts.events.emit("alarm", what=alarm.what, detail=alarm.detail)

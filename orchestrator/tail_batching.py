@@ -73,7 +73,7 @@ class Rounds:
             try:
                 self._restore(state)
             except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                fix = f"cannot be read: {error!r:.300}; remove that checkpoint to go on from the one before it"
+                fix = f"cannot be read: {error!r:.300}; remove that checkpoint to continue from the one before it"
                 raise RunError(f"the checkpoint's queue of rounds {fix}") from error
 
     # -- groups ------------------------------------------------------------------------------------------------------

@@ -298,6 +298,9 @@ main() {
         ready && return
     fi
 
+    if [[ -n ${PYTHON:-} ]] && ! is_python311 "$PYTHON"; then
+        missing "PYTHON=$PYTHON is no Python 3.11" "Name one that is, or leave PYTHON out: python3.11, python3 and pyenv are tried then."
+    fi
     interpreter=$(find_python)
     [[ -n $interpreter ]] || missing "no Python 3.11 (looked at PYTHON, python3.11, python3 and pyenv)" \
         "Debian 12: apt-get install python3.11 python3.11-venv; else: pyenv install 3.11. Then: $retry"

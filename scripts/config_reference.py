@@ -68,7 +68,7 @@ PLAIN = {
     "rollout.temperature": "of sampling",
     "rollout.environment_step_timeout": "of a step of an environment; then its trajectory has failed",
     "rollout.trajectory_timeout": "of a whole episode; then it has failed",
-    "rollout.worker_restarts": "of one worker in `restart_window`; then the run goes on without it",
+    "rollout.worker_restarts": "of one worker in `restart_window`; then the run continues without it",
     "rollout.engine.max_num_seqs": "requests an engine computes at once",
     "rollout.engine.max_model_len": "tokens of context and response together",
     "rollout.engine.block_size": "tokens a KV block",

@@ -54,6 +54,16 @@ _freeze = gc.freeze
 atexit.register(gc.unfreeze)  # else libraries say at the end that what they had was leaked
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without their drawings, which take most of a report's time: for tests of words."""
+    from orchestrator.observe.report import compare, feature_sections, run_sections
+    from orchestrator.observe.report.plots import Chart
+
+    for module in (compare, feature_sections, run_sections):
+        monkeypatch.setattr(module, "chart", lambda draw, sizes=(), legend=(): Chart(("",), legend))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_is_imported_is_no_garbage() -> None:
     """A collection would look at a million containers of torch and vLLM, and vLLM collects five times when an engine starts and

@@ -70,7 +70,7 @@ class PluginOptions:
         "rollout", "", "serving comes first, one a pool; rollout gets what it is lent", KV_ROLES
     )
     kv_pool_mib: int = _option(
-        0, "MiB", "make the pool if nobody lives in it, so large on each device; 0: it is there already"
+        0, "MiB", "make the pool where no engine lives in it, of this size on each device; 0: it is there already"
     )
     kv_pool_page_kib: int = _option(2048, "KiB", "size of a page, the same for all engines of a pool")
     kv_pool_supply: str = _option(
@@ -92,7 +92,7 @@ class PluginOptions:
     kv_pool_window: float = _option(
         60.0, "seconds", "over which serving's own peak counts when rollouts get their budget"
     )
-    kv_pool_keep: float = _option(10.0, "seconds", "pages that nobody used for so long go back to the pool")
+    kv_pool_keep: float = _option(10.0, "seconds", "pages that were idle for this long go back to the pool")
     kv_pool_scrub: bool = _option(
         True,
         "",
@@ -200,7 +200,7 @@ class FrontendOptions:
         "", "JSON|path", "the weight relay, a RelayEndpoint as JSON or a file that holds it; without: no weight updates"
     )
     deactivate_after: float = _option(
-        0.0, "seconds", "a rollout engine of a pool that nobody used for so long is deactivated; 0: never"
+        0.0, "seconds", "a rollout engine of a pool is deactivated when it was idle for this long; 0: never"
     )
 
     kv_host: str = _option(

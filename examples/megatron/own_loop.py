@@ -161,7 +161,7 @@ class Server:
             raise RunError(f"{self.url}{path}: {error.reason}; is `vllm serve` running there?") from error
 
     def update(self, version: int) -> None:
-        """New weights; requests in flight keep their tokens and go on with them."""
+        """New weights; requests in flight keep their tokens and continue with them."""
         self.call("/rl/prepare", {"version": version})  # fetched and checked while the server generates
         self.call("/rl/suspend")
         self.call("/rl/update", {"version": version})

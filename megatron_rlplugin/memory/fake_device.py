@@ -31,9 +31,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rlplugin import cpu
+from megatron_rlplugin.memory.rank_memory import LOGITS
 from megatron_rlplugin.memory.storage_ledger import StorageLedger
-
-LOGITS = "logits"
 
 
 class FakeDevice(StorageLedger):

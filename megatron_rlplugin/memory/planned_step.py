@@ -3,7 +3,8 @@
 Guarantees: model, DDP, optimizer, loss, schedule and copies are those of :class:`megatron_rlplugin.trainer.learner.Learner`
 with the run's settings; no weights are read, no memory is taken, no other rank is needed. What has no fake form is said in
 :mod:`megatron_rlplugin.memory.fake_device`; optimizer variants that need CUDA or Transformer Engine are counted by their bytes
-per parameter (:func:`optimizer_bytes`). The peak is that of any step but the first, which makes Adam's moments.
+per parameter (:func:`megatron_rlplugin.memory.rank_memory.optimizer_bytes`). The peak is that of any step but the first, which
+makes Adam's moments.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 
-from megatron_rlplugin.memory.fake_device import LOGITS, FakeDevice, fake_device
+from megatron_rlplugin.memory.fake_device import FakeDevice, fake_device
+from megatron_rlplugin.memory.rank_memory import (
+    ACTIVATIONS,
+    COPIES,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    WEIGHTS,
+    RankMemory,
+    StepRequest,
+    flat_settings,
+    optimizer_bytes,
+)
 from megatron_rlplugin.memory.storage_ledger import StorageLedger
 from orchestrator.settings.trainer_settings import TrainerSection
 
@@ -38,74 +49,6 @@ _BY_BYTES = (
     "exp_avg_sq_dtype",
 )
 _LOW = ("fp8", "fp4")  # what options of lower precision begin with: counted as without them, which is more
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES = "weights", "gradients", "optimizer", "activations", "copies"
-
-
-@dataclass(frozen=True, slots=True)
-class StepRequest:
-    """``tokens``: of a row; ``rows``: of a micro-batch. ``imbalance``: see :mod:`megatron_rlplugin.memory.fake_device`."""
-
-    folder: str
-    settings: dict[str, Any]
-    dtype: str
-    rank: int
-    world: int
-    tokens: int
-    rows: int = 1
-    imbalance: float = 1.0
-    as_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of one rank, its critic's too where it has one. ``device``: by part, at the peak of a step; ``phase``: when that
-    is. ``host``: by part."""
-
-    rank: int
-    parameters: int
-    device: dict[str, int]
-    host: dict[str, int]
-    phase: str
-    sharded: int  # parameters whose masters and moments this rank keeps
-    phases: dict[str, int] = field(default_factory=dict)  # the peak of each
-    seconds: float = 0.0
-
-    @property
-    def total(self) -> int:
-        """Of the device."""
-        return sum(self.device.values())
-
-
-def optimizer_bytes(options: Mapping[str, Any], sharded: int, dtype: str) -> tuple[int, int]:
-    """(on the device, on the host) of masters and moments of ``sharded`` parameters, Adam's.
-
-    fp32 masters beside bf16 weights and two fp32 moments, 12 bytes a parameter; precision-aware: each in its dtype, a master
-    as the 16 bits that bf16 lacks (``store_param_remainders``); on the host also the gradients, in fp32.
-    """
-
-    def width(name: str) -> int:
-        return int(getattr(torch, str(options.get(name, "float32"))).itemsize)
-
-    half = dtype == "bfloat16"
-    master, moments = 4 if half else 0, 8
-    if options.get("use_precision_aware_optimizer"):
-        master = width("main_params_dtype") if half else 0
-        if half and master == 4 and options.get("store_param_remainders", True):
-            master = 2
-        moments = width("exp_avg_dtype") + width("exp_avg_sq_dtype")
-    away = float(options.get("optimizer_offload_fraction", 0.0)) if options.get("optimizer_cpu_offload") else 0.0
-    on_host = round(sharded * away)
-    return (sharded - on_host) * (master + moments), on_host * (4 + 4 + 8)
-
-
-def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without an argument list: what it says is in the keys and among Megatron's options. Raises ConfigError."""
-    from megatron_rlplugin.megatron_options import OWNED
-
-    section = TrainerSection.from_dict(dict(settings))
-    said = {key: value for key, value in section.megatron_arguments.items() if key not in OWNED}
-    given = section.model_dump(exclude_defaults=True, exclude={"arguments"})
-    return {**given, "megatron": {**said, **section.megatron}} if said else given
 
 
 def measure(request: StepRequest) -> RankMemory:
@@ -144,7 +87,8 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     coefficients = Coefficients.from_settings(settings)
 
     def loss(output: Any, batch: Any) -> Any:
-        return policy_loss(output, batch.tokens, coefficients, group=learner.tensor_group)
+        total, said = policy_loss(output, batch.tokens, coefficients, group=learner.tensor_group)
+        return (total + learner.heads_loss(output, batch)[0] if output.ahead else total), said
 
     def value_loss_of(values_T1: Any, batch: Any) -> Any:
         known = ValueTokens(batch.returns_T, batch.values_T, batch.tokens.weights_T, batch.tokens.denominator)

@@ -566,7 +566,7 @@ class ServerLease:
                 _logger.info("the lease was not renewed: %s", error)
 
 
-_ANOTHER = "its server was started anew, or given another relay, and has lost the requests: restart"
+_ANOTHER = "its server was restarted, or given another relay, and has lost the requests: restart"
 
 
 def _place(status: Mapping[str, Any]) -> tuple[str, str, str]:

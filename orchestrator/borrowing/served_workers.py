@@ -74,7 +74,7 @@ def _mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str
     room, mode = int(limits.get("max_model_len", 0)), status.get("logprobs_mode")
     found: list[str] = []
     if status.get("broken"):
-        found.append(f"has no engine: {status['broken']}; start the server anew")
+        found.append(f"has no engine: {status['broken']}; restart the server")
     if room < task.max_context_tokens:
         needed = task.max_context_tokens
         found.append(
@@ -95,6 +95,11 @@ def _mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str
     if mode != "processed_logprobs" and not (mode == "raw_logprobs" and config.rollout.temperature == 1.0):
         found.append(
             f"gives log-probs of another distribution than the sampled one ({mode}): --logprobs-mode processed_logprobs"
+        )
+    if config.trainer.routing_replay and not status.get("routed_experts"):
+        found.append(
+            "does not return the experts that it chose, which trainer.routing_replay replays: start it with "
+            "--enable-return-routed-experts, or set trainer.routing_replay = false"
         )
     return found
 

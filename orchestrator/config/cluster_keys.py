@@ -54,14 +54,14 @@ class RelaySection(Section):
     # Ed25519 private key, a PEM file on the trainer's machine: versions are signed; empty: they are not
     signing_key: str = ""
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
-    snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
+    snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after this many; 0: always whole
     # with snapshot_every: a version may still travel whole, where that takes less time, or it never does
     encoding: Literal["auto", "difference"] = "difference"
     codec_threads: Positive = 1  # of each rank that encodes or applies differences
     sites: dict[str, SiteSection] = {}  # by any name; workers of no site read the relay itself
     site_token_file: str = ""  # of the caches, a file on every machine; empty: RL_COSERVE_SITE_TOKEN_FILE, or a new one
     site_allow_plain: bool = False  # caches that the run starts in a Ray cluster may do without tls.certificate
-    # a version that cannot be published is tried again for this long; generation goes on
+    # a version that cannot be published is tried again for this long; generation continues
     patience: PositiveSeconds = 300.0
 
     def conflicts(self) -> Iterator[Conflict]:

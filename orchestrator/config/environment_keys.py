@@ -23,7 +23,7 @@ class KubernetesSection(Section):
     memory: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi|K|M|G)?$")] = "512Mi"
     node_selector: dict[str, str] = {}
     port: Annotated[int, Field(ge=1024, le=65535)] = 8011  # that the environment listens on, in its pod
-    orphan_seconds: PositiveSeconds = 120.0  # a pod to which nobody is connected for this long ends
+    orphan_seconds: PositiveSeconds = 120.0  # a pod ends when nobody has been connected to it for this long
 
 
 class EnvironmentSection(Section):
@@ -41,9 +41,9 @@ class EnvironmentSection(Section):
     reset_tries: Annotated[int, Field(ge=1, le=16)] = 3  # environments that are asked until one begins an episode
     backoff_first: PositiveSeconds = 1.0  # pause after a failed start; doubles with each failure
     backoff_limit: PositiveSeconds = 60.0
-    health_seconds: PositiveSeconds = 30.0  # between checks of those that nobody uses
+    health_seconds: PositiveSeconds = 30.0  # between checks of idle ones
     health_timeout: PositiveSeconds = 5.0
-    idle_seconds: PositiveSeconds = 300.0  # those beyond `warm` end when nobody used them for this long
+    idle_seconds: PositiveSeconds = 300.0  # those beyond `warm` end when they were idle for this long
     max_age_seconds: PositiveSeconds = 3600.0  # then replaced, between two episodes
     max_episodes: Annotated[int, Field(ge=0)] = 0  # then replaced; 0: no limit
     memory_mb: Annotated[int, Field(ge=0)] = 2048  # address space of one process (subprocess); 0: no limit

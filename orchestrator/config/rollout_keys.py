@@ -44,7 +44,7 @@ class RoutingSection(Section):
             return
         what = "rollout.routing.spread = 'least-utilized'"
         if self.policy == "round-robin":
-            fix = f"goes by nobody's load, and {what} does: take 'cache-affine' or 'least-loaded', or leave out spread"
+            fix = f"looks at no worker's load, and {what} does: take 'cache-affine' or 'least-loaded', or leave out spread"
             yield "policy", self.policy, fix
         if self.skew:
             yield "skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance"
@@ -75,7 +75,7 @@ class BorrowedSection(Section):
 
     @property
     def exchanged(self) -> bool:
-        """Whether servers are given back and taken while a run goes on."""
+        """Whether servers are given back and taken while a run is under way."""
         return bool(self.most or self.file)
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -84,7 +84,7 @@ class BorrowedSection(Section):
 
 
 class KvTransferSection(Section):
-    """Prefix KV that is copied to the worker that a turn goes to, not computed anew (Heddle 5.3): docs/kv_transfer.md."""
+    """Prefix KV that is copied to the worker that a turn goes to, not recomputed (Heddle 5.3): docs/kv_transfer.md."""
 
     enabled: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a shorter one is always computed
@@ -135,15 +135,15 @@ class ColocationSection(Section):
     enabled: bool = False
     low: Fraction = 0.2  # of a step's trajectories that are finished: devices may be freed from here on,
     high: Fraction = 0.5  # up to here,
-    every: Annotated[float, Field(gt=0, le=1)] = 0.05  # tried again after so many more
-    level: Literal["weights", "dropped"] = "weights"  # what workers release: weights go to the host, or are read anew
+    every: Annotated[float, Field(gt=0, le=1)] = 0.05  # tried again when this many more are finished
+    level: Literal["weights", "dropped"] = "weights"  # what workers release: weights go to the host, or are read again
 
 
 class RoundsSection(Section):
     """Short and long rounds, tail batching (RollPacker 3): docs/tail_batching.md."""
 
     enabled: bool = False
-    eta_prompts: float = 1.25  # a short round launches so many times the prompts that it keeps
+    eta_prompts: float = 1.25  # a short round launches this many times the prompts that it keeps
     eta_responses: float = 1.25  # the same of a prompt's responses
     # values of eta to try in the first rounds, 1.1 to 1.4 in the paper; empty: no search
     search: tuple[float, ...] = ()
@@ -197,7 +197,7 @@ class RolloutSection(Section):
     staleness_decay: Annotated[float, Field(ge=0)] = 0.0  # a trajectory counts exp(-this * lag) in the loss; 0: off
     ess_alarm: Fraction = 0.0  # alarm when a step's effective sample size falls below this share; 0: off
     dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal by other groups (DAPO)
-    max_filtered_groups: Positive = 64  # so replaced, a step; those beyond are trained as they are
+    max_filtered_groups: Positive = 64  # replaced per step, at most; those beyond are trained as they are
     # launch for a batch what the one before it took, with what dynamic sampling replaced (ROSE 6, of DAPO)
     dynamic_concurrency: bool = False
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -216,7 +216,7 @@ class RolloutSection(Section):
     # a worker that computes nothing, or leaves a command unanswered, is restarted
     stall_timeout: PositiveSeconds = 60.0
     heartbeat_seconds: PositiveSeconds = 5.0  # a worker with work that was silent for this long is asked how it is
-    heartbeat_misses: Positive = 4  # so many times without an answer in that time, then it is restarted
+    heartbeat_misses: Positive = 4  # this many times without an answer in that time, then it is restarted
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSettings = EngineSettings()
@@ -432,7 +432,7 @@ class TaskContextSection(Section):
 
     strategy: Literal["keep", "summarise", "restart"] = "keep"
     tokens: Annotated[int, Field(ge=0)] = 0  # a context with its response; 0: all that the task has room for
-    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, that stay when a context begins anew
+    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, that stay when a context starts over
     summary: Annotated[str, Field(pattern=r"^(model|[\w.]+:\w+)$")] = "model"  # by the policy, or module:function
     summary_tokens: Annotated[int, Field(ge=0)] = 0  # at most; 0: as a response
     ask: tuple[int, ...] = ()  # token ids that ask the policy for a summary

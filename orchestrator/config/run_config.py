@@ -197,7 +197,7 @@ class Config(Section):
             yield "environment.size", pooled, fix
         launched = math.ceil(self.batch_trajectories * self.redundancy)
         if rollout.buffer_limit is not None and rollout.buffer_limit < launched:
-            fix = f"must be at least {launched}: so many are launched for one batch"
+            fix = f"must be at least {launched}: that many are launched for one batch"
             yield "rollout.buffer_limit", rollout.buffer_limit, fix
 
     def _shard_conflicts(self) -> Iterator[Conflict]:

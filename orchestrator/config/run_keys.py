@@ -25,11 +25,14 @@ class RunSection(Section):
     steps: Positive = 100
     trainer_start_timeout: PositiveSeconds = 1800.0  # of its ranks, from their processes to their model
     trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long counts as dead
-    # So often without a new training step in between a trainer that died comes back, and a run that lost the relay's master
-    # goes on by itself from its newest checkpoint; then it ends. 0: it ends at once.
+    # This often, without a new training step in between, a trainer that died comes back and a run that lost the relay's master
+    # continues by itself from its newest checkpoint; then it ends. 0: it ends at once.
     restarts: Annotated[int, Field(ge=0)] = 2
     sync_seconds: PositiveSeconds = 1.0  # of log and journal that a power cut may take, between two checkpoints
     minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
+    # Past its half a run ends, and says so, where fewer groups of the last 20 steps had members with different rewards, from
+    # which alone it learns; 0: never.
+    signal_share: Fraction = 0.0
 
 
 class ModelSection(Section):
@@ -109,7 +112,7 @@ class TaskSection(Section):
         for name in self.mixture:
             if name == "mixture" or (":" not in name and name not in registry.BUILT_IN):
                 mixed = ", ".join(known for known in registry.BUILT_IN if known != "mixture")
-                yield f"mixture.{name}", self.mixture[name], f"is none of {mixed}; your own is written module:Class"
+                yield f"mixture.{name}", self.mixture[name], f"must be one of {mixed}; your own is written module:Class"
         if "reasoning_gym" not in names:
             others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
             yield from ((name, self._gym[name], "only for name = 'reasoning_gym'") for name in others)
@@ -174,7 +177,7 @@ class CheckpointSection(Section):
     every: Annotated[int, Field(ge=0)] = 10  # training steps; 0: by time only
     minutes: Annotated[float, Field(ge=0)] = 30.0  # since the last one; 0: by steps only
     keep: Positive = 2
-    keep_every: Annotated[int, Field(ge=0)] = 0  # those after every so many steps stay, too; 0: none
+    keep_every: Annotated[int, Field(ge=0)] = 0  # one per this many steps is kept for good; 0: none
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.every and not self.minutes:

@@ -30,11 +30,11 @@ class SimTaskSection(Section):
     turns_max: Positive = 1  # evenly drawn from min to max
     prompt_tokens: Positive = 512
     observation_tokens: Positive = 256  # of the turns after the first
-    reuse: Fraction = 1.0  # of a turn's context, whose KV its next turn finds; 1: it is appended to, 0: written anew
+    reuse: Fraction = 1.0  # of a turn's context, whose KV its next turn finds; 1: it is appended to, 0: written again
     response_tokens: Annotated[float, Field(gt=0)] = 512.0  # of a turn
     response_sigma: Sigma = 0.8
     response_max: Positive = 8192
-    # by which response_tokens grows with each batch of prompts, 61 times at most: as training goes on
+    # by which response_tokens grows with each batch of prompts, 61 times at most: as training continues
     response_growth: Annotated[float, Field(ge=0)] = 0.0
     prompt_share: Fraction = 0.0
     reset_seconds: Seconds = 0.0
@@ -72,7 +72,7 @@ class SimBorrowedSection(Section):
     prefill: Annotated[float, Field(gt=0, lt=1)] = 0.25  # disaggregated: of serving engines; the others decode
     # packed arrivals (azure_code, mooncake_conversation), or a file of arrivals (CSV, JSONL, Parquet: docs/simulator.md)
     trace: str = "azure_code"
-    speed: Annotated[float, Field(gt=0)] = 1.0  # at which they are played; the trace begins anew at its end
+    speed: Annotated[float, Field(gt=0)] = 1.0  # at which they are played; the trace starts over at its end
     ttft: PositiveSeconds = 0.5
     tpot: PositiveSeconds = 0.15
     admission: Literal["dual", "ttft", "tpot"] = "dual"
@@ -85,7 +85,7 @@ class SimBorrowedSection(Section):
     reload_seconds: Seconds = 20.0  # autoscale: until a device serves again: "tens of seconds" (ROSE 3.2); ASSUMED
     function_seconds: PositiveSeconds = 900.0  # serverless: of a lease (ROSE 6)
     spot_low: Fraction = 0.25  # spot: of the devices, that are there at least; ASSUMED
-    exchanged: bool = False  # coserve: servers are taken and given back while the run goes on, as rollout.borrowed says
+    exchanged: bool = False  # coserve: servers are taken and given back while it is under way, as rollout.borrowed says
     scaled: bool = False  # exchanged: serving engines end while their load is low, and come back when it rises
     # exchanged: between two serving engines that end unforeseen, in the mean; 0: none does
     outage_seconds: Seconds = 0.0
@@ -139,7 +139,7 @@ class SimSection(Section):
     environment_seconds_sigma: Annotated[float, Field(ge=0)] = 0.5
     templates: Annotated[int, Field(ge=0)] = 0  # that prompts' environments begin from; 0: all from the same
     data_set: Annotated[int, Field(ge=0)] = 0  # prompts that training goes through again and again; 0: it never repeats
-    kinds: Positive = 1  # prompts of so many tasks in turn, all alike: sim, sim-2, ...
+    kinds: Positive = 1  # prompts of this many tasks in turn, all alike: sim, sim-2, ...
     tools: Fraction = 0.0  # chance that an environment's step calls a tool
     tool_seconds: Annotated[float, Field(ge=0)] = 0.5
     tool_concurrency: Positive = 16  # calls in flight, as tools.concurrency and tools.burst
@@ -151,7 +151,7 @@ class SimSection(Section):
     # run folder whose trajectories are played again (lengths, environments, rewards), or a file of lengths (CSV, JSONL, Parquet:
     # docs/simulator.md); empty: drawn ones
     trace: str = ""
-    trace_rows: Positive = 100_000  # at most so many trajectories of a run, rows of a file
+    trace_rows: Positive = 100_000  # at most this many trajectories of a run, rows of a file
     # file of seconds, of which the environment steps of a file of lengths are drawn; empty: its own
     tool_trace: str = ""
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port

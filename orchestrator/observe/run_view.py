@@ -70,7 +70,7 @@ class ViewProcess(ServingChild):
         try:
             await self._launch(self._port_wanted)
         except (RunError, ConfigError) as error:
-            self._say(f"{error}; the run goes on without")
+            self._say(f"{error}; the run continues without")
             return
         if self._shown:
             url = page_url(self._host, int(self.base_url.rpartition(":")[2]), self._tls)
@@ -100,7 +100,7 @@ class ViewProcess(ServingChild):
         while line := await self._process.stdout.readline():
             self._say(str(json.loads(line)["say"]))
         if not self._stopping:
-            self._say(f"the view has ended; see {self._log}. The run goes on; rl-coserve view shows it again")
+            self._say(f"the view has ended; see {self._log}. The run continues; rl-coserve view shows it again")
 
 
 def check_view(config: Config) -> None:

@@ -181,7 +181,7 @@ class TrajectoryReader:
     ) -> tuple[list[dict[str, Any]], int]:
         """``most`` lines from the ``first`` on, in that order, and how many pass the filter."""
         if order not in ORDERS:
-            raise ConfigError("order", order, f"is none of {', '.join(ORDERS)}")
+            raise ConfigError("order", order, f"must be one of {', '.join(ORDERS)}")
         table = read_trajectories(self._store, list(LINE), chosen.expression(), ordered=False)
         if order in ("best", "worst"):  # what was never scored is neither
             table = table.filter(pc.field("total_reward").is_valid())

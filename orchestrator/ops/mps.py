@@ -167,7 +167,7 @@ class Watcher:
                         await over.wait()
                 except TimeoutError:
                     if await self._control.revive():
-                        self._say("MPS did not answer and was started anew: restart the engines that it served")
+                        self._say("MPS did not answer and was restarted: restart the engines that it served")
         finally:
             try:
                 await self._control.stop()

@@ -170,7 +170,7 @@ def heldout_prompt(task: Task, seed: int, number: int) -> Prompt:
     """The held-out prompt of this number, from 0. Raises ConfigError when there are not so many."""
     found = next(islice(task.prompts("heldout", seed), number, None), None)
     if found is None:
-        raise ConfigError("--prompt", number, "there are not so many held-out prompts (task.heldout_maps)")
+        raise ConfigError("--prompt", number, "there are fewer held-out prompts than that (task.heldout_maps)")
     return found
 
 

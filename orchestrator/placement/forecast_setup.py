@@ -22,7 +22,7 @@ def make_predictor(settings: PredictionSection, prior: float, seed: int) -> Leng
     """The policy that ``rollout.prediction`` names. Raises ConfigError for the oracle, and for a file that cannot be used."""
     prior = settings.prior_tokens or prior
     if settings.predictor == "oracle":
-        fix = "nobody knows the lengths of trajectories that are yet to be made: it is for simulated runs"
+        fix = "the lengths of trajectories that are yet to be made are unknown: this is for simulated runs only"
         raise ConfigError("rollout.prediction.predictor", "oracle", fix)
     if settings.predictor == "history":
         return HistoryPredictor(prior)
@@ -45,9 +45,11 @@ def _encoder_of(settings: PredictionSection, seed: int) -> Encoder | None:
     if settings.in_process:
         fix = "a language model would delay the event loop: set rollout.prediction.in_process = false"
         raise ConfigError("rollout.prediction.encoder", settings.encoder, fix)
-    from orchestrator.placement.length_lm import LanguageModelEncoder  # brings torch along
+    from orchestrator.placement.length_lm import FrozenModelEncoder, LanguageModelEncoder, TokenStates  # bring torch
 
-    return LanguageModelEncoder(settings.encoder, seed=seed)
+    if settings.encoder_tuned:
+        return LanguageModelEncoder(settings.encoder, seed=seed, tuned=settings.encoder_tuned)
+    return FrozenModelEncoder(TokenStates(settings.encoder))
 
 
 class InProcessPredictor:

@@ -130,7 +130,7 @@ async def measure_places(
         except RetryableError as error:
             raise RunError(
                 f"the engine with {layout} failed: {error}\n  {len(file.points)} points are kept in {file.path}; "
-                "the same command goes on from there"
+                "the same command continues from there"
             ) from error
 
 

@@ -133,5 +133,5 @@ class PoolWatch:
                     if name in self._tell:
                         self._tell[name](size)
                     else:
-                        self._events.emit("fault", what="scale", cause="scale", detail=f"nobody can change {name} here")
+                        self._events.emit("fault", what="scale", cause="scale", detail=f"{name} cannot be changed here")
             await asyncio.sleep(_EVERY)

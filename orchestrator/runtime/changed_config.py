@@ -18,12 +18,13 @@ from orchestrator.run_folder import RunFolder
 
 # A name that ends with a dot is all of a section.
 CHANGEABLE = (
-    "run.steps", "run.minutes", "run.restarts", "run.sync_seconds", "run.trainer_start_timeout", "run.trainer_timeout",
-    "checkpoint.", "evaluation.every", "logging.", "view.", "rollout.start_timeout", "rollout.prepare_timeout",
-    "rollout.update_timeout", "rollout.restart_timeout", "rollout.restart_window", "rollout.first_token_timeout",
-    "rollout.stall_timeout", "rollout.heartbeat_seconds", "rollout.heartbeat_misses", "rollout.trajectory_timeout",
-    "rollout.environment_reset_timeout", "rollout.environment_step_timeout", "trainer.tensor_parallel",
-    "trainer.pipeline_parallel", "trainer.expert_parallel", "trainer.data_parallel", "trainer.distributed_optimizer",
+    "run.steps", "run.minutes", "run.signal_share", "run.restarts", "run.sync_seconds", "run.trainer_start_timeout",
+    "run.trainer_timeout", "checkpoint.", "evaluation.every", "logging.", "view.", "rollout.start_timeout",
+    "rollout.prepare_timeout", "rollout.update_timeout", "rollout.restart_timeout", "rollout.restart_window",
+    "rollout.first_token_timeout", "rollout.stall_timeout", "rollout.heartbeat_seconds", "rollout.heartbeat_misses",
+    "rollout.trajectory_timeout", "rollout.environment_reset_timeout", "rollout.environment_step_timeout",
+    "trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.expert_parallel", "trainer.data_parallel",
+    "trainer.distributed_optimizer",
 )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from orchestrator.config import Config
 from orchestrator.config.reward_keys import JudgeSection
 from orchestrator.environments.tool_functions import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog
-from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
@@ -195,12 +194,11 @@ def call_seconds(config: Config, task: Task) -> float:
 
 
 async def start_predictor(config: Config, task: Task, stack: AsyncExitStack, folder: RunFolder) -> PredictorPort | None:
-    """The process that predicts lengths; None: none is wanted. Raises ConfigError and RunError."""
+    """The process that predicts lengths; None: none is wanted. Raises RunError; a file that cannot be used: see preflight."""
     settings = config.rollout.prediction
     if not settings.enabled or settings.in_process:
         return None
     prior, seed = float(task.max_response_tokens), config.run.seed
-    make_predictor(settings, prior, seed)  # a bad file is said here, before there is a process
     process = PredictorProcess(settings, prior, seed, folder.path / "predictor.npz", folder.logs / "predictor.log")
     await process.start()
     stack.push_async_callback(process.stop)

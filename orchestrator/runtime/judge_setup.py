@@ -186,5 +186,5 @@ def folder_of(owner: str) -> Path:
     found.mkdir(mode=0o700, exist_ok=True)
     state = found.lstat()
     if found.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise RunError(f"{found} is somebody else's or open to others: MPS is not started there")
+        raise RunError(f"{found} belongs to someone else or is open to others: MPS is not started there")
     return found

@@ -33,5 +33,5 @@ class NodeCheck:
                 raise ConfigError(name, version, fix)
         if abs(off := report.clock - self._clock()) > CLOCK_LIMIT:
             ahead = "ahead of" if off > 0 else "behind"
-            fix = f"the clock of {who} is so many seconds {ahead} this machine's: let NTP or PTP set both"
+            fix = f"the clock of {who} is this many seconds {ahead} this machine's: let NTP or PTP set both"
             raise ConfigError("clock", round(abs(off)), fix)

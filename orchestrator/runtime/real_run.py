@@ -210,7 +210,7 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
                 hint = f"\n  resume with: rl-coserve train --resume {folder.path}" if life.opened else ""
                 tail = role_logs.tail_of(folder.logs, str(error))
                 raise RunError("\n".join(filter(None, (f"{error}{hint}", tail)))) from error
-            print(f"{error}\n  going on from the newest checkpoint", flush=True)
+            print(f"{error}\n  continuing from the newest checkpoint", flush=True)
             lost_at, resume = loop.time(), True
             await asyncio.sleep(restarts * _RESTART_PAUSE)
 

@@ -23,8 +23,9 @@ def arguments(config: Config, task: Task, folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), **shape, **sizes, "seed": config.run.seed}
 
 
-def make(config: Config, folder: Path) -> Path:
-    """Write the model into a new or empty folder, in this process; the same config gives the same bytes.
+def make(config: Config, folder: Path, *, weights: bool = True) -> Path:
+    """Write the model into a new or empty folder, in this process; the same config gives the same bytes. Without ``weights``
+    what a plan reads of it, which takes no torch.
 
     Raises ConfigError: the folder holds something, the config names a model of its own, or torch is not installed here.
     """
@@ -38,11 +39,13 @@ def make(config: Config, folder: Path) -> Path:
         from safetensors import SafetensorError
 
         create = getattr(importlib.import_module(module), name)
+        if weights:
+            importlib.import_module("torch")
     except ModuleNotFoundError as error:
         fix = "is needed to write weights: use the environment that has vLLM or Megatron-Core"
         raise ConfigError(str(error.name), "not installed", fix) from error
     try:
-        create(**arguments(config, task, folder))
+        create(**arguments(config, task, folder), weights=weights)
     except (OSError, SafetensorError) as error:
         raise ConfigError("FOLDER", str(folder), f"cannot be written: {error}") from error
     return folder.resolve()

@@ -123,15 +123,17 @@ class TrainerSettings(Section):
         Flag(f"how token losses become one number: {', '.join(get_args(LossMean))}, or module:function", unset=OWN),
     ] = None
     loss_length: Annotated[Positive | None, Flag("tokens, of --rl-loss length-normalized")] = None
-    minibatches: Annotated[Positive, Flag("optimizer steps a batch")] = 1
-    micro_batch_size: Annotated[Positive, Flag(megatron="micro_batch_size")] = 64  # trajectories a forward and backward
-    # and at most so many tokens, padding included (a longer trajectory is alone): what bounds the memory of a step
+    minibatches: Annotated[Positive, Flag("optimizer steps per batch")] = 1
+    micro_batch_size: Annotated[Positive, Flag(megatron="micro_batch_size")] = (
+        64  # trajectories per forward and backward
+    )
+    # and at most this many tokens, padding included (a longer trajectory is alone): what bounds the memory of a step
     micro_batch_tokens: Annotated[
         Positive, Flag("tokens of a micro-batch, padding included; a longer trajectory is alone")
     ] = 16384
     # what goes into one micro-batch; `stream` means arrival
     micro_batch_order: Annotated[Literal["length", "arrival"], Flag("what goes into a micro-batch")] = "length"
-    # several trajectories in one row of at most so many tokens; None: padded rows
+    # several trajectories in one row of at most this many tokens; None: padded rows
     pack_tokens: Annotated[Positive | None, Flag("tokens of a packed row, which needs a GPU", unset="padded rows")] = (
         None
     )
@@ -239,7 +241,9 @@ class TrainerSection(TrainerSettings):
     reference_path: str = ""
     # steps after which the present weights become the reference; 0: it stays
     reference_update_every: Annotated[int, Field(ge=0)] = 0
-    reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
+    reference_samples: Annotated[int, Field(ge=0)] = (
+        0  # trajectories per step whose KL to the reference is only measured
+    )
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
     entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off

@@ -148,7 +148,7 @@ def check_shares(model: ModelSpec, devices: int, expert_parallel: int) -> None:
         fix = f"must divide the {devices} devices of the engine"
         raise ConfigError("sim.expert_parallel", expert_parallel, fix)
     if expert_parallel > 1 and (not model.experts or model.experts % expert_parallel):
-        fix = f"{model.name} has {model.experts} experts, which so many devices cannot share out evenly"
+        fix = f"{model.name} has {model.experts} experts, which that many devices cannot share out evenly"
         raise ConfigError("sim.expert_parallel", expert_parallel, fix)
 
 
@@ -179,7 +179,7 @@ class RooflineCosts:
     def __post_init__(self) -> None:
         check_shares(self.model, self.tensor_parallel, self.expert_parallel)
         if self.model.kv_heads % self.tensor_parallel and self.tensor_parallel % self.model.kv_heads:
-            fix = f"{self.model.name} has {self.model.kv_heads} KV heads, which cannot be split over so many devices"
+            fix = f"{self.model.name} has {self.model.kv_heads} KV heads, which cannot be split over that many devices"
             raise ConfigError("sim.tensor_parallel", self.tensor_parallel, fix)
         if self._room < 1:
             fix = f"the weights of {self.model.name} leave no room for KV on {self.device.name}: take more devices"

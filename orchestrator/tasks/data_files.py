@@ -56,7 +56,7 @@ def _files(field: str, name: str) -> list[Path]:
     if not file.is_file():
         raise ConfigError(field, name, "no such file here; paths are those of the folder that the run starts in")
     if file.suffix not in _KINDS:
-        raise ConfigError(field, name, f"is none of {', '.join(_KINDS)}: write it as JSONL, an object per line")
+        raise ConfigError(field, name, f"must be one of {', '.join(_KINDS)}: write it as JSONL, an object per line")
     return [file]
 
 

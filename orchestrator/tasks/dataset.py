@@ -71,7 +71,7 @@ class DatasetTask:
             raise ConfigError("task.data.file", settings.file, "has no row to train on: all are held out, or too long")
         if len(self._heldout) < heldout:
             fix = f"there are {len(self._heldout)} different held-out prompts in {settings.heldout or settings.file}"
-            raise ConfigError("task.heldout_maps", heldout, f"{fix}: hold out so many, or give more rows")
+            raise ConfigError("task.heldout_maps", heldout, f"{fix}: hold out no more than that, or give more rows")
 
     def about(self) -> str:
         """How many rows there are, in words."""

@@ -269,6 +269,6 @@ def _function_of(name: str) -> Any:
     from orchestrator.tasks import registry
 
     if name not in registry.BUILT_IN or name == MixtureTask.name:
-        raise ConfigError("task", name, f"is none of {', '.join(registry.BUILT_IN)}")
+        raise ConfigError("task", name, f"must be one of {', '.join(registry.BUILT_IN)}")
     module, _, function = str(registry.find(name).reward).partition(":")
     return getattr(importlib.import_module(module), function)

@@ -287,7 +287,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ),
     ("weights", "an update took {:.2f} of the better one's time", "encoding-choice", value),
     ("weights", "standstill of {:.1f} ms for {:.0f} MB", "update-pause", update_pause),
-    ("weights", "{:.2f} bytes a changed weight", "delta-bytes", sparse(0.01)),
+    ("weights", "{:.2f} bytes per changed weight", "delta-bytes", sparse(0.01)),
     (
         "start",
         "`success on held-out prompts: {:.3f} -> {:.3f}`",

@@ -240,7 +240,7 @@ def test_a_server_that_was_started_anew_is_noticed_and_taken_up_by_restart() -> 
         await worker.add([a_request("a")])
         assert list(await collected(worker, 1)) == ["a"]
         worker._instance = "another"
-        with pytest.raises(RetryableError, match="started anew"):
+        with pytest.raises(RetryableError, match="restarted"):
             await worker.stats()
         await worker.restart()
         assert (await worker.stats()).waiting == 0

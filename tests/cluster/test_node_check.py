@@ -37,5 +37,5 @@ def test_another_version_of_an_engine_or_of_the_plugin_is_refused_with_both_node
 def test_a_clock_that_is_minutes_off_is_refused(off: float, words: str) -> None:
     nodes = NodeCheck(lambda: NOW)
     nodes.check("vllm-0", report("10.0.0.2", CLOCK_LIMIT - 1))
-    with pytest.raises(ConfigError, match=f"clock = 180: the clock of vllm-1 on 10.0.0.3 is so many seconds {words}"):
+    with pytest.raises(ConfigError, match=f"clock = 180: the clock of vllm-1 on 10.0.0.3 is this many seconds {words}"):
         nodes.check("vllm-1", report("10.0.0.3", off))

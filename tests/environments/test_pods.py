@@ -447,8 +447,8 @@ def test_a_pod_that_finds_no_node_says_so_when_its_time_is_over_on_a_recorded_lo
 ) -> None:
     async def scenario(cluster: RecordedCluster) -> None:
         cluster.trouble["registry.local/team/tasks:1"] = ""
-        pool = pool_of(cluster.backend(), start_timeout=4.0, start_tries=1)  # the pod is there long before
-        with pytest.raises(RunError, match=r"took over 4 s; pod .*: Unschedulable: 0/1 nodes are available"):
+        pool = pool_of(cluster.backend(), start_timeout=1.5, start_tries=1)  # the pod is there long before
+        with pytest.raises(RunError, match=r"took over 1.5 s; pod .*: Unschedulable: 0/1 nodes are available"):
             await pool.open()
         assert not cluster.pods
         await pool.close()

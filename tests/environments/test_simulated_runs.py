@@ -78,6 +78,7 @@ def test_an_environment_that_changes_in_mid_run_is_an_alarm(monkeypatch: pytest.
     assert [alarm["detail"] for alarm in alarms] == ["task sim: 'sim-2' beside 'sim-1'"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_the_pool(tmp_path: Path) -> None:
     simulate(config("environment.size=5", "sim.fault_rate=0.05", "sim.faults=['drop','duplicate']"), tmp_path)
     run = load_run(tmp_path)

@@ -296,6 +296,7 @@ def test_every_command_that_needs_nothing_runs(
     command: Command, inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "_placed", lambda config: [])  # tests/config/test_config.py has a real one
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
     if command.words[0] != "rl-coserve":
         subprocess.run(["bash", "-c", command.text], cwd=inside, check=True, timeout=60, capture_output=True)
         return
@@ -305,6 +306,7 @@ def test_every_command_that_needs_nothing_runs(
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "command", distinct([c for c in COMMANDS if c.needs == {"a run"} and c.words[:2] != ["rl-coserve", "view"]])
 )
@@ -325,6 +327,7 @@ def test_every_training_passes_all_checks_that_come_before_it_starts(
     command: Command, inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "_placed", lambda config: [])  # a Ray for each
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
     words = [PLACES.get(word, word) for word in command.words[1:]]
     assert main([*words, *(() if "--dry-run" in words else ["--dry-run"])]) == 0
     sys.modules.pop("guess", None)

@@ -55,6 +55,7 @@ def test_a_first_word_with_an_equals_sign_is_an_override_of_the_default_config(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "_placed", lambda config: [])
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
     assert main(["train", "run.seed=7", "run.steps=3", "--dry-run"]) == 0
     found = json.loads(capsys.readouterr().out)["run"]
     assert (found["seed"], found["steps"]) == (7, 3)
@@ -65,6 +66,7 @@ def test_a_model_is_written_that_has_the_tasks_words_and_the_configs_sizes(
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr(cli, "_placed", lambda config: [])
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
     folder = tmp_path / "model"
     assert main(["model", str(folder), str(ROOT / "examples/frozenlake.toml"), "model.hidden_size=96"]) == 0
     assert capsys.readouterr().out == f"model: {folder}\n"

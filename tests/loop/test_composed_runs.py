@@ -1,5 +1,5 @@
 """Features of the four papers together in whole runs with real engines and a real trainer: a tiny model on a CPU, two steps.
-Three in every run of the tests, the others in the long tier. All pairs there are: tests/config/test_composition_matrix.py."""
+Two in every run of the tests, the others in the long tier. All pairs there are: tests/config/test_composition_matrix.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ PLANNED = [*TWO, "rollout.planner.enabled=true"]
 DYNAMIC = ["rollout.dynamic_sampling=true", "rollout.max_filtered_groups=4", "rollout.dynamic_concurrency=true"]
 SHORT = {
     "one-off, tail batching by forecasts, streamed training": [*ONE_OFF, *BY_FORECASTS, *STREAM],
-    "areal, prediction and priority, dynamic sampling": [*AREAL, *FORECASTS, *DYNAMIC],
     "colocation of two replicas, tail batching, prediction": [
         *COLOCATED,
         *ROUNDS,
@@ -65,6 +64,7 @@ SHORT = {
     ],
 }
 LONG = {
+    "areal, prediction and priority, dynamic sampling": [*AREAL, *FORECASTS, *DYNAMIC],
     "colocation, degrees": [*COLOCATED, *DEGREES, "trainer.data_parallel=2"],
     "colocation, planner, tail batching": [*COLOCATED, *PLANNED, *ROUNDS],
     "colocation, KV that moves, placement": [*COLOCATED, *MOVES, *PLACED],

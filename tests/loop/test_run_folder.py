@@ -79,6 +79,7 @@ def test_who_only_looks_is_not_hindered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "_placed", lambda config: [])
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
     folder = make_folder(tmp_path)
     folder.events_file.write_text('{"kind":"run_start","t":0.0,"mode":"async","alpha":1,"steps":4,"name":"run"}\n')
     assert main(["report", str(folder.path), "--json"]) == 0

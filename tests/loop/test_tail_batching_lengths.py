@@ -170,6 +170,7 @@ def test_prompts_that_the_runs_own_forecasts_call_long_go_to_the_long_queue_thos
     assert (known(prompt("a")), known(prompt("b"))) == (50.0, None)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_by_its_own_forecasts_is_killed_again_and_again_and_loses_nothing() -> None:
     given = ("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive", "sim.fault_rate=0.01")
     result = simulate(config(*given, "run.seed=1"))  # raises for what its audit finds
@@ -190,6 +191,7 @@ def test_forecasts_of_prompts_are_known_after_a_resume() -> None:
     assert second(prompt("a")) == 90.0
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_held_out_prompts_which_no_round_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     known = set[str]()
     seen = ForecastLengths.record_length

@@ -182,7 +182,7 @@ coming.receive_shards(use)
 @pytest.mark.parametrize(
     ("fate", "limit"),
     [
-        pytest.param(signal.SIGKILL, 60.0, id="killed"),
+        pytest.param(signal.SIGKILL, 60.0, id="killed", marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 12.0, id="stopped", marks=pytest.mark.long),
     ],
 )

@@ -188,7 +188,7 @@ def test_an_exporter_that_fails_is_said_once_and_asked_no_more(where: str) -> No
         beside.take(step(number))
         time.sleep(0.001)
     beside.close(5)
-    assert said == ["test failed (ValueError: no such project); the run goes on without it"]
+    assert said == ["test failed (ValueError: no such project); the run continues without it"]
 
 
 def test_nothing_of_this_machine_is_given_to_others() -> None:

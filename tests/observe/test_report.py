@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.observe.report import compare, feature_sections, page_text, run_sections
-from orchestrator.observe.report.plots import Chart
+from orchestrator.observe.report import page_text
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
@@ -31,13 +30,6 @@ def finished(tmp_path: Path) -> Path:
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a finished run: tests that only read it share it."""
     return write_report(runs.write_run(tmp_path_factory.mktemp("drawn") / "frozenlake-001", steps=40))
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without their drawings, which take most of a report's time: for tests of words."""
-    for module in (compare, feature_sections, run_sections):
-        monkeypatch.setattr(module, "chart", lambda draw, sizes=(), legend=(): Chart(("",), legend))
 
 
 def read_document(file: Path) -> ElementTree.Element:
@@ -120,9 +112,10 @@ def test_links_within_the_page_and_patterns_have_their_targets(drawn: Path) -> N
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-def test_every_figure_card_and_table_says_real_or_simulated(tmp_path: Path, simulated: bool) -> None:
-    folder = runs.write_run(tmp_path / "run-001", steps=20, simulated=simulated)
-    page = read_document(write_report(folder))
+def test_every_figure_card_and_table_says_real_or_simulated(drawn: Path, tmp_path: Path, simulated: bool) -> None:
+    if simulated:
+        drawn = write_report(runs.write_run(tmp_path / "run-001", steps=20, simulated=True))
+    page = read_document(drawn)
     kind, other = ("simulated", "real") if simulated else ("real", "simulated")
     figures = page.findall(".//figure") + [item for item in page.iter("div") if "card" in item.get("class", "").split()]
     assert len(figures) > 15
@@ -159,6 +152,7 @@ def test_every_drawing_has_a_title_and_a_label_for_screen_readers(drawn: Path) -
         assert drawing[0].tag == "title"
 
 
+@pytest.mark.slow
 def test_the_same_folder_gives_the_same_bytes(drawn: Path) -> None:
     before = drawn.read_bytes()
     assert write_report(drawn.parent).read_bytes() == before
@@ -345,6 +339,7 @@ def test_a_run_that_failed_in_startup_says_why(tmp_path: Path) -> None:
     assert "The run failed. the relay did not start" in shown
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_interrupt_a_line_and_nothing_else(finished: Path) -> None:
     def spoil(event: dict[str, Any]) -> None:
         if event["kind"] == "step" and event["step"] in (3, 7):
@@ -356,6 +351,20 @@ def test_values_that_are_not_finite_interrupt_a_line_and_nothing_else(finished: 
     shown = write_report(finished).read_text(encoding="utf-8")
     assert "step 4: nan" in shown
     assert not re.search(r'(?:d|x|y|points|height|width)="[^"]*(?:nan|inf)', shown)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_health_says_how_many_steps_taught_nothing(finished: Path) -> None:
+    def change(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            late = event["step"] >= 20
+            event["metrics"] |= {"groups_silent_share": 0.25 + 0.7 * late, **({"grad_norm": 0.0} if late else {})}
+
+    assert "had a gradient of 0" not in words(read_document(write_report(finished)))
+    edit_events(finished, change)
+    shown = words(read_document(write_report(finished)))
+    assert "20 steps of 40 had a gradient of 0." in shown
+    assert "75.0 % in the first half, 5.0 % in the second" in shown
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -131,6 +131,9 @@ def test_only_some_steps_can_be_asked_for(tmp_path: Path) -> None:
     for wrong in ("6-4", "x", "1-"):
         with pytest.raises(ConfigError, match="--steps"):
             write_trace(folder, tmp_path / "no.json", wrong)
+    with pytest.raises(ConfigError, match=r"--steps = .*no such step yet: 12 are done"):
+        write_trace(folder, tmp_path / "no.json", "900-910")
+    assert not (tmp_path / "no.json").exists()
 
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,7 @@ def test_every_view_has_the_same_figures(folder: Path) -> None:
     assert {int(lag): count for lag, count in page["lag"].items()} == dict(last.lag)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_lines_and_the_pages_say_these_figures(folder: Path) -> None:
     run, hub = load_run(folder), hub_of(folder)
     figures, last, evaluation = run.figures, run.steps[-1], run.evaluations[-1]
@@ -133,6 +134,7 @@ def test_the_lines_and_the_pages_say_these_figures(folder: Path) -> None:
     assert "the sum closes" in report
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_view_says_which_engines_came_and_left(folder: Path) -> None:
     run, hub = load_run(folder), hub_of(folder)
     page = json.loads(hub.picture)

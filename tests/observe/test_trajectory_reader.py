@@ -235,6 +235,7 @@ def test_the_pages_list_and_trajectory_need_the_token_and_say_what_was_wrong(run
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_a_few_and_escapes_what_they_said(run: Path) -> None:
     page = write_report(run).read_text(encoding="utf-8")
     assert "The last that failed: t4" in page

@@ -39,6 +39,7 @@ def test_the_first_run_passes_all_checks(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "_placed", lambda config: [])
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
     assert main(["init", "train"]) == 0
     assert main(["train", "run.toml", "--dry-run"]) == 0
     assert "OK" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_an_engine_starts_under_mps_only_while_a_stand_in_for_it_is_watched(fold
             enter()
 
     asyncio.run(main())
-    assert said == ["MPS is up", "MPS did not answer and was started anew: restart the engines that it served"]
+    assert said == ["MPS is up", "MPS did not answer and was restarted: restart the engines that it served"]
     assert folder.stat().st_mode & 0o077 == 0
 
 

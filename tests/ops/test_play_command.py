@@ -55,7 +55,7 @@ def test_an_episode_is_shown_and_scored_by_the_tasks_own_function() -> None:
 
 def test_a_prompt_that_is_not_there_is_one_error() -> None:
     task = preflight.make_task(load_config(None, ["task.name=nim", "task.heldout_maps=3"]))
-    with pytest.raises(ConfigError, match="not so many held-out prompts"):
+    with pytest.raises(ConfigError, match="fewer held-out prompts than that"):
         heldout_prompt(task, 0, 3)
 
 
@@ -120,6 +120,7 @@ def test_weights_that_are_none_are_one_error(tmp_path: Path, capsys: pytest.Capt
     assert "no model-final yet" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_a_folder_plays_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

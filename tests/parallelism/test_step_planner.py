@@ -402,6 +402,7 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreig
         engine_cuts.check(planned(profile=str(tmp_path / "none.json")))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_the_planner_did_is_in_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sim_cutting, "ResizableSimWorker", PressedWorker)
     config = planned()

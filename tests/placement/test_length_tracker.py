@@ -85,6 +85,7 @@ def test_the_order_of_turns_is_a_value_of_the_config(order: str) -> None:
     assert simulate(config(f"rollout.prediction.order={order}")).summary["reason"] == "completed"
 
 
+@pytest.mark.slow
 def test_faults_of_every_part_lose_no_trajectory_while_kv_moves() -> None:
     limits = (
         "rollout.trajectory_timeout=300",
@@ -99,6 +100,7 @@ def test_faults_of_every_part_lose_no_trajectory_while_kv_moves() -> None:
     assert found.total() > 20
 
 
+@pytest.mark.slow
 def test_a_trajectory_that_is_placed_anew_brings_its_kv_along_in_the_gap_between_two_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

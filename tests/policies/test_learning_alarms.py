@@ -99,6 +99,40 @@ def test_bars_of_zero_are_off_and_each_alarm_is_said_when_its_bar_is_crossed() -
     assert [len(gap.check_step(step, {"logprob_gap_mean": 0.03}, 0.5, 0.0)) for step in range(3)] == [1, 1, 1]
 
 
+def test_gradients_that_are_gone_are_said_once_with_why() -> None:
+    zero = {"grad_norm": 0.0, "groups_silent_share": 1.0}
+    (alarm,) = steps_of(LearningWatch(BARS), [zero] * 25)
+    assert alarm.what == "gradient"
+    assert alarm.detail.startswith(
+        "no group had members with different rewards, 79% of the last answers were right: set "
+    )
+    assert alarm.detail.endswith("the gradient was 0 in 10 steps, after step 10")
+    assert steps_of(LearningWatch(BARS), [*[zero] * 9, {"grad_norm": 1e-9}] * 3) == []
+    (alarm,) = steps_of(LearningWatch(BARS), [{"grad_norm": 0.0, "groups_silent_share": 0.4}] * 12)
+    assert "does the loss reach the parameters?" in alarm.detail
+
+
+def steps_of(watch: LearningWatch, values: list[dict[str, float]]) -> list[Alarm]:
+    return [alarm for step, each in enumerate(values) for alarm in watch.check_step(step, each, 0.79, 1.0)]
+
+
+def test_past_its_half_a_run_without_a_signal_is_to_end() -> None:
+    watch = LearningWatch(BARS)
+    steps_of(watch, [{"groups_silent_share": 0.75}] * 19)
+    assert watch.exhausted(0.9, 0.3) is None  # not enough steps to tell
+    steps_of(watch, [{"groups_silent_share": 0.75}])
+    assert watch.exhausted(0.49, 0.3) is None
+    assert watch.exhausted(0.5, 0.0) is None
+    assert watch.exhausted(0.5, 0.25) is None
+    alarm = watch.exhausted(0.5, 0.3)
+    assert alarm is not None
+    assert alarm.detail.startswith(
+        "25% of the groups of the last 20 steps had members with different rewards, under run.sig"
+    )
+    steps_of(watch, [{"groups_silent_share": 0.6}] * 10)  # groups differ again
+    assert watch.exhausted(0.9, 0.3) is None
+
+
 def test_what_is_said_of_a_batchs_answers() -> None:
     batch: Any = [SimpleNamespace(generated_tokens=n, truncated=n > 18) for n in range(1, 21)]
     found = answer_figures(batch)

@@ -80,6 +80,7 @@ def wrongness(predictor: LengthPredictor, turn: int) -> float:
     return sum(found) / len(found)
 
 
+@pytest.mark.slow
 def test_what_is_learned_before_a_turn_helps_and_what_is_learned_in_it_helps_more() -> None:
     predictor, history = taught(), HistoryPredictor(100.0)
     draw = random.Random(1)
@@ -132,6 +133,7 @@ def test_intervals_cover_what_they_say_on_what_comes_after() -> None:
     assert 0.74 <= inside / asked <= 0.87  # 0.8 is asked for
 
 
+@pytest.mark.slow
 def test_trajectories_that_were_cut_off_do_not_teach_that_nothing_is_long() -> None:
     """From some moment on every long one is cut off after its first turn."""
     draw = random.Random(4)

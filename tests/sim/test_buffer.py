@@ -51,6 +51,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     faults=st.sampled_from([0.0, 0.01]),
     seed=st.integers(0, 9),
 )
+@pytest.mark.slow
 def test_the_buffer_never_holds_more_than_alpha_times_the_environments_and_a_batch(
     sizes: list[int],
     alpha: int,

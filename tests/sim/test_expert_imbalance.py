@@ -325,12 +325,14 @@ def test_a_run_whose_experts_get_uneven_leaves_expert_parallelism_pays_for_it_an
         assert one.unaccounted == 0
 
 
+@pytest.mark.slow
 def test_when_routing_is_even_again_it_comes_back() -> None:
     given = ["run.steps=5", "sim.expert_imbalance={0 = 4.0, 2 = 1.0}", "rollout.planner.calm_steps=3"]
     plans = [one for one in events_of(simulate(load_scenario("experts", given))) if one["kind"] == "plan"]
     assert [one["ep"] for one in plans] == [4, 1, 1, 4, 4]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_changes_of_experts(planned: tuple[Config, SimResult], tmp_path: Path) -> None:
     config, result = planned
     (tmp_path / "events.jsonl").write_bytes(result.events)

@@ -26,9 +26,14 @@ from orchestrator.policies.batching.staleness import StalenessBound
 from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.twins import SimTrainer
 from scripts.bench.micro import ledger_faults
 
-SEEDS = [pytest.param(range(40), id="some"), pytest.param(range(40, 240), id="many", marks=pytest.mark.long)]
+SEEDS = [
+    pytest.param(range(10), id="few"),
+    pytest.param(range(10, 40), id="some", marks=pytest.mark.slow),
+    pytest.param(range(40, 240), id="many", marks=pytest.mark.long),
+]
 
 
 def config(*overrides: str) -> Config:
@@ -84,6 +89,7 @@ for seed in range(6):
 """
 
 
+@pytest.mark.slow
 def test_events_do_not_depend_on_the_hash_seed_or_the_process() -> None:
     outputs = []
     for hash_seed in ("1", "4242"):
@@ -163,6 +169,25 @@ def test_a_steps_figures_are_those_of_its_trajectories() -> None:
         assert figures["response_tokens_mean"] <= figures["response_tokens_p95"] <= figures["response_tokens_max"]
         assert 0.0 <= figures["truncated_share"] <= 1.0
     assert any("prompts_repeated" in step["metrics"] for step in steps)
+
+
+def test_a_run_whose_groups_agree_past_its_half_ends_as_completed_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = {"loss": 0.0, "groups_silent_share": 0.9, "grad_norm": 0.1}
+
+    async def train_step(self: Any, batch: Any) -> Any:
+        return replace(await trained(self, batch), values=silent)
+
+    trained = SimTrainer.train_step
+    monkeypatch.setattr(SimTrainer, "train_step", train_step)
+    ran = [simulate(config("run.steps=50", f"run.signal_share={share}")) for share in (0.3, 0.1)]
+    ends = [[one for one in map(json.loads, result.events.splitlines()) if one["kind"] == "run_end"] for result in ran]
+    said = [[one for one in map(json.loads, result.events.splitlines()) if one["kind"] == "alarm"] for result in ran]
+    done = [sum(b'"kind":"step"' in line for line in result.events.splitlines()) for result in ran]
+    assert [end[-1]["status"] for end in ends] == ["completed", "completed"]
+    assert 25 <= done[0] <= 27  # one more is under way when it is known
+    assert done[1] == 50
+    assert [one["what"] for one in said[0]] == ["signal"]
+    assert said[1] == []
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

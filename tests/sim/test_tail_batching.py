@@ -207,7 +207,7 @@ def test_an_epoch_that_begins_before_the_one_before_it_is_done_is_caught(monkeyp
     assert "is not trained yet" in failures(config(("sync_plus", 0)))
 
 
-@pytest.mark.parametrize("broken", ["resumed", "state"])
+@pytest.mark.parametrize("broken", ["resumed", pytest.param("state", marks=pytest.mark.slow)])
 def test_a_queue_that_does_not_survive_a_kill_is_caught(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume that forgets what was in flight, and a checkpoint without the queue."""
     honest = Rounds.state

@@ -102,7 +102,7 @@ def test_limits_and_context_rules_are_those_of_the_part(mixed: MixtureTask) -> N
 
 def test_the_reward_function_scores_built_in_tasks_only() -> None:
     for name in ("os:system", "mixture", "None"):
-        with pytest.raises(ConfigError, match="is none of"):
+        with pytest.raises(ConfigError, match="must be one of"):
             mixture.score({"task": name, "prompt": "", "actions": []})
 
 

@@ -167,6 +167,7 @@ def test_sources_and_import_give_the_same_parameters(installed: vllm_sources.Sig
         assert [name for name in names if name in expected] == list(expected)
 
 
+@pytest.mark.slow
 def test_a_hook_that_was_renamed_or_changed_is_named(installed: vllm_sources.SignatureTree) -> None:
     """The comparison of the other version can fail: the same sources, with upstream changes made in them."""
     scheduler = "vllm/v1/core/sched/scheduler.py"

@@ -506,6 +506,7 @@ def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOp
         "shape": _shape(config.model_config),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": config.model_config.logprobs_mode,
+        "routed_experts": config.aux_output_config.enable_return_routed_experts,
         "options": PluginOptions.from_config(config).to_dict(),
         "limits": {
             "max_model_len": limits.model_len,

@@ -100,7 +100,7 @@ class EngineMetrics:
             self._updates.labels(result)
         self._update_seconds = Histogram(
             PREFIX + "weight_update_seconds",
-            "Phases of a weight update: prepare (fetched while requests went on), fetch (while paused), load (into the "
+            "Phases of a weight update: prepare (fetched while requests continued), fetch (while paused), load (into the "
             "model, verified), kv (KV of older weights shut out).",
             ["phase"],
             buckets=_UPDATE,

@@ -126,7 +126,11 @@ def trainer_health(run: RunLog) -> Markup:
         return NOTHING
     gaps = [gap for _, gap in charts.metric(run.steps, "logprob_gap_mean") if math.isfinite(gap)]
     over = sum(run.gap_alarm is not None and gap > run.gap_alarm for gap in gaps)
-    return fill("health.html", run=run, shown=shown, others=others, gaps=gaps, over=over)
+    zeros = sum(norm == 0 for _, norm in charts.metric(run.steps, "grad_norm"))
+    silent = [share for _, share in charts.metric(run.steps, "groups_silent_share")]
+    half = len(silent) // 2
+    signals = [1 - fmean(part) for part in (silent[:half], silent[half:])] if half else []
+    return fill("health.html", run=run, shown=shown, others=others, gaps=gaps, over=over, zeros=zeros, signals=signals)
 
 
 def ledger(run: RunLog, stored: Mapping[str, int] | None) -> Markup:

@@ -68,7 +68,7 @@ class Beside:
         except Exception as error:  # noqa: BLE001 - a library of others, which may raise anything: it is said, and ends only itself
             self._over = True
             text = (str(error).splitlines() or [""])[0]
-            self._tell(f"failed ({type(error).__name__}: {text[:200]}); the run goes on without it")
+            self._tell(f"failed ({type(error).__name__}: {text[:200]}); the run continues without it")
 
     def _tell(self, what: str) -> None:
         if not self._told:

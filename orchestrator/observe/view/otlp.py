@@ -38,7 +38,9 @@ class OtlpExporter:
         def noted(success: bool) -> None:
             if not success and not told:
                 told.append(endpoint)
-                say(f"OpenTelemetry: the collector does not take what it is sent; the run goes on ({_host(endpoint)})")
+                say(
+                    f"OpenTelemetry: the collector does not take what it is sent; the run continues ({_host(endpoint)})"
+                )
 
         resource = Resource.create({"service.name": _SERVICE, "service.instance.id": run})
         spans: Any = OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces", timeout=_ANSWER)

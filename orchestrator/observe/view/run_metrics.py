@@ -65,7 +65,7 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "weight_bytes": ("counter", (), "Bytes of weights that workers took up."),
     "incidents": ("counter", ("kind", "cause"), "Faults, recoveries and alarms, by kind and cause."),
     "exchanges": ("counter", ("kind", "reason"), "Servers that were borrowed and returned, by kind and reason."),
-    "scaled": ("counter", ("what",), "Engines of the run's own that were added and removed while it went on."),
+    "scaled": ("counter", ("what",), "Engines of the run's own that were added and removed while it ran."),
     "handed_back_requests": ("counter", ("worker",), "Requests that a borrowed server handed back."),
     "handed_back_tokens": ("counter", ("worker",), "Tokens that these had, and kept."),
     "contexts_resent": ("counter", ("worker",), "Contexts that the worker lacked, and was sent whole."),

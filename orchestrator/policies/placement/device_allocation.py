@@ -106,7 +106,7 @@ def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView,
             return replace(view, bindings={**view.bindings, wish.worker: binding}), binding
     biggest = max(len(pool.devices) for pool in view.pools if pool.hardware in candidates)  # empty and healthy
     if wish.devices > biggest:
-        fix = f"no pool of {', '.join(candidates)} has so many (at most {biggest})"
+        fix = f"no pool of {', '.join(candidates)} has that many (at most {biggest})"
         raise ConfigError("resources.devices", wish.devices, f"{wish.worker}: {fix}")
     states = ", ".join(f"{name}: {len(view.free(name))} free" for name in candidates)
     raise RetryableError(f"{wish.worker} wants {wish.devices} devices of {wish.hardware}, but none are left ({states})")

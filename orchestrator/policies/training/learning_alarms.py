@@ -8,6 +8,8 @@ Entropy has collapsed when the mean of the last five steps is below the bar's sh
 of the last five have members that all got the same reward, so that nothing is left to raise it again, AND most
 answers are wrong. A low entropy alone is what learning a deterministic task looks like, and members that agree on what is right
 are no wonder: neither is an alarm. It is said again only after the entropy was half as high again as the bar.
+Gradients are gone when they were exactly 0 in ten steps one after the other; and a run past its half ends where
+``run.signal_share`` asks for more groups with different rewards than the last twenty steps had (:meth:`LearningWatch.exhausted`).
 Background: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models", 2; DAPO 3.1.
 """
 
@@ -23,6 +25,8 @@ from orchestrator.api import Prompt, Trajectory
 FIRST, LAST = 5, 5  # steps that the entropy is compared over
 SILENT = 0.75  # share of groups of equal rewards from which on little is learned
 SOLVED = 0.5  # share of right answers from which on agreement is no wonder
+ZEROS = 10  # steps one after the other without any gradient
+SIGNAL = 20  # steps that the groups with a signal are counted over
 REPEATED = 0.2  # share of prompts asked before from which on they are the reason
 _REMEMBERED = 250_000  # prompts
 
@@ -50,6 +54,8 @@ WORDS = {
     "ess": "effective sample size",
     "entropy": "entropy collapse",
     "policies": "rollout and trainer disagree",
+    "gradient": "nothing is learned",
+    "signal": "the run ends early",
 }
 
 
@@ -102,6 +108,8 @@ class LearningWatch:
         self.entropies: tuple[float, ...] = tuple(entropies)
         self._recent: deque[tuple[float, float, float, float]] = deque(maxlen=LAST)  # see `_entropy`
         self._said: set[str] = set()
+        self._zeros = 0  # steps without a gradient, up to now
+        self._signals: deque[float] = deque(maxlen=SIGNAL)  # share of groups whose members differ
 
     def check_step(self, step: int, values: Mapping[str, float], success: float, lag: float) -> list[Alarm]:
         """Of the trainer's figures of a step, counted from 0; ``success``: its share of right answers, ``lag``: the mean of its
@@ -122,7 +130,27 @@ class LearningWatch:
             found.append(Alarm("policies", f"{detail}{self._bars.tis:.1%} {behind}{_spread(values)}"))
         if "entropy" in values:
             found += self._entropy(behind, values, success)
+        self._signals.append(1 - values.get("groups_silent_share", 0.0))
+        self._zeros = self._zeros + 1 if values.get("grad_norm") == 0 else 0
+        if self._crossed("gradient", self._zeros >= ZEROS):
+            if any(self._signals[-back] for back in range(1, ZEROS + 1)):
+                why = "although groups had members with different rewards: does the loss reach the parameters?"
+            else:
+                why = f"no group had members with different rewards, {success:.0%} of the last answers were right: set "
+                why += "rollout.dynamic_sampling, or give it prompts that are harder or easier"
+            found.append(Alarm("gradient", f"{why}; the gradient was 0 in {ZEROS} steps, {behind}"))
         return found
+
+    def exhausted(self, done: float, share: float) -> Alarm | None:
+        """Why the run is to end although it has steps left: past its half, fewer groups of the last steps than ``share`` had
+        members with different rewards. ``done``: the part of the run that is over, from 0 to 1."""
+        if not share or done < 0.5 or len(self._signals) < SIGNAL:
+            return None
+        found = sum(self._signals) / SIGNAL
+        if not found < share:
+            return None
+        detail = f"{found:.0%} of the groups of the last {SIGNAL} steps had members with different rewards, under "
+        return Alarm("signal", f"{detail}run.signal_share = {share:.0%}: more steps would teach it next to nothing")
 
     def _entropy(self, behind: str, values: Mapping[str, float], success: float) -> list[Alarm]:
         if len(self.entropies) < FIRST:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rlplugin.memory.planned_step import StepRequest
+from megatron_rlplugin.memory.rank_memory import StepRequest
 from megatron_rlplugin.memory.trainer_plan import FRAGMENTATION, GB, RESERVE, plan_trainer, run_request
 from orchestrator.api import RunError
 from orchestrator.settings.trainer_settings import TrainerSection

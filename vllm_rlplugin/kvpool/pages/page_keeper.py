@@ -103,7 +103,7 @@ class KeptPages:
         try:
             if len(descriptors) != pages.size:
                 self._hang_up()
-                why = "it ends, keeps the pages of another pool, or this process may not open so many files"
+                why = "it ends, keeps the pages of another pool, or this process may not open that many files"
                 raise KeeperGone(
                     f"the keeper of {self._pool.path} gave {len(descriptors)} of {pages.size} pages: {why}"
                 )
@@ -122,7 +122,7 @@ class KeptPages:
             self._hang_up()
             why = f"{error}; its last words: {socket_path(self._pool.path, self._pool.rank).with_suffix('.log')}"
             text = (
-                f"the keeper of {self._pool.path} does not answer ({why}); end the pool's engines, and start them anew"
+                f"the keeper of {self._pool.path} does not answer ({why}); end the pool's engines, and start them again"
             )
             raise KeeperGone(text) from error
         return list(descriptors)
@@ -168,7 +168,7 @@ def ensure_keeper(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY,
             continue
         pool.reap()
         if there := [tenant.name for tenant in pool.view().tenants]:  # theirs is the memory of the keeper that died
-            fix = f"its keeper died, and a second one would make second pages: end {', '.join(there)}, and start them anew"
+            fix = f"its keeper died, and a second one would make second pages: end {', '.join(there)}, and start them again"
             raise ConfigError("kv_pool", str(pool.path), fix)
         child = subprocess.Popen(
             [*command, "--linger", str(linger)],

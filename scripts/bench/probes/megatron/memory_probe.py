@@ -1,7 +1,7 @@
 """One real rank of the trainer, two steps on gloo: the most host memory it took beyond what it began with. Prints JSON.
 
 ``python -m scripts.bench.probes.megatron.memory_probe REQUEST SMALL RENDEZVOUS``: a
-:class:`~megatron_rlplugin.memory.planned_step.StepRequest` as JSON; a folder with a small model of the same kind, whose step
+:class:`~megatron_rlplugin.memory.rank_memory.StepRequest` as JSON; a folder with a small model of the same kind, whose step
 loads beforehand what a process loads once; where the ranks meet. Weights are drawn: the pages of a file that is read would count.
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin.memory.planned_step import StepRequest, longest_micro_batch
+from megatron_rlplugin.memory.planned_step import longest_micro_batch
+from megatron_rlplugin.memory.rank_memory import StepRequest
 from megatron_rlplugin.objective.policy_loss import Coefficients, policy_loss
 from megatron_rlplugin.trainer.learner import Learner, Rendezvous
 from megatron_rlplugin.weights import hf_bridge
