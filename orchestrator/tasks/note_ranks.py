@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.api import RunError
+from orchestrator.api import TrajectoryError
 
 Note = Sequence[int]  # token ids
 NoteRank = Callable[[Sequence[Note], Note], list[int]]  # (notes, question) -> places of the notes that answer
@@ -34,7 +34,7 @@ class NearestVectors:
         self._known: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
 
     def __call__(self, notes: Sequence[Note], question: Note) -> list[int]:
-        """See :data:`NoteRank`. Raises RunError for what are no vectors."""
+        """See :data:`NoteRank`. Raises TrajectoryError for what are no vectors."""
         import faiss
 
         if not notes or not question:
@@ -46,7 +46,7 @@ class NearestVectors:
         try:
             rows = np.stack([self._known[note] for note in asked])
         except ValueError as error:
-            raise RunError(f"task.memory.embed gave vectors of several lengths: {error}") from error
+            raise TrajectoryError("memory_vectors", f"task.memory.embed: of several lengths: {error}") from error
         faiss.normalize_L2(rows)
         index = faiss.IndexFlatIP(rows.shape[1])
         index.add(rows[:-1])
@@ -57,5 +57,6 @@ class NearestVectors:
     def _vectors(self, notes: Sequence[Note]) -> np.ndarray[Any, Any]:
         found = np.asarray(self._embed(notes), np.float32)
         if found.ndim != 2 or len(found) != len(notes) or not found.shape[1] or not np.isfinite(found).all():
-            raise RunError(f"task.memory.embed gave {found.shape} for {len(notes)} notes: one finite vector each")
+            detail = f"task.memory.embed gave {found.shape} for {len(notes)} notes: one finite vector each"
+            raise TrajectoryError("memory_vectors", detail)
         return np.ascontiguousarray(found)

@@ -17,7 +17,6 @@ from orchestrator.api import (
     GenerationRequest,
     Observation,
     Prompt,
-    RunError,
     Sampling,
     StepResult,
     TrainBatch,
@@ -497,7 +496,7 @@ def test_with_an_embedding_the_nearest_notes_answer_though_they_share_no_word() 
     assert asked == [5, 1], "what is known is not embedded again"
     assert (rank(notes, ()), rank([], (14,))) == ([3, 2, 1, 0], [])
     for wrong in ([1.0], [[1.0], [float("nan")]], [[1.0]], [[], []]):
-        with pytest.raises(RunError, match="one finite vector each"):
+        with pytest.raises(TrajectoryError, match="one finite vector each"):
             NearestVectors(lambda notes, said=wrong: said)([(1,)], (2,))  # type: ignore[misc]
 
 

@@ -49,9 +49,7 @@ def test_a_run_in_shards_trains_while_one_of_them_is_killed(tmp_path: Path) -> N
     assert (last["status"], last["ledger"]["in_flight"]) == ("completed", 0)
     assert len(of(run, "step")) == STEPS
     assert {event["version"] for event in of(run, "update")} >= {0, STEPS - 1}
-    faults = [event["what"] for event in of(run, "fault")]
-    assert "shard 1" in faults
-    assert any(event["what"] == "shard 1" for event in of(run, "recovered"))
+    assert "shard 1" in [event["what"] for event in of(run, "fault")]
     assert not Path(f"/proc/{pids['shard-0']}").exists()
     counted = recount((run / "ledger.jsonl").read_text(encoding="utf-8").splitlines())
     assert counted["started"] == sum(counted[state] for state in END_STATES) > STEPS * 16
