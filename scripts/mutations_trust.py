@@ -118,12 +118,14 @@ TRUST: tuple[tuple[str, str, str, str, str], ...] = (
         f"{PARSERS} -k 'four_times and calls' --timeout=30",
     ),
     (
-        "trust: a judge's score is looked for anew behind every word",
+        "trust: a judge's score is looked for anew behind every word of that name",
         "orchestrator/rewards/llm_judge.py",
         "    text = said[-_LOOKED_AT:]\n    words = list(_WORD.finditer(text))\n"
-        "    for place in range(len(words) - 1, -1, -1):\n        word = words[place].group().lower()\n",
-        "    text = said\n    words = list(_WORD.finditer(text))\n    for place in range(len(words) - 1, -1, -1):\n"
-        "        word = text[words[place].start() :].split(None, 1)[0].lower()\n",
+        "    for place in range(len(words) - 1, -1, -1):\n        word = words[place].group().lower()\n"
+        '        if not word.startswith("score"):\n',
+        "    text = said\n    words = list(_WORD.finditer(text))\n"
+        "    for place in range(len(words) - 1, -1, -1):\n        word = words[place].group().lower()\n"
+        '        if not word.startswith("score") or text[words[place].start() :].lower() == "score":\n',
         f"{PARSERS} -k 'four_times and line'",
     ),
     (
