@@ -111,19 +111,21 @@ TRUST: tuple[tuple[str, str, str, str, str], ...] = (
         f"{TRUST_TEST} -k counted_before",
     ),
     (
-        "trust: the end of a call of a tool is looked for again behind every other",
+        "trust: calls of tools are looked for with the pattern that they were found by",
         SESSION,
-        "        if end < 0:\n            break\n",
-        "        if end < 0:\n            at = text.find(_OPEN, begin)\n            continue\n",
-        f"{PARSERS} -k 'four_times and calls'",
+        "    at = text.find(_OPEN)\n",
+        '    __import__("re").findall(r"<tool_call>\\s*(.*?)\\s*</tool_call>", text, 16)\n    at = text.find(_OPEN)\n',
+        f"{PARSERS} -k 'four_times and calls' --timeout=30",
     ),
     (
-        "trust: a judge's score is looked for anew behind every word",
+        "trust: a judge's score is looked for anew behind every word of that name",
         "orchestrator/rewards/llm_judge.py",
         "    text = said[-_LOOKED_AT:]\n    words = list(_WORD.finditer(text))\n"
-        "    for place in range(len(words) - 1, -1, -1):\n        word = words[place].group().lower()\n",
-        "    text = said\n    words = list(_WORD.finditer(text))\n    for place in range(len(words) - 1, -1, -1):\n"
-        "        word = text[words[place].start() :].split(None, 1)[0].lower()\n",
+        "    for place in range(len(words) - 1, -1, -1):\n        word = words[place].group().lower()\n"
+        '        if not word.startswith("score"):\n',
+        "    text = said\n    words = list(_WORD.finditer(text))\n"
+        "    for place in range(len(words) - 1, -1, -1):\n        word = words[place].group().lower()\n"
+        '        if not word.startswith("score") or text[words[place].start() :].lower() == "score":\n',
         f"{PARSERS} -k 'four_times and line'",
     ),
     (
