@@ -139,13 +139,15 @@ class RecordedRouting:
     """Of the routers of a rank's model chunks. ``shape``: has ``num_hidden_layers``, ``num_experts``, ``num_experts_per_tok``."""
 
     def __init__(self, chunks: Sequence[Any], shape: Any) -> None:
-        self._routers: dict[int, list[tuple[Any, MicroBatchOf]]] = {}
+        self._routers: dict[
+            int, list[tuple[Any, MicroBatchOf, bool]]
+        ] = {}  # True: of a head that predicts several tokens
         self._shape = shape
         for chunk in chunks:
             found = self._routers[id(chunk)] = []
-            for router in _routers(chunk):
+            for name, router in _routers(chunk):
                 micro_batch = MicroBatchOf()
-                found.append((router, micro_batch))
+                found.append((router, micro_batch, ".mtp." in f".{name}"))
                 router.register_forward_pre_hook(partial(_enter, micro_batch))
                 if router.config.moe_enable_routing_replay:
                     router.router_replay = RouterReplay(router.layer_number, micro_batch)
@@ -158,8 +160,9 @@ class RecordedRouting:
 
     def forget(self) -> None:
         """Before a schedule begins: what an earlier one left when it failed."""
-        for _, micro_batch in self._all():
-            micro_batch.forget()
+        for routers in self._routers.values():
+            for _, micro_batch, _ in routers:
+                micro_batch.forget()
 
     def expect(self, chunk: Any, chosen_BSLK: Tensor | None, weight: float, part: RowPart | None = None) -> None:
         """The chunk's next forward pass is of a micro-batch with these experts (on the CPU; of all layers of the model, each
@@ -169,12 +172,15 @@ class RecordedRouting:
         train = torch.is_grad_enabled()
         replay = routers and routers[0][0].config.moe_enable_routing_replay
         if chosen_BSLK is None or not replay:
-            for _, micro_batch in routers:
+            for _, micro_batch, _ in routers:
                 micro_batch.expect(Told(None, weight), train=train)
             return
         self._check(chosen_BSLK)
         chosen_SBLK = _own_part(chosen_BSLK, routers[0][0].config, part)
-        for router, micro_batch in routers:
+        for router, micro_batch, head in routers:
+            if head:  # an engine says nothing of these
+                micro_batch.expect(Told(None, weight), train=train)
+                continue
             layer_TK = chosen_SBLK[:, :, router.layer_number - 1].flatten(0, 1)
             told = layer_TK.to(device=router.weight.device, dtype=torch.int64, non_blocking=True)
             micro_batch.expect(Told(told, weight), train=train)
@@ -190,15 +196,11 @@ class RecordedRouting:
         if (most := int(chosen_BSLK.max())) >= shape.num_experts:
             raise RunError(f"the rollout chose expert {most}, the model has {shape.num_experts}")
 
-    def _all(self) -> Iterator[tuple[Any, MicroBatchOf]]:
-        for routers in self._routers.values():
-            yield from routers
 
-
-def _routers(chunk: Any) -> Iterator[Any]:
+def _routers(chunk: Any) -> Iterator[tuple[str, Any]]:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    yield from (module for module in chunk.modules() if isinstance(module, TopKRouter))
+    yield from ((name, module) for name, module in chunk.named_modules() if isinstance(module, TopKRouter))
 
 
 def _own_part(rows_BSLK: Tensor, config: Any, part: RowPart | None) -> Tensor:

@@ -96,7 +96,9 @@ OWNED = {
     "perform_initialization": "must be off: the weights come from model.path",
     "use_cpu_initialization": "must be on: the weights come from model.path",
     "context_parallel_size": _RATES.format("context_parallel"),
-    "mtp_num_layers": "must be unset: the objective trains the policy's own head only",
+    "mtp_use_repeated_layer": "must be unset: each head has a layer of its own, as the folder has it",
+    "mtp_detach_heads": "must be unset: what heads learn reaches the layers before them, as in pretraining",
+    "mtp_hybrid_override_pattern": "must be unset: a head is a layer like the model's last one",
     "moe_enable_routing_replay": _RATES.format("routing_replay"),
 }
 # What decides how ranks are grouped: known before a model is built.

@@ -232,10 +232,11 @@ def build_model(
     config = transformer_config(shape, DTYPES[dtype], layout, options)
     chunks = []
     for stage in range(layout.virtual) if layout.virtual else [None]:
+        layers = _layers(shape, config, stage)
         where = {"ignore_virtual": False, "vp_stage": stage}
         model = GPTModel(
             config=config,
-            transformer_layer_spec=_layers(shape, config, stage),
+            transformer_layer_spec=layers,
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -246,6 +247,7 @@ def build_model(
             rotary_percent=shape.rotary_part,
             rotary_base=shape.rope.theta,
             vp_stage=stage,
+            mtp_block_spec=_heads(layers, config, stage),
         )
         if not shape.latent and shape.rope.type != "yarn":
             model.rotary_pos_emb.inv_freq = scale_rope(model.rotary_pos_emb.inv_freq, shape.rope)
@@ -308,6 +310,22 @@ def _layers(shape: ModelShape, config: Any, stage: int | None) -> Any:
         norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm
     mixed = [experts is not None and layer not in shape.dense_layers for layer in layers]
     return TransformerBlockSubmodules([kinds[mixture] for mixture in mixed], norm)
+
+
+def _heads(layers: Any, config: Any, stage: int | None) -> Any:
+    """Megatron's specification of this chunk's heads that predict several tokens, each with a layer like the last; None: none."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_rlplugin.model_layers import RMSNorm
+
+    te = uses_transformer_engine()
+    heads = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=te, vp_stage=stage)
+    if heads is not None and not te:
+        for head in heads.layer_specs:
+            head.submodules.enorm = head.submodules.hnorm = head.submodules.layer_norm = RMSNorm
+    return heads
 
 
 def _layer(shape: ModelShape, experts: int | None, context: int) -> Any:

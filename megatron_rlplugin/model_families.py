@@ -188,7 +188,9 @@ class ModelShape:
     window_rope_theta: float | None = None  # None: as in the other layers
     softmax_scale: float | None = None  # None: head_dim ** -0.5
     swiglu_limit: float | None = None
-    extra_layers: int = 0  # in the folder behind the model's: heads that predict several tokens; they are left out
+    extra_layers: int = (
+        0  # in the folder behind the model's: heads that predict several tokens; left out unless trained
+    )
 
     @property
     def family(self) -> Family:

@@ -6,11 +6,9 @@ once a process, the same layout again changes nothing.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_rlplugin import cpu
 from orchestrator.api import ConfigError
+from orchestrator.api.interfaces import interface_towards
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the address of an interface
 _joined: list[tuple[ParallelLayout, int]] = []  # the layout and world size of this process, once joined
 
 
@@ -157,26 +155,8 @@ def _choose_interface(init_method: str, interface: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
         return
     host = urlsplit(init_method).hostname
-    if host and "GLOO_SOCKET_IFNAME" not in os.environ and (found := _interface_towards(host)):
+    if host and "GLOO_SOCKET_IFNAME" not in os.environ and (found := interface_towards(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = found
-
-
-def _interface_towards(host: str) -> str:
-    """The interface with the IPv4 address that this machine speaks to ``host`` from; "" where it cannot be told. Nothing is
-    sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-            own = socket.inet_aton(probe.getsockname()[0])
-        except OSError:
-            return ""
-        for _, name in socket.if_nameindex():
-            try:
-                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
-                    return name
-            except OSError:  # one without an address
-                continue
-    return ""
 
 
 def leave_parallel() -> None:

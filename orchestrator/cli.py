@@ -203,7 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--list", action="store_true", help="list the benchmarks")
     bench.add_argument("--quick", action="store_true", help="a short form, in about a minute")
     bench.add_argument("--json", action="store_true", help="print the result as one line of JSON")
-    bench.add_argument("--model", default="", metavar="FOLDER", help="measure kv-migrate with this Hugging Face model")
+    bench.add_argument(
+        "--model", default="", metavar="FOLDER", help="of kv-migrate and prediction-encoder: a Hugging Face model"
+    )
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
 
@@ -355,7 +357,7 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 "config", "", f"name a TOML file: {demo}, `rl-coserve train --dry-run` prints the defaults"
             )
-        config = _config(arguments)
+        config = _chosen(_config(arguments))
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
     task = preflight.make_task(config)
@@ -404,6 +406,16 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(config: Config) -> Config:
+    """With what nobody set chosen by the model's size and the trainer's device."""
+    from orchestrator.runtime import model_defaults
+
+    config, said = model_defaults.choose(config)
+    for line in said:
+        print(line, file=sys.stderr)
+    return config
+
+
 def _about(config: Config) -> str:
     from orchestrator.runtime import memory_plan
 
@@ -444,7 +456,7 @@ def _checked_places(config: Config) -> list[PlanRow]:
 def _plan(arguments: argparse.Namespace) -> int:
     from orchestrator.runtime import device_plan, memory_plan
 
-    config = _config(arguments)
+    config = _chosen(_config(arguments))
     with ThreadPoolExecutor(max_workers=1) as beside:  # a program that imports Megatron-Core, while Ray starts
         planning = beside.submit(_memory_rows, config, arguments.memory)
         try:

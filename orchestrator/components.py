@@ -39,6 +39,8 @@ class Shards(Protocol):
 
     def finish(self, trajectory: Trajectory) -> Trajectory: ...
 
+    async def finish_in_slices(self, trajectory: Trajectory) -> Trajectory: ...
+
     def lost(self, trajectories: Iterable[Trajectory]) -> list[str]: ...
 
 
@@ -73,6 +75,10 @@ class InMemory:
     """They stay where they are: in a simulation."""
 
     def finish(self, trajectory: Trajectory) -> Trajectory:
+        """See Shards."""
+        return trajectory
+
+    async def finish_in_slices(self, trajectory: Trajectory) -> Trajectory:
         """See Shards."""
         return trajectory
 

@@ -331,7 +331,8 @@ class Rollout:
         finished = self.events.time()
         episode.waiting_for = "reward"
         reward = await reward_of_episode(self.reward, episode, finished, self.settings.trajectory_timeout)
-        trajectory = self.shards.finish(episode.trajectory(finished, reward=reward, scored_at=self.events.time()))
+        scored = episode.trajectory(finished, reward=reward, scored_at=self.events.time())
+        trajectory = await self.shards.finish_in_slices(scored)
         self.ledger.move(episode.id, "buffered")
         self._failed_in_row = 0
         if self.buffer.put(trajectory):

@@ -42,7 +42,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from orchestrator.api import ConfigError, ContextStart, Prompt, RunError, Trajectory, Turn
+from orchestrator.api import ConfigError, ContextStart, Prompt, RoutedExperts, RunError, Trajectory, Turn
 from orchestrator.durable_files import Syncable, sync
 from orchestrator.shards.shard_folder import shard_of
 
@@ -85,6 +85,17 @@ _CONTEXT = pa.struct(
     ]
 )
 
+_EXPERTS = pa.struct(
+    [
+        ("turn", pa.int32()),
+        ("first", pa.int32()),
+        ("layers", pa.int32()),
+        ("choices", pa.int32()),
+        ("width", pa.int32()),
+        ("data", pa.large_binary()),
+    ]
+)
+
 # The metadata structure of the notes on agentic-RL infrastructure (section 6), plus versions and log-probs.
 _FILE_SCHEMA = pa.schema(
     [
@@ -115,6 +126,10 @@ _FILE_SCHEMA = pa.schema(
         ("prompt_seed", pa.int64()),
         ("prompt_payload", pa.string()),
         ("contexts", pa.list_(_CONTEXT)),  # those that began anew; null or empty: one context
+        (
+            "experts",
+            pa.list_(_EXPERTS),
+        ),  # that engines chose, by turn, for routing replay; null or empty: none are known
     ]
 )
 _PARTITIONS = pa.schema([("task", pa.string()), ("date", pa.string()), ("version", pa.int64())])
@@ -488,7 +503,18 @@ def _to_row(row: StoredRow) -> dict[str, Any]:
             for index, turn in enumerate(trajectory.turns)
             if turn.context
         ],
+        "experts": [
+            {"turn": index, **{item.name: getattr(chosen, item.name) for item in fields(chosen)}}
+            for index, chosen in enumerate(_experts_of(trajectory))
+            if chosen
+        ],
     }
+
+
+def _experts_of(trajectory: Trajectory) -> Sequence[RoutedExperts | None]:
+    """Of each turn; those of a trajectory in a shard lie there only."""
+    shard = shard_of(trajectory)
+    return [turn.experts for turn in trajectory.turns] if shard is None else shard.open().experts_by_turn()
 
 
 def _from_turn(turn: Turn) -> dict[str, Any]:
@@ -517,6 +543,9 @@ def _to_turns(row: Mapping[str, Any]) -> tuple[Turn, ...]:
     for start in row.get("contexts") or ():
         facts = {name: start[name] for name in ("reason", "dropped_turns", "dropped_tokens")}
         turns[start["turn"]] = replace(turns[start["turn"]], context=ContextStart(tuple(start["token_ids"]), **facts))
+    for chosen in row.get("experts") or ():
+        said = {name: value for name, value in chosen.items() if name != "turn"}
+        turns[chosen["turn"]] = replace(turns[chosen["turn"]], experts=RoutedExperts(**said))
     return tuple(turns)
 
 

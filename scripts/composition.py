@@ -223,6 +223,7 @@ FEATURES = (
         "reward.judge",
         {"reward": {"judge": {"url": "http://127.0.0.1:9/v1", "model": "m", "criterion": "c"}}},
         test="tests/rewards/test_judge_real.py",
+        pays="judge-batches",
         refuses=(
             (
                 "a form of answers that the run's own judge would enforce",

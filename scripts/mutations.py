@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from mutations_kvpool import KVPOOL
 from mutations_trajectories import TRAJECTORIES
+from mutations_trust import TRUST
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -417,6 +419,7 @@ MUTATIONS = (
     ),
     *(Mutation(*fields) for fields in TRAJECTORIES),
     *(Mutation(*fields) for fields in KVPOOL),
+    *(Mutation(*fields) for fields in TRUST),
 )
 
 
@@ -437,7 +440,7 @@ def run(mutation: Mutation, folder: Path) -> str:
     build(mutation, folder)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutation.tests.split()],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(mutation.tests)],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,

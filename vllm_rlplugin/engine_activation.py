@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from orchestrator.api import ConfigError
 from orchestrator.hooks.patch_register import PatchRegister
 from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
 from vllm_rlplugin.options import ACTIVE, BACKEND, POOLED
@@ -49,6 +50,15 @@ def activate(kv_pool: bool = False) -> None:
 def is_active() -> bool:
     """Whether this process belongs to an engine that asked for the plugin."""
     return os.environ.get(ACTIVE) == "1"
+
+
+def check_drafts(drafts: object, on_cpu: bool) -> None:
+    """``drafts``: what configures speculative decoding, if anything does. Raises ConfigError: vLLM's CPU backend cannot sample
+    beside drafts. Its ``_expand_kernel_impl`` (0.32.0, ``vllm/utils/cpu_triton_utils.py``) fills a copy, so that logits are
+    divided by whatever was in memory, not by the temperatures."""
+    if drafts and on_cpu:
+        fix = "vLLM's CPU backend loses the temperatures beside drafts, and log-probs are wrong: leave it out, or use a GPU"
+        raise ConfigError("--speculative-config", drafts, fix)
 
 
 def is_cpu_build(installed: InstalledComponent) -> bool:

@@ -325,6 +325,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "enable_sleep_mode",
         "sleep_mode_backend",
     ),
+    "vllm.config:VllmConfig": ("aux_output_config",),
+    "vllm.config.aux_output:AuxOutputConfig": ("enable_return_routed_experts",),
     "vllm.config:ParallelConfig": ("rank", "world_size", "data_parallel_size"),
     _WORKER: ("_weight_update_active", "sleep_mode_backend"),
     f"{_SLEEP}:AllocationData": ("handle", "tag", "is_asleep"),

@@ -87,7 +87,8 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     coefficients = Coefficients.from_settings(settings)
 
     def loss(output: Any, batch: Any) -> Any:
-        return policy_loss(output, batch.tokens, coefficients, group=learner.tensor_group)
+        total, said = policy_loss(output, batch.tokens, coefficients, group=learner.tensor_group)
+        return (total + learner.heads_loss(output, batch)[0] if output.ahead else total), said
 
     def value_loss_of(values_T1: Any, batch: Any) -> Any:
         known = ValueTokens(batch.returns_T, batch.values_T, batch.tokens.weights_T, batch.tokens.denominator)

@@ -13,7 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from megatron_rlplugin.memory.rank_memory import (
@@ -63,11 +64,12 @@ class RankPlan:
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
     """The ranks that were run, what of ``[trainer]`` would make them fit ("": they fit, or how large a device is is not known),
-    and the bytes of that plan's fullest rank."""
+    the bytes of that plan's fullest rank, and the same keys of ``[trainer]`` with their values."""
 
     ranks: tuple[RankPlan, ...]
     cure: str = ""
     cured: int = 0
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fullest(self) -> RankPlan:
@@ -85,12 +87,12 @@ def plan_trainer(
     plan = TrainerPlan(ranks)
     if capacity is None or plan.fullest.total <= capacity:
         return plan
-    tried = dict(settings)
+    tried, changes = dict(settings), dict[str, Any]()
     for words, change in _cures(tried):
-        tried = {**tried, **change}
+        tried, changes = {**tried, **change}, {**changes, **change}
         ranks = _with_optimizer(ranks, tried, dtype) if _only_optimizer(change) else _run(folder, tried, dtype, longest)
         if (total := TrainerPlan(ranks).fullest.total) <= capacity:
-            return replace(plan, cure=words, cured=total)
+            return replace(plan, cure=words, cured=total, changes=changes)
     return replace(plan, cure="more devices a replica: raise trainer.tensor_parallel or trainer.pipeline_parallel")
 
 
@@ -163,24 +165,22 @@ def _reserve(section: TrainerSection, memory: RankMemory) -> int:
 
 
 def run_request(request: StepRequest) -> RankMemory:
-    """One planned step in a process of its own. Raises ConfigError; RunError: the program failed."""
-    program = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "megatron_rlplugin.memory.planned_step",
-        json.dumps(asdict(request)),
-    ]
+    """One planned step in a process of its own; asked again, the answer it gave. Raises ConfigError; RunError: it failed."""
+    return answer_of(_printed(json.dumps(asdict(request)), request.rank))
+
+
+@cache
+def _printed(request: str, rank: int) -> str:
+    program = [sys.executable, "-W", "ignore", "-m", "megatron_rlplugin.memory.planned_step", request]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         ended = subprocess.run(program, capture_output=True, text=True, timeout=_LONGEST, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"the plan of rank {request.rank} did not end within {_LONGEST:g} s") from error
+        raise RunError(f"the plan of rank {rank} did not end within {_LONGEST:g} s") from error
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RunError(f"the plan of rank {request.rank} failed: {last}")
-    return answer_of(ended.stdout)
+        raise RunError(f"the plan of rank {rank} failed: {last}")
+    return ended.stdout
 
 
 def answer_of(printed: str) -> RankMemory:

@@ -241,6 +241,8 @@ class Totals:
     gap_all: float = 0.0
     inputs: float = 0.0  # tokens that were computed, prompts too, where routing is replayed
     replayed: float = 0.0  # of them, those by the experts that the rollout chose
+    ahead_loss: float = 0.0  # cross-entropy of heads that predict several tokens
+    ahead_tokens: float = 0.0
     own: tuple[float, ...] = ()  # what a user's loss reports, in the order of its names
 
     def add(self, other: Totals) -> None:
@@ -280,6 +282,8 @@ class Totals:
             values["reference_kl"] = self.reference_kl / self.reference_tokens
         if self.inputs:
             values["routing_replayed"] = self.replayed / self.inputs
+        if self.ahead_tokens:
+            values["mtp_loss"] = self.ahead_loss / self.ahead_tokens
         return values
 
 

@@ -36,6 +36,8 @@ class OutputRows:
     hidden_TH: Tensor
     weight_VH: Tensor
     part: TokenPart | None = None  # of the policy's tokens, that these rows are; None: all
+    # Of heads that predict further ahead, each: (which of the policy's tokens it is asked for, its rows of all)
+    ahead: tuple[tuple[Tensor, OutputRows], ...] = ()
 
 
 def logprobs(

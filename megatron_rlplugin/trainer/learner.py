@@ -30,6 +30,13 @@ from megatron_rlplugin.model import (
     transformer_config,
 )
 from megatron_rlplugin.objective.deferred_output import defer_output_layer, keeps_dtype, output_rows
+from megatron_rlplugin.objective.multi_token import (
+    check_multi_token,
+    keep_heads_apart,
+    multi_token_loss,
+    rows_with_heads,
+)
+from megatron_rlplugin.objective.policy_loss import Totals
 from megatron_rlplugin.objective.user_loss import token_loss_of
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import ParallelLayout, device, initialize_parallel
@@ -113,17 +120,24 @@ class Learner:
         self._deferred = prepare is None
         self.replays = replay
         check_router_options(self.options.transformer, self.shape.num_experts, replay=replay)
+        check_multi_token(self.options.transformer, self.shape, self.layout)
         built = {**self.options.transformer, **({"moe_enable_routing_replay": True} if replay else {})}
+        if prepare is not None:  # a critic predicts no token
+            built = {name: value for name, value in built.items() if not name.startswith("mtp_")}
         modules = build_model(self.shape, dtype, self.layout, options=built)
         hf_bridge.load_hf(modules, folder)
         (prepare or defer_output_layer)(modules)
         self.config = modules[0].config
+        if self.config.mtp_num_layers:
+            keep_heads_apart(modules)
         self.chunks = [self._wrapped(module) for module in modules]
         self._routing = RecordedRouting(self.chunks, self.shape)
         if settings.grad_offload:
             check_movable(self.chunks)
         self._thd = takes_boundaries(modules[0])
         self._rate = settings.learning_rate if learning_rate is None else learning_rate
+        # Around what changes the weights; who publishes them may want to know what did.
+        self.around_step: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.reset_optimizer()
         check_agreed(self.options.agreed, self.config, self.chunks[0].ddp_config, self.optimizer.config)
 
@@ -240,7 +254,8 @@ class Learner:
         """Take the step. ``expected``: the denominator of all replicas; another is a ConfigError, and nothing changed."""
         if self.stream.state == "offloaded":
             self.stream.reload()
-        result = self.stream.finish_step(expected)
+        with self.around_step():
+            result = self.stream.finish_step(expected)
         reports, self._reports = tuple(self._reports), []
         return LearnerUpdate(result.taken, result.grad_norm, reports, result.denominator, result.reason)
 
@@ -276,6 +291,11 @@ class Learner:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
         self.abandon_step()
         return bool(finite > 0)
+
+    def heads_loss(self, rows: OutputRows, batch: MicroBatch) -> tuple[Tensor, Totals]:
+        """What heads that predict several tokens add to the loss of a micro-batch, and what is reported of it."""
+        factor = self.config.mtp_loss_scaling_factor
+        return multi_token_loss(rows, batch.tokens, self.settings.loss_mean, factor, self.tensor_group)
 
     # -- without a gradient ------------------------------------------------------------------------------------------
 
@@ -376,6 +396,7 @@ def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     check_router_options(options.transformer, shape.num_experts, replay=settings.routing_replay)
     layout = layout_of(settings, shape, options)
     check_layout(shape, layout)
+    check_multi_token(options.transformer, shape, layout)
     if settings.needs_critic and layout.context > 1:
         raise ConfigError("trainer.context_parallel", layout.context, "must be 1: a critic's rows are not split")
     if settings.reference_path:
@@ -436,11 +457,14 @@ def _forward_step(loss: LossFunction, thd: bool, deferred: bool, routing: Record
         output_BSX = model(inputs_BS, positions_BS, mask, **more)
 
         def loss_function(output_BSX: Tensor) -> tuple[Tensor, Tensor, Any]:
-            if part is None:
-                output_TX, tokens = batch.select(output_BSX), None
+            if output_BSX.shape[1] > width:
+                output: Any = rows_with_heads(model, output_BSX, batch.at_T, batch.positions_BS)
+            elif part is None:
+                output = batch.select(output_BSX)
+                output = output_rows(model, output) if deferred else output
             else:
-                output_TX, tokens = part.select(output_BSX, batch.at_T)
-            total, report = loss(output_rows(model, output_TX, tokens) if deferred else output_TX, batch)
+                output = output_rows(model, *part.select(output_BSX, batch.at_T))
+            total, report = loss(output, batch)
             # Every rank of the context knows the whole loss; its gradient is of its own tokens, and one of them counts it.
             counted = batch.tokens.denominator if part is None or part.first else 0
             return total, torch.tensor(counted, dtype=torch.int, device=total.device), report

@@ -34,6 +34,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ from megatron_rlplugin.trainer.optimizer_step import Stepper, StepReport
 from megatron_rlplugin.trainer.replicas import MicroBatchShare, Replicas
 from megatron_rlplugin.trainer.sharded_writer import ShardedWriter
 from megatron_rlplugin.weights.collective_sender import CollectiveSender, sender_of
-from megatron_rlplugin.weights.rank_publisher import WeightPublisher
+from megatron_rlplugin.weights.rank_publisher import WeightPublisher, step_changes_of
 from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
 from orchestrator.settings.trainer_settings import TrainerSection
 from orchestrator.transfer import RelayEndpoint
@@ -121,6 +122,9 @@ class MegatronTrainer:
         self._endpoint = RelayEndpoint.from_dict(relay) if relay is not None else None
         self._publisher: WeightPublisher | None = None
         self._sender: CollectiveSender | None = None
+        self._finds_changes = (
+            device().type == "cuda"
+        )  # on a host nothing is far: there they are found when they are published
         torch.set_num_threads(settings_.threads)
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
@@ -214,7 +218,12 @@ class MegatronTrainer:
         if self._endpoint is None:
             raise ConfigError("relay", None, "this trainer has no relay to publish to; give it an endpoint")
         if self._publisher is None:
-            self._publisher = WeightPublisher(self._endpoint, self._learner.chunks, self._version)
+            steps = (
+                step_changes_of(self._learner.chunks) if self._finds_changes and self._endpoint.snapshot_every else None
+            )
+            self._publisher = WeightPublisher(self._endpoint, self._learner.chunks, self._version, steps=steps)
+            if steps is not None:
+                self._learner.around_step = steps.watch_step
         return self._publisher.publish(self._version)
 
     async def send(self, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> tuple[Meeting, ...]:
@@ -261,6 +270,7 @@ class MegatronTrainer:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+            self._learner.around_step = nullcontext
 
     # -- beyond the port ---------------------------------------------------------------------------------------------
 

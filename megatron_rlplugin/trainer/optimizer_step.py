@@ -169,6 +169,10 @@ class Stepper:
         loss, totals = policy_loss(
             logits_TV, batch.tokens, self._coefficients, self._temperature, group, self._token_loss
         )
+        if logits_TV.ahead:
+            more, said = self._policy.heads_loss(logits_TV, batch)
+            loss = loss + more
+            totals.add(said)
         if self._policy.replays:
             totals.inputs, totals.replayed = float(sum(batch.lengths)), float(batch.replayed)
         return loss, totals

@@ -10,7 +10,7 @@ Export gathers one tensor at a time over the ranks that hold one model, on all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlplugin.weights.tensor_places import TensorPiece, chunks_of, model_group, tensor_pieces, tensor_shapes
+from megatron_rlplugin.weights.tensor_places import (
+    TensorPiece,
+    chunks_of,
+    model_group,
+    multi_token_heads,
+    tensor_pieces,
+    tensor_shapes,
+)
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 
@@ -35,10 +42,12 @@ def load_hf(model: Any, folder: str | Path) -> None:
         core.config.num_layers,
         getattr(core, "extra_layers", 0),
     )
-    left_out = range(layers, layers + extra)
-    mine = list(tensor_pieces(model))
+    heads = multi_token_heads(core.config)
+    left_out = range(layers + heads, layers + extra)
+    mine = list(tensor_pieces(model, heads=True))
     with _Folder(path) as files:
-        _check(files, tensor_shapes(model), path, tied=tied, left_out=left_out)
+        copies = _check_copies(files, path, range(layers, layers + heads))
+        _check(files, tensor_shapes(model, heads=True), path, tied=tied, left_out=left_out, copies=copies)
         with torch.no_grad():
             for piece in mine:
                 piece.write(files.get(piece.name, piece.dim, piece.start, piece.stop))
@@ -51,10 +60,10 @@ def export_hf(model: Any, receivers: Mapping[str, int] | None = None) -> Iterato
     Collective over the ranks of one replica: all must call it and take all tensors.
     """
     group = model_group(model)
-    held = {(piece.name, piece.start): piece for piece in tensor_pieces(model)}
+    held = {(piece.name, piece.start): piece for piece in tensor_pieces(model, heads=True)}
     sources = _sources(list(held.values()), group)
     with torch.no_grad():
-        for name, shape in tensor_shapes(model).items():
+        for name, shape in tensor_shapes(model, heads=True).items():
             to = None if receivers is None else receivers[name]
             parts = [_from(held.get((name, source[0])), source, to, model, group) for source in sources[name]]
             if to is not None and to != group.rank():
@@ -165,8 +174,32 @@ def _layer_of(name: str) -> int:
     return int(number) if name.startswith("model.layers.") and number.isdecimal() else -1
 
 
-def _check(files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool, left_out: range) -> None:
-    found = [name for name in files.names() if _layer_of(name) not in left_out]
+def _check_copies(files: _Folder, path: Path, heads: range) -> set[str]:
+    """What heads that predict several tokens have again in the folder of embedding and output layer, which they share. Raises
+    ConfigError where it is another one."""
+    found = set()
+    for layer in heads:
+        for own, shared in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            copy, shared = f"model.layers.{layer}.{own}.weight", f"{shared}.weight"
+            if copy in files.names():
+                shared = shared if shared in files.names() else "model.embed_tokens.weight"
+                if not torch.equal(files.get(copy), files.get(shared)):
+                    fix = f"is not {shared}: a head with one of its own is not trained; unset trainer.megatron.mtp_num_layers"
+                    raise ConfigError(copy, str(path), fix)
+                found.add(copy)
+    return found
+
+
+def _check(
+    files: _Folder,
+    wanted: dict[str, tuple[int, ...]],
+    path: Path,
+    *,
+    tied: bool,
+    left_out: range,
+    copies: Set[str] = frozenset(),
+) -> None:
+    found = [name for name in files.names() if _layer_of(name) not in left_out and name not in copies]
     if tied and "lm_head.weight" in found:  # some folders store the tied tensor twice
         embedding, head = (files.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
         if not torch.equal(embedding, head):

@@ -37,7 +37,7 @@ def export_folder(chunks: Sequence[Any], source: str | Path, folder: str | Path)
     group = model_group(chunks)
     if 0 not in dist.get_process_group_ranks(group):
         return
-    files = _file_names(tensor_shapes(chunks), next(chunks[0].parameters()).element_size())
+    files = _file_names(tensor_shapes(chunks, heads=True), next(chunks[0].parameters()).element_size())
     turns = {file: place % group.size() for place, file in enumerate(dict.fromkeys(files.values()))}
     with _writing(path / "config.json"):
         path.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,10 @@ has it in, or nothing is (:class:`orchestrator.transfer.Publisher`). With ``snap
 difference to the one before, and a full snapshot is published beside it when one is due; a difference is made only from
 bytes that were published. An error of one rank is raised on all.
 
-Beside the model, differences cost a copy of this rank's part on the host; without them nothing is kept.
+Beside the model, differences cost a copy of this rank's part on the host; without them nothing is kept. Where ``steps`` say what
+changed (:mod:`megatron_rlplugin.weights.step_changes`), that copy is brought up to date with it, and what is published, its
+digests and snapshots beside differences too, is made from the copy: the weights are read once, for the first version. Else they
+are read for every version, and compared with the copy on the host. What is published is the same to the bit.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rlplugin.weights.weight_export import as_bytes, converted_shards, serving_shards
+from megatron_rlplugin.weights.step_changes import Place, StepChanges, WeightEdits, place_of
+from megatron_rlplugin.weights.weight_export import as_bytes, converted_shards, serving_keys, serving_shards
 from orchestrator.api import PublishResult, RunError, ShardKey
 from orchestrator.transfer import DeltaCodec, Publisher, RelayEndpoint, Shard, SnapshotPolicy
 from orchestrator.transfer.encoding_choice import EncodingChoice
@@ -74,14 +78,21 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, endpoint: RelayEndpoint, chunks: Sequence[Any], version: int, converter: Any | None = None
+        self,
+        endpoint: RelayEndpoint,
+        chunks: Sequence[Any],
+        version: int,
+        converter: Any | None = None,
+        steps: StepChanges | None = None,
     ) -> None:
         self._chunks, self._converter = list(chunks), converter
         self._ranks = TorchRanks()
         self._policy = SnapshotPolicy(every=endpoint.snapshot_every)
         self._choice = EncodingChoice() if endpoint.encoding == "auto" and endpoint.snapshot_every else None
         self._publisher = Publisher(endpoint, ranks=self._ranks, codec=DeltaCodec(threads=endpoint.codec_threads))
-        self._kept: dict[tuple[str, int], Any] = {}  # (tensor, start) -> bytes of the version published last
+        self._kept: dict[Place, Any] = {}  # bytes of the version published last
+        self._steps = steps if endpoint.snapshot_every else None
+        self._edits: WeightEdits | None = None  # what has happened to it since; None: nobody knows
         try:
             self._publisher.rollback(version)
         except BaseException:
@@ -93,6 +104,7 @@ class WeightPublisher:
         plan = self._publisher.plan_next(self._policy, self._choice)
         base = plan.base if plan.base != version else FULL  # the same version again: its relay lost it
         results: list[PublishResult] = []
+        self._note_steps()
         try:
             if base != FULL:
                 results.append(self._publisher.publish_shards(version, self._shards(differences=True), base))
@@ -106,24 +118,44 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Idempotent."""
-        self._kept = {}
+        self._kept, self._edits = {}, None
         self._publisher.close()
         self._ranks.close()
 
     def _shards(self, *, differences: bool) -> Iterator[Shard]:
         for key, data in self._bytes():
-            yield key, data, self._kept[_at(key)] if differences else None
+            yield key, data, self._kept[place_of(key)] if differences else None
+
+    def _note_steps(self) -> None:
+        """What the steps since the last publication changed; one that failed leaves the copy as it was, and these with it."""
+        if self._steps is None or self._edits is None:
+            return
+        if self._steps.known:
+            self._edits.extend(self._steps.take())
+        else:
+            self._edits = None
 
     def _keep(self) -> None:
         """Once it is published; read again from the model rather than kept while it is written: half the memory."""
-        for key, data in self._bytes():
-            kept = self._kept.get(_at(key))
-            if kept is None:
-                self._kept[_at(key)] = data.copy()
-            else:
-                kept[:] = data
+        if self._edits is not None:
+            for place, kept in self._kept.items():
+                self._edits.apply(place, kept)
+        else:
+            for key, data in self._bytes():
+                kept = self._kept.get(place_of(key))
+                if kept is None:
+                    self._kept[place_of(key)] = data.copy()
+                else:
+                    kept[:] = data
+            if self._steps is not None:
+                self._steps.restart()
+        self._edits = WeightEdits() if self._steps is not None else None
 
     def _bytes(self) -> Iterator[tuple[ShardKey, Any]]:
+        if self._edits is not None:
+            for key in serving_keys(self._chunks, None, bucket_bytes=PART_BYTES):
+                yield key, self._edits.applied(place_of(key), self._kept[place_of(key)])
+            return
         with torch.no_grad():
             if self._converter is None:
                 shards = serving_shards(self._chunks, None, bucket_bytes=PART_BYTES)
@@ -145,9 +177,10 @@ class _Collective:
             raise RunError(f"the ranks of the trainer cannot speak to each other any more: {error}") from error
 
 
-def _at(key: ShardKey) -> tuple[str, int]:
-    return key.tensor, key.start
-
-
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def step_changes_of(chunks: Sequence[Any]) -> StepChanges:
+    """Of what :class:`WeightPublisher` publishes of these chunks."""
+    return StepChanges(lambda: serving_shards(chunks, None, bucket_bytes=PART_BYTES))

@@ -1,10 +1,10 @@
 """Where each Hugging Face tensor lives in the Megatron model chunks of this rank, in Hugging Face coordinates.
 
-Guarantees: :func:`tensor_pieces` yields every parameter of the chunks exactly once, cut into the Hugging Face tensors that it
-is made of; reading and writing move bits and cast only when the dtypes differ; a parameter without a place is a ConfigError
-that names it; rows that pad a vocabulary (:data:`UNPADDED`) are in no tensor. Nothing is gathered: a rank speaks of what it
-holds. :func:`tensor_shapes` lists the whole model, so the pieces of the ranks of one replica cover each tensor of it exactly
-once per holder.
+Guarantees: :func:`tensor_pieces` yields every parameter of the chunks exactly once (those of heads that predict several tokens
+where it is asked for them), cut into the Hugging Face tensors that it is made of; reading and writing move bits and cast only
+when the dtypes differ; a parameter without a place is a ConfigError that names it; rows that pad a vocabulary
+(:data:`UNPADDED`) are in no tensor. Nothing is gathered: a rank speaks of what it holds. :func:`tensor_shapes` lists the whole
+model, so the pieces of the ranks of one replica cover each tensor of it exactly once per holder.
 
 Tensor parallelism cuts rows (dim 0) or, behind a reduction, columns (dim 1); pipeline stages hold layers; expert
 parallelism holds whole experts. Megatron keeps q, k and v of one query group side by side,
@@ -183,6 +183,14 @@ STACKED_EXPERT_PLACES = {
     "linear_fc2.weight": TensorPlace((_STACK + "down_proj",), windows=_transposed, stacked=True),
     "linear_fc2.bias": TensorPlace((_STACK + "down_proj_bias",), stacked=True),
 }
+# Heads that predict several tokens (MTP) are layers behind the model's, as DeepSeek-V3's folders have them.
+HEADS = "mtp.layers."
+HEAD_PLACES = {
+    "enorm.weight": TensorPlace((_LAYER + "enorm.weight",)),
+    "hnorm.weight": TensorPlace((_LAYER + "hnorm.weight",)),
+    "eh_proj.weight": TensorPlace((_LAYER + "eh_proj.weight",), 0),
+    "final_layernorm.weight": TensorPlace((_LAYER + "shared_head.norm.weight",)),
+}
 # Norms behind attention and feed forward, too (Gemma 3).
 POST_NORM_PLACES = {
     "self_attention.linear_proj.post_layernorm.weight": _BEFORE_MLP,  # that name is meant as it says there
@@ -221,12 +229,15 @@ def chunks_of(model: Any) -> list[Any]:
     return [unwrap(chunk) for chunk in (model if isinstance(model, Sequence) else [model])]
 
 
-def tensor_pieces(model: Any) -> Iterator[TensorPiece]:
-    """Every piece that this rank holds, in the order of its parameters. ``model``: as for :func:`chunks_of`."""
+def tensor_pieces(model: Any, *, heads: bool = False) -> Iterator[TensorPiece]:
+    """Every piece that this rank holds, in the order of its parameters. ``model``: as for :func:`chunks_of`. ``heads``: also
+    those of heads that predict several tokens, which no engine is sent."""
     for core in chunks_of(model):
-        whole, places = tensor_shapes(core), _places(core)
+        whole, places = tensor_shapes(core, heads=heads), _places(core)
         biases = [(name, value) for name, value in core.named_buffers() if name.endswith(".router.expert_bias")]
         for name, parameter in [*core.named_parameters(), *biases]:
+            if name.startswith(HEADS) and not heads:
+                continue
             place, layer, expert = _find(core, name, places)
             windows = place.windows(core.config)
             for source, window in zip(place.sources, windows, strict=True):
@@ -264,7 +275,7 @@ def _piece(
     if (
         place is TIED_OUTPUT
         and core.config.pipeline_model_parallel_size > 1
-        and core.share_embeddings_and_output_weights
+        and (core.share_embeddings_and_output_weights or multi_token_heads(core.config))
     ):
         others["pp"] = groups.embd  # the first and the last stage
     if place.stacked:
@@ -291,9 +302,15 @@ def _find(
         return TIED_OUTPUT, -1, -1
     if name in PLACES:
         return PLACES[name], -1, -1
-    if name.startswith("decoder.layers."):
-        at, _, rest = name.removeprefix("decoder.layers.").partition(".")
-        layer = core.decoder.layers[int(at)].layer_number - 1
+    if name.startswith(("decoder.layers.", HEADS)):
+        at, _, rest = name.removeprefix("decoder.layers.").removeprefix(HEADS).partition(".")
+        if name.startswith(HEADS):
+            layer = core.config.num_layers + int(at)
+            if rest in HEAD_PLACES:
+                return HEAD_PLACES[rest], layer, -1
+            rest = rest.partition(".")[2]  # of its layer: transformer_layer in 0.16.1, mtp_model_layer in 0.19.2
+        else:
+            layer = core.decoder.layers[int(at)].layer_number - 1
         if rest in places[0]:
             return places[0][rest], layer, -1
         found = _find_expert(rest.removeprefix("mlp.experts."), places[1])
@@ -315,15 +332,25 @@ def _find_expert(rest: str, places: dict[str, TensorPlace]) -> tuple[TensorPlace
     return None
 
 
-def tensor_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of all tensors of the whole model, wherever they are held, in the model's order."""
+def multi_token_heads(config: Any) -> int:
+    """How many heads predict further ahead than the next token."""
+    return getattr(config, "mtp_num_layers", None) or 0
+
+
+def tensor_shapes(model: Any, *, heads: bool = False) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of all tensors of the whole model, wherever they are held, in the model's order. ``heads``: as
+    for :func:`tensor_pieces`."""
     core = chunks_of(model)[0]
     config, hidden = core.config, core.config.hidden_size
     post_norms = _has_post_norms(core)
     vocabulary = getattr(core, UNPADDED, core.vocab_size)
     table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for index in range(config.num_layers):
+    ahead = multi_token_heads(config) if heads else 0
+    for index in range(config.num_layers + ahead):
         at = f"model.layers.{index}."
+        if index >= config.num_layers:
+            table |= {f"{at}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            table[f"{at}eh_proj.weight"] = (hidden, 2 * hidden)
         table[f"{at}input_layernorm.weight"] = (hidden,)
         table |= (
             _latent_shapes(config, f"{at}self_attn.") if config.multi_latent_attention else _attention_shapes(core, at)
@@ -331,7 +358,7 @@ def tensor_shapes(model: Any) -> dict[str, tuple[int, ...]]:
         table[f"{at}post_attention_layernorm.weight"] = (hidden,)
         if post_norms:
             table |= {f"{at}{place}_feedforward_layernorm.weight": (hidden,) for place in ("pre", "post")}
-        if config.num_moe_experts and _has_experts(config, index):
+        if config.num_moe_experts and _has_experts(config, min(index, config.num_layers - 1)):
             table |= _mixture_shapes(config, f"{at}mlp.")
         else:
             table |= _swiglu(f"{at}mlp.", hidden, config.ffn_hidden_size)

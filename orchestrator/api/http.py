@@ -22,7 +22,7 @@ from orchestrator.api.types import (
     WorkerStats,
 )
 
-PROTOCOL = 7  # raised with every change that the other side would notice
+PROTOCOL = 8  # raised with every change that the other side would notice
 PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
 # In every answer: another value means that the server was started anew, or was given another relay, and has no requests
 # of before. A call that names another value than the present one is refused.
@@ -45,6 +45,7 @@ ACTIVATE = "/rl/activate"
 DEACTIVATE = "/rl/deactivate"
 LEASE = "/rl/lease"
 GIVE_BACK = "/rl/lease/give_back"
+CLAIM = "/rl/lease/claim"
 KV_PLACE = "/rl/kv/place"
 KV_FETCH = "/rl/kv/fetch"
 CONNECT = "/init_weight_transfer_engine"  # vLLM's own name
@@ -68,7 +69,7 @@ MAX_ERROR_LENGTH = 1 << 16  # characters of a completion's error
 MAX_COMPLETIONS = 1024  # of one answer
 MAX_ANSWER_TOKENS = 1 << 14  # of its completions; more only where a single one has more
 MAX_POLL_SECONDS = 60.0  # that an ask for completions may wait
-MAX_LEASE_SECONDS = 3600.0  # that a lease may run without being renewed
+MAX_LEASE_SECONDS = 3600.0  # that a lease may run without being renewed, and a claim without being said again
 
 # Types of errors that are not commands' (those are in COMMAND_STATUS), with their statuses.
 UNAUTHORIZED = "unauthorized"  # 401: no bearer token, or a wrong one

@@ -19,14 +19,13 @@ from typing import Any
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, RetryableError, RunError, Task, urls
 from orchestrator.borrowing import served_workers
 from orchestrator.borrowing.http_worker import HttpWorker
-from orchestrator.borrowing.server_exchange import Offer, offer_of, rules_of
+from orchestrator.borrowing.server_exchange import LOOK_SECONDS, Offer, claim_seconds, offer_of, rules_of
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.policies.serving.server_borrowing import ServerBroker
 from orchestrator.transfer import RelayEndpoint
 
 _FILE = "rollout.borrowed.file"
-_LOOK_SECONDS = 5.0  # that a server may take to say how it is
 
 
 def read_candidates(config: Config) -> tuple[str, ...]:
@@ -56,7 +55,7 @@ def check(config: Config, task: Task) -> None:
 
 class Market:
     """See :class:`orchestrator.borrowing.server_exchange.Market`. One a run; :meth:`close` at its end. ``at_site``: the endpoint
-    as the server of a URL is told of it."""
+    as the server of a URL is told of it; ``resumed``: an earlier life of the run has ended."""
 
     def __init__(
         self,
@@ -65,11 +64,13 @@ class Market:
         endpoint: RelayEndpoint,
         events: EventLog,
         at_site: Callable[[str, RelayEndpoint], RelayEndpoint] = lambda _, endpoint: endpoint,
+        *,
+        resumed: bool = False,
     ) -> None:
         self.job = endpoint.job
         self.first: Sequence[Offer] = ()  # what the servers said when the run chose
         self._config, self._task, self._endpoint, self._events = config, task, endpoint, events
-        self._at_site = at_site
+        self._at_site, self._resumed = at_site, resumed
         self._mine = (endpoint.job, endpoint.metadata)
         self._key = secrets.token_hex(16)
         self._token = served_workers.read_token(config, os.environ) if config.rollout.served or self.exchanged else ""
@@ -86,9 +87,24 @@ class Market:
 
     async def borrow(self) -> list[HttpWorker]:
         """Clients of the servers that the run begins with: all, or ``rollout.borrowed.most``, those that are used least and that
-        no other job has. Their leases are taken. Raises RunError when there is none, and nothing else would generate."""
+        no other job has. Their leases are taken. While other jobs have all it waits for its share, for
+        ``rollout.restart_timeout``. Raises RunError when there is none, and nothing else would generate."""
+        rollout = self._config.rollout
         if not self.exchanged:
-            return [self.worker(url) for url in self._config.rollout.served]
+            return [self.worker(url) for url in rollout.served]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + rollout.restart_timeout
+        while True:
+            chosen, why = await self._take_free()
+            if chosen or rollout.workers:
+                return chosen
+            if not any(offer.taken for offer in self.first) or loop.time() > deadline:
+                raise RunError(f"no server of rollout.served can be borrowed: {'; '.join(why)}")
+            await self.claim(self.first, rollout.borrowed.most or len(self.first), claim_seconds(rollout.borrowed))
+            await asyncio.sleep(rollout.borrowed.every)
+
+    async def _take_free(self) -> tuple[list[HttpWorker], list[str]]:
+        """Those that could be leased, and why others could not."""
         self.first = await self.list_offers()
         now, most = asyncio.get_running_loop().time(), self._config.rollout.borrowed.most or len(self.first)
         policy, why = ServerBroker(rules_of(self._config.rollout.borrowed)), list[str]()
@@ -111,10 +127,12 @@ class Market:
                     del self._made[url]
             if not refused:
                 break
-        chosen = policy.gpus_of(self.job)
-        if not chosen and not self._config.rollout.workers:
-            raise RunError(f"no server of rollout.served can be borrowed: {'; '.join(why)}")
-        return [self._made[url] for url in chosen]
+        return [self._made[url] for url in policy.gpus_of(self.job)], why
+
+    async def claim(self, offers: Sequence[Offer], wanted: int, seconds: float) -> None:
+        taken = [offer.url for offer in offers if offer.taken and not offer.why]
+        said = (served_workers.claim(self._config, url, self._token, self._mine, wanted, seconds) for url in taken)
+        await asyncio.gather(*said)
 
     async def list_offers(self) -> Sequence[Offer]:
         try:
@@ -135,10 +153,10 @@ class Market:
 
     async def _offer(self, url: str) -> Offer:
         try:
-            async with asyncio.timeout(_LOOK_SECONDS):
+            async with asyncio.timeout(LOOK_SECONDS):
                 _, status = await served_workers.ask(self._config, url, self._token)
         except TimeoutError:
-            return Offer(url, f"no answer within {_LOOK_SECONDS:g} s")
+            return Offer(url, f"no answer within {LOOK_SECONDS:g} s")
         except ConfigError as error:
             return Offer(url, error.fix)
         self._status[url] = status
@@ -147,7 +165,7 @@ class Market:
 
     def worker(self, url: str) -> HttpWorker:
         endpoint = self._at_site(url.rstrip("/"), self._endpoint)
-        (made,) = served_workers.workers(self._config, endpoint, [url], self._key, self._task)
+        (made,) = served_workers.workers(self._config, endpoint, [url], self._key, self._task, self._resumed)
         self._made[made.name] = made
         return made
 

@@ -74,6 +74,7 @@ class HttpWorker:
     was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it.
     ``lease``: seconds for which the server's GPU is this job's alone, renewed while this object lives; a server that another
     job has refuses with a CommandError ``leased``. ``key``: proves that the lease is this life's; the same for all its workers.
+    ``takeover``: an earlier life of the job has ended, and what it still has is this one's.
     ``mistakes``: why a server with such a status is not what it should be; such a one is never taken up (ConfigError).
     ``priority``: added to every request's, so that users of the server (0) go first. ``tls``: whom https trusts, and what is
     shown to a server that asks for a certificate. Raises ConfigError for a URL over which the token must not go, and for
@@ -93,6 +94,7 @@ class HttpWorker:
         tls: Tls = SYSTEM,
         lease: float = LEASE_SECONDS,
         key: str = "",
+        takeover: bool = False,
         mistakes: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
@@ -114,7 +116,9 @@ class HttpWorker:
         self._tls = tls.client() if url.startswith("https:") else None
         self._token = bearer.Token(token, "worker.token")
         self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
-        self._lease = None if relay is None else ServerLease(self._post_lease, relay.job, relay.metadata, lease)
+        self._lease = None
+        if relay is not None:
+            self._lease = ServerLease(self._post_lease, relay.job, relay.metadata, lease, takeover=takeover)
         if self._lease is not None:
             self._headers[wire.LEASE_HEADER] = key or secrets.token_hex(16)
         self._session: aiohttp.ClientSession | None = None
@@ -225,6 +229,12 @@ class HttpWorker:
         """Take the lease of the server's GPU, renewed from now on. Idempotent. Raises CommandError ``leased``, RetryableError."""
         if self._lease is not None:
             await self._lease.hold()
+
+    async def claim(self, job: tuple[str, str], wanted: int, weight: float, seconds: float) -> None:
+        """Say for so long that this job (name, metadata store) wants so many servers in all: who has this one may give it up.
+        Raises CommandError, ConfigError, RetryableError."""
+        said = {"job": job[0], "place": job[1], "wanted": wanted, "weight": weight, "seconds": seconds}
+        await self._ask("POST", wire.CLAIM, body=said, any_instance=True)
 
     async def _post_lease(self, path: str, body: dict[str, Any] | None) -> None:
         """Of whatever instance the server is now: a lease outlives a history."""
@@ -507,16 +517,24 @@ class ServerLease:
     """
 
     def __init__(
-        self, post: Callable[[str, dict[str, Any] | None], Awaitable[None]], job: str, place: str, seconds: float
+        self,
+        post: Callable[[str, dict[str, Any] | None], Awaitable[None]],
+        job: str,
+        place: str,
+        seconds: float,
+        *,
+        takeover: bool = False,
     ) -> None:
         self._post = post
         self._body = {"job": job, "place": place, "seconds": seconds}
+        self._takeover = takeover
         self._every = seconds / _RENEWALS
         self._renewing: asyncio.Task[None] | None = None
 
     async def hold(self) -> None:
         """Take it, and renew it from now on. Idempotent. Raises CommandError ``leased``, ConfigError, RetryableError."""
-        await self._post(wire.LEASE, self._body)
+        await self._post(wire.LEASE, self._body | ({"takeover": True} if self._takeover else {}))
+        self._takeover = False  # later it would be from a life after this one
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew(), name="lease")
 

@@ -10,6 +10,7 @@ is in no config, no event and no message.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from orchestrator.transfer import RelayEndpoint
 VARIABLE = "RL_COSERVE_TOKEN"  # as the server's own
 ANSWER_SECONDS = 20.0  # that a server may take to say what it is
 _FIELD = "rollout.served"
+
+_logger = logging.getLogger(__name__)
 
 
 def check(config: Config, task: Task, candidates: Sequence[str]) -> None:
@@ -93,6 +96,11 @@ def _mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str
         found.append(
             f"gives log-probs of another distribution than the sampled one ({mode}): --logprobs-mode processed_logprobs"
         )
+    if config.trainer.routing_replay and not status.get("routed_experts"):
+        found.append(
+            "does not return the experts that it chose, which trainer.routing_replay replays: start it with "
+            "--enable-return-routed-experts, or set trainer.routing_replay = false"
+        )
     return found
 
 
@@ -102,10 +110,11 @@ def workers(
     chosen: Sequence[str] | None = None,
     key: str = "",
     task: Task | None = None,
+    takeover: bool = False,
 ) -> list[HttpWorker]:
     """One client a server (None: of all that the config names), under its URL as its name. ``key``: of the run's leases, "": one
-    of their own for all of these. ``task``: for which a server must fit, each time that it is taken up. Nothing is sent yet.
-    Raises ConfigError."""
+    of their own for all of these. ``task``: for which a server must fit, each time that it is taken up. ``takeover``: see
+    :class:`HttpWorker`. Nothing is sent yet. Raises ConfigError."""
     names = config.rollout.served if chosen is None else chosen
     if not names:
         return []
@@ -119,6 +128,7 @@ def workers(
         tls=config.tls.files(),
         lease=rollout.borrowed.lease,
         key=key or secrets.token_hex(16),
+        takeover=takeover,
         mistakes=None if task is None else partial(mistakes, config, task),
     )
     return [make(url, token, url.rstrip("/")) for url in names]
@@ -186,9 +196,7 @@ class Silent(ConfigError):
 
 async def ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]]:
     """The status of a server, with its URL. Raises ConfigError, Silent among them."""
-    worker = HttpWorker(
-        url, token, url, allow_plain_http=config.rollout.served_allow_plain_http, tls=config.tls.files()
-    )
+    worker = _onlooker(config, url, token)
     fix = "is a server running there? vllm serve MODEL --plugin rl-coserve"
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -204,6 +212,24 @@ async def ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]
         raise ConfigError(_FIELD, url, error.fix) from error
     finally:
         await worker.disconnect()
+
+
+async def claim(config: Config, url: str, token: str, job: tuple[str, str], wanted: int, seconds: float) -> None:
+    """Say there that this job (name, metadata store) wants so many servers in all. One that does not take it is told again when
+    the job claims again."""
+    worker = _onlooker(config, url, token)
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await worker.claim(job, wanted, config.rollout.borrowed.weight, seconds)
+    except (TimeoutError, RetryableError, CommandError, ConfigError) as error:
+        _logger.info("%s did not take a claim: %s", url, error)
+    finally:
+        await worker.disconnect()
+
+
+def _onlooker(config: Config, url: str, token: str) -> HttpWorker:
+    """A client without a relay, and so without a lease."""
+    return HttpWorker(url, token, url, allow_plain_http=config.rollout.served_allow_plain_http, tls=config.tls.files())
 
 
 def _wanted(config: Config, task: Task) -> dict[str, Any]:

@@ -11,6 +11,8 @@ Guarantees:
   request.
 * A run without workers of its own keeps its last server, whatever is wrong with it, until it has another: the proxy says when
   that has lasted too long. One without any, because other jobs have them all, waits as long for one, and then ends.
+* Where other jobs wait for servers of these, a run has no more than its share of them
+  (:mod:`orchestrator.policies.serving.fair_shares`); where it lacks some that others have, it says so there.
 * A server that the proxy has given up, as it did not come back in time, is given back, and may be taken again like any other.
 * Every change is an event: ``borrowed`` and ``returned``, with the reason and the use that decided it.
 """
@@ -19,26 +21,43 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
+from orchestrator.api.http import MAX_IDS, MAX_LEASE_SECONDS
 from orchestrator.config.rollout_keys import BorrowedSection, RoutingSection
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import ANY, LEAST_UTILIZED, Seat
+from orchestrator.policies.serving.fair_shares import FleetTenant, fair_shares
 from orchestrator.policies.serving.server_borrowing import GONE, BorrowDemand, BorrowRules, ServerBroker
 from orchestrator.proxy.membership import Membership
 
+LOOK_SECONDS = 5.0  # that a server may take to say how it is
+_OURS = ("", "")  # beside other jobs, which have names
 OTHERS, DROPPED = "another job has it", "no candidate any more"
 _LOST = (RetryableError, CommandError, ConfigError, TimeoutError)
+
+
+Job = tuple[str, str]  # its name, and the metadata store that the name is of
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Another job wants so many servers in all."""
+
+    job: Job
+    wanted: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What a server says of itself. ``why`` it cannot be had, "" if it can: it does not answer, or serves another model.
-    ``taken``: the job that has it, ours excepted. ``share`` of its KV memory that serving uses now, and ``before``: the mean,
-    and over how many seconds. ``lends``: rollouts get any of it now."""
+    ``taken``: the job that has it, ours excepted; ``claims``: what other jobs that wait said there. ``share`` of its KV memory
+    that serving uses now, and ``before``: the mean, and over how many seconds. ``lends``: rollouts get any of it now."""
 
     url: str
     why: str = ""
@@ -46,6 +65,8 @@ class Offer:
     share: float = 0.0
     before: tuple[float, float] = (0.0, 0.0)
     lends: bool = True
+    holder: Job = ("", "")  # of ``taken``
+    claims: tuple[Claim, ...] = ()
 
 
 class Market(Protocol):
@@ -56,6 +77,9 @@ class Market(Protocol):
 
     async def list_offers(self) -> Sequence[Offer]:
         """All candidates, as the config names them now, in its order."""
+
+    async def claim(self, offers: Sequence[Offer], wanted: int, seconds: float) -> None:
+        """Say at those that other jobs have, for so long, that this run wants so many servers in all."""
 
     def worker(self, url: str) -> BorrowedWorker:
         """A client of a server. Nothing is sent yet."""
@@ -137,9 +161,10 @@ class Exchange:
         turns, cap = self._members.dedicated_turns(), self._routing.served_cap or 0
         if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
             turns, cap = own, 1
-        needed = self._demand.gpus_wanted(now, turns, cap, most)
+        job, needed = self._market.job, max(least, self._demand.gpus_wanted(now, turns, cap, most))
         begins, self._version = proxy.version != self._version, proxy.version
-        change = self._policy.choose_gpus(self._market.job, max(least, needed), now, exchange=begins, least=least)
+        share = share_of_fleet(offers, self._policy.gpus_of(job), needed, self._settings.weight)
+        change = self._policy.choose_gpus(job, needed, now, exchange=begins, least=least, share=max(least, share))
         for name, why in zip(change.given_back, change.reasons, strict=True):
             self._begin_return(name, why)
             if why == DROPPED:
@@ -149,6 +174,8 @@ class Exchange:
                 self._policy.record_refusal(name, now)  # at the next look
             else:
                 self._begin(name, self._take(name))
+        if len(self._policy.gpus_of(job)) < needed:
+            await self._market.claim(offers, needed, claim_seconds(self._settings))
 
     def _begin(self, name: str, steps: Coroutine[Any, Any, None]) -> None:
         task = self._changing[name] = asyncio.create_task(steps, name=f"exchange {name}")
@@ -177,9 +204,8 @@ class Exchange:
                 continue  # silent, and gone if that lasts
             state = self._members.find_worker(offer.url)
             full = state is not None and not state.parked and state.full
-            self._policy.observe_gpu(offer.url, now, offer.share, lends=offer.lends and not full, before=offer.before)
-            if offer.taken and offer.url not in self._policy.gpus_of(self._market.job):
-                self._policy.record_refusal(offer.url, now)
+            lends = offer.lends and not full and not offer.taken
+            self._policy.observe_gpu(offer.url, now, offer.share, lends=lends, before=offer.before)
 
     def _drop(self, offers: Sequence[Offer]) -> None:
         """Those that the config does not name any more, and those whose lease another job has got."""
@@ -222,8 +248,9 @@ class Exchange:
         try:
             await self._members.take_worker(worker, Seat(hardware, self._routing.served_cap or 0, True))
         except _LOST as error:
-            self._policy.record_refusal(name, loop.time())
-            if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault
+            late = isinstance(error, CommandError) and error.code == "leased"  # another job was first: no fault
+            self._policy.record_refusal(name, loop.time(), rest=not late)
+            if not late:
                 self._proxy.note_fault(f"borrowing {name}", f"could not be taken: {error!r}")
             await self._leave(worker)
         except BaseException:
@@ -267,19 +294,49 @@ class Exchange:
         self._events.emit("borrowed", worker=name, reason=why, use=round(self._policy.recent_use(name, now), 6))
 
 
-def offer_of(url: str, status: Mapping[str, object], mine: tuple[str, str], why: str = "") -> Offer:
+def share_of_fleet(offers: Sequence[Offer], ours: Collection[str], wanted: int, weight: float) -> int:
+    """Servers that a run may have which holds these of them, and wants so many."""
+    there = [offer for offer in offers if not offer.why or offer.url in ours]
+    holds = Counter(offer.holder for offer in there if offer.taken)
+    tenants = {job: FleetTenant(count, count) for job, count in holds.items()}
+    for claim in (claim for offer in there for claim in offer.claims):
+        tenants[claim.job] = FleetTenant(holds[claim.job], max(holds[claim.job], claim.wanted), claim.weight)
+    if not tenants:
+        return wanted
+    return fair_shares({**tenants, _OURS: FleetTenant(len(ours), wanted, weight)}, len(there))[_OURS]
+
+
+def claim_seconds(settings: BorrowedSection) -> float:
+    """That a claim holds: it is said anew at every look."""
+    return min(MAX_LEASE_SECONDS, 3 * settings.every + LOOK_SECONDS)
+
+
+def offer_of(url: str, status: Mapping[str, object], mine: Job, why: str = "") -> Offer:
     """From a server's status, whatever that says. ``mine``: job and metadata store of this run."""
     lease, device = status.get("lease"), status.get("device")
-    taken = ""
+    taken, holder = "", ("", "")
     if isinstance(lease, dict) and (lease.get("job"), lease.get("place")) != mine:
-        taken = str(lease.get("job")) or "of another run"
+        taken, holder = str(lease.get("job")) or "of another run", (str(lease.get("job")), str(lease.get("place")))
+    claims = _claims_of(status.get("claims"), mine)
     if not isinstance(device, dict):
-        return Offer(url, why, taken)
+        return Offer(url, why, taken, holder=holder, claims=claims)
     mean, seconds = device.get("serving_use", 0.0), device.get("seconds", 0.0)
     now, lends = device.get("serving_now", mean), device.get("lends", True)
     if not (_share(mean) and _share(now) and _number(seconds) and seconds >= 0 and isinstance(lends, bool)):
-        return Offer(url, why or f"says of its device what cannot be: {str(device)[:200]}", taken)
-    return Offer(url, why, taken, float(now), (float(mean), float(seconds)), lends)
+        why = why or f"says of its device what cannot be: {str(device)[:200]}"
+        return Offer(url, why, taken, holder=holder, claims=claims)
+    return Offer(url, why, taken, float(now), (float(mean), float(seconds)), lends, holder, claims)
+
+
+def _claims_of(said: object, mine: Job) -> tuple[Claim, ...]:
+    """Of other jobs. What cannot be counts for nothing."""
+    found = list[Claim]()
+    for one in said if isinstance(said, list) else ():
+        if isinstance(one, dict):
+            job, wanted, weight = (str(one.get("job")), str(one.get("place"))), one.get("wanted"), one.get("weight")
+            if type(wanted) is int and 0 < wanted <= MAX_IDS and _number(weight) and weight > 0 and job != mine:
+                found.append(Claim(job, wanted, float(weight)))
+    return tuple(found)
 
 
 def _number(value: object) -> TypeGuard[float]:

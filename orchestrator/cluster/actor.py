@@ -81,12 +81,14 @@ class FirstReport:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """One worker as the driver sees it. ``environment`` is set before its process starts; ``placement``: its devices."""
+    """One worker as the driver sees it. ``environment`` is set before its process starts; ``placement``: its devices, those of
+    its ``part`` where it has several."""
 
     worker_class: type[Worker]
     identity: Identity
     placement: Placement | None
     environment: dict[str, str]
+    part: int = 0
     alive: bool = True
     busy: int = 0  # calls that it has not answered
     _place: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +107,7 @@ class Actor:
     def place(self) -> None:
         """Reserve its place, where it has one in a pool. Before :meth:`start`. Blocks."""
         if self.placement is not None:
-            self._place = self.placement.place()
+            self._place = self.placement.place(self.part)
             binding = self.placement.bind()
             self.identity = replace(self.identity, hardware=binding.hardware, devices=binding.devices)
 

@@ -61,10 +61,10 @@ class Cluster:
                 raise ConfigError(f"{worker_cls.__name__}.{key}", key, fix)
             setattr(self, key, partial(self.start, key))
 
-    def add_worker(self, worker: str, place: Placement | None, environment: Mapping[str, str]) -> Actor:
-        """One more, not started, of the next rank; the others go on with the size that they know."""
+    def add_worker(self, worker: str, place: Placement | None, environment: Mapping[str, str], part: int = 0) -> Actor:
+        """One more, not started, of the next rank, in this part of its place; the others go on with the size that they know."""
         rank = len(self.actors)
-        self.actors.append(Actor(self._class, Identity(worker, rank, rank + 1, "", ()), place, dict(environment)))
+        self.actors.append(Actor(self._class, Identity(worker, rank, rank + 1, "", ()), place, dict(environment), part))
         return self.actors[-1]
 
     async def launch(self) -> None:

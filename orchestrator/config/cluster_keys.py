@@ -86,6 +86,7 @@ class ResourcesSection(Section):
     pools: dict[str, Positive] = {}
     # of the pools, where jobs share a metadata store
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "default"
+    silent: PositiveSeconds = 60.0  # without a heartbeat of another job, before what it has of them is free
     trainer: str = "H800"  # class that trainer ranks ask for
     devices_per_rank: Positive = 1
     # class -> rollout workers that ask for it, rollout.workers in all; empty: all H20

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section
+from orchestrator.settings.section import Conflict, Fraction, Positive, PositiveSeconds, Section
 
 
 class PredictionSection(Section):
@@ -14,8 +15,10 @@ class PredictionSection(Section):
 
     enabled: bool = False
     predictor: Literal["progressive", "prompt-only", "history", "oracle"] = "progressive"  # oracle: simulated runs only
-    # of the progressive one's tokens; or the Hugging Face folder of a small model, fine-tuned online
+    # of the progressive one's tokens; or the Hugging Face folder of a small model
     encoder: str = "hashed"
+    # last layers of that model that are fine-tuned online; 0: none, a ridge regression reads its states as they are
+    encoder_tuned: Annotated[int, Field(ge=0)] = 2
     order: Literal["longest-first", "shortest-first", "fcfs", "round-robin"] = "longest-first"  # of turns in an engine
     prior_tokens: Annotated[float, Field(ge=0)] = 0.0  # of a trajectory, until some have ended; 0: one longest response
     # priorities a doubling: turns within one do not preempt each other
@@ -27,6 +30,17 @@ class PredictionSection(Section):
         3  # of that process, in a row; then the run continues with what stands in for it
     )
     start: str = ""  # file of a predictor that another run saved (its predictor.npz)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.encoder != "hashed" and self.predictor != "progressive":
+            fix = f"is of predictor = 'progressive', not {self.predictor!r}: leave it at 'hashed', or take that one"
+            yield "encoder", self.encoder, fix
+        if self.encoder == "hashed" and self.encoder_tuned != 2:
+            yield (
+                "encoder_tuned",
+                self.encoder_tuned,
+                "is of a language model: name its folder in encoder, or leave this out",
+            )
 
 
 class DegreesSection(Section):

@@ -71,6 +71,7 @@ class BorrowedSection(Section):
     patience: PositiveSeconds = 30.0  # with a server that is silent, or lends nothing, before it is given back
     rest: Annotated[float, Field(ge=0)] = 60.0  # before one that was crowded, reclaimed or gone is taken again
     idle: Annotated[float, Field(ge=0)] = 120.0  # without need of a server before it is given back; 0: never for that
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # of its share, where several runs want servers
 
     @property
     def exchanged(self) -> bool:
@@ -183,6 +184,7 @@ class RolloutSection(Section):
     environments: Positive = 64  # trajectories in flight at most
     # processes that environments, their managers and calls of rewards are shared out over: docs/processes.md; 1: the run's own
     shards: Annotated[int, Field(ge=1, le=256)] = 1
+    shards_on: Literal["head", "nodes"] = "head"  # the run's own machine, or over the nodes of ray.address
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
     groups_per_step: Positive = 32
@@ -334,6 +336,12 @@ class RolloutSection(Section):
             field, value = ("engines", len(self.engines)) if self.engines else (_TP, self.engine.ranks)
             fix = f"says how many devices each engine has, and so does rollout.{name}: leave one of the two out"
             yield field, value, fix
+        if (wide := max(group.nodes for group in self.engine_groups)) > 1:
+            field = "engines" if self.engines else "engine.nodes"
+            if self.kv_transfer.enabled:
+                yield field, wide, "KV moves between engines of one node each only: leave out rollout.kv_transfer"
+            if self.weights == "collective":
+                yield field, wide, "receives weights over the relay only: take rollout.weights = 'relay'"
         if self.colocation.enabled and not self.engine.kv_cache_mb:
             yield "engine.kv_cache_mb", 0, "rollout.colocation plans with the size of the KV cache: give it in MiB"
 

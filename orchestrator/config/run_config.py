@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -95,6 +96,9 @@ class Config(Section):
             yield from self._colocation_conflicts()
         if rollout.shards > 1:
             yield from self._shard_conflicts()
+        elif rollout.shards_on == "nodes":
+            fix = "there is none elsewhere with rollout.shards = 1: raise that, or leave this at 'head'"
+            yield "rollout.shards_on", "nodes", fix
         for name in self.reward.judges:
             if name not in self.task.mixture:
                 there = ", ".join(sorted(self.task.mixture)) or "none: task.mixture names them"
@@ -216,9 +220,26 @@ class Config(Section):
                     rollout.shards,
                     f"{why}, which shards would not share: set it to 1, or do without",
                 )
+        if rollout.shards_on == "nodes":
+            yield from self._shard_node_conflicts()
         if rollout.shards > rollout.environments:
             fix = f"leaves shards without an environment: at most rollout.environments = {rollout.environments}"
             yield "rollout.shards", rollout.shards, fix
+
+    def _shard_node_conflicts(self) -> Iterator[Conflict]:
+        """What a shard on another machine does not reach."""
+        if not self.ray.address:
+            yield (
+                "rollout.shards_on",
+                "nodes",
+                "there is one node, this machine: give ray.address, or leave it at 'head'",
+            )
+        url = self.reward.url
+        if url and urls.is_loopback(urlsplit(url).hostname or ""):
+            yield "reward.url", url, "is this machine's own for shards on other nodes: give an address that they reach"
+        if not url and self.reward.host == "ray_serve":
+            fix = "answers on the node of its proxy only: leave it at 'embedded', which has a host beside each shard"
+            yield "reward.host", "ray_serve", fix
 
     def _agent_conflicts(self) -> Iterator[Conflict]:
         if self.model.path and not self.task.agent.tokenizer:

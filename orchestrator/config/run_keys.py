@@ -58,6 +58,12 @@ class MemorySection(Section):
     turns: Annotated[int, Field(ge=0)] = 0  # that an episode has for it beside the task's own; 0: no memory
     longest: Annotated[int, Field(ge=2)] = 64  # tokens of an answer, at most
     notes: Positive = 64  # that are kept; then the oldest goes
+    # of yours, module:function: token ids of notes -> a vector each; the nearest answer. Empty: those that share most words
+    embed: str = ""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.embed and not self.turns:
+            yield "embed", self.embed, "there is no memory without turns for it: set turns, or leave this out"
 
 
 class ChatSection(Section):

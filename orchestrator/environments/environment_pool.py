@@ -19,15 +19,18 @@ sessions of each are kept apart, within one size. Guarantees:
 * after ``close`` every session that was ever started has been killed.
 
 Time is the event loop's only: the simulator runs this object on virtual time. What happens to a session happens in a task of
-the pool, so that a cancelled user leaves nothing half done.
+the pool, so that a cancelled user leaves nothing half done. A change costs what changed and the logarithm of how many templates
+wait, however many these are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -53,6 +56,7 @@ DETAIL = 300  # characters of an error that go into an event
 RECENT = 64  # episodes that demand is counted over
 NO_TEMPLATE = "environment_template"  # the cause where a prompt's image or repository cannot be had
 TemplateOf = Callable[[Prompt], EnvironmentTemplate]
+_Entry = tuple[float, int, int]  # since when somebody waits, in which order, and of this entry alone
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class _Shelf:
         default_factory=list
     )  # the one used last is taken first: the others may grow idle and go
     waiters: deque[_Waiter] = field(default_factory=deque)
+    number: int = 0  # in order of when somebody began to wait
+    queued: _Entry | None = None  # among those that may start
     recent: int = 0  # of the last episodes of the pool
     failures: int = 0  # starts in a row
     told: str = ""  # what those who wait were told last
@@ -100,6 +106,10 @@ class _Shelf:
     def room(self, parallel: int) -> int:
         """How many may start now."""
         return 0 if self.paused else (1 if self.failures else parallel) - self.count["starting"]
+
+    def rank(self) -> tuple[float, int]:
+        """The lower, the longer somebody waits; nobody does: infinite."""
+        return (self.waiters[0].since, self.number) if self.waiters else (math.inf, 0)
 
     def reason(self) -> str:
         """What those who wait wait for."""
@@ -196,6 +206,9 @@ class EnvPool:
         self._count: Counter[State] = Counter()  # of the members' states
         self._shelves: dict[EnvironmentTemplate, _Shelf] = {}
         self._waiting: dict[_Shelf, None] = {}  # those that somebody waits for
+        self._changed: dict[_Shelf, None] = {}  # since what can move was moved
+        self._startable: list[tuple[_Entry, _Shelf]] = []  # a heap; of a shelf the entry counts that is ``queued``
+        self._orders = 0
         self._idle: dict[_Member, None] = {}  # those that are ready, the one used longest ago first
         self._recent: deque[_Shelf] = deque()  # of the last episodes
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -253,8 +266,11 @@ class EnvPool:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(loop.create_future(), waiting, loop.time())
         shelf = self._note_demand(template)
+        if not shelf.waiters:
+            self._orders += 1
+            shelf.number = self._orders
         shelf.waiters.append(waiter)
-        self._waiting[shelf] = None
+        self._waiting[shelf] = self._changed[shelf] = None
         waiting(shelf.told)
         self._pump()
         try:
@@ -264,6 +280,7 @@ class EnvPool:
                 self._offer(waiter.member.result())  # it was given one this very moment
             elif waiter in shelf.waiters:
                 shelf.waiters.remove(waiter)
+                self._changed[shelf] = None
             self._pump()
             raise
         self._totals.wait_seconds += loop.time() - waiter.since
@@ -319,7 +336,7 @@ class EnvPool:
 
     def stats(self) -> dict[str, Any]:
         """Now, and since the start."""
-        first = next(self._by_age(), None)
+        first = min((shelf for shelf in self._waiting if shelf.waiters), key=_Shelf.rank, default=None)
         return {
             "backend": self._backend.name,
             "size": self._settings.size,
@@ -341,7 +358,7 @@ class EnvPool:
         if self._closed or self._broken is not None:
             return
         now = asyncio.get_running_loop().time()
-        for shelf in list(self._waiting):
+        for shelf in list(self._changed):
             checking = shelf.count["checking"]
             while shelf.ready and len(shelf.waiters) > checking:
                 member = shelf.ready.pop()
@@ -351,14 +368,63 @@ class EnvPool:
                 else:
                     self._check(member)
                     checking += 1
-        short = sum(self._start_missing(shelf, 0, now) for shelf in list(self._by_age()))
-        if short == 0:
+        self._queue_changed()
+        short = self._start_waiting(now)
+        if short == 0 and self._settings.warm and len(self._members) < self._settings.size:
             for shelf, warm in self._shared_out():
                 self._start_missing(shelf, warm, now)
         for _ in range(min(short - self._count["ending"], len(self._idle))):
             self._end_idle("template")
-        for shelf in list(self._waiting):
-            self._tell(shelf)
+        self._queue_changed()
+        for shelf in self._changed:
+            if shelf.waiters:
+                self._tell(shelf)
+        self._changed.clear()
+
+    def _queue_changed(self) -> None:
+        """Those that may start something for who waits are queued for that, by who waits longest."""
+        for shelf in self._changed:
+            if not shelf.waiters:
+                self._waiting.pop(shelf, None)
+            self._queue(shelf)
+
+    def _queue(self, shelf: _Shelf) -> None:
+        """As far as it may start something."""
+        if not shelf.waiters or shelf.missing(0) <= 0 or shelf.room(self._settings.parallel_starts) <= 0:
+            shelf.queued = None
+        elif shelf.queued is None or shelf.queued[:2] != shelf.rank():
+            self._orders += 1
+            shelf.queued = (*shelf.rank(), self._orders)
+            heapq.heappush(self._startable, (shelf.queued, shelf))
+
+    def _next_startable(self) -> _Shelf | None:
+        """The first of the queue; it stays there."""
+        while self._startable:
+            entry, shelf = self._startable[0]
+            if shelf.queued == entry:
+                return shelf
+            heapq.heappop(self._startable)
+        return None
+
+    def _unqueue(self) -> None:
+        """The first of the queue, which is to be queued again."""
+        _, shelf = heapq.heappop(self._startable)
+        shelf.queued = None
+
+    def _start_waiting(self, now: float) -> int:
+        """Start for those who wait, the longest first; returns how many more would start if the pool had room, as far as anything
+        could make room for them."""
+        short, tried, parallel = 0, list[_Shelf](), self._settings.parallel_starts
+        room_to_come = self._count["ending"] + len(self._idle)
+        while self._count["starting"] < parallel and (shelf := self._next_startable()) is not None:
+            if len(self._members) >= self._settings.size and short >= room_to_come:
+                break
+            self._unqueue()
+            tried.append(shelf)
+            short += self._start_missing(shelf, 0, now)
+        for shelf in tried:
+            self._queue(shelf)
+        return short
 
     def _start_missing(self, shelf: _Shelf, warm: int, now: float) -> int:
         """Start what a shelf lacks and may start; returns how many more it would start if the pool had room."""
@@ -371,14 +437,9 @@ class EnvPool:
             self._members[member.name] = member
             self._count["starting"] += 1
             shelf.count["starting"] += 1
+            self._changed[shelf] = None
             self._spawn(f"start {member.name}", self._start(member))
         return max(0, allowed - max(0, room))
-
-    def _by_age(self) -> Iterator[_Shelf]:
-        """The shelves that somebody waits for, whose first waits longest first."""
-        for shelf in [shelf for shelf in self._waiting if not shelf.waiters]:
-            del self._waiting[shelf]
-        return iter(sorted(self._waiting, key=lambda shelf: shelf.waiters[0].since))
 
     def _shared_out(self) -> list[tuple[_Shelf, int]]:
         """How many of each shelf are kept ready, as they were asked for lately; the rest goes to those asked for most."""
@@ -391,14 +452,15 @@ class EnvPool:
         """Whether somebody waits longer for another template than anybody for this one, and the pool is full."""
         if self._template_of is None or len(self._members) < self._settings.size:
             return False
-        parallel, places = self._settings.parallel_starts, self._count["ending"]
-        for shelf in self._by_age():
-            if shelf is own:
-                return False
-            places -= max(0, min(shelf.missing(0), shelf.room(parallel)))
-            if places < 0:
-                return True
-        return False
+        self._queue_changed()
+        parallel, places, longer = self._settings.parallel_starts, self._count["ending"], list[_Shelf]()
+        while places >= 0 and (shelf := self._next_startable()) is not None and shelf.rank() < own.rank():
+            self._unqueue()
+            longer.append(shelf)
+            places -= min(shelf.missing(0), shelf.room(parallel))
+        for shelf in longer:
+            self._queue(shelf)
+        return places < 0
 
     def _tell(self, shelf: _Shelf) -> None:
         reason = shelf.reason()
@@ -446,11 +508,13 @@ class EnvPool:
             count[member.state] -= 1
             count[state] += 1
         member.state = state
+        self._changed[member.shelf] = None
 
     def _forget(self, member: _Member) -> None:
         if self._members.pop(member.name, None) is not None:
             self._count[member.state] -= 1
             member.shelf.count[member.state] -= 1
+            self._changed[member.shelf] = None
 
     # -- what happens to one session, each in a task -----------------------------------------------------------------
 
@@ -510,6 +574,7 @@ class EnvPool:
 
     def _try_again(self, shelf: _Shelf) -> None:
         shelf.end_pause()
+        self._changed[shelf] = None
         self._pump()
 
     async def _call_member(self, member: _Member, what: Literal["recycle", "ping"]) -> None:
@@ -589,6 +654,7 @@ class EnvPool:
             waiter = shelf.waiters.popleft()
             if not waiter.member.done():
                 waiter.member.set_exception(error)
+        self._changed[shelf] = None
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=name)

@@ -1,18 +1,20 @@
 """What a Kubernetes cluster says of a run's pods, from one request that stays open.
 
 Guarantees: the API server is asked once for all pods, however many start; whoever waits for a pod hears of each change; a request
-that has run its time is made again from where it stood, one that breaks from a list, ``PAGE`` pods at a time: no change is missed
-for longer than that takes, and no list of ten thousand pods is read in one go.
+that has run its time is made again from where it stood, one that breaks, or says what it should not, from a list, ``PAGE`` pods
+at a time: no change is missed for longer than that takes, and no list of ten thousand pods is read in one go.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+
+from orchestrator.api.jsontext import parse_object
 
 OPEN_SECONDS = 300  # that one request stays open
 MARGIN = 20.0  # seconds; one that is silent beyond that is given up
@@ -83,18 +85,21 @@ class PodWatch:
         while True:
             answer = await self._request(**page)
             try:
-                found = json.loads(await answer.read())
+                text = await answer.read()
             finally:
                 answer.close()
-            for item in found["items"]:
-                here.add(item["metadata"]["name"])
-                self._take(item["metadata"]["name"], item)
-            if not (rest := found["metadata"].get("continue")):
+            with _of_their_form():
+                found = parse_object(text)
+                for item in found["items"]:
+                    here.add(item["metadata"]["name"])
+                    self._take(item["metadata"]["name"], item)
+                version, rest = found["metadata"].get("resourceVersion", ""), found["metadata"].get("continue")
+            if not rest:
                 break
             page = {"limit": PAGE, "_continue": rest}
         for name in [name for name in self._pods if name not in here]:
             self._take(name, None)
-        return str(found["metadata"].get("resourceVersion", ""))
+        return str(version)
 
     async def _request(self, *, watch: bool = False, **options: Any) -> Any:
         if watch:
@@ -109,17 +114,18 @@ class PodWatch:
         """Take what changes, until the server ends the request."""
         try:
             while line := await answer.content.readline():
-                event = json.loads(line)
-                if event.get("type") == "ERROR":  # the version is too old, say
-                    raise ValueError(f"a watch that failed: {event.get('object')!r:.200}")
-                self._version = event["object"]["metadata"].get("resourceVersion", "")
-                if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
-                    item = event["object"]
-                    self._take(item["metadata"]["name"], None if event["type"] == "DELETED" else item)
-        except KeyError as error:
-            raise ValueError(f"an event without {error}") from error
+                with _of_their_form():
+                    self._hear(parse_object(line))
         finally:
             answer.close()
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event.get("type") == "ERROR":  # the version is too old, say
+            raise ValueError(f"a watch that failed: {event.get('object')!r:.200}")
+        self._version = event["object"]["metadata"].get("resourceVersion", "")
+        if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
+            item = event["object"]
+            self._take(item["metadata"]["name"], None if event["type"] == "DELETED" else item)
 
     def _take(self, name: str, item: Any) -> None:
         waited = self._changed.get(name)
@@ -131,3 +137,12 @@ class PodWatch:
             self._pods[name] = self._read_pod(item)
         if waited is not None:
             waited.set()
+
+
+@contextmanager
+def _of_their_form() -> Iterator[None]:
+    """What is said in another form than the API's is a ValueError."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"an answer of another form: {error!r:.200}") from error

@@ -170,10 +170,18 @@ class ShardManagers:
         return end.reward
 
     def finish(self, trajectory: Trajectory) -> Trajectory:
-        """See :class:`~orchestrator.components.Shards`: one that was scored has its numbers where its shard laid them."""
+        """See :class:`~orchestrator.components.Shards`."""
+        return self._kept.finish(self._with_numbers(trajectory))
+
+    async def finish_in_slices(self, trajectory: Trajectory) -> Trajectory:
+        """See :class:`~orchestrator.components.Shards`."""
+        return await self._kept.finish_in_slices(self._with_numbers(trajectory))
+
+    def _with_numbers(self, trajectory: Trajectory) -> Trajectory:
+        """One that was scored has its numbers where its shard laid them."""
         if (found := self._scored.pop(trajectory.id, None)) is not None:
-            trajectory = replace(trajectory, turns=found[0], scored_at=found[1])
-        return self._kept.finish(trajectory)
+            return replace(trajectory, turns=found[0], scored_at=found[1])
+        return trajectory
 
     def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
         """See :class:`~orchestrator.components.Shards`."""

@@ -53,6 +53,7 @@ QUANTITIES = {
     "logprob_gap_mean": Quantity("Log-prob gap, mean", "rollout against trainer, same version"),
     "logprob_gap_max": Quantity("Log-prob gap, maximum", "the worst token"),
     "logprob_gap_own_experts": Quantity("Log-prob gap without replay", "by the experts that the trainer's routers choose"),
+    "mtp_loss": Quantity("Loss of heads for several tokens", "cross-entropy of the policy's tokens, mean of the heads"),
     "routing_replayed": Quantity("Tokens with replayed experts", "share of those computed whose experts the rollout said", 1.0),
     "logprob_gap_all": Quantity("Log-prob distance", "rollout against trainer, staleness included"),
     "rollout_kl": Quantity("KL of rollout to trainer", "what TIS corrects"),

@@ -81,14 +81,14 @@ class Progress:
 
     def stage(self, name: str, detail: str = "") -> None:
         """The loop enters a stage."""
-        self._stage, self._detail = name, detail
+        self._stage, self._detail = name, printable(detail)
         if self._terminal is None and name != "get_batch":  # every step has that one
-            self._line(f"{name}: {detail}" if detail else name)
+            self._line(f"{name}: {self._detail}" if detail else name)
         self._draw(at_once=True)
 
     def waiting(self, reason: str) -> None:
         """What the run waits for now, "" for nothing. May be called at any rate."""
-        self._waiting = reason
+        self._waiting = reason = printable(reason)  # it may quote what an environment said
         now = self._now()
         # "3 of 32 groups" and "4 of 32 groups" are one reason
         same = re.sub(r"\d+", "#", reason)

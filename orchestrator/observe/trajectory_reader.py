@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
+from orchestrator.observe.turn_lines import parse_turn
 from orchestrator.run_folder import TURNS_FILE
 from orchestrator.store import NO_VERSION, read_trajectories
 
@@ -268,7 +269,7 @@ class TrajectoryReader:
         before = None
         for line in _lines_with(self.folder / TURNS_FILE, json.dumps(identity)):
             try:
-                name, turn, worker, asked, answered, begun, ended = json.loads(line)
+                name, turn, worker, asked, answered, begun, ended = parse_turn(line)
             except ValueError:  # the last line, cut by a kill
                 continue
             if name == identity:
@@ -282,8 +283,10 @@ class TrajectoryReader:
         for line in _lines_with(self.folder / "events.jsonl", '"kind":"step"'):
             with contextlib.suppress(ValueError):
                 event = parse_object(line)
-                if event.get("kind") == "step" and event.get("step") == step - 1:
-                    found = event.get("metrics", {}).get("logprob_gap_mean")
+                metrics = event.get("metrics")
+                if event.get("kind") == "step" and event.get("step") == step - 1 and isinstance(metrics, dict):
+                    gap = metrics.get("logprob_gap_mean")
+                    found = gap if isinstance(gap, float) else None
         return found
 
 

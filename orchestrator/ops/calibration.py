@@ -22,6 +22,7 @@ from orchestrator.config import Config, parse_config
 from orchestrator.config.run_config import apply_override, read_table
 from orchestrator.durable_files import write_durably
 from orchestrator.observe.report.run_log import RunLog, load_run
+from orchestrator.observe.turn_lines import parse_turn
 from orchestrator.run_folder import TURNS_FILE, RunFolder
 from orchestrator.sim.simulated_run import simulate
 
@@ -101,11 +102,15 @@ def read_calibration(folder: Path) -> Calibration:
     file = folder / FILE
     try:
         data = jsontext.parse_object(file.read_bytes(), finite=True)
-        return Calibration(**{part.name: data[part.name] for part in fields(Calibration)})
+        numbers = {part.name: data[part.name] for part in fields(Calibration) if part.type == "float"}
+        for name, number in numbers.items():
+            if type(number) not in (int, float):
+                raise ValueError(f"{name} is no number")
+        return Calibration(str(data["run"]), dict(data["sim"]), **{name: float(one) for name, one in numbers.items()})
     except FileNotFoundError:
         fix = f"was not calibrated: `rl-coserve calibrate {folder}` writes {FILE}, in about a minute"
         raise ConfigError("--from", str(folder), fix) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise ConfigError("--from", str(file), f"cannot be read: {error!r}; calibrate the run again") from error
 
 
@@ -180,13 +185,13 @@ def _decode(folder: Path) -> tuple[float, float]:
     lengths = dict(_lengths(folder))
     turns: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     try:
-        with (folder / TURNS_FILE).open(encoding="utf-8") as lines:
+        with (folder / TURNS_FILE).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 try:
-                    name, turn, worker, asked, answered, *_ = jsontext.parse(line)
-                    turns[worker].append((float(asked), float(answered), lengths.get((name, turn), 0)))
-                except (ValueError, TypeError):  # cut by a kill
+                    name, turn, worker, asked, answered, _, _ = parse_turn(line)
+                except ValueError:  # cut by a kill
                     continue
+                turns[worker].append((asked, answered, lengths.get((name, turn), 0)))
     except OSError as error:
         fix = f"its turns cannot be read ({error}): run it with logging.turns_mb above 0"
         raise ConfigError("run", str(folder), fix) from error

@@ -1,21 +1,17 @@
-"""NVIDIA's driver on this host: the devices that it sees, by its library alone, and its management library (NVML), by pynvml
-(extra ``nvml``): the one place where that is imported and started.
+"""NVIDIA's driver on this host: the devices that it sees, by cuda-bindings (extra ``cuda``; PyTorch for CUDA brings them), and
+its management library (NVML), by pynvml (extra ``nvml``): the one place where that is imported and started.
 
-Guarantees: no context is made; a host without a driver is an answer, no error; a machine without pynvml or without a driver is
-one exception that says which, and nothing is imported before.
+Guarantees: no context is made; a host without a driver or without the package is an answer, no error; a machine without pynvml or
+without a driver is one exception that says which, and nothing is imported before.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.ops.check import Finding
-
-LIBRARY = "libcuda.so.1"
-_VMM, _DESCRIPTORS = 102, 103  # CUdevice_attribute: virtual memory management; handles as file descriptors
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +31,49 @@ class Gpus:
     devices: tuple[Gpu, ...] = ()
 
 
-def find_gpus(library: str = LIBRARY) -> Gpus:
+class _RefusedError(Exception):
+    """What the driver answers, by its own name."""
+
+
+def find_gpus() -> Gpus:
     """Those that CUDA_VISIBLE_DEVICES leaves to this process."""
     try:
-        driver = ctypes.CDLL(library)
-    except OSError as error:
+        cuda: Any = importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        return Gpus("cuda-bindings are not installed (pip install 'rl-coserve[cuda]')")
+    try:
+        _ask(cuda.cuInit, 0)
+        version, count = _ask(cuda.cuDriverGetVersion), _ask(cuda.cuDeviceGetCount)
+        found = tuple(_gpu(cuda, ordinal) for ordinal in range(count))
+    except _RefusedError as error:
+        return Gpus(f"no device: {error}")
+    except RuntimeError as error:  # of cuda-bindings, where there is no libcuda
         return Gpus(f"no driver ({error})")
-    count, version = ctypes.c_int(), ctypes.c_int()
-    for name, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (ctypes.byref(count),))):
-        if code := int(getattr(driver, name)(*arguments)):
-            return Gpus(f"no device: {name} ends with error {code}")
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    found = tuple(_gpu(driver, ordinal) for ordinal in range(count.value))
-    return Gpus("" if found else "no device", f"{version.value // 1000}.{version.value % 1000 // 10}", found)
+    return Gpus("" if found else "no device", f"{version // 1000}.{version % 1000 // 10}", found)
 
 
-def _gpu(driver: ctypes.CDLL, ordinal: int) -> Gpu:
-    name, value = ctypes.create_string_buffer(128), ctypes.c_int()
-    driver.cuDeviceGetName(name, len(name), ordinal)
-    can = True
-    for attribute in (_VMM, _DESCRIPTORS):
-        can = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, ordinal) == 0 and value.value != 0 and can
-    return Gpu(name.value.decode(errors="replace"), can)
+def _gpu(cuda: Any, ordinal: int) -> Gpu:
+    device, attribute = _ask(cuda.cuDeviceGet, ordinal), cuda.CUdevice_attribute
+    name = _ask(cuda.cuDeviceGetName, 128, device).partition(b"\0")[0].decode(errors="replace")
+    needed = (
+        attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    )
+    return Gpu(name, all(_ask(cuda.cuDeviceGetAttribute, one, device) for one in needed))
 
 
-def check_driver(library: str = LIBRARY) -> Finding:
+def _ask(call: Any, *arguments: Any) -> Any:
+    error, *found = call(*arguments)
+    if int(error):
+        raise _RefusedError(f"{call.__name__} ends with {error.name}")
+    return found[0] if found else None
+
+
+def check_driver() -> Finding:
     """For the doctor."""
-    found = find_gpus(library)
+    found = find_gpus()
     if found.missing:
-        return Finding("skip", f"CUDA: {found.missing}; pools of KV pages lie in host memory here")
+        return Finding("skip", f"CUDA: {found.missing}; without a GPU pools of KV pages lie in host memory")
     names = ", ".join(gpu.name for gpu in found.devices)
     if not all(gpu.pages for gpu in found.devices):
         fix = "a pool (--rl-kv-pool) needs a device with virtual memory management, outside of WSL and vGPUs without it"

@@ -49,6 +49,10 @@ def required_packages(config: Config) -> tuple[Package, ...]:
         ),
         (config.logging.wandb.enabled, Package("wandb", "wandb", "logging.wandb.enabled", "true")),
         (bool(otlp), Package("opentelemetry.exporter.otlp.proto.http", "otlp", "logging.otlp.endpoint", otlp)),
+        (
+            bool(config.task.memory.embed),
+            Package("faiss", "vectors", "task.memory.embed", config.task.memory.embed),
+        ),
         ("reasoning_gym" in tasks, Package("reasoning_gym", "reasoning-gym", "task.name", "reasoning_gym")),
     )
     return tuple(package for is_asked, package in asked if is_asked)

@@ -45,9 +45,11 @@ def _encoder_of(settings: PredictionSection, seed: int) -> Encoder | None:
     if settings.in_process:
         fix = "a language model would delay the event loop: set rollout.prediction.in_process = false"
         raise ConfigError("rollout.prediction.encoder", settings.encoder, fix)
-    from orchestrator.placement.length_lm import LanguageModelEncoder  # brings torch along
+    from orchestrator.placement.length_lm import FrozenModelEncoder, LanguageModelEncoder, TokenStates  # bring torch
 
-    return LanguageModelEncoder(settings.encoder, seed=seed)
+    if settings.encoder_tuned:
+        return LanguageModelEncoder(settings.encoder, seed=seed, tuned=settings.encoder_tuned)
+    return FrozenModelEncoder(TokenStates(settings.encoder))
 
 
 class InProcessPredictor:

@@ -2,10 +2,10 @@
 
 A class is a custom resource of that name, one unit a device (class CPU is Ray's own CPU, class GPU its GPU; class "" is any
 device); where its nodes have GPUs, a device is one of Ray's GPUs too, so that Ray says which one it is (CUDA_VISIBLE_DEVICES)
-and gives it to nobody else. Guarantees: a worker's devices are reserved whole, in one node, before its process starts, and are
-given back with it; what the Ray cluster has not enough of is an error that says what is missing, a ConfigError where it never
-can have it; a worker whose place does not come, or failed, goes to another pool by the manager's rules, and its devices are
-marked.
+and gives it to nobody else. Guarantees: a worker's devices are reserved whole, in one node or in as many as are asked for, before
+its process starts, and are given back with it; what the Ray cluster has not enough of is an error that says what is missing, a
+ConfigError where it never can have it; a worker whose place does not come, or failed, goes to another pool by the manager's
+rules, and its devices are marked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class _Reserved:
 
 class Placement:
     """One worker's place: bound on first use, bound anew when it did not work. ``manager`` None: no pools, any device of the
-    cluster. ``note``: hears of every binding."""
+    cluster. ``nodes``: that its devices lie on, as many on each; on each one is a process of it. ``note``: hears of every
+    binding."""
 
     def __init__(
         self,
@@ -48,11 +49,13 @@ class Placement:
         hardware: str,
         devices: int = 1,
         *,
+        nodes: int = 1,
         cpus: float = 1.0,
         reserve_seconds: float = RESERVE_SECONDS,
         note: Callable[[DeviceBinding], None] | None = None,
     ) -> None:
         self.worker = worker
+        self.parts = nodes
         self._manager = manager
         self._wish = DeviceWish(worker, hardware, devices)
         self._cpus = cpus
@@ -74,22 +77,22 @@ class Placement:
 
     def bundle(self) -> dict[str, float]:
         """What this worker takes of a node."""
-        hardware, count = self.bind().hardware, float(self._wish.devices)
+        hardware, count = self.bind().hardware, float(self._wish.devices // self.parts)
         if hardware == "CPU":
             return {"CPU": max(count, self._cpus)}
         of_class = {hardware: count} if hardware else {}
         gpus = {"GPU": count} if count and kind_of(hardware) == ACCELERATOR and _has_gpus(hardware) else {}
         return of_class | gpus | ({"CPU": self._cpus} if self._cpus else {})
 
-    def place(self) -> dict[str, Any]:
-        """Ray's options for the process of this worker; reserves the place, unless it is already. Raises RetryableError, and
-        what binding does. Blocks."""
+    def place(self, part: int = 0) -> dict[str, Any]:
+        """Ray's options for the process of this worker, of this ``part``; reserves the place, unless it is already. Raises
+        RetryableError, and what binding does. Blocks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._reserved is None and (short := _reserve([self], "SPREAD", self._limit)):
             raise RetryableError(f"{self.worker}: Ray gives it no place within {self._limit:g} s ({short})")
         assert self._reserved is not None
-        reserved, index = self._reserved
+        reserved, index = self._reserved[0], self._reserved[1] + part
         wanted = reserved.bundles[index]
         return {
             "num_cpus": wanted.get("CPU", 0),
@@ -99,21 +102,25 @@ class Placement:
         }
 
     def node(self) -> str:
-        """Ray's id of the node that the place is in; "" without a place."""
+        """Ray's id of the node that the place is in, the first of several; "" without a place."""
+        return self.nodes()[0]
+
+    def nodes(self) -> list[str]:
+        """The same of every part."""
         from ray.util import placement_group_table
 
         if self._reserved is None:
-            return ""
+            return [""] * self.parts
         reserved, index = self._reserved
-        return str(placement_group_table(reserved.group)["bundles_to_node_id"][index])
+        found = placement_group_table(reserved.group)["bundles_to_node_id"]
+        return [str(found[index + part]) for part in range(self.parts)]
 
     def machine_gone(self) -> bool:
         """Whether the place is on a node that died, and Ray has none elsewhere yet: it waits until there is one. Blocks."""
         import ray
 
-        return self._reserved is not None and self.node() not in [
-            node["NodeID"] for node in ray.nodes() if node["Alive"]
-        ]
+        there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return self._reserved is not None and not there.issuperset(self.nodes())
 
     def move(self) -> DeviceBinding:
         """The place did not work: other devices, the old ones marked as failed, and all that are free of a class of which Ray
@@ -166,20 +173,24 @@ class Placement:
 
 def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], seconds: float = RESERVE_SECONDS) -> None:
     """The places of several workers, all or none: beside each other, and given back together; or over as many nodes as there
-    are, and each given back alone. The devices of one worker are in one node either way. Raises ConfigError for what the nodes
-    that are there could never hold, and RetryableError for what others have now. Blocks."""
+    are, and each given back alone. The devices of one worker are in one node either way, or on as many as it has parts. Raises
+    ConfigError for what the nodes that are there could never hold, and RetryableError for what others have now. Blocks."""
     import ray
 
     if not places or not (lacking := _reserve(places, strategy, seconds)):
         return
-    bundles = [place.bundle() for place in places]
+    bundles = [place.bundle() for place in places for _ in range(place.parts)]
     short = f"Ray has no place for {', '.join(place.worker for place in places)} ({lacking})"
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for place, wanted in zip(places, bundles, strict=True):
-        if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
+    for place in places:
+        wanted = place.bundle()
+        fit = sum(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes)
+        if fit < place.parts:
             most = max((node.get("GPU", 0) for node in nodes), default=0)
-            short += f"; no node alone has the {_words(wanted)} of {place.worker} (most GPUs of a node: {most:g})"
-            raise ConfigError("resources.pools", place.worker, f"{short}: an engine or rank lies within one node")
+            there = "no node alone has" if place.parts == 1 else f"{fit} nodes of {place.parts} have"
+            short += f"; {there} the {_words(wanted)} of {place.worker} (most GPUs of a node: {most:g})"
+            fix = "an engine or rank lies within one node, unless `nodes` of its engine says otherwise"
+            raise ConfigError("resources.pools", place.worker, f"{short}: {fix}")
     whole = ray.cluster_resources()
     if any(count > whole.get(name, 0) for name, count in _sum(bundles).items()):
         raise ConfigError("resources.pools", len(places), f"{short}: start fewer or smaller ones, or add nodes")
@@ -192,14 +203,19 @@ def _reserve(places: Sequence[Placement], strategy: str, seconds: float) -> str:
     import ray
     from ray.util import placement_group, remove_placement_group
 
-    bundles, free = [place.bundle() for place in places], ray.available_resources()
+    bundles, free = [place.bundle() for place in places for _ in range(place.parts)], ray.available_resources()
     if strategy == "PACK":
         groups = [(placement_group(bundles, strategy="PACK"), list(places))]
     else:
-        targets = _spread(bundles, _free_by_node())
+        wide = [place for place in places if place.parts > 1]  # first: the others go round them
         groups = [
-            (placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=target), [place])
-            for bundle, target, place in zip(bundles, targets, places, strict=True)
+            (placement_group([place.bundle()] * place.parts, strategy="STRICT_SPREAD"), [place]) for place in wide
+        ]
+        narrow = [place for place in places if place.parts == 1]
+        targets = _spread([place.bundle() for place in narrow], _free_by_node())
+        groups += [
+            (placement_group([place.bundle()], strategy="STRICT_PACK", _soft_target_node_id=target), [place])
+            for target, place in zip(targets, narrow, strict=True)
         ]
     deadline = time.monotonic() + seconds
     if not all(group.wait(max(1, math.ceil(deadline - time.monotonic()))) for group, _ in groups):
@@ -207,7 +223,7 @@ def _reserve(places: Sequence[Placement], strategy: str, seconds: float) -> str:
             remove_placement_group(group)
         return _shortage(bundles, free)
     for group, holders in groups:
-        reserved = _Reserved(group, [place.bundle() for place in holders], len(holders))
+        reserved = _Reserved(group, [place.bundle() for place in holders for _ in range(place.parts)], len(holders))
         for index, place in enumerate(holders):
             place.hold(reserved, index)
     return ""

@@ -3,9 +3,9 @@
 Guarantees: every change is one compare-and-set of one record, decided by
 :mod:`orchestrator.policies.placement.device_allocation`, so managers of several processes and jobs never give one
 device twice; the record says who has what, and why it is not what was wished for. Bindings belong to a job (``owner``);
-a job that starts again, after whatever end, begins without any.
-
-Limit: what a job that never starts again had stays bound until somebody calls :meth:`ResourceManager.release_owner`.
+a job that starts again, after whatever end, begins without any. A job that counts its heartbeats (:meth:`ResourceManager.beat`)
+loses its bindings when it stops, to whoever needs devices and watches for long enough (:meth:`ResourceManager.free_silent`), and
+hears of it when it counts again; one that never counted keeps them until somebody calls :meth:`ResourceManager.release_owner`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from orchestrator.policies.placement.device_allocation import (
     DevicePool,
     DeviceWish,
 )
+from orchestrator.policies.placement.owner_heartbeats import OwnerHeartbeats
 from orchestrator.transfer import MemoryMetadata
 
 FORMAT = 1
@@ -62,6 +63,7 @@ class ResourceManager:
         self._metadata = metadata if metadata is not None else MemoryMetadata()
         self._key = f"rlc/resources/{name}"
         self._fresh = AllocationView(made, compatible=stand_ins)
+        self._bound: set[str] = set()  # by this object
         self._change(self._join)
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -70,7 +72,9 @@ class ResourceManager:
         """Devices for a worker, of this class or a compatible one. ConfigError: an id that is taken, a class that no pool
         serves, more devices than there are. RetryableError: none are left now."""
         wish = DeviceWish(worker, hardware, devices, self.owner)
-        return self._change(lambda view: device_allocation.bind_worker(view, wish))
+        bound: DeviceBinding = self._change(lambda view: device_allocation.bind_worker(view, wish))
+        self._bound.add(worker)
+        return bound
 
     def rebind(self, worker: str, *, failed: bool = False, gone: bool = False) -> DeviceBinding:
         """Other devices for a bound worker, by the same rules. ``failed``: its old ones are broken, nobody gets them until
@@ -88,15 +92,53 @@ class ResourceManager:
 
     def release(self, *workers: str) -> None:
         """They need their devices no more. Unknown ones are ignored."""
+        self._bound.difference_update(workers)
         self._change(lambda view: (device_allocation.release_workers(view, workers), None))
 
     def release_owner(self, owner: str) -> None:
         """Everything that a job has."""
+        if owner == self.owner:
+            self._bound.clear()
         self._change(lambda view: (_without(view, owner), None))
 
     def repair(self, hardware: str, devices: Sequence[int]) -> None:
         """These devices work again."""
         self._change(lambda view: (device_allocation.repair_devices(view, hardware, devices), None))
+
+    def beat(self) -> None:
+        """A sign of life of this job. Raises RunError when it has lost its bindings, as it was silent for too long."""
+        self._count_beat()
+        if lost := self._bound - self.view().bindings.keys():
+            raise RunError(
+                f"this job was silent for too long: the devices of {', '.join(sorted(lost))} are another job's"
+            )
+
+    def free_silent(self, beats: OwnerHeartbeats, now: float) -> tuple[str, ...]:
+        """Look at the heartbeats of the other jobs, at ``now`` of one clock; what the silent ones have is free. Returns them."""
+        view = self.view()
+        owners = sorted({item.wish.owner for item in view.bindings.values()} - {self.owner})
+        counts = {owner: count for owner in owners if (count := self._beats_of(owner)[0])}
+        silent = beats.silent_owners(counts, now)
+        for owner in silent:
+            self.release_owner(owner)
+        return silent
+
+    def _count_beat(self) -> None:
+        for _ in range(CAS_TRIES):
+            count, version = self._beats_of(self.owner)
+            if self._metadata.compare_and_set(self._beat_key(self.owner), b"%d" % (count + 1), version):
+                return
+        raise RetryableError(f"the heartbeat of {self.owner} changed {CAS_TRIES} times under a compare-and-set")
+
+    def _beats_of(self, owner: str) -> tuple[int, int]:
+        """(heartbeats so far, version of their record). Raises RunError for what is no count."""
+        value, version = self._metadata.get(self._beat_key(owner)) or (b"0", 0)
+        if not value.isdigit():
+            raise RunError(f"the heartbeat of job {owner} in the metadata store cannot be read: {value[:40]!r}")
+        return int(value), version
+
+    def _beat_key(self, owner: str) -> str:
+        return f"{self._key}/beats/{owner}"
 
     # -- the view ----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""What of a run's config may change when it goes on: how long it runs, what it tells and to whom, how patient it is, and over
-which ranks the trainer is cut, as its checkpoints are of no layout.
+"""What of a run's config may change when it goes on: how long it runs, what it tells and to whom, how patient it is, which
+Ray it is in, and over which ranks the trainer is cut, as its checkpoints are of no layout.
 
 Guarantees: a key that shapes what was trained (model, task, loss, seed, mode, staleness) is refused by name, since the
 checkpoint, the ledger and the stored trajectories were made with the old one; nothing is written here.
@@ -19,12 +19,12 @@ from orchestrator.run_folder import RunFolder
 # A name that ends with a dot is all of a section.
 CHANGEABLE = (
     "run.steps", "run.minutes", "run.signal_share", "run.restarts", "run.sync_seconds", "run.trainer_start_timeout",
-    "run.trainer_timeout", "checkpoint.", "evaluation.every", "logging.", "view.", "rollout.start_timeout",
-    "rollout.prepare_timeout", "rollout.update_timeout", "rollout.restart_timeout", "rollout.restart_window",
-    "rollout.first_token_timeout", "rollout.stall_timeout", "rollout.heartbeat_seconds", "rollout.heartbeat_misses",
-    "rollout.trajectory_timeout", "rollout.environment_reset_timeout", "rollout.environment_step_timeout",
-    "trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.expert_parallel", "trainer.data_parallel",
-    "trainer.distributed_optimizer",
+    "run.trainer_timeout", "checkpoint.", "evaluation.every", "logging.", "view.", "ray.address", "relay.host",
+    "rollout.start_timeout", "rollout.prepare_timeout", "rollout.update_timeout", "rollout.restart_timeout",
+    "rollout.restart_window", "rollout.first_token_timeout", "rollout.stall_timeout", "rollout.heartbeat_seconds",
+    "rollout.heartbeat_misses", "rollout.trajectory_timeout", "rollout.environment_reset_timeout",
+    "rollout.environment_step_timeout", "trainer.tensor_parallel", "trainer.pipeline_parallel",
+    "trainer.expert_parallel", "trainer.data_parallel", "trainer.distributed_optimizer",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from orchestrator.config import Config
 from orchestrator.resources import Placement
 from orchestrator.runtime import pool_requests
+from orchestrator.runtime.engine_actors import part_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ def plan_rows(config: Config, places: Mapping[str, Placement]) -> list[PlanRow]:
         binding = placement.bind()
         gpus = placement.bundle().get("GPU", 0)
         kind = binding.hardware or ("GPU" if gpus else "CPU")
-        rows.append(PlanRow(process, nodes.get(placement.node(), ""), kind, devices, binding.fallback))
+        for part, node in enumerate(placement.nodes()):
+            name = part_name(process, part)
+            rows.append(PlanRow(name, nodes.get(node, ""), kind, devices // placement.parts, binding.fallback))
     for name, judge in config.reward.own_judges.items():
         note = (
             "the orchestrator's processors" if judge.streamed.device == "cpu" else "shares the devices of the engines"

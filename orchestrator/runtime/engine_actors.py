@@ -42,6 +42,7 @@ from orchestrator.api import (
     TrainMetrics,
     TrainSample,
 )
+from orchestrator.api.interfaces import interface_of
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
 from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from orchestrator.resources import Placement
 
 _MEETING_POINT = "orchestrator.runtime.engine_actors:meeting_point"
+_SPEAK_FROM = "orchestrator.runtime.engine_actors:speak_from"
+_NODE_CLASS = "vllm_rlplugin.worker.engine_node:EngineNode"
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -208,6 +211,18 @@ def meeting_point() -> str:
         return f"tcp://{host}:{server.getsockname()[1]}"
 
 
+def part_name(worker: str, part: int) -> str:
+    """Of its process on another node than its first."""
+    return f"{worker}-node-{part}" if part else worker
+
+
+def speak_from(host: str) -> None:
+    """What this process and its children say to other nodes leaves from this address. Runs in an actor's process."""
+    os.environ["VLLM_HOST_IP"] = host
+    if found := interface_of(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+
+
 def address() -> str:
     """Of this node. Runs in an actor's process."""
     import ray
@@ -255,18 +270,22 @@ class RayWorker(EnginePort):
         kwargs: Mapping[str, Any],
         *,
         there: Callable[[FirstReport], Mapping[str, Any]] = lambda report: {},
+        beside: Sequence[Actor] = (),
         first_device: int = -1,
         ranks: int | None = None,
     ) -> None:
-        """``target``: the plugin's class. ``there``: keywords that depend on where it started. ``first_device``: where the
-        devices begin that it may have, of this machine's, where it has no place in Ray; -1: nobody says. ``ranks``: how many it
-        begins with, 0 for none (None: what ``kwargs`` say)."""
+        """``target``: the plugin's class. ``there``: keywords that depend on where it started. ``beside``: its processes on
+        other nodes, which start and end with it. ``first_device``: where the devices begin that it may have, of this machine's,
+        where it has no place in Ray; -1: nobody says. ``ranks``: how many it begins with, 0 for none (None: what ``kwargs``
+        say)."""
         self.name = actor.name
         self._engines = engines
         self._actor = actor
         self._target = target
         self._kwargs = {**kwargs, "name": self.name}
         self._there = there
+        self._beside = beside
+        self._watch: asyncio.Task[None] | None = None  # of those
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
         self._first_device = first_device if actor.placement is None else -1
         if ranks is not None:
@@ -311,13 +330,53 @@ class RayWorker(EnginePort):
             return
         await asyncio.to_thread(self._actor.place)
         self._actor.start()
-        there = self._there(await self._engines.hear(self._actor))
-        self.process = await self._call("create", self._target, {**self._kwargs, **there})
+        report = await self._engines.hear(self._actor)
+        arguments = {**self._kwargs, **self._there(report)}
+        if not self._beside:
+            self.process = await self._call("create", self._target, arguments)
+            return
+        try:
+            arguments["master"] = await self._meet(report)
+            parts = [(self._actor, self._target), *((actor, _NODE_CLASS) for actor in self._beside)]
+            made = [
+                self._engines.start_on(actor, "create", target, {**arguments, "node_rank": actor.part})
+                for actor, target in parts
+            ]
+            self.process, *_ = await asyncio.gather(*made)  # each waits for the others
+        except BaseException:
+            self._kill()
+            raise
+        self._watch = asyncio.create_task(self._end_with_any())
+
+    async def _meet(self, first: FirstReport) -> str:
+        """Start the processes on the other nodes: host:port where the ranks of all meet."""
+        reports = [(self._actor, first)]
+        for actor in self._beside:
+            await asyncio.to_thread(actor.place)
+            actor.start()
+            reports.append((actor, await self._engines.hear(actor)))
+        for actor, report in reports:
+            await self._engines.start_on(actor, "function", _SPEAK_FROM, {"host": report.node})
+        point: str = await self._call("function", _MEETING_POINT, {})
+        return point.removeprefix("tcp://")
+
+    async def _end_with_any(self) -> None:
+        """A part that ends ends the engine: the others would wait for it."""
+        ends = [asyncio.ensure_future(self._engines.start_on(actor, "beyond", "ended")) for actor in self._beside]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._kill()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    def _kill(self) -> None:
+        for actor in (self._actor, *self._beside):
+            actor.kill()
 
     async def restart(self) -> None:
         """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8). Raises MachineGone
         while its machine is away and there are none."""
-        self._actor.kill()
+        await self._end()
         await self._leave_place(self._failed_here)
         self._failed_here = True
         try:
@@ -345,7 +404,7 @@ class RayWorker(EnginePort):
 
     async def resize(self, ranks: int) -> None:
         """See :class:`orchestrator.api.ResizableWorker`. It takes the devices from its own on."""
-        self._actor.kill()
+        await self._end()
         self._resize(ranks)
 
     def _resize(self, ranks: int) -> None:
@@ -360,8 +419,15 @@ class RayWorker(EnginePort):
 
     async def close(self) -> None:
         """See the protocol."""
-        self._actor.kill()
+        await self._end()
         self._failed_here = False
+
+    async def _end(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        self._kill()
 
     async def let_go(self) -> None:
         """End the process, and give its devices back; ``restart`` asks for others."""

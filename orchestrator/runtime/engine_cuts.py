@@ -59,10 +59,11 @@ async def engine_cuts(
     which is resumed."""
     rollout, heads = config.rollout, int(shape["num_attention_heads"])
     planned = rollout.planner.enabled
-    profiles = {"rollout.routing.profile": rollout.routing.profile}
-    if rollout.reshapes:
-        section = rollout.planner if planned else rollout.placement
-        profiles["rollout.planner.profile" if planned else "rollout.placement.profile"] = section.profile
+    profiles = {
+        "rollout.routing.profile": rollout.routing.profile,
+        "rollout.placement.profile": rollout.placement.profile if rollout.placement.enabled else "",
+        "rollout.planner.profile": rollout.planner.profile if planned else "",
+    }
     if any(profiles.values()):
         here = await function(IDENTITY, {"threads": rollout.engine.threads})
         key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)

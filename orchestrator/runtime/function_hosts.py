@@ -19,7 +19,6 @@ from orchestrator.config import Config
 from orchestrator.config.reward_keys import JudgeSection
 from orchestrator.environments.tool_functions import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog
-from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
@@ -49,6 +48,9 @@ class Rewards:
     call: Mapping[str, Any] | None = (
         None  # keywords of the client, for another process; None: it is asked from here only
     )
+    host: Mapping[str, Any] | None = (
+        None  # keywords of a host like the run's own, for another machine; None: it has none
+    )
 
 
 async def start_reward(
@@ -64,10 +66,13 @@ async def start_reward(
     hosts, beside = await judges.start(config, keeper, stack, folder, events)
     reward: LLMJudge | HttpReward | RewardByTask
     call: dict[str, Any] | None = None
+    alike: dict[str, Any] | None = None
     if settings.judge.any:
         reward = judge_of(config, task, settings.judge, hosts.get(""))
     else:
         call = await _function(config, task, timeouts, keeper, stack, folder)
+        if not settings.url and settings.host == "embedded":
+            alike = _host_keywords(config, task)
         said: dict[str, Any] = {name: getattr(task, name, None) for name in ("played", "said", "scorers")}
         reward = function = HttpReward(timeouts=timeouts, tls=config.tls.files(), **said, **call)
         if settings.judges:
@@ -81,7 +86,18 @@ async def start_reward(
         beside,
         None if isinstance(reward, LLMJudge) else reward.resize,
         call,
+        alike,
     )
+
+
+def _host_keywords(config: Config, task: Task) -> dict[str, Any]:
+    settings = config.reward
+    return {
+        "function": settings.function or registry.reward_of(task),
+        "concurrency": settings.concurrency,  # the client has fewer calls in flight, and may get more
+        "timeout": call_seconds(config, task),
+        "idle_seconds": settings.idle_seconds,
+    }
 
 
 async def _function(
@@ -106,13 +122,7 @@ async def _function(
         url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
     else:
         slots = pools_of(config)["rewards"].begins
-        host = RewardHost(
-            settings.function or registry.reward_of(task),
-            concurrency=settings.concurrency,  # the client has fewer calls in flight, and may get more
-            timeout=seconds,
-            idle_seconds=settings.idle_seconds,
-            log=folder.logs / "reward-host.log",
-        )
+        host = RewardHost(**_host_keywords(config, task), log=folder.logs / "reward-host.log")
         await host.start()
         stack.push_async_callback(host.stop)
         keeper.keep("reward host", host, settings.host_restarts)
@@ -184,12 +194,11 @@ def call_seconds(config: Config, task: Task) -> float:
 
 
 async def start_predictor(config: Config, task: Task, stack: AsyncExitStack, folder: RunFolder) -> PredictorPort | None:
-    """The process that predicts lengths; None: none is wanted. Raises ConfigError and RunError."""
+    """The process that predicts lengths; None: none is wanted. Raises RunError; a file that cannot be used: see preflight."""
     settings = config.rollout.prediction
     if not settings.enabled or settings.in_process:
         return None
     prior, seed = float(task.max_response_tokens), config.run.seed
-    make_predictor(settings, prior, seed)  # a bad file is said here, before there is a process
     process = PredictorProcess(settings, prior, seed, folder.path / "predictor.npz", folder.logs / "predictor.log")
     await process.start()
     stack.push_async_callback(process.stop)

@@ -35,7 +35,7 @@ SEGMENT = 256 << 20  # the least that a rank lends to the relay by itself
 LARGE = 1_000_000_000  # parameters; preflight plans no model that is smaller
 _MARGIN = 1.1  # of what versions take in the store over their tensors
 _PLAN = "megatron_rlplugin.memory.trainer_plan:plan_trainer"
-_SHAPE = "megatron_rlplugin.model_families:read_shape"
+SHAPE = "megatron_rlplugin.model_families:read_shape"
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -105,7 +105,7 @@ def check(config: Config) -> list[str]:
     of experts takes minutes, and a node without Megatron-Core can plan nothing. Raises ConfigError."""
     if not config.model.path:
         return []
-    shape = named_function("model.path", _SHAPE)(config.model.path)
+    shape = named_function("model.path", SHAPE)(config.model.path)
     needed, relay = relay_segment(config, shape), config.relay
     whole = relay.kind == "mooncake" and not relay.snapshot_every  # differences are smaller by what nobody knows yet
     if whole and 0 < relay.segment_mb << 20 < needed / _MARGIN:
@@ -126,20 +126,6 @@ def check(config: Config) -> list[str]:
     return []
 
 
-def notes(config: Config) -> list[str]:
-    """Of a large model, the defaults that are a small one's and that nobody set."""
-    if not config.model.path or named_function("model.path", _SHAPE)(config.model.path).parameters < LARGE:
-        return []
-    said = {
-        "model.dtype": ("dtype" in config.model.model_fields_set, "bfloat16 is usual for a model of this size"),
-        "trainer.learning_rate": (
-            "learning_rate" in config.trainer.model_fields_set,
-            "1e-6 is usual for a model that can do something already",
-        ),
-    }
-    return [f"{key} has the default of the demo: {why}" for key, (given, why) in said.items() if not given]
-
-
 def relay_segment(config: Config, shape: Any) -> int:
     """Bytes that each trainer rank must lend to the relay: its share of ``keep_versions + 1`` versions. Where a pipeline has
     stages, that of the fullest one, which has an embedding beside its layers."""
@@ -149,15 +135,25 @@ def relay_segment(config: Config, shape: Any) -> int:
     return round(share * _BYTES[config.model.dtype] * (config.relay.keep_versions + 1) * _MARGIN)
 
 
+def planned_trainer(config: Config, path: str) -> Any:
+    """The :class:`megatron_rlplugin.memory.trainer_plan.TrainerPlan` of a run. Raises ConfigError and RunError."""
+    capacity = device_bytes(config, config.resources.trainer)
+    room = None if capacity is None else capacity - sum(_asleep(config).values())
+    settings = config.trainer.model_dump(exclude_defaults=True)
+    return named_function("trainer.megatron", _PLAN)(
+        path, settings, config.model.dtype, config.rollout.widest_context, room
+    )
+
+
+def _asleep(config: Config) -> dict[str, int]:
+    """Bytes of who shares a trainer's device."""
+    return {"an engine asleep": CONTEXT} if config.rollout.colocation.enabled else {}
+
+
 def _trainer(config: Config, path: str) -> list[MemoryRow]:
     hardware = config.resources.trainer
     capacity = device_bytes(config, hardware)
-    beside = {"an engine asleep": CONTEXT} if config.rollout.colocation.enabled else {}
-    room = None if capacity is None else capacity - sum(beside.values())
-    settings = config.trainer.model_dump(exclude_defaults=True)
-    plan = named_function("trainer.megatron", _PLAN)(
-        path, settings, config.model.dtype, config.rollout.widest_context, room
-    )
+    plan, beside = planned_trainer(config, path), _asleep(config)
     cure = f"{plan.cure}; then {_gb(plan.cured)} GB" if plan.cured else plan.cure
     lent = {"relay": segment_bytes(config)} if config.relay.kind == "mooncake" else {}
     rows = []
@@ -176,11 +172,11 @@ def segment_bytes(config: Config) -> int:
     """What each trainer rank lends to the relay: as set, else as the model needs."""
     if config.relay.segment_mb or not config.model.path:
         return config.relay.segment_mb << 20 or SEGMENT
-    return max(SEGMENT, relay_segment(config, named_function("model.path", _SHAPE)(config.model.path)))
+    return max(SEGMENT, relay_segment(config, named_function("model.path", SHAPE)(config.model.path)))
 
 
 def _engines(config: Config, path: str) -> list[MemoryRow]:
-    rollout, shape = config.rollout, named_function("model.path", _SHAPE)(path)
+    rollout, shape = config.rollout, named_function("model.path", SHAPE)(path)
     beside = {"a trainer away": CONTEXT} if config.rollout.colocation.enabled else {}
     rows = []
     for group, hardware in dict.fromkeys(

@@ -16,7 +16,7 @@ from orchestrator.cluster.actor import FirstReport
 from orchestrator.cluster.cluster import Heard
 from orchestrator.config import Config
 from orchestrator.resources import Placement
-from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
+from orchestrator.runtime.engine_actors import RayWorker, VllmEngine, part_name
 from orchestrator.runtime.engine_cuts import EngineCuts
 from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.transfer import RelayEndpoint
@@ -69,13 +69,17 @@ class OwnEngines:
 
     def _add(self, number: int, place: Placement | None, **cut: int) -> RayWorker:
         variables = {**engine_environment(self._config, number), **self._beside}
-        actor = self._cluster.add_worker(f"vllm-{number}", place, variables)
+        name = f"vllm-{number}"
+        actor = self._cluster.add_worker(name, place, variables)
+        parts = range(1, self._config.rollout.engine_of(number).nodes)
+        beside = [self._cluster.add_worker(part_name(name, part), place, variables, part) for part in parts]
         arguments = worker_arguments(self._config, self._model, number) | self._kv
 
         def there(report: FirstReport) -> dict[str, Any]:
             return {"relay": self._endpoint(actor.name, report.labels).to_dict()}
 
-        made = self._by_number[number] = RayWorker(self._cluster, actor, WORKER_CLASS, arguments, there=there, **cut)
+        made = RayWorker(self._cluster, actor, WORKER_CLASS, arguments, there=there, beside=beside, **cut)
+        self._by_number[number] = made
         return made
 
     def pids(self) -> dict[str, int]:

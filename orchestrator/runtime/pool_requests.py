@@ -6,16 +6,23 @@ ConfigError before anything starts. Worker ids carry the job's name, so that job
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
 from orchestrator.config import Config
 from orchestrator.policies.placement.device_allocation import DeviceBinding
+from orchestrator.policies.placement.owner_heartbeats import OwnerHeartbeats
 from orchestrator.proxy import router_setup
 from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager, reserve
 from orchestrator.resources.placement_groups import RESERVE_SECONDS
 from orchestrator.runtime.engine_actors import trainer_names
+
+_BEATS = 6  # heartbeats within the time after which a job counts as dead
+
+_logger = logging.getLogger(__name__)
 
 
 def trainer_ranks(config: Config) -> int:
@@ -43,12 +50,61 @@ def engine_wish(config: Config, number: int) -> tuple[str, str, int]:
     return name, hardware or ROLE_CLASSES["ActorGen"], most
 
 
+def nodes_of(config: Config, process: str) -> int:
+    """On how many nodes its devices are."""
+    number = process.removeprefix("vllm-")
+    return 1 if number == process else config.rollout.engine_of(int(number)).nodes
+
+
 def place(
     config: Config, metadata: MetadataStore | None, job: str, note: Callable[[DeviceBinding], None] | None = None
 ) -> tuple[ResourceManager, dict[str, Placement]]:
     """Bind all processes of a job. Raises ConfigError, and RetryableError when other jobs have what is needed."""
+    manager, places = _manager(config, metadata, job), dict[str, Placement]()
+    try:
+        for name, hardware, devices in wishes(config):
+            nodes = nodes_of(config, name)
+            places[name] = Placement(manager, _worker_id(job, name), hardware, devices, nodes=nodes, note=note)
+            places[name].bind()
+    except RetryableError:
+        manager.close()  # others may fit in
+        raise
+    return manager, places
+
+
+async def place_beside_others(
+    config: Config, metadata: MetadataStore, job: str, note: Callable[[DeviceBinding], None], say: Callable[[str], None]
+) -> tuple[ResourceManager, dict[str, Placement]]:
+    """:func:`place`, in pools that jobs share: it waits for what others have, long enough to find out who is dead, and has that
+    then. Raises as :func:`place`."""
+    loop, silent = asyncio.get_running_loop(), config.resources.silent
+    beats, deadline = OwnerHeartbeats(silent), loop.time() + 1.5 * silent
+    while True:
+        try:
+            return await asyncio.to_thread(place, config, metadata, job, note)
+        except RetryableError:
+            if loop.time() >= deadline:
+                raise
+        manager = await asyncio.to_thread(_manager, config, metadata, job)
+        if freed := await asyncio.to_thread(manager.free_silent, beats, loop.time()):
+            say(f"no sign of life of {', '.join(freed)} for {silent:g} s: what it had of the pools is free")
+        else:
+            await asyncio.sleep(silent / _BEATS)
+
+
+async def keep_beating(manager: ResourceManager, silent: float) -> None:
+    """Until cancelled. Raises RunError when the job has lost what it had; outages of the store are sat out."""
+    while True:
+        try:
+            await asyncio.to_thread(manager.beat)
+        except RetryableError as error:
+            _logger.warning("no heartbeat: %s", error)
+        await asyncio.sleep(silent / _BEATS)
+
+
+def _manager(config: Config, metadata: MetadataStore | None, job: str) -> ResourceManager:
     settings = config.resources
-    manager = ResourceManager(
+    return ResourceManager(
         settings.pools,
         metadata=metadata,
         name=settings.name,
@@ -56,11 +112,6 @@ def place(
         compatible=settings.compatible,
         per_server=settings.devices_per_server,
     )
-    places: dict[str, Placement] = {}
-    for name, hardware, devices in wishes(config):
-        places[name] = Placement(manager, _worker_id(job, name), hardware, devices, note=note)
-        places[name].bind()
-    return manager, places
 
 
 def place_of_engine(
@@ -73,9 +124,10 @@ def place_of_engine(
 ) -> Placement:
     """The place of one engine more, not bound. ``manager`` None: no pools; ``shared``: it has no devices of its own."""
     name, hardware, devices = engine_wish(config, number)
+    nodes = nodes_of(config, name)
     if manager is None:
-        return Placement(None, name, "", 0 if shared else devices)
-    return Placement(manager, _worker_id(job, name), hardware, devices, note=note)
+        return Placement(None, name, "", 0 if shared else devices, nodes=nodes)
+    return Placement(manager, _worker_id(job, name), hardware, devices, nodes=nodes, note=note)
 
 
 def _worker_id(job: str, name: str) -> str:
@@ -89,7 +141,12 @@ def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Place
 
     wanted = [(name, devices) for name, _, devices in wishes(config)]
     there, needed = ray.cluster_resources().get("GPU", 0), sum(devices for _, devices in wanted)
-    if config.rollout.colocation.enabled or config.rollout.reshapes or not there:
+    if config.rollout.colocation.enabled or config.rollout.reshapes:
+        return {}
+    if (wide := max(group.nodes for group in config.rollout.engine_groups)) > 1 and needed > there:
+        fix = f"the run wants {needed} GPUs and Ray has {there:g}: its engine's nodes are those of a Ray that counts devices"
+        raise ConfigError("rollout.engine.nodes", wide, fix)
+    if not there:
         return {}
     if needed > there and config.ray.address:
         fix = (
@@ -99,7 +156,7 @@ def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Place
     if needed > there:
         say(f"the run wants {needed} GPUs and Ray has {there:g}: its processes share the devices that they see")
         return {}
-    return {name: Placement(None, name, "", devices) for name, devices in wanted}
+    return {name: Placement(None, name, "", devices, nodes=nodes_of(config, name)) for name, devices in wanted}
 
 
 def reserve_all(config: Config, places: Mapping[str, Placement]) -> None:

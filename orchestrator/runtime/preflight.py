@@ -22,6 +22,7 @@ from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
+from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.sandbox import Sandbox
@@ -51,7 +52,10 @@ def make_task(config: Config) -> Task:
             return registry.make(config.task.name, config.task.heldout_maps, speak=speak, **options)
         return speak(registry.make(config.task.name, config.task.heldout_maps, **options))
     task = registry.make(config.task.name, config.task.heldout_maps, **options)
-    return MemoryTask(task, **memory.model_dump()) if memory.turns else task
+    if not memory.turns:
+        return task
+    embed = named_function("task.memory.embed", memory.embed) if memory.embed else None
+    return MemoryTask(task, **memory.model_dump(exclude={"embed"}), embed=embed)
 
 
 def check(config: Config, task: Task) -> list[str]:
@@ -68,6 +72,7 @@ def check(config: Config, task: Task) -> list[str]:
         lambda: _one_turn(config, task),
         lambda: _environments(config, task),
         lambda: _lengths(config, task),
+        lambda: _predictor(config, task),
         lambda: _heldout(config),
         lambda: _processors(config),
         lambda: _room(config),
@@ -101,7 +106,6 @@ def check(config: Config, task: Task) -> list[str]:
     return [
         *([task.about()] if isinstance(task, DatasetTask) else []),
         *unplanned,
-        *memory_plan.notes(config),
         *([f"{table}: {names} could not be checked: {why}"] if names else []),
     ]
 
@@ -262,6 +266,12 @@ def _ray_serve(config: Config) -> None:
     if not address and serve.min_replicas * serve.cpus > config.ray.cpus:
         fix = f"{serve.min_replicas} replicas of {serve.cpus:g} CPUs do not fit into ray.cpus = {config.ray.cpus}"
         raise ConfigError("reward.serve.min_replicas", serve.min_replicas, fix)
+
+
+def _predictor(config: Config, task: Task) -> None:
+    """Made once as the run will make it: a model, or what another run saved, that cannot be used is said now."""
+    if config.rollout.prediction.enabled:
+        make_predictor(config.rollout.prediction, float(task.max_response_tokens), config.run.seed)
 
 
 def _lengths(config: Config, task: Task) -> None:

@@ -54,7 +54,7 @@ from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import DeviceBinding
-from orchestrator.resources import Placement, cluster_resources
+from orchestrator.resources import Placement, ResourceManager, cluster_resources
 from orchestrator.resources.pool_sizes import pools_of, read_sizes
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import (
@@ -76,6 +76,7 @@ from orchestrator.runtime.process_keeper import Keeper
 from orchestrator.runtime.resume import Resumed
 from orchestrator.runtime.revived_trainer import RevivedTrainer
 from orchestrator.runtime.run_records import RunRecords
+from orchestrator.runtime.shard_nodes import SpreadShards
 from orchestrator.runtime.shard_process import LocalShards
 from orchestrator.runtime.site_caches import start_site_caches
 from orchestrator.transfer import RelayEndpoint, open_metadata
@@ -273,6 +274,7 @@ class _Life:
             pipeline = build_pipeline(config, parts, position)
             await stack.enter_async_context(run_view.watch_pipeline(sampler, config, folder, events, pipeline))
             assembly.keeper.start(pipeline.fail)
+            assembly.fail_with_beats(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
             self.up = True
             if self.lost_at is not None:
@@ -322,6 +324,7 @@ class _Assembly:
     resumed: Resumed | None
     keeper: Keeper = field(init=False)
     nodes: NodeCheck = field(default_factory=NodeCheck)
+    beating: asyncio.Task[None] | None = None  # where other jobs share the pools
 
     def __post_init__(self) -> None:
         self.keeper = Keeper(self.events)
@@ -338,7 +341,8 @@ class _Assembly:
         printed = {LOGS: str(self.folder.logs.resolve())}
         spread, variables = bool(config.ray.address), trainer_environment(config) | printed
         ranks = pool_requests.trainer_ranks(config)
-        places, later = await asyncio.to_thread(self._places, endpoint)
+        manager, bound = await self._bound(endpoint)
+        places, later = await asyncio.to_thread(self._places, endpoint, manager, bound)
         shared = config.rollout.colocation.enabled
         kind = COLOCATED_CLASS if shared else TRAINER_CLASS
         placed = list(places.values())[:ranks]
@@ -362,7 +366,8 @@ class _Assembly:
         engines = OwnEngines(config, model, told, places, cut, beside, self._hear, later)
         self.stack.push_async_callback(engines.close)
         workers = engines.workers
-        market = Market(config, self.task, endpoint, self.events, caches.endpoint_of)
+        resuming = resumed is not None
+        market = Market(config, self.task, endpoint, self.events, caches.endpoint_of, resumed=resuming)
         self.stack.push_async_callback(market.close)
         served = await market.borrow()
         managed: list[ManagedWorker] = [*workers, *served]
@@ -373,8 +378,13 @@ class _Assembly:
         log = self.folder.logs / "environments.log"
         owner, tally = environment_owner(self.folder.path), ToolTally()
         settings = None if tools is None else tools.settings
-        shards = None
-        if config.rollout.shards > 1:
+        shards: LocalShards | SpreadShards | None = None
+        if config.rollout.shards_on == "nodes":
+            asked = config, rewards.call, rewards.host, records.shards, owner, self.folder.logs
+            shards = SpreadShards(*asked, self._hear_shard)
+            self.stack.push_async_callback(shards.close)
+            await shards.open()
+        elif config.rollout.shards > 1:
             shards = LocalShards(config, rewards.call, records.shards, owner, self.folder.logs)
             self.stack.push_async_callback(shards.close)
         pool = None
@@ -479,15 +489,37 @@ class _Assembly:
             verify_key=Signer(settings.signing_key).verify_key if settings.signing_key else "",
         )
 
-    def _places(self, endpoint: RelayEndpoint) -> tuple[dict[str, Placement], Callable[[int], Placement]]:
-        """By worker, reserved in Ray; empty where nothing has devices of its own. And those of engines that are added later."""
-        config, manager, added = self.config, None, list[Placement]()
-        if config.resources.pools:
-            metadata = open_metadata(endpoint)
-            self.stack.callback(metadata.close)
-            manager, places = pool_requests.place(config, metadata, endpoint.job, self._note_binding)
-        else:
-            places = pool_requests.without_pools(config, self.display.message)
+    async def _bound(self, endpoint: RelayEndpoint) -> tuple[ResourceManager | None, dict[str, Placement]]:
+        """The pools, if the config has any, and by worker its place, bound; empty where nothing has devices of its own."""
+        config = self.config
+        if not config.resources.pools:
+            return None, await asyncio.to_thread(pool_requests.without_pools, config, self.display.message)
+        metadata = await asyncio.to_thread(open_metadata, endpoint)
+        self.stack.callback(metadata.close)
+        if not config.relay.metadata_url:  # the run's own, which no other job has
+            return await asyncio.to_thread(pool_requests.place, config, metadata, endpoint.job, self._note_binding)
+        told = self._note_binding, self.display.message
+        manager, places = await pool_requests.place_beside_others(config, metadata, endpoint.job, *told)
+        beating = pool_requests.keep_beating(manager, config.resources.silent)
+        self.beating = asyncio.create_task(beating, name="heartbeats of this job")
+        self.stack.callback(self.beating.cancel)
+        return manager, places
+
+    def fail_with_beats(self, fail: Callable[[BaseException], None]) -> None:
+        """From now on the run ends when its heartbeats do."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                fail(error)
+
+        if self.beating is not None:
+            self.beating.add_done_callback(ended)
+
+    def _places(
+        self, endpoint: RelayEndpoint, manager: ResourceManager | None, places: dict[str, Placement]
+    ) -> tuple[dict[str, Placement], Callable[[int], Placement]]:
+        """The places, reserved in Ray. And those of engines that are added later."""
+        config, added = self.config, list[Placement]()
         owner = endpoint.job if config.resources.pools else ""
 
         def later(number: int) -> Placement:
@@ -526,6 +558,10 @@ class _Assembly:
         if report.devices:
             self.events.emit("devices", worker=worker, node=report.node, devices=list(report.devices))
         self.nodes.check(worker, report)
+
+    def _hear_shard(self, shard: str, report: FirstReport) -> None:
+        self.display.message(f"{shard} is on {report.node}")
+        self.nodes.check(shard, report)
 
     async def _model(self, trainer: RayTrainer) -> str:
         """The model's folder; a tiny one is made in the trainer's process."""

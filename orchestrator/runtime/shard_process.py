@@ -15,7 +15,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ from orchestrator.rewards.voting import MajorityVote
 from orchestrator.runtime import garbage_collector
 from orchestrator.runtime.loop_watch import LoopWatch
 from orchestrator.runtime.preflight import make_task
-from orchestrator.shards.shard_folder import ShardFolder, TrajectoryWriter
+from orchestrator.shards.shard_folder import ShardFolder, TrajectoryWriter, lay_by_value
 
 START_SECONDS = 120.0  # to come up, the first environment included
 _LENGTH = struct.Struct("<I")
@@ -95,18 +95,8 @@ class LocalShards:
     def __init__(
         self, config: Config, reward: Mapping[str, Any] | None, shards: ShardFolder, owner: str, logs: Path
     ) -> None:
-        count = config.rollout.shards
-        hello = {
-            "config": share_of(config).model_dump(mode="json"),
-            "reward": None if reward is None else {**reward, "concurrency": math.ceil(reward["concurrency"] / count)},
-            "folders": [str(folder.absolute()) for folder in shards.folders],
-            "log": str((logs / "environments.log").absolute()),
-            "distribution": orchestrator.__version__,
-        }
-        self._shards = [
-            LocalShard({**hello, "name": f"s{number}", "owner": f"{owner}-s{number}"}, logs / f"shard-{number}.log")
-            for number in range(count)
-        ]
+        said = words_of_shards(config, reward, shards.folders, owner, logs)
+        self._shards = [LocalShard(words.hello, words.log) for words in said]
         self.parts = ManagerParts(self._shards, shards.adopt)
 
     def pids(self) -> dict[str, int]:
@@ -119,10 +109,37 @@ class LocalShards:
         await asyncio.gather(*(shard.close() for shard in self._shards))
 
 
+@dataclass(frozen=True)
+class ShardWords:
+    """``hello``: what a shard's process is told first; ``log``: where its errors go."""
+
+    hello: Mapping[str, Any]
+    log: Path
+
+
+def words_of_shards(
+    config: Config, reward: Mapping[str, Any] | None, folders: Sequence[Path], owner: str, logs: Path
+) -> list[ShardWords]:
+    """Of each of ``rollout.shards``. ``reward``: see :class:`LocalShards`; ``folders``: where they lay trajectories; with none
+    these come by value."""
+    count = config.rollout.shards
+    hello = {
+        "config": share_of(config).model_dump(mode="json"),
+        "reward": None if reward is None else {**reward, "concurrency": math.ceil(reward["concurrency"] / count)},
+        "folders": [str(folder.absolute()) for folder in folders],
+        "log": str((logs / "environments.log").absolute()),
+        "distribution": orchestrator.__version__,
+    }
+    return [
+        ShardWords({**hello, "name": f"s{number}", "owner": f"{owner}-s{number}"}, logs / f"shard-{number}.log")
+        for number in range(count)
+    ]
+
+
 def share_of(config: Config) -> Config:
     """What one of ``rollout.shards`` has of the run: its part of the environments."""
     data, count = config.model_dump(mode="json"), config.rollout.shards
-    data["rollout"]["shards"] = 1
+    data["rollout"] |= {"shards": 1, "shards_on": "head"}
     data["rollout"]["environments"] = max(config.group_members, math.ceil(config.rollout.environments / count))
     for key in ("size", "warm"):
         data["environment"][key] = math.ceil(data["environment"][key] / count)
@@ -131,10 +148,12 @@ def share_of(config: Config) -> Config:
 
 class LocalShard:
     """Implements :class:`orchestrator.components.ShardStarter`. ``hello``: what the process is told first; ``module``: what it
-    runs."""
+    runs; ``folder``: where, None: here."""
 
-    def __init__(self, hello: Mapping[str, Any], log: Path, module: str = _MODULE) -> None:
-        self._hello, self._log, self._module = hello, log, module
+    def __init__(
+        self, hello: Mapping[str, Any], log: Path, module: str = _MODULE, *, folder: str | None = None
+    ) -> None:
+        self._hello, self._log, self._module, self._folder = hello, log, module, folder
         self._links: list[_PipeLink] = []
         self._starts = 0
 
@@ -153,6 +172,7 @@ class LocalShard:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**dict.fromkeys(ONE_THREAD, "1"), **public_environment()},
+                cwd=self._folder,
                 start_new_session=True,  # Ctrl-C is for the head, which ends it when it is done
             )
         link = _PipeLink(process)
@@ -292,7 +312,8 @@ async def real_parts(hello: Mapping[str, Any], send: Send) -> AsyncIterator[Host
     scorer, votes = _scorer(config, task, hello["reward"]), config.reward.votes
     reward = scorer if votes == 1 else MajorityVote(scorer, votes, config.reward.vote_by)
     pool = build_environment_pool(config, task, hello["owner"], events, log=Path(hello["log"]))
-    writer = TrajectoryWriter([Path(folder) for folder in hello["folders"]], f"{hello['name']}-{hello['start']}")
+    folders = [Path(folder) for folder in hello["folders"]]
+    lay = TrajectoryWriter(folders, f"{hello['name']}-{hello['start']}").lay if folders else lay_by_value
     watch = LoopWatch(lambda said: events.emit("alarm", what="event_loop", detail=f"{hello['name']}: {said}"))
     watch.start()
     try:
@@ -302,7 +323,7 @@ async def real_parts(hello: Mapping[str, Any], send: Send) -> AsyncIterator[Host
         yield HostParts(
             lambda proxy: build_manager(config, task, proxy, never_stale, pool),
             reward,
-            writer.lay,
+            lay,
             config.rollout.trajectory_timeout,
             lambda: {"rewards": scorer.stats(), "environments": {} if pool is None else pool.stats()},
             {"rewards": scorer.resize} if isinstance(scorer, HttpReward) else {},

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from orchestrator.settings.section import Conflict, Positive, Section
 
-_ONE_NODE = "an engine lies within one node, in one actor: leave it out"
+_NODES = "is `nodes`; who is where, and at which address, is of the run's plan: leave it out"
 _REPLICAS = "an engine is one replica, and the proxy balances between engines: raise rollout.workers instead"
 _PLUGIN = "is the plugin's own: what a run guarantees of priorities, versions and weights hangs on it; leave it out"
 _EXACT = "a run needs tokens and log-probs exactly as they were sampled, and sets this itself: leave it out"
@@ -48,7 +48,7 @@ OWNED: Mapping[str, str] = {
     "disable_log_stats": "the engine's figures are in the run's events and metrics: leave it out",
     "distributed_executor_backend": "in its placement group vLLM would ask Ray for the same devices again: leave it out",
     "prefill_context_parallel_size": "an engine's devices are tensor_parallel_size x pipeline_parallel_size: leave it out",
-    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _NODES),
 }
 
 _KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "list": (list,), "dict": (dict,)}
@@ -70,6 +70,8 @@ class EngineSettings(Section):
     threads: Positive = 1
     tensor_parallel_size: Positive = 1
     pipeline_parallel_size: Positive = 1
+    # nodes that its devices are on, as many on each: above 1 for an engine that is larger than a node (vLLM's own nodes)
+    nodes: Positive = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +87,9 @@ class EngineSettings(Section):
         yield from (
             (name, value, fix) for name, value in options.items() if (fix := _refusal(name, value, known, ours))
         )
+        if self.ranks % self.nodes:
+            fix = f"as many devices are on each node, and {self.ranks} are not a multiple of it"
+            yield "nodes", self.nodes, fix
         if self.kv_cache_mb and "gpu_memory_utilization" in options:
             fix = f"has no effect beside kv_cache_mb = {self.kv_cache_mb}: leave one of the two out"
             yield "gpu_memory_utilization", options["gpu_memory_utilization"], fix

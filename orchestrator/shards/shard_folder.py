@@ -8,6 +8,7 @@ was killed is removed by the next one.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import xxhash
 
 from orchestrator.api import Prompt, RunError, SampleFacts, Trajectory, Turn
-from orchestrator.shards.trajectory_shard import OpenShard, ShardContext, encode
+from orchestrator.shards.trajectory_shard import OpenShard, ShardContext, encode, encode_slices
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -157,9 +158,21 @@ class ShardFolder:
 
     def finish(self, trajectory: Trajectory) -> Trajectory:
         """The same with its numbers in a shard; one that is finished is returned as it is. Raises RunError."""
+        return trajectory if shard_of(trajectory) is not None else self._laid(trajectory, *encode(trajectory))
+
+    async def finish_in_slices(self, trajectory: Trajectory) -> Trajectory:
+        """The same, while others have a turn of the loop after each of the trajectory's turns."""
         if shard_of(trajectory) is not None:
             return trajectory
-        data, contexts = encode(trajectory)
+        slices = encode_slices(trajectory)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                return self._laid(trajectory, *end.value)
+            await asyncio.sleep(0)
+
+    def _laid(self, trajectory: Trajectory, data: pa.Buffer, contexts: tuple[ShardContext, ...]) -> Trajectory:
         path = _write(self._folders, f"{next(self._numbers):08d}.arrow", memoryview(data), self.bytes)
         shard = self._own(Shard(path, data.size, _digest(data), contexts))
         turns = OpenShard(shard.data()).attached(trajectory.turns)
@@ -171,11 +184,14 @@ class ShardFolder:
         return tuple(self._folders)
 
     def adopt(self, laid: LaidTrajectory) -> ShardTurns:
-        """The turns of what another process has laid here: the file is this folder's from now on. Raises RunError for one that is
-        elsewhere, is gone, or is not what was laid."""
-        if Path(laid.path).parent not in self._folders:
-            raise RunError(f"shard {laid.path} lies in none of {', '.join(map(str, self._folders))}")
-        shard = self._own(Shard(laid.path, laid.size, laid.digest, laid.contexts))
+        """The turns of what another process has laid here, or has said by value: the file is this folder's from now on. Raises
+        RunError for one that is elsewhere, is gone, or is not what was laid."""
+        path = laid.path
+        if laid.data is not None:
+            path = _write(self._folders, f"{next(self._numbers):08d}.arrow", memoryview(laid.data), self.bytes)
+        elif Path(path).parent not in self._folders:
+            raise RunError(f"shard {path} lies in none of {', '.join(map(str, self._folders))}")
+        shard = self._own(Shard(path, laid.size, laid.digest, laid.contexts))
         return ShardTurns.of(shard.open().turns(), shard)
 
     def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:

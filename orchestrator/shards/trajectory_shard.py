@@ -17,7 +17,7 @@ from __future__ import annotations
 import array
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, overload
@@ -116,8 +116,23 @@ class Column(Sequence[Any]):
         return np.array(self._values, dtype, copy=copy)
 
 
-def encode(trajectory: Trajectory) -> tuple[pa.Buffer, tuple[ShardContext, ...]]:
-    """A trajectory's shard, and its contexts. Raises RunError where a turn's tokens, log-probs and versions differ in number."""
+Encoded = tuple["pa.Buffer", tuple[ShardContext, ...]]  # a trajectory's shard, and its contexts
+
+
+def encode(trajectory: Trajectory) -> Encoded:
+    """All of :func:`encode_slices` at once."""
+    slices = encode_slices(trajectory)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            encoded: Encoded = end.value
+            return encoded
+
+
+def encode_slices(trajectory: Trajectory) -> Generator[None, None, Encoded]:
+    """Encode a trajectory; stops in each turn, and between the steps that take all of it. Raises RunError where a turn's tokens,
+    log-probs and versions differ in number."""
     import pyarrow as pa
 
     tokens: list[Numbers] = []
@@ -127,12 +142,15 @@ def encode(trajectory: Trajectory) -> tuple[pa.Buffer, tuple[ShardContext, ...]]
             raise RunError(f"trajectory {trajectory.id}: a turn's tokens, log-probs and versions differ in number")
         before = () if turn.context is None else turn.context.token_ids
         tokens += [_array(part, "i") for part in (before, turn.observation_ids, turn.action_ids)]
+        yield
         said.append(_array(turn.logprobs, "d"))
+        yield
     exact = np.concatenate([np.empty(0), *said])
     with np.errstate(over="ignore"):
         logprobs = exact.astype(np.float32)
     if not np.array_equal(logprobs, exact, equal_nan=True):
         logprobs = exact
+    yield
     record = json.dumps({name: _plain(getattr(trajectory, name)) for name in _RECORD})
     token_ids = np.concatenate([np.empty(0, np.int32), *tokens])
     columns = {
@@ -144,11 +162,14 @@ def encode(trajectory: Trajectory) -> tuple[pa.Buffer, tuple[ShardContext, ...]]
     experts = [turn.experts.data if turn.experts is not None else b"" for turn in trajectory.turns]
     if any(experts):
         columns["experts"] = pa.array([experts], pa.list_(pa.binary()))
+    contexts = _contexts(trajectory.turns, token_ids, exact)
+    yield
     batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue(), _contexts(trajectory.turns, token_ids, exact)
+    yield
+    return sink.getvalue(), contexts
 
 
 class OpenShard:
@@ -196,6 +217,10 @@ class OpenShard:
     def experts(self, first: int, end: int) -> tuple[RoutedExperts, ...]:
         """Those that are known of these turns."""
         return tuple(found for turn in range(first, end) if (found := self._experts_of(turn)) is not None)
+
+    def experts_by_turn(self) -> list[RoutedExperts | None]:
+        """Of each turn; none where none are known."""
+        return [] if self._experts is None else [self._experts_of(turn) for turn in range(len(self._turns))]
 
     def _experts_of(self, turn: int) -> RoutedExperts | None:
         form = self._turns.field("experts")[turn].as_py() if self._experts is not None else None

@@ -50,6 +50,7 @@ from orchestrator.api import (
     TrajectoryError,
     UpdateResult,
 )
+from orchestrator.components import InMemory
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
@@ -475,17 +476,13 @@ class FaultyTools:
             await self._inner.call()
 
 
-class FaultyShards:
-    """Shards of which some are lost. Its draws are its own: the other faults of a run stay what they are without it."""
+class FaultyShards(InMemory):
+    """Shards of which some are lost; they stay in memory. Its draws are its own: the other faults of a run stay as they are."""
 
     def __init__(self, config: Config, faults: FaultInjector, life: int) -> None:
         self._rate = config.sim.fault_rate
         self._faults = faults
         self._rng = random_stream(config.run.seed, "faults", "shards", life)
-
-    def finish(self, trajectory: Trajectory) -> Trajectory:
-        """They stay in memory."""
-        return trajectory
 
     def lost(self, trajectories: Iterable[Trajectory]) -> list[str]:
         """See :class:`orchestrator.components.Shards`."""

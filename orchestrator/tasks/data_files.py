@@ -140,7 +140,12 @@ def _table(field: str, file: Path, columns: Sequence[str]) -> Iterator[DataRow |
                     for values in batch.select(list(columns)).slice(part, _BATCH).to_pylist():
                         number += 1
                         yield _value(f"{file}:{number}", values)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the last two: values that Python has not
         raise ConfigError(field, str(file), f"cannot be read behind row {number}: {error}") from error
 
 

@@ -1,7 +1,8 @@
 """External memory as a tool (study notes 5.2): a task whose policy can note tokens and look them up later.
 
 Around any task. Three words are added to its vocabulary: an action that begins with ``<note>`` keeps the tokens after it, one
-that begins with ``<recall>`` is answered with the notes that share most tokens with its own; neither reaches the environment.
+that begins with ``<recall>`` is answered with the notes that share most tokens with its own, or are nearest to it by an embedding
+(:mod:`orchestrator.tasks.note_ranks`); neither reaches the environment.
 ``task.memory.turns`` in the config puts it around the task of a run. What a reward function is sent are the actions that
 reached the environment (:meth:`MemoryTask.played`), so those that replay them need not know of it.
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TrajectoryError, parts_of
 from orchestrator.tasks.mixture import MixturePart
+from orchestrator.tasks.note_ranks import Embed, NearestVectors, NoteRank, by_shared_words
 
 WORDS = ("<note>", "<recall>", "<memory>")
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
@@ -32,10 +34,14 @@ _OF_THE_TASK = (
 
 
 class MemoryTask:
-    """``task`` with a memory. ``turns``: how many more turns an episode has for it; ``longest``: of an answer, tokens."""
+    """``task`` with a memory. ``turns``: how many more turns an episode has for it; ``longest``: of an answer, tokens; ``embed``:
+    of notes, None: they are found by shared words."""
 
-    def __init__(self, task: Task, *, turns: int = 8, longest: int = 64, notes: int = 64) -> None:
+    def __init__(
+        self, task: Task, *, turns: int = 8, longest: int = 64, notes: int = 64, embed: Embed | None = None
+    ) -> None:
         self._task = task
+        self._embed = embed
         self.name = task.name
         spare = -(len(task.vocabulary) + len(WORDS)) % _MULTIPLE
         self.vocabulary: Sequence[str] = (*task.vocabulary, *WORDS, *(f"<spare{n}>" for n in range(spare)))
@@ -81,14 +87,16 @@ class MemoryTask:
         return self._task.prompts(split, seed)
 
     def environment(self) -> MemoryEnvironment:
-        return MemoryEnvironment(self, self._task.environment())
+        rank = by_shared_words if self._embed is None else NearestVectors(self._embed)
+        return MemoryEnvironment(self, self._task.environment(), rank)
 
 
 class MemoryEnvironment:
     """One episode: memory actions are answered here, all others by ``inner``."""
 
-    def __init__(self, task: MemoryTask, inner: Environment) -> None:
+    def __init__(self, task: MemoryTask, inner: Environment, rank: NoteRank = by_shared_words) -> None:
         self._task = task
+        self._rank = rank
         self._inner = inner
         self._notes: list[tuple[int, ...]] = []
         self._used = 0
@@ -118,10 +126,8 @@ class MemoryEnvironment:
         return StepResult(Observation((task.memory_id, *answer)), 0.0, False)
 
     def _recall(self, words: Sequence[int]) -> tuple[int, ...]:
-        """The notes that share most of the words, newest first among equals; all of them, for no words."""
-        asked = frozenset(words)
-        ranked = sorted(enumerate(self._notes), key=lambda item: (-len(asked.intersection(item[1])), -item[0]))
-        found = [note for _, note in ranked if not asked or asked.intersection(note)]
+        """The notes that answer best, newest first among equals; all of them, for no words."""
+        found = [self._notes[place] for place in self._rank(self._notes, words)]
         return tuple(token for note in found for token in note)[: self._task.longest - 1]
 
     async def close(self) -> None:

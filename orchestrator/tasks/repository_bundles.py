@@ -97,7 +97,7 @@ def read_bundle(source: str) -> RepositoryBundle:
         raise ConfigError(
             _FIELD, source, f"cannot be read ({error}); there are {names}, or give a file's path"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(_FIELD, source, f"is no repository bundle: {error!r:.200}; make it anew") from error
 
 
@@ -144,4 +144,5 @@ def _files(found: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 def _texts(found: Any) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise TypeError(f"a list of texts is {found!r:.40}")
+    encoded(found)  # half a character of UTF-16 is no text, and its error is ours to say
     return tuple(found)

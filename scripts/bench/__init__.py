@@ -17,7 +17,8 @@ RUN = "vllm, megatron-core, ray, mooncake"
 
 
 class Bench(NamedTuple):
-    """Where a benchmark is, how long the whole of it took on two cores, and what it needs beside the package."""
+    """Where a benchmark is, how long the whole of it took on two cores, and what it needs beside the package. Where it has
+    cells (:mod:`scripts.bench.papers.sweep`), how long five seeds take one core, by a cell or two that were timed."""
 
     module: str
     whole: str
@@ -51,12 +52,13 @@ BENCHES = {
     "routing": Bench("scripts.bench.micro.routing", "2 min"),
     "placement": Bench("scripts.bench.micro.placement", "1 min"),
     "allocation": Bench("scripts.bench.micro.allocation", "a few seconds"),
-    "reallocation": Bench("scripts.bench.papers.reallocation", "3 h"),
-    "expert-parallelism": Bench("scripts.bench.papers.expert_parallelism", "3 min"),
+    "reallocation": Bench("scripts.bench.papers.reallocation", "3 h, 120 cells"),
+    "expert-parallelism": Bench("scripts.bench.papers.expert_parallelism", "5 min, 40 cells"),
     "peers": Bench("scripts.bench.peers.side_by_side", "15 min", f"{RUN}; the first time pip, 2 GB of disk"),
     "prediction": Bench("scripts.bench.papers.prediction", "2 min"),
-    "heddle": Bench("scripts.bench.papers.heddle", "46 min"),
-    "all-together": Bench("scripts.bench.papers.all_together", "37 min"),
+    "prediction-encoder": Bench("scripts.bench.papers.encoder_prediction", "15 min", "transformers, --model FOLDER"),
+    "heddle": Bench("scripts.bench.papers.heddle", "3 h, 570 cells"),
+    "all-together": Bench("scripts.bench.papers.all_together", "70 min, 540 cells"),
     "stream-equality": Bench("scripts.bench.micro.stream_equality", "29 min", MEGATRON),
     "calibrated-prediction": Bench("scripts.bench.micro.calibrated_prediction", "8 min", RUN),
     "stream-step": Bench("scripts.bench.micro.stream_step", "10 min", RUN),
@@ -71,13 +73,13 @@ BENCHES = {
     "kv-migrate": Bench("scripts.bench.micro.kv_migrate", "1 min", VLLM),
     "sim-error": Bench("scripts.bench.papers.sim_error", "8 min", VLLM),
     "sim-speed": Bench("scripts.bench.micro.sim_speed", "1 min"),
-    "modes": Bench("scripts.bench.papers.modes", "5 min"),
-    "affinity": Bench("scripts.bench.papers.affinity", "1 min"),
-    "rollart-figures": Bench("scripts.bench.papers.rollart_figures", "3 min"),
-    "rollpacker-figures": Bench("scripts.bench.papers.rollpacker_figures", "2 h"),
-    "borrowed": Bench("scripts.bench.papers.borrowed", "43 min"),
-    "rose-figures": Bench("scripts.bench.papers.rose_figures", "18 min"),
-    "rotation": Bench("scripts.bench.papers.rotation", "15 min"),
+    "modes": Bench("scripts.bench.papers.modes", "15 min, 315 cells"),
+    "affinity": Bench("scripts.bench.papers.affinity", "7 min, 180 cells"),
+    "rollart-figures": Bench("scripts.bench.papers.rollart_figures", "17 min, 240 cells"),
+    "rollpacker-figures": Bench("scripts.bench.papers.rollpacker_figures", "4 h, 400 cells"),
+    "borrowed": Bench("scripts.bench.papers.borrowed", "30 min, 150 cells"),
+    "rose-figures": Bench("scripts.bench.papers.rose_figures", "90 min, 315 cells"),
+    "rotation": Bench("scripts.bench.papers.rotation", "8 min, 300 cells"),
     "tail-batching": Bench("scripts.bench.papers.tail_batching", "3 min", VLLM),
     "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "30 min", VLLM),
     "pool-step": Bench("scripts.bench.micro.pool_step", "2 min", VLLM),

@@ -18,6 +18,7 @@ from typing import Any
 
 from orchestrator.observe.report.page_text import significant
 from orchestrator.observe.report.plots import COLOUR, Point, figure_file, new_figure, style_axes
+from scripts.bench.micro.coserve_slo import slack_left
 
 Row = dict[str, Any]
 
@@ -239,6 +240,25 @@ def learning_curves(detail: Row) -> str:
     return figure_file(figure, title)
 
 
+def slack_over_load(detail: Row) -> str:
+    """What dual admission leaves serving of its SLOs, over how busy it is alone: ``coserve-slo``."""
+    figure, title = new_figure(976, 420), "What rollouts leave serving of its SLOs, by load"
+    for number, (trace, by_load) in enumerate(detail["by_load"].items()):
+        axes = figure.add_axes((0.05 + 0.5 * number, 0.26, 0.43, 0.58))
+        loads = [100 * float(load) for load in by_load]
+        curves = [
+            Curve("alone: a third, by how the SLOs are set", "c0", [(at, 100 / 3) for at in loads], DASHED, dots=False)
+        ]
+        for name, colour in (("ttft", "c1"), ("tpot", "c2")):
+            left = [100 * slack_left(row, name) for row in by_load.values()]
+            look = STRONG if name == "ttft" else {}
+            curves.append(Curve(f"{name.upper()}, dual admission", colour, list(zip(loads, left, strict=True)), look))
+        chart(axes, curves, trace, "serving alone is busy, %", "slack left at P99, % of the SLO; below 0: not kept")
+        axes.axhline(0, color=COLOUR["ink"], linewidth=0.8)
+    legend(figure, axes, 3)
+    return figure_file(figure, title)
+
+
 def _density_of(place: str) -> Callable[[Row], float]:
     return lambda pair: 100 * float(pair["density_by_layer"][place])
 
@@ -248,6 +268,7 @@ DRAWINGS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "transfer-limit.svg": ("transfer-limit.json", rose_figure_10),
     "delta-bytes.svg": ("delta-bytes.json", bytes_per_change),
     "delta-real.svg": ("delta-real.json", real_density),
+    "coserve-slo.svg": ("coserve-slo.json", slack_over_load),
 }
 
 

@@ -1,8 +1,9 @@
 """Which sources a figure was measured on, and which of the committed ones are older than the code as it is.
 
 The sources of a benchmark are the files of this project that its module imports, theirs, and so on (found in the text, imports in
-functions too), and all of a plugin, its patches and its C code where the benchmark needs that engine: processes import those.
-Every result carries their hash, and so does each part of one that was measured in parts.
+functions too) but what only writes results down, the packed data and the scenarios that they name, and all of a plugin, its
+patches and its C code where the benchmark needs that engine: processes import those. Of a simulated figure what only real runs
+enter is left out (:data:`ONLY_REAL`). Every result carries their hash, and so does each part of one that was measured in parts.
 
 ``python -m scripts.bench.measured_sources`` lists each committed result: what it was measured on, and how many lines of its
 sources changed since (a file that was only moved has none). A result without a commit of its own is taken to be of the one that
@@ -32,6 +33,33 @@ _OF_ENGINE = {
     "ray": ("orchestrator",),
 }
 _KINDS = (".py", ".toml", ".c", ".h", ".xz")
+_SETUPS, _SCENARIOS = "orchestrator.sim.paper_setups", Path("orchestrator/sim/scenarios")
+# what writes results down, or says something about them: no figure is another one for it
+_WRITES_DOWN = tuple(
+    f"scripts.bench{name}"
+    for name in (
+        "",
+        ".result",
+        ".measured_sources",
+        ".cells",
+        ".papers.calibration",
+        ".papers.refusals",
+        ".papers.sweep",
+    )
+)
+# what the composition root imports for real runs alone: no simulated one enters it
+ONLY_REAL = tuple(
+    f"orchestrator.{name}."
+    for name in (
+        "agents.agent_manager",
+        "child_process",
+        "environments.pod_manifests",
+        "environments.pods",
+        "environments.subprocesses",
+        "ops",
+        "sandbox",
+    )
+)
 
 
 class Age(NamedTuple):
@@ -55,11 +83,34 @@ def sources_of(name: str) -> tuple[Path, ...]:
     bench = BENCHES.get(name)
     if bench is None:
         return ()
-    found = set(_closure(bench.module))
+    mine = _file_of(bench.module)
+    simulated = mine is not None and "scripts.bench.papers.runner.Figure" in _imports(ROOT / mine)
+    found = set(_closure(bench.module, simulated))
+    found.update(_data_of(found))
     for engine in re.findall(r"[\w-]+", bench.needs):
         for folder in _OF_ENGINE.get(engine, ()):
             found.update(_files_under(folder))
     return tuple(sorted(found))
+
+
+def _data_of(modules: Iterable[Path]) -> set[Path]:
+    """The scenarios that they name, and the packed data beside them that they name, or the beginning of."""
+    found, names = set[Path](), set[str]()
+    for file in modules:
+        texts = _texts(ROOT / file)
+        if any(f"{name}.".startswith(f"{_SETUPS}.") for name in (*_imports(ROOT / file), _name_of(file))):
+            names |= texts
+        for packed in (ROOT / file).parent.glob("*.json.xz"):
+            if any(packed.name.startswith(text) for text in texts if text.endswith("_")):
+                found.add(packed.relative_to(ROOT))
+    return found | {file.relative_to(ROOT) for file in (ROOT / _SCENARIOS).glob("*.toml") if file.stem in names}
+
+
+@cache
+def _texts(file: Path) -> frozenset[str]:
+    """All strings that a module has."""
+    parts = ast.walk(ast.parse(file.read_bytes()))
+    return frozenset(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
 
 
 @cache
@@ -77,7 +128,8 @@ def digest_of(files: Iterable[Path], root: Path = ROOT) -> str:
 
 
 @cache
-def _closure(module: str) -> frozenset[Path]:
+def _closure(module: str, simulated: bool) -> frozenset[Path]:
+    """What a module imports, theirs, and so on."""
     todo, seen = [_file_of(module)], set[Path]()
     while todo:
         file = todo.pop()
@@ -85,9 +137,14 @@ def _closure(module: str) -> frozenset[Path]:
             continue
         seen.add(file)
         for name in _imports(ROOT / file):
-            if name.partition(".")[0] in _OURS:
+            left_out = name in _WRITES_DOWN or (simulated and f"{name}.".startswith(ONLY_REAL))
+            if name.partition(".")[0] in _OURS and not left_out:
                 todo.append(_file_of(name))
     return frozenset(seen)
+
+
+def _name_of(file: Path) -> str:
+    return ".".join(file.with_suffix("").parts)
 
 
 def _file_of(module: str) -> Path | None:

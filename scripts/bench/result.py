@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.run_folder import describe_machine
-from scripts.bench.measured_sources import digest_of, sources_of
+from scripts.bench.measured_sources import ROOT, digest_of, sources_of
 
 
 def now() -> str:
@@ -22,16 +22,18 @@ def now() -> str:
 
 
 def source(name: str = "") -> dict[str, Any]:
-    """What was measured: ``commit`` ("" outside of a git checkout), whether tracked files are as they are there (``clean``), and
-    the hash of the ``sources`` of benchmark ``name``."""
-    sources = digest_of(sources_of(name))
+    """What was measured: ``commit`` ("" outside of a git checkout), whether the sources of benchmark ``name`` are as they are
+    there (``clean``; all tracked files, where it is none), and the hash of these ``sources``."""
+    files = sources_of(name)
+    sources = digest_of(files)
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        clean = not git("status", "--porcelain", "--untracked-files=no")
+        untracked = f"--untracked-files={'all' if files else 'no'}"  # a source that nobody committed is a change
+        clean = not git("status", "--porcelain", untracked, "--", *(str(ROOT / file) for file in files))
         return {"commit": git("rev-parse", "HEAD"), "clean": clean, "sources": sources}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "", "clean": False, "sources": sources}

@@ -123,7 +123,6 @@ worlds=1
 # PyTorch, Triton and the driver alone: five minutes at most, and the figures that have bars (ROSE 4.1: 1 GiB in 5 ms).
 part remap 90 "native" "$python" -m scripts.bench.probes.vllm.remap_probe --mib 1024 --rounds 20 --kind kept
 part remap-created 90 "native" "$python" -m scripts.bench.probes.vllm.remap_probe --mib 1024 --rounds 20 --kind created
-part delta 120 "triton" "$python" -m scripts.bench.probes.megatron.delta_gpu_probe
 tests pages 180 "native" tests/kvpool/test_gpu.py -m "not engine"
 tests digests 60 "" tests/vllm/test_digests.py -m gpu
 
@@ -143,7 +142,8 @@ part equality 240 "megatron" "$python" -m scripts.bench.probes.megatron.equality
 part export 120 "megatron" "$python" -m scripts.bench.probes.megatron.export_probe --hidden 1024 --layers 8
 tests colocation 240 "megatron vllm pydantic" tests/colocation/test_memory_residency.py tests/colocation/test_handover_engine.py
 tests megatron 420 "megatron pydantic" tests/megatron/test_policy_loss.py tests/megatron/test_critic.py \
-    tests/megatron/test_trainer.py tests/megatron/test_gradient_stream.py tests/megatron/test_trainer_stream.py -k "not ranks and not layout"
+    tests/megatron/test_trainer.py tests/megatron/test_gradient_stream.py tests/megatron/test_trainer_stream.py \
+    tests/megatron/test_rank_publisher.py -k "not ranks and not layout"
 part kv-remap 120 "native pydantic" "$python" -m orchestrator.cli bench kv-remap --json
 
 exit "$failed"

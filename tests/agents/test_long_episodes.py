@@ -30,6 +30,7 @@ from orchestrator.checkpoint import _trajectory_from_json  # what a resume reads
 from orchestrator.config import Config, load_config
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.envs import EnvManager, Episode
+from orchestrator.ops import requirements
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.runtime import preflight
@@ -39,6 +40,7 @@ from orchestrator.sim.twins import SimTask, SimTrainer
 from orchestrator.store import TrajectoryStore, read_trajectories, to_trajectory
 from orchestrator.tasks.game_memory import MemoryTask
 from orchestrator.tasks.household import HouseholdTask
+from orchestrator.tasks.note_ranks import NearestVectors
 from orchestrator.tasks.text_rewards import household_goal
 from orchestrator.train_samples import to_samples
 
@@ -472,6 +474,42 @@ def test_an_answer_is_never_longer_than_it_may_be_and_names_the_best_note_first(
 
     memory = task.memory_id
     assert asyncio.run(run()) == [(memory, 6, 7, 8, 7, 8), (memory, 6, 7, 8, 7, 8), (memory,)]
+
+
+def letters(notes: Sequence[Sequence[int]]) -> list[list[float]]:
+    """An embedding: tokens of one ten mean the same."""
+    return [[1e-3 + sum(token // 10 == ten for token in note) for ten in range(4)] for note in notes]
+
+
+def test_with_an_embedding_the_nearest_notes_answer_though_they_share_no_word() -> None:
+    pytest.importorskip("faiss")
+    asked: list[int] = []
+
+    def embed(notes: Sequence[Sequence[int]]) -> list[list[float]]:
+        asked.append(len(notes))
+        return letters(notes)
+
+    rank = NearestVectors(embed)
+    notes = [(11, 12), (21, 22), (13, 25), (22, 21)]
+    assert rank(notes, (14,)) == [0, 2, 3, 1], "the newest first among equals"
+    assert rank([*notes, (31,)], (14,)) == [0, 2, 4, 3, 1]
+    assert asked == [5, 1], "what is known is not embedded again"
+    assert (rank(notes, ()), rank([], (14,))) == ([3, 2, 1, 0], [])
+    for wrong in ([1.0], [[1.0], [float("nan")]], [[1.0]], [[], []]):
+        with pytest.raises(TrajectoryError, match="one finite vector each"):
+            NearestVectors(lambda notes, said=wrong: said)([(1,)], (2,))  # type: ignore[misc]
+
+
+def test_an_embedding_is_a_function_that_exists_and_needs_a_memory_and_its_package() -> None:
+    name = "builtins:list"
+    with pytest.raises(ConfigError, match=r"task\.memory\.embed = .*no memory without turns"):
+        load_config(None, [f"task.memory.embed={name}"])
+    config = load_config(None, ["task.name=household", f"task.memory={{turns=3, embed='{name}'}}"])
+    assert preflight.make_task(config).name == "household"
+    assert [package.extra for package in requirements.required_packages(config)] == ["vectors"]
+    nothing = load_config(None, ["task.name=household", "task.memory={turns=3, embed='no_module:f'}"])
+    with pytest.raises(ConfigError, match=r"task\.memory\.embed = .*cannot be imported"):
+        preflight.make_task(nothing)
 
 
 def test_a_config_puts_a_memory_around_any_task_and_rewards_see_what_the_environment_saw() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from orchestrator.api import ConfigError
+from orchestrator.sim.paper_setups import load_scenario
+from orchestrator.sim.simulated_run import simulate
 from scripts.bench import measured_sources
 from scripts.bench.cells import Cells, check_agreement
-from scripts.bench.measured_sources import RESULTS, ROOT, changes_since, digest_of, page, sources_of
+from scripts.bench.measured_sources import ONLY_REAL, RESULTS, ROOT, changes_since, digest_of, page, sources_of
 
 CLEAN = {"commit": "c", "clean": True, "sources": "one"}
 
@@ -27,6 +31,56 @@ def test_the_sources_of_a_figure_are_what_its_module_imports_and_the_engines_tha
     assert "megatron_rlplugin/install.py" not in exact
     assert {"megatron_rlplugin/install.py", "orchestrator/pipeline.py", "vllm_rlplugin/scheduler.py"} <= learns
     assert sources_of("no-such-bench") == ()
+
+
+def test_a_simulated_figure_depends_on_simulator_policies_its_workload_and_its_own_module_and_not_on_what_shows_it() -> (
+    None
+):
+    modes, rotation = (set(map(str, sources_of(name))) for name in ("modes", "rotation"))
+    assert {
+        "orchestrator/sim/simulated_run.py",
+        "orchestrator/policies/routing/turn_routing.py",
+        "orchestrator/sim/scenarios/rollart.toml",
+        "orchestrator/sim/coserving/served_azure_code.json.xz",
+        "scripts/bench/papers/modes.py",
+        "scripts/bench/papers/runner.py",
+    } <= modes
+    assert "scripts/bench/papers/lengths_smollm2.json.xz" in rotation
+    elsewhere = (
+        "vllm_rlplugin",
+        "megatron_rlplugin",
+        "patches",
+        "csrc",
+        "orchestrator/cli",
+        "orchestrator/observe/view",
+    )
+    others = (
+        "scripts/bench/result",
+        "scripts/bench/cells",
+        "scripts/bench/__init__",
+        "scripts/bench/papers/calibration",
+    )
+    assert not [file for file in modes | rotation if file.startswith((*elsewhere, *others))]
+    assert not {"orchestrator/sim/scenarios/rose.toml", "scripts/bench/papers/heddle.py"} & modes
+
+
+def test_no_simulated_run_enters_what_its_figures_are_said_not_to_depend_on() -> None:
+    entered = set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and f"{module}.".startswith(ONLY_REAL) and frame.f_code.co_name != "<module>":
+            entered.add(f"{module}: {frame.f_code.co_name}")
+
+    config = load_scenario(
+        "rollart", ["run.steps=2", "rollout.placement.enabled=true", "rollout.prediction.enabled=true"], 32
+    )
+    sys.setprofile(note)
+    try:
+        simulate(config)
+    finally:
+        sys.setprofile(None)
+    assert entered == set()
 
 
 def test_a_hash_is_of_names_and_contents(tmp_path: Path) -> None:
@@ -73,11 +127,17 @@ def test_parts_are_measured_once_and_put_together_only_where_their_sources_agree
     assert (cells.has("a"), cells.has("c"), cells.found()) == (True, False, [{"seconds": 1}, [2]])
     assert Cells(tmp_path / "parts", "x", "other").found() == []
     said = {**CLEAN, "sources": "two"}
+    with pytest.raises(ConfigError, match="changed while it was measured"):
+        cells.keep("c", 3)
+    assert not cells.has("c")
+    cells = Cells(tmp_path / "parts", "x", "recipe")
+    with pytest.raises(ConfigError, match=r"tree as it is.*other sources than kept-recipe-a"):
+        cells.check_current()
     cells.keep("c", 3)
     with pytest.raises(ConfigError, match=r"kept-recipe-c\.json.*other sources than kept-recipe-a\.json"):
         cells.found()
     said = {**CLEAN, "clean": False}
-    cells.keep("c", 3)
+    Cells(tmp_path / "parts", "x", "recipe").keep("c", 3)
     with pytest.raises(ConfigError, match="tree with changes"):
         cells.found()
 

@@ -115,6 +115,8 @@ def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file_and_it_resu
     assert recount(folder.lines(folder.ledger_file)) == counts
     assert counts["in_flight"] == 0
     assert counts["trained"] >= config.run.steps
+    ids = [json.loads(line)["id"] for line in folder.lines(folder.ledger_file)]
+    assert {name.partition("-")[2] for name in ids} == {"", "1"}, "an id says which life it is of"
 
 
 def test_cuts_of_a_run_are_dealt_over_kinds_opened_as_a_resume_opens_them_and_lose_nothing(

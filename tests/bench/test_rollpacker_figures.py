@@ -24,7 +24,6 @@ from scripts.bench.papers.rollpacker_figures import (
     STAGES,
     TABLE_2,
     Played,
-    figure_14c,
     only,
     play,
     search,
@@ -97,18 +96,15 @@ def test_the_quick_form_has_all_its_rungs() -> None:
     result = FIGURE.run(quick=True, nonce="n")
     assert result["kind"] == "simulated"
     assert set(result["detail"]["ladder"]["7B/8k"]) == {*RUNGS, PLANNER}
-    assert result["detail"]["simulator_error"]["step_time"]
-    assert [row["printed"] for row in figure_14c()[1]] == ["1.6"]
+    assert result["detail"]["roofline_error"]["median"]
 
 
 @pytest.mark.long
 def test_the_searched_eta_is_the_one_that_took_the_least_where_it_was_tried() -> None:
-    detail, rows = search()
-    assert not rows
+    detail = search(0)
     tried = detail["rollout_seconds_tried"]
     assert [float(eta) for eta in tried] == list(SEARCHED)
     assert detail["stays_with"] == min(SEARCHED, key=lambda eta: tried[str(eta)])
-    assert set(detail["rollout_seconds_kept"]) == set(tried)
 
 
 def test_what_a_step_is_made_of_adds_up_and_more_scores_at_a_time_shorten_the_reward_alone() -> None:

@@ -38,7 +38,7 @@ def test_a_trainer_that_is_fed_once_uses_no_more_than_its_share(share: float) ->
 
 
 def test_streaming_a_judges_layers_beside_its_computation_is_never_slower() -> None:
-    detail, rows = rollpacker_requests.figure_14b()
+    detail, rows = rollpacker_requests.figure_14b({})
     for one in detail.values():
         assert one["pipelined"] <= one["apart"]
     streamed = [one["streamed_layers"] for one in detail.values()]

@@ -38,8 +38,9 @@ def config_of(*urls: str, cap: int = 0, workers: int = 0, own: int = 0, **borrow
     )
 
 
-def market(config: Config, job: str) -> Market:
-    return Market(config, FrozenLakeTask(200), relay(job), EventLog(MemorySink(), time.monotonic))
+def market(config: Config, job: str, resumed: bool = False) -> Market:
+    events = EventLog(MemorySink(), time.monotonic)
+    return Market(config, FrozenLakeTask(200), relay(job), events, resumed=resumed)
 
 
 def relay(job: str) -> RelayEndpoint:
@@ -100,7 +101,9 @@ def test_a_run_borrows_the_servers_whose_neighbours_used_least_memory_and_none_o
         for server, share in zip(servers, (0.5, 0.1, 0.3, 0.0), strict=True):
             used(server, share)
         urls = [server.url for server in servers]
-        every, config = market(config_of(*urls), "all"), config_of(*urls, NOBODY, most=2)
+        every, config = market(config_of(*urls), "all"), config_of(*urls, NOBODY, most=2, every=0.01)
+        impatient = config.rollout.model_copy(update={"restart_timeout": 0.1})  # with jobs that give nothing up
+        config = config.model_copy(update={"rollout": impatient})
         assert [worker.url for worker in await every.borrow()] == urls, "all that are named"
         await every.close()
         # Three that start at once: each has servers of its own, and the least used are given first.
@@ -111,7 +114,9 @@ def test_a_run_borrows_the_servers_whose_neighbours_used_least_memory_and_none_o
         assert not taken[0] & taken[1]
         with pytest.raises(RunError, match="has it"):
             await runs[2].borrow()
-        again = market(config, "one")
+        with pytest.raises(RunError, match="another process of this name"):
+            await market(config, "one").borrow()
+        again = market(config, "one", resumed=True)
         assert {worker.url for worker in await again.borrow()} == taken[0], "its own, when it resumes"
         for run in (*runs, again):
             await run.close()

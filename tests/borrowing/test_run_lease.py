@@ -162,7 +162,9 @@ def test_two_jobs_of_one_name_are_two_and_a_resumed_one_shuts_its_former_life_ou
     book.grant("run-001", "/a/metadata", "k1", 10)
     with pytest.raises(CommandError, match="job run-001 has this GPU, for 10 s more"):
         book.grant("run-001", "/b/metadata", "k2", 10)
-    book.grant("run-001", "/a/metadata", "k3", 10)
+    with pytest.raises(CommandError, match="another process of this name"):
+        book.grant("run-001", "/a/metadata", "k3", 10)
+    book.grant("run-001", "/a/metadata", "k3", 10, takeover=True)
     assert (book.refusal("k3"), bool(book.refusal("k1")), bool(book.refusal(""))) == ("", True, True)
     assert not book.end_lease("k1")
     now = 10.0

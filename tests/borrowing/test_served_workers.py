@@ -124,6 +124,10 @@ def test_a_server_that_fits_has_no_mistakes_and_each_misfit_is_named_with_its_fi
     ):
         (mistake,) = served_workers.mistakes(config, task, status_of(**changes))
         assert words in mistake
+    replayed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"routing_replay": True})})
+    (mistake,) = served_workers.mistakes(replayed, task, status_of())
+    assert "--enable-return-routed-experts" in mistake
+    assert served_workers.mistakes(replayed, task, status_of(routed_experts=True)) == []
     raw = status_of(logprobs_mode="raw_logprobs")
     assert served_workers.mistakes(config, task, raw) == []  # at temperature 1 they are the sampled distribution's
     assert served_workers.mistakes(config_of(URL, temperature=0.7), task, raw)

@@ -34,13 +34,13 @@ from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
 class Run:
     """As much of a run as borrows: market, proxy, exchange."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, job: str = "run", resumed: bool = False) -> None:
         self.sink = MemorySink()
         self.events = EventLog(self.sink, time.monotonic)
         self.config = config
         self.fatal: list[RunError] = []
-        endpoint = RelayEndpoint.from_dict({**ENDPOINT, "job": "run"})
-        self.market = Market(config, FrozenLakeTask(200), endpoint, self.events)
+        endpoint = RelayEndpoint.from_dict({**ENDPOINT, "job": job})
+        self.market = Market(config, FrozenLakeTask(200), endpoint, self.events, resumed=resumed)
         self.proxy: LLMProxy
         self.exchange: Exchange
         self.task: asyncio.Task[None]

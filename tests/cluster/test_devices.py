@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import ConfigError, RetryableError
+from orchestrator.cluster import ActorGen
+from orchestrator.cluster.actor import FirstReport
 from orchestrator.config import load_config
 from orchestrator.resources import Placement, placement_groups, reserve
-from orchestrator.runtime import device_plan, pool_requests
-from orchestrator.runtime.engine_actors import RayWorker
+from orchestrator.runtime import device_plan, engine_actors, pool_requests
+from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
 from orchestrator.runtime.node_check import NodeCheck
 from tests.support.engines import rollout_worker
 
@@ -146,6 +149,47 @@ def test_engines_go_where_the_fewest_are_the_largest_first() -> None:
     bundles = [{"GPU": 2.0, "CPU": 1.0}] * 2 + [{"GPU": 8.0, "CPU": 1.0}, {"GPU": 4.0, "CPU": 1.0}, {"GPU": 1.0}]
     assert placement_groups._spread(bundles, free) == ["b", "b", "a", "b", None]
     assert placement_groups._spread([{"CPU": 1.0}] * 3, free) == ["a", "b", "c"]
+
+
+def test_an_engine_over_two_nodes_has_a_process_on_each_and_ends_with_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = "tests.support.engine_parts:Part"
+    monkeypatch.setattr(engine_actors, "_NODE_CLASS", part)
+    config = load_config(None, ["rollout.engines=[{tensor_parallel_size=12, nodes=2}]", "ray.address=auto"])
+    rows = device_plan.rehearse(config, print)
+    assert [(row.process, row.devices) for row in rows] == [("trainer", 1), ("vllm-0", 6), ("vllm-0-node-1", 6)]
+    assert rows[1].node != rows[2].node
+    place = pool_requests.without_pools(config, print)["vllm-0"]
+    heard: dict[str, FirstReport] = {}
+    engines = ActorGen(VllmEngine, {}, heard=heard.__setitem__)
+    first, second = (engines.add_worker(name, place, {}, at) for at, name in enumerate(("vllm-0", "vllm-0-node-1")))
+    worker = RayWorker(engines, first, part, {"nodes": 2}, beside=[second])
+
+    async def scenario() -> None:
+        await worker.start()
+        told = [await engines.start_on(actor, "beyond", "told") for actor in (first, second)]
+        assert [one.pop("node_rank") for one in told] == [0, 1]
+        assert told[0] == told[1]
+        assert told[0]["master"].startswith(heard["vllm-0"].node)
+        assert [len(heard[name].devices) for name in heard] == [6, 6]
+        os.kill(await engines.start_on(second, "pid"), signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        with pytest.raises(RetryableError):  # noqa: PT012  soon
+            while time.monotonic() < deadline:
+                await engines.start_on(first, "pid")
+                await asyncio.sleep(0.05)
+        await worker.restart()
+        assert await engines.start_on(second, "pid") > 0
+        await worker.let_go()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_over_more_nodes_than_have_its_devices_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_requests, "RESERVE_SECONDS", 1.0)
+    config = load_config(None, ["rollout.engines=[{tensor_parallel_size=5, nodes=5}]", "ray.address=auto"])
+    with pytest.raises(ConfigError, match=r"4 nodes of 5 have the 1 GPU, 1 CPU of vllm-0"):
+        device_plan.rehearse(config, print)
+    assert all_free()
 
 
 def test_what_the_cluster_can_never_hold_is_one_error_with_the_numbers() -> None:

@@ -59,6 +59,13 @@ def test_a_rank_that_ran_alone_in_the_test_leaves_nothing_to_a_host(
     assert "GLOO_SOCKET_IFNAME" not in hosts[0].run(["env"])
 
 
+def test_what_a_host_has_in_shared_memory_is_its_own(hosts: list[Host]) -> None:
+    hosts[0].run(["touch", "/dev/shm/of-a-host"])
+    assert hosts[0].run(["ls", "/dev/shm"]) == "of-a-host\n"
+    assert hosts[1].run(["ls", "/dev/shm"]) == ""
+    assert not Path("/dev/shm/of-a-host").exists()
+
+
 def test_a_host_that_dies_and_a_link_that_is_cut_leave_the_others_alone(hosts: list[Host]) -> None:
     sleepers = [host.start(["sleep", "60"]) for host in hosts]
     deadline = time.monotonic() + 10

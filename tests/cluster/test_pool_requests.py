@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import ConfigError, MachineGone, PlacedWorker, RetryableError
+from orchestrator.api import ConfigError, MachineGone, PlacedWorker, RetryableError, RunError
 from orchestrator.cluster import ActorGen
 from orchestrator.cluster.actor import Actor
 from orchestrator.config import load_config
@@ -17,6 +17,7 @@ from orchestrator.policies.placement.device_allocation import DeviceBinding, Dev
 from orchestrator.resources import Placement, ResourceManager
 from orchestrator.runtime import pool_requests
 from orchestrator.transfer import MemoryMetadata
+from scripts.bench.virtual_run import run
 from tests.support.engines import rollout_worker
 
 SMALL = ["rollout.workers=3", "resources.pools={H800 = 2, H20 = 2}", "resources.rollout={H800 = 1, H20 = 2}"]
@@ -38,6 +39,36 @@ def test_each_process_asks_for_its_class_and_gets_devices_of_its_own() -> None:
         pool_requests.place(config, metadata, "job-2")
     manager.close()
     pool_requests.place(config, metadata, "job-2")
+
+
+def test_a_run_gets_the_devices_of_a_job_that_died_and_none_of_one_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, metadata = load_config(None, [*SMALL, "resources.silent=6"]), MemoryMetadata()
+    said: list[str] = []
+
+    async def at_once(work: Any, *given: Any) -> Any:
+        return work(*given)
+
+    monkeypatch.setattr(pool_requests.asyncio, "to_thread", at_once)  # virtual time knows no threads
+
+    async def main() -> None:
+        first, _ = pool_requests.place(config, metadata, "first")
+        beating = asyncio.create_task(pool_requests.keep_beating(first, 6.0))
+        with pytest.raises(RetryableError, match="second/trainer wants 1 devices"):
+            await pool_requests.place_beside_others(config, metadata, "second", lambda _: None, said.append)
+        assert (said, len(first.view().bindings)) == ([], 4)
+        beating.cancel()  # it is killed
+        begun = asyncio.get_running_loop().time()
+        manager, places = await pool_requests.place_beside_others(
+            config, metadata, "second", lambda _: None, said.append
+        )
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(6.0, abs=1.1)
+        assert said == ["no sign of life of first for 6 s: what it had of the pools is free"]
+        assert {item.wish.owner for item in manager.view().bindings.values()} == {"second"}
+        assert len(places) == 4
+        with pytest.raises(RunError, match="are another job's"):
+            await pool_requests.keep_beating(first, 6.0)
+
+    run(main())
 
 
 def test_the_slurm_job_of_one_node_asks_for_the_gpus_that_a_default_run_reserves() -> None:
@@ -92,7 +123,7 @@ class PlacementDouble:
     def bind(self) -> DeviceBinding:
         return DeviceBinding(DeviceWish("w", "H800"), self.left[0], (0,))
 
-    def place(self) -> dict[str, Any]:
+    def place(self, part: int = 0) -> dict[str, Any]:
         if self.left[0] == "bad":
             raise RetryableError("Ray gives it no place")
         return {}

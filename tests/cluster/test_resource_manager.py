@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator.api import ConfigError, MetadataStore, RetryableError
+from orchestrator.api import ConfigError, MetadataStore, RetryableError, RunError
 from orchestrator.policies.placement.device_allocation import DevicePool
+from orchestrator.policies.placement.owner_heartbeats import OwnerHeartbeats
 from orchestrator.resources import ResourceManager
 from orchestrator.resources.resource_manager import decode_view
 from orchestrator.transfer import MemoryMetadata
@@ -117,3 +118,39 @@ def test_the_same_pools_in_another_order_are_the_same() -> None:
     assert again.bind("other", "H20").devices == (1,)
     with pytest.raises(ConfigError, match="other pools"):
         ResourceManager({"H20": 3, "H800": 2}, metadata=metadata, owner="three")
+
+
+def test_what_a_dead_job_has_is_free_when_its_heartbeat_has_stood_still_and_nobody_elses(open_store: Open) -> None:
+    dead, alive, old = (ResourceManager(POOLS, metadata=open_store(), owner=name) for name in ("dead", "alive", "old"))
+    for manager, worker in ((dead, "d"), (alive, "a"), (old, "o")):
+        manager.bind(worker, "H20", 8)
+    dead.beat()
+    alive.beat()
+    new, beats = ResourceManager(POOLS, metadata=open_store(), owner="new"), OwnerHeartbeats(30.0)
+    for now in (0.0, 10.0, 29.0):
+        assert new.free_silent(beats, now) == ()
+        alive.beat()
+    assert new.free_silent(beats, 30.0) == ("dead",)
+    assert [*new.view().bindings] == ["a", "o"], "one that never said that it lives is nobody's to judge"
+    new.bind("n", "H20", 8)
+    alive.beat()
+    with pytest.raises(RunError, match="the devices of d are another job's"):
+        dead.beat()
+
+
+def test_a_job_that_gave_its_devices_back_beats_on(open_store: Open) -> None:
+    manager = ResourceManager(POOLS, metadata=open_store(), owner="job")
+    manager.bind("gen", "H20")
+    manager.release("gen")
+    manager.bind("gen", "H20")
+    manager.beat()
+    manager.close()
+    manager.beat()
+
+
+def test_a_heartbeat_that_is_no_count_is_an_error_that_names_its_job() -> None:
+    store = MemoryMetadata()
+    manager = ResourceManager(POOLS, metadata=store, owner="job")
+    assert store.compare_and_set("rlc/resources/default/beats/job", b"-1", 0)
+    with pytest.raises(RunError, match="heartbeat of job job"):
+        manager.beat()

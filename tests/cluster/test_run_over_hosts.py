@@ -1,9 +1,11 @@
-"""Whole runs over three hosts: two with trainer ranks and engines, one with orchestrator, environments and rewards. Weights and
-gradients cross links of 1 Gbit/s; hosts die, and links are cut."""
+"""Whole runs over hosts, one with orchestrator, environments and rewards, the others with two trainer ranks and two engines of
+TP 2, each on a host that the other of its kind is not on. Weights and gradients cross links of 1 Gbit/s; hosts die, and links are
+cut."""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import subprocess
 import sys
@@ -31,10 +33,12 @@ RUN = [
     "evaluation.prompts=4",
     "checkpoint.every=2",
     "trainer.data_parallel=2",
+    "trainer.entropy_coefficient=0.01",  # after so short a warm-up no reward moves the weights
     "rollout.engine={}",  # in its place:
-    "rollout.engines=[{hardware='H20', kv_cache_mb=64}, {hardware='H20', kv_cache_mb=32, max_num_seqs=16}]",
+    "rollout.engines=[{hardware='H20', tensor_parallel_size=2, kv_cache_mb=64},"
+    "{hardware='H20', tensor_parallel_size=2, kv_cache_mb=32, max_num_seqs=16}]",
     "rollout.environments=8",
-    "resources.pools={H800=2, H20=2}",
+    "resources.pools={H800=2, H20=4}",
 ]
 
 
@@ -104,12 +108,17 @@ def closed(run: Path) -> dict[str, int]:
     return counts
 
 
+def changed_versions(run: Path) -> set[int]:
+    """Those that engines loaded, and of which there was something to load."""
+    return {event["version"] for event in real_runs.of(run, "update") if event["bytes"]}
+
+
 @pytest.mark.long
 def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     with Hosts(3) as hosts:
-        nodes = RayHosts(hosts, {"H800": 1, "H20": 1}, {"H800": 1, "H20": 1})
+        nodes = RayHosts(hosts, {"H800": 1, "H20": 2}, {"H800": 1, "H20": 2})
         before = [host.received() for host in nodes.others]
-        code, said = ended(nodes.train(*RUN, *nodes.config(tmp_path)), 360)
+        code, said = ended(nodes.train(*RUN, *nodes.config(tmp_path)), 500)
         received = [host.received() - start for host, start in zip(nodes.others, before, strict=True)]
     assert code == 0, said[-3000:]
     run = next(tmp_path.glob("*-001"))
@@ -119,7 +128,9 @@ def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     assert {places["trainer"], places["trainer-1"]} == {places["vllm-0"], places["vllm-1"]} == addresses
     seen = {event["worker"]: (event["node"], event["devices"]) for event in real_runs.of(run, "devices")}
     assert {name: node for name, (node, _) in seen.items()} == places
-    assert len({(node, *devices) for node, devices in seen.values()}) == len(seen) == 4
+    owners = [(node, device) for node, devices in seen.values() for device in devices]
+    assert len(set(owners)) == len(owners) == 6
+    assert {name: len(devices) for name, (_, devices) in seen.items()} == dict(zip(places, (1, 1, 2, 2), strict=True))
     assert f"devices: {nodes.others[0].address}: " in said
     closed(run)
     blocks = {event["name"]: event["kv_capacity"] for event in real_runs.of(run, "worker")}
@@ -128,22 +139,39 @@ def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     )  # by the options of its group; vLLM keeps a block for itself
     for name in places:  # what each printed, from its node
         assert f"-- {name}: process " in (run / "logs" / f"{name}.log").read_text(encoding="utf-8")
-    assert 3 in {event["version"] for event in real_runs.of(run, "update")}
+    assert 3 in changed_versions(run)
     weights = (run / "model-final" / "model.safetensors").stat().st_size
     assert min(received) > 3 * weights  # a version per step, and gradients
 
 
-TRAINER, ENGINES = {"H800": 2, "H20": 1}, {"H20": 1}
-LONGER = [*RUN, "run.steps=12", "rollout.worker_restarts=1", "rollout.heartbeat_seconds=2"]
+@pytest.mark.long
+def test_the_shards_of_a_run_are_on_all_three_hosts_and_train_it(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, {"H800": 1, "H20": 2}, {"H800": 1, "H20": 2})
+        shards = ["rollout.shards=3", "rollout.shards_on=nodes"]
+        code, said = ended(nodes.train(*RUN, *shards, *nodes.config(tmp_path)), 360)
+    assert code == 0, said[-3000:]
+    run = next(tmp_path.glob("*-001"))
+    for host in hosts.all:
+        assert any(f"shard-{number} is on {host.address}" in said for number in range(3)), said[-3000:]
+    counts = closed(run)
+    assert counts["trained"] > 0
+    assert [event["what"] for event in real_runs.of(run, "fault")] == []
+
+
+# What dies has a host to itself: there are a rank and an engine on another.
+RANK, ENGINE, BOTH = {"H800": 1}, {"H20": 2}, {"H800": 1, "H20": 2}
+LONGER = [*RUN, "run.steps=8", "rollout.worker_restarts=1", "rollout.heartbeat_seconds=2"]
+LONGER += ["rollout.groups_per_step=2", "trainer.micro_batch_size=8"]  # ranks that spin share a few processors
 
 
 @pytest.mark.long
 def test_a_run_goes_on_without_an_engine_whose_host_died(tmp_path: Path) -> None:
-    with Hosts(3) as hosts:
-        nodes = RayHosts(hosts, TRAINER, ENGINES)
+    with Hosts(4) as hosts:
+        nodes = RayHosts(hosts, BOTH, RANK, ENGINE)
         process = nodes.train(*LONGER, *nodes.config(tmp_path))
         run = wait_for_step(process, tmp_path, 2)
-        nodes.others[1].kill()
+        nodes.others[2].kill()
         code, said = ended(process, 400)
     assert code == 0, said[-3000:]
     assert closed(run)["trained"] > 0
@@ -152,15 +180,15 @@ def test_a_run_goes_on_without_an_engine_whose_host_died(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_an_engine_comes_back_with_its_host(tmp_path: Path) -> None:
-    with Hosts(3) as hosts:
-        nodes = RayHosts(hosts, TRAINER, ENGINES)
+    with Hosts(4) as hosts:
+        nodes = RayHosts(hosts, BOTH, RANK, ENGINE)
         process = nodes.train(*LONGER, "run.steps=5000", *nodes.config(tmp_path))
         run = wait_for_step(process, tmp_path, 2)
         rows = real_runs.of(run, "places")[0]["processes"]
-        [name] = [row["process"] for row in rows if row["node"] == nodes.others[1].address]
-        nodes.others[1].kill()
+        [name] = [row["process"] for row in rows if row["node"] == nodes.others[2].address]
+        nodes.others[2].kill()
         time.sleep(60)  # Ray has noticed, and all restarts that the run allows would have failed
-        nodes.join(1)
+        nodes.join(2)
 
         def served() -> bool:
             """It is back, and has had a weight update since."""
@@ -181,13 +209,13 @@ def test_an_engine_comes_back_with_its_host(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_run_goes_on_when_a_link_was_cut_for_twenty_seconds(tmp_path: Path) -> None:
-    with Hosts(3) as hosts:
-        nodes = RayHosts(hosts, TRAINER, ENGINES)
+    with Hosts(4) as hosts:
+        nodes = RayHosts(hosts, BOTH, RANK, ENGINE)
         process = nodes.train(*LONGER, *nodes.config(tmp_path))
         run = wait_for_step(process, tmp_path, 2)
-        nodes.others[1].set_link(up=False)
+        nodes.others[2].set_link(up=False)
         time.sleep(20)
-        nodes.others[1].set_link(up=True)
+        nodes.others[2].set_link(up=True)
         code, said = ended(process, 400)
     assert code == 0, said[-3000:]
     assert closed(run)["trained"] > 0
@@ -195,15 +223,61 @@ def test_a_run_goes_on_when_a_link_was_cut_for_twenty_seconds(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_a_run_whose_trainers_host_died_is_resumed_when_it_is_back(tmp_path: Path) -> None:
-    with Hosts(3) as hosts:
-        nodes = RayHosts(hosts, TRAINER, ENGINES)
+    with Hosts(4) as hosts:
+        nodes = RayHosts(hosts, BOTH, RANK, ENGINE)
         process = nodes.train(*LONGER, "run.restarts=0", *nodes.config(tmp_path))
         run = wait_for_step(process, tmp_path, 4)
-        nodes.others[0].kill()
+        nodes.others[1].kill()
         code, said = ended(process, 400)
         assert code == 1
         assert f"resume with: rl-coserve train --resume {run}" in said
-        nodes.join(0)
+        nodes.join(1)
         code, said = ended(nodes.train("--resume", str(run)), 400)
     assert code == 0, said[-3000:]
     assert closed(run)["trained"] > 0
+
+
+@pytest.mark.long
+def test_an_engine_has_a_rank_on_each_of_two_hosts(tmp_path: Path) -> None:
+    wide = ["resources.pools={H800=1, H20=2}", "trainer.data_parallel=1"]
+    wide.append("rollout.engines=[{hardware='H20', tensor_parallel_size=2, nodes=2, kv_cache_mb=64}]")
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, {"H800": 1, "H20": 1}, {"H20": 1})
+        code, said = ended(nodes.train(*RUN, *wide, *nodes.config(tmp_path)), 400)
+    assert code == 0, said[-3000:]
+    run = next(tmp_path.glob("*-001"))
+    seen = {event["worker"]: event["node"] for event in real_runs.of(run, "devices")}
+    assert {seen["vllm-0"], seen["vllm-0-node-1"]} == {host.address for host in nodes.others}
+    assert {row["process"]: row["node"] for row in real_runs.of(run, "places")[0]["processes"]} == seen
+    assert closed(run)["trained"] > 0
+    assert 3 in changed_versions(run)
+
+
+@pytest.mark.long
+def test_what_cannot_be_is_one_error_and_leaves_the_hosts_as_they_were(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    cases = {
+        "no node alone has the 4 H20, 4 GPU": ["rollout.engines=[{hardware='H20', tensor_parallel_size=4}]"],
+        "no node of this Ray carries it": [
+            "relay.sites={far={label='rack=9'}}",
+            f"relay.site_token_file={token}",
+            "relay.site_allow_plain=true",
+        ],
+        "has none of that name: ": ["trainer.interface=nic9"],
+    }
+    with Hosts(3) as hosts:
+        nodes = RayHosts(hosts, BOTH, BOTH)
+        for number, (words, more) in enumerate(cases.items()):
+            code, said = ended(nodes.train(*RUN, *more, f"run.name=t{number}", *nodes.config(tmp_path)), 240)
+            assert (code, words in said) == (2, True), said[-3000:]
+        deadline = time.monotonic() + 60
+        lines = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"
+        while "WorkerHost" in (left := hosts.command("sh", "-c", lines)) and time.monotonic() < deadline:
+            time.sleep(1)
+        assert "WorkerHost" not in left
+        assert "orchestrator.cli" not in left
+        plan = [sys.executable, "-m", "orchestrator.cli", "plan", *RUN, *nodes.config(tmp_path)]  # wants every device
+        said = nodes.first.run(plan, {"NO_COLOR": "1"}, timeout=180)
+    assert len(re.findall(r"^10\.77\.0\.\d: vllm-\d: 2 H20$", said, re.MULTILINE)) == 2, said

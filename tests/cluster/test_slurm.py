@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -105,12 +105,12 @@ class Slurm:
             assert time.monotonic() < deadline, found + (self.folder / "ctld.log").read_text()[-2000:]
             time.sleep(0.5)
 
-    def submit(self, script: str, *arguments: str) -> tuple[str, str]:
-        """Runs a job to its end: its state and what it said."""
+    def submit(self, script: str, *arguments: str, options: Sequence[str] = ()) -> tuple[str, str]:
+        """Runs a job to its end: its state and what it said. ``options``: of sbatch."""
         path = real_runs.ROOT / "deploy" / "slurm" / script
         environment = self.variables | {"RL_COSERVE_VENV": os.environ.get("VIRTUAL_ENV", str(Path(sys.prefix)))}
         output = self.folder / f"{script}.out"
-        where = [f"--chdir={self.folder}", f"--output={output}"]  # its servers' logs lie where the job runs
+        where = [f"--chdir={self.folder}", f"--output={output}", *options]  # its servers' logs lie where the job runs
         said = self.first.run(["sbatch", "--parsable", *where, str(path), *arguments], environment)
         job = said.strip()
         deadline = time.monotonic() + 420
@@ -160,4 +160,20 @@ def test_the_job_of_two_nodes_serves_on_one_and_trains_on_the_other(slurm: Slurm
     closed(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "t-001" / "turns.jsonl").read_text().splitlines()]
     assert {row[2] for row in rows} == {"http://h2:8000"}
+    slurm.until("idle idle", 60)
+
+
+def test_the_job_of_several_nodes_has_its_processes_where_the_plan_says(slurm: Slurm, tmp_path: Path) -> None:
+    config = str(real_runs.ROOT / "examples" / "frozenlake.toml")
+    few = ["--gres=gpu:2", "--cpus-per-task=4", "--mem=16G"]
+    wide = "rollout.engine.tensor_parallel_size=2"  # the two GPUs of a node, of which the trainer's rank has one on another
+    state, said = slurm.submit("nodes.sbatch", config, *SMALL, wide, f"run.folder={tmp_path}", options=few)
+    assert state == "COMPLETED", said[-3000:]
+    closed(tmp_path)
+    addresses = {host.address for host in slurm.hosts.all}
+    rows = real_runs.of(tmp_path / "t-001", "places")[0]["processes"]
+    assert {row["node"] for row in rows} == addresses
+    seen = {event["worker"]: event["devices"] for event in real_runs.of(tmp_path / "t-001", "devices")}
+    assert {name: len(devices) for name, devices in seen.items()} == {"trainer": 1, "vllm-0": 2}
+    assert not list(slurm.folder.glob(".rl-coserve-*")), "the token outlives the job"
     slurm.until("idle idle", 60)

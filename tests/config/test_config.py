@@ -214,6 +214,28 @@ def test_a_ray_serve_that_could_not_start_is_refused_before_anything_starts(
         preflight.check(config, preflight.make_task(config))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("encoder", "rollout.prediction.encoder = .*is no Hugging Face folder"),
+        ("start", "rollout.prediction.start = .*cannot be used"),
+    ],
+)
+def test_a_predictors_model_that_is_not_there_is_refused_before_anything_starts(
+    given: str, message: str, tmp_path: Path
+) -> None:
+    from orchestrator.runtime import preflight
+
+    keys = ["rollout.prediction.enabled=true", f'rollout.prediction.{given}="{tmp_path / "none"}"']
+    config = load_config(ROOT / "examples/frozenlake.toml", keys)
+    with pytest.raises(ConfigError, match=message):
+        preflight.check(config, preflight.make_task(config))
+    with pytest.raises(ConfigError, match=r"rollout.prediction.encoder = .*leave it at 'hashed'"):
+        load_config(None, ["rollout.prediction.encoder=m", "rollout.prediction.predictor=history"])
+    with pytest.raises(ConfigError, match=r"rollout.prediction.encoder_tuned = 0: .*name its folder"):
+        load_config(None, ["rollout.prediction.encoder_tuned=0"])
+
+
 def test_a_collective_needs_workers_of_the_run_itself() -> None:
     url = 'rollout.served=["http://127.0.0.1:8000"]'
     with pytest.raises(ConfigError, match="own workers only") as caught:

@@ -85,7 +85,8 @@ def test_an_engine_with_a_kv_cache_of_a_size_starts_beside_a_trainer_that_holds_
         ("weight_transfer_config={backend='nccl'}", "plugin's own"),
         ("kv_transfer_config={kv_connector='x'}", "rollout.kv_transfer"),
         ("dtype='float16'", "model.dtype"),
-        ("nnodes=2", "within one node"),
+        ("nnodes=2", "is `nodes`"),
+        ("nodes=2", "1 are not a multiple of it"),
         ("block_size=16", "multiple of 32"),
     ],
 )
@@ -107,6 +108,15 @@ def test_a_share_and_a_size_of_the_memory_exclude_each_other() -> None:
 def test_only_one_says_over_how_many_devices_an_engine_runs(cut: str) -> None:
     with pytest.raises(ConfigError, match="says how many devices each engine has"):
         load_config(None, [f"{ENGINE}tensor_parallel_size=2", cut])
+
+
+@pytest.mark.parametrize("more", ["rollout.kv_transfer.enabled=true", "rollout.weights=collective"])
+def test_an_engine_over_nodes_excludes_what_lies_within_one(more: str) -> None:
+    wide = [f"{ENGINE}tensor_parallel_size=4", f"{ENGINE}nodes=2"]
+    assert load_config(None, wide).rollout.engine.nodes == 2
+    with pytest.raises(ConfigError, match=r"over the relay only|of one node each only") as caught:
+        load_config(None, [*wide, more])
+    assert caught.value.field == "rollout.engine.nodes"
 
 
 GROUPS = (

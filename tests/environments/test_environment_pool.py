@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -558,5 +559,44 @@ def test_those_that_are_kept_ready_are_shared_out_as_they_were_asked_for() -> No
             await asyncio.sleep(60.0)
             ready = [session.template.setup for session in setting.backend.made if not session.dead]
             assert sorted(ready) == ["a", "a", "a", "b"]
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("waiting", [100, 3000])
+def test_a_change_costs_the_same_however_many_templates_wait(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Counter[str]()
+
+    def counted(name: str) -> None:
+        method = getattr(pool_module._Shelf, name)
+
+        def look(self: Any, *given: Any) -> Any:
+            looks[name] += 1
+            return method(self, *given)
+
+        monkeypatch.setattr(pool_module._Shelf, name, look)
+
+    for name in ("missing", "room", "reason", "rank"):
+        counted(name)
+
+    async def scenario() -> None:
+        async with Setting(Backend(), templates=True, size=4) as setting:
+            first = [await setting.take(of(f"first-{number}")) for number in range(4)]
+            asking = [asyncio.create_task(setting.take(of(f"image-{number}"))) for number in range(waiting)]
+            await asyncio.sleep(1)
+            looks.clear()
+            served = 0
+            for environment in first:
+                await setting.pool.release(environment, True)
+                await asyncio.sleep(1)
+            for task in asking[:100]:
+                environment = await task
+                served += 1
+                await setting.pool.release(environment, True)
+            assert served == 100
+            assert sum(looks.values()) < 80 * served, f"{looks} for {served} episodes"
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     played(scenario)

@@ -296,6 +296,13 @@ def test_each_prompt_s_image_runs_and_one_that_is_not_there_is_refused_on_a_reco
             await pool.acquire(Prompt("no such; name", "misbehaving", 1, "x"), lambda _: None)
         await pool.close()
         assert not cluster.pods
+        made = [
+            body["spec"]["containers"][0]["command"]
+            for method, path, body in cluster.asked
+            if method == "POST" and path.endswith("/pods")
+        ]
+        digests = [command[command.index("--token-digest") + 1] for command in made]
+        assert len(set(digests)) == len(digests) >= 3, "each pod has a token of its own"
 
     with_cluster(scenario)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import sqlite3
@@ -15,16 +16,22 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from orchestrator.api import ConfigError, RunError
+from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.borrowing.discovery import read_candidates
 from orchestrator.config import parse_config
 from orchestrator.durable_files import JournalFile
+from orchestrator.ops.calibration import FILE as CALIBRATION
+from orchestrator.ops.calibration import read_calibration
 from orchestrator.profiler.profile_file import model_name
+from orchestrator.resources.pool_sizes import FILE as SIZES
+from orchestrator.resources.pool_sizes import pools_of, read_sizes
 from orchestrator.run_folder import RunFolder
+from orchestrator.tasks.data_files import BadRow, read_rows
+from orchestrator.tasks.repository_bundles import encoded, read_bundle
 from orchestrator.transfer import CorruptWeightsError, SqliteMetadata
 from orchestrator.transfer.transfer_errors import RelayError
 from tests.fuzz import inputs
-from tests.fuzz.harness import Drawn, harness
+from tests.fuzz.harness import Drawn, harness, merged
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
@@ -178,6 +185,122 @@ def log_end(folder: Path) -> Drawn:
         assert life is None or life > 0
 
     yield st.one_of(inputs.damaged(whole), st.sampled_from(inputs.hostile_json()), st.binary(max_size=12)), check
+
+
+@harness("orchestrator/tasks/data_files.py", refuses="a BadRow; ConfigError")
+def data_file(folder: Path) -> Drawn:
+    """A row of a data set has the columns that were asked for, as JSON, or is named; one damaged line hides no other."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    good = {"prompt": "1 + 1 =", "answer": 2, "more": [1.5, None]}
+    parquet.write_table(pa.Table.from_pylist([good] * 3), folder / "rows.parquet")
+    with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink:
+        table = pa.Table.from_pylist([good] * 3)
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+
+    def check_rows(name: str, data: bytes) -> list[Any]:
+        file = folder / f"damaged.{name}"
+        file.write_bytes(data)
+        rows = inputs.survives(lambda: list(read_rows("task.data.file", str(file), ("prompt", "answer"))), ConfigError)
+        for row in rows or ():
+            assert isinstance(row, BadRow) or set(json.loads(json.dumps(row.values))) == {"prompt", "answer"}
+        return rows or []
+
+    def check_lines(data: bytes) -> None:
+        line = json.dumps(good).encode()
+        rows = check_rows("jsonl", b"\n".join((line, data.replace(b"\n", b""), line)))
+        assert len(rows) in (2, 3)
+        assert [getattr(rows[at], "values", None) for at in (0, -1)] == [{"prompt": "1 + 1 =", "answer": 2}] * 2
+
+    def check_table(drawn: tuple[str, bytes]) -> None:
+        check_rows(*drawn)
+
+    tables = [
+        st.tuples(st.just(kind), inputs.damaged((folder / f"rows.{kind}").read_bytes()))
+        for kind in ("parquet", "arrow")
+    ]
+    yield merged({"lines": (inputs.texts(good), check_lines), "table": (st.one_of(*tables), check_table)})
+
+
+@harness("orchestrator/tasks/repository_bundles.py", refuses="ConfigError")
+def repository_bundle(folder: Path) -> Drawn:
+    """A bundle that is read can be checked out with each of its bugs, and written; or it is one error."""
+    bug = {"name": "b", "path": "p/a.py", "at": 2, "right": ["x = 1"], "broken": ["x = 2", ""], "fails": ["hidden.t.A.test"],
+           "shown": ["assert x == 1"]}  # fmt: skip
+    valid = {
+        "name": "p", "version": "1", "license": "MIT", "archive": "p-1.tar.gz", "sha256": "0" * 64, "bugs": [bug],
+        "files": {"p/a.py": ["import os", "x = 1"]}, "tests": {"t.py": ["import unittest"]}, "modules": ["hidden.t"],
+        "passing": ["hidden.t.A.test"],
+    }  # fmt: skip
+    file = folder / "bundle.json"
+
+    def read() -> None:
+        read_bundle.cache_clear()
+        found = read_bundle(str(file))
+        for name in ("", *found.bugs):
+            assert all(isinstance(encoded(lines), bytes) for lines in found.checkout(name).values())
+        assert all(isinstance(data, bytes) for data in found.hidden_files().values())
+
+    def check(data: bytes) -> None:
+        file.write_bytes(data)
+        inputs.survives(read, ConfigError)
+
+    yield inputs.texts(valid), check
+
+
+@harness("vllm_rlplugin/server/server_lease.py", refuses="RetryableError")
+def lease_record(folder: Path) -> Drawn:
+    """A damaged record is a lease that ends when the longest does, or none; or it is refused."""
+    from vllm_rlplugin.server.server_lease import MAX_LEASE_SECONDS, LeaseBook
+
+    file = folder / "lease"
+    book = LeaseBook("s1", file, lambda: 100.0)
+    book.grant("job", "place", "k", 5.0)
+
+    def check(data: bytes) -> None:
+        file.write_bytes(data)
+        found = inputs.survives(book.current_lease, RetryableError)
+        assert found is None or 0.0 < found.seconds_left(100.0) <= MAX_LEASE_SECONDS
+        inputs.survives(lambda: book.refusal("another"), RetryableError)
+
+    yield inputs.texts(json.loads(file.read_bytes())), check
+
+
+@harness("orchestrator/resources/pool_sizes.py", refuses="ConfigError")
+def pool_sizes(folder: Path) -> Drawn:
+    """Each pool of a run that goes on is told a whole number that it may have, or all keep theirs."""
+    config = parse_config({})
+    pools = pools_of(config)
+
+    def check(data: bytes) -> None:
+        (folder / SIZES).write_bytes(data)
+        found = inputs.survives(lambda: read_sizes(folder, config), ConfigError)
+        assert found is None or found.keys() == pools.keys()
+        assert all(type(size) is int and size >= pools[name].least for name, size in (found or {}).items())
+
+    yield inputs.texts({name: pool.begins for name, pool in pools.items()}), check
+
+
+@harness("orchestrator/ops/calibration.py", refuses="ConfigError")
+def calibration(folder: Path) -> Drawn:
+    """What a run was measured to is finite numbers and keys of a section, or one error."""
+    valid = {
+        "run": "run-001", "sim": {"decode_seconds_per_step": 0.01}, "step": 1.5, "simulated": 1.5, "factor": 1.0,
+        "startup": 9.0, "warmup_step": 0.0, "heldout_prompt": 0.5,
+    }  # fmt: skip
+
+    def check(data: bytes) -> None:
+        (folder / CALIBRATION).write_bytes(data)
+        found = inputs.survives(lambda: read_calibration(folder), ConfigError)
+        if found is not None:
+            assert isinstance(found.sim, dict)
+            assert math.isfinite(
+                found.step + found.simulated + found.startup + found.warmup_step + found.heldout_prompt
+            )
+
+    yield inputs.texts(valid), check
 
 
 @harness("orchestrator/transfer/sqlite_metadata.py", refuses="ConfigError, RelayError, RunError")

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -22,6 +23,7 @@ from orchestrator.api import (
     Observation,
     Prompt,
     RetryableError,
+    SampleFacts,
     Sampling,
     StepResult,
     TokenSequence,
@@ -33,13 +35,19 @@ from orchestrator.api import (
 from orchestrator.api import http as api_http
 from orchestrator.borrowing.http_worker import HttpWorker, _object, _place, _read
 from orchestrator.environments import environment_wire
-from orchestrator.rewards import code_judge, function_client, function_service, llm_judge, process_pool
+from orchestrator.environments.pod_watch import PodWatch
+from orchestrator.manager_shards import shard_messages
+from orchestrator.rewards import code_judge, function_client, function_service, llm_judge, process_pool, suite_judge
 from orchestrator.rewards.function_client import FunctionFailed
-from orchestrator.sandbox import spawner, workspace
+from orchestrator.sandbox import SandboxOutcome, spawner, workspace
+from orchestrator.shards.shard_folder import LaidTrajectory
+from orchestrator.shards.trajectory_shard import ShardContext
 from orchestrator.transfer.turns import decode_completions, decode_turns, encode_completions, encode_turns
-from tests.fuzz import inputs
+from tests.fuzz import inputs, weights
 from tests.fuzz.harness import Check, Drawn, harness, merged
 from vllm_rlplugin.server import request_bodies
+
+_WORD = "the word of this call"
 
 
 def check_types(value: Any, of: str) -> None:
@@ -317,6 +325,93 @@ def environment_reply(folder: Path) -> Drawn:
     yield inputs.texts(valid), check
 
 
+@harness("orchestrator/environments/pod_watch.py", refuses="ValueError, after which all is asked for again")
+def pod_list(folder: Path) -> Drawn:
+    """What an API server says of pods is what is known of them, by name; or all are asked for again."""
+
+    class Refused(Exception):
+        pass
+
+    class Said:
+        status = 200
+
+        def __init__(self, text: bytes) -> None:
+            self._lines, self.content = [text], self
+
+        async def read(self) -> bytes:
+            return self._lines[0]
+
+        async def readline(self) -> bytes:
+            return self._lines.pop() if self._lines else b""
+
+        def close(self) -> None:
+            pass
+
+    async def hear(answers: list[bytes]) -> PodWatch:
+        async def list_pods(**_: object) -> Said:
+            if not answers:
+                raise Refused
+            return Said(answers.pop(0))
+
+        watch = PodWatch(list_pods, lambda item: item, Refused)
+        watch.expect("p1")
+        await watch.begin()
+        await watch._follow(watch._open)
+        return watch
+
+    loop = asyncio.new_event_loop()
+    pod = {"metadata": {"name": "p1", "resourceVersion": "7"}, "status": {"phase": "Running"}}
+    listed = {"kind": "PodList", "metadata": {"resourceVersion": "5", "continue": ""}, "items": [pod, pod]}
+
+    def check(drawn: tuple[bytes, bytes]) -> None:
+        found = inputs.survives(lambda: loop.run_until_complete(hear(list(drawn))), ValueError, Refused)
+        if found is not None and "p1" not in found._gone:
+            pod = found.pod("p1")
+            assert pod is None or pod["metadata"]["name"] == "p1"
+
+    try:
+        yield st.tuples(inputs.texts(listed), inputs.texts({"type": "MODIFIED", "object": pod})), check
+    finally:
+        loop.close()
+
+
+@harness("orchestrator/manager_shards/shard_messages.py", "orchestrator/shards/shard_folder.py", refuses="ValueError")
+def shard_message(folder: Path) -> Drawn:
+    """A message between a run and a shard of its managers is of a kind, with fields of its types; or refused."""
+    facts = SampleFacts(5, 2, 1, 9, finite=True, prompted=True)
+    laid = LaidTrajectory(None, "/dev/shm/x", 100, "ab" * 8, (ShardContext(0, 1, ((3, 2),), facts),))
+    prompt, sampling = Prompt("k", "nim", 1, "1 2"), Sampling(8, 1.0, 0.9, (2,), 7)
+    row = (shard_messages.prompt_row(prompt), shard_messages.sampling_row(sampling))
+    valid = [
+        shard_messages.EpisodeEnd("t-1", "scored", "", "", "nim 1", False, 0.5, 2.0, laid).message(),
+        shard_messages.pack(shard_messages.BEGIN, "t-1", "g-1", *row, 1.5, False),
+        shard_messages.pack(shard_messages.TAKEN, 3, ["a", "b"]),
+        shard_messages.pack(shard_messages.RESIZE, "rewards", 4),
+        shard_messages.tell(shard_messages.TOLD, {"kind": "fault", "what": "x", "t": 1.0}),
+    ]
+
+    def check(data: bytes) -> None:
+        found = inputs.survives(lambda: shard_messages.unpack(data), ValueError)
+        if found is None:
+            return
+        kind, fields = found
+        if kind == shard_messages.DONE:
+            end = shard_messages.EpisodeEnd.of(fields)
+            check_types(end, "end")
+            assert shard_messages.unpack(end.message())[0] == kind
+        elif kind == shard_messages.BEGIN:
+            check_types(Prompt(*fields[2]), "prompt")
+            check_types(shard_messages.sampling_of(fields[3]), "sampling")
+        elif kind in (shard_messages.TOLD, shard_messages.ALIVE):
+            told = inputs.survives(lambda: shard_messages.told(fields[0]), ValueError)
+            assert told is None or isinstance(told, dict)
+
+    def of_kind(one: bytes) -> st.SearchStrategy[bytes]:
+        return weights.messages(one[1:]).map(lambda fields: one[:1] + fields)
+
+    yield st.one_of(*map(of_kind, valid), *map(inputs.damaged, valid), st.binary(max_size=40)), check
+
+
 @harness(
     "orchestrator/environments/environment_process.py",
     "orchestrator/environments/environment_wire.py",
@@ -433,12 +528,25 @@ def function_host(folder: Path) -> Drawn:
     "orchestrator/sandbox/workspace.py",
     "orchestrator/sandbox/spawner.py",
     "orchestrator/rewards/code_judge.py",
+    "orchestrator/rewards/suite_judge.py",
     refuses="no files, no answers; RetryableError",
 )
 def sandbox_output(folder: Path) -> Drawn:
     """What comes out of a sandbox is files within limits and as many answers as were asked, or nothing."""
     valid = {"code": 0, "files": {"a.py": "cHJpbnQoMSk="}}
     listed = [{"answer": 1}, {"error": "x"}]
+    tested = {"word": _WORD, "passed": ["hidden.a"], "failed": {"hidden.b": ["assert x", "AssertionError"]}}
+    loop = asyncio.new_event_loop()
+
+    def check_tests(data: bytes) -> None:
+        async def python(*_: object, stdin: bytes, **__: object) -> SandboxOutcome:
+            said = data.replace(_WORD.encode(), json.loads(stdin)["word"].encode())
+            return SandboxOutcome(0, "", said, b"", 0.0)
+
+        sandbox: Any = SimpleNamespace(python=python)
+        with inputs.bounded():
+            found = loop.run_until_complete(suite_judge.judge_suite(sandbox, {}, {}, (), "hidden/"))
+        assert all(isinstance(name, str) for name in (*found.passed, *found.failed))
 
     def check(drawn: tuple[bytes, bytes]) -> None:
         with inputs.bounded():
@@ -450,7 +558,11 @@ def sandbox_output(folder: Path) -> Drawn:
             answer = inputs.survives(lambda: spawner.read_answer(drawn[0]), RetryableError)
             assert answer is None or type(answer) is int
 
-    yield st.tuples(inputs.texts(valid), inputs.texts(listed)), check
+    try:
+        drawn = st.tuples(inputs.texts(valid), inputs.texts(listed))
+        yield merged({"files": (drawn, check), "tests": (inputs.texts(tested), check_tests)})
+    finally:
+        loop.close()
 
 
 @harness("orchestrator/rewards/process_pool.py", refuses="FunctionError")

@@ -126,6 +126,8 @@ def check_missing_lines() -> None:
     "orchestrator/observe/view/live_sample.py",
     "orchestrator/observe/view/run_state.py",
     "orchestrator/observe/report/run_log.py",
+    "orchestrator/observe/view/folder_follower.py",
+    "orchestrator/events.py",
     refuses="left out, counted",
 )
 def events(folder: Path) -> Drawn:
@@ -162,7 +164,7 @@ def events(folder: Path) -> Drawn:
     yield drawn, check
 
 
-@harness("orchestrator/observe/view/run_trace.py", refuses="left out")
+@harness("orchestrator/observe/turn_lines.py", "orchestrator/observe/view/run_trace.py", refuses="left out")
 def turns(folder: Path) -> Drawn:
     """A trace has the turns whose lines are sound, with finite times."""
     file = folder / "turns.jsonl"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tests.fuzz.__main__ import MINUTES, fuzz_one
 from tests.fuzz.harness import CORPORA, HARNESSES, ROOT, collect, fuzz, harness, read_input, read_lines, write_line
 from tests.fuzz.inputs import JUNK
 from tests.fuzz.run_files import check_missing_lines
-from tests.fuzz.table import PAGE, everything, written
+from tests.fuzz.table import OURS, PAGE, everything, written
 
 MADE = {"delta-decoder": 15_000, "page-ledger": 300}  # inputs in each run of the tests; of the ledger, each is a file
 SEED = 20  # of the long tests, which are the same every time
@@ -129,6 +131,28 @@ def test_a_corpus_is_begun_with_what_reaches_new_lines(tmp_path: Path) -> None:
 
 def test_a_journal_with_a_missing_line_is_noticed() -> None:
     check_missing_lines()
+
+
+READING = re.compile(
+    r"(json|tomllib|csv)\.(loads?|reader)|(jsontext\.)?parse(_object)?|ast\.literal_eval|(np|numpy)\.(frombuffer|load)|sqlite3\.connect"
+    r"|msgpack\.(unpackb|Unpacker)|.*\.(unpack_from|open_file|open_stream|ParquetFile)|ElementTree\.\w+|yaml\.\w+"
+)
+
+
+def test_whatever_makes_values_of_bytes_is_in_a_harness_or_says_whose_bytes_they_are() -> None:
+    found = set()
+    packages = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin", "patches")
+    for file in (file for name in packages for file in (ROOT / name).rglob("*.py")):
+        text = file.read_text("utf-8")
+        if not READING.search(text):
+            continue
+        calls = (node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+        if any(READING.fullmatch(ast.unparse(call)) for call in calls):
+            found.add(str(file.relative_to(ROOT)))
+    read = {file for one in everything().values() for file in one.reads}
+    assert sorted(found - read - set(OURS)) == []
+    assert sorted(set(OURS) - found | set(OURS) & read) == [], "not read there any more, or in a harness"
+    assert all(OURS.values())
 
 
 def test_the_page_lists_every_harness_and_every_file_is_there() -> None:

@@ -24,6 +24,7 @@ from orchestrator.sandbox import SandboxLimits, SandboxOutcome
 from orchestrator.tasks.calculator import answers
 from orchestrator.tasks.coding import is_handed_in
 from orchestrator.tasks.household import House
+from orchestrator.tasks.repository import RepositoryGame
 from orchestrator.tasks.sums import Sum
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 from tests.fuzz import inputs
@@ -160,6 +161,7 @@ def agent_reward(folder: Path) -> Drawn:
     "orchestrator/tasks/sums.py",
     "orchestrator/tasks/coding.py",
     "orchestrator/tasks/vocabulary.py",
+    "orchestrator/tasks/repository.py",
     refuses="an answer to everything",
 )
 def policy_text(folder: Path) -> Drawn:
@@ -180,6 +182,12 @@ def policy_text(folder: Path) -> Drawn:
         "\x00",
         "(" * 200,
         "٣",
+        "edit toposort.py 1 0\nx",
+        "edit new/x.py 1 0\n",
+        "show toposort.py 3 9",
+        "find def",
+        "ls",
+        "\n",
     )
 
     def check(text: str) -> None:
@@ -188,6 +196,10 @@ def policy_text(folder: Path) -> Drawn:
             loop.run_until_complete(Sum("1+2", "?").act(text))
             answers("1+2", text)
             is_handed_in(text)
+            game = RepositoryGame("toposort planted-1", None)
+            for said in (text, text):
+                loop.run_until_complete(game.act(printable(said)))
+            assert all(isinstance(data, bytes) for data in game.files.values())
             ids = CHARACTERS.encode(printable(text))
         assert all(0 <= token < len(CHARACTERS.words) for token in ids)
 

@@ -419,7 +419,7 @@ def _proved(role: bytes, nonce: bytes, header: bytes) -> bytes:
     return hmac.new(TOKEN.encode(), role + nonce + header, "sha256").digest()
 
 
-@harness("orchestrator/transfer/kv_wire.py", refuses="hung up on")
+@harness("orchestrator/transfer/kv_wire.py", "orchestrator/transfer/proven_link.py", refuses="hung up on")
 def kv_asker(folder: Path) -> Drawn:
     """Whatever an asker for KV sends, with the token or without, the next one is served."""
 

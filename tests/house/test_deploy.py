@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from packaging.requirements import Requirement
 import orchestrator
 from orchestrator.config import Config, load_config
 from orchestrator.environments import pod_manifests
-from orchestrator.hooks.tested_versions import COMPONENTS, MEGATRON_CORE, MOONCAKE, VLLM
+from orchestrator.hooks.tested_versions import COMPONENTS, MEGATRON_CORE, MOONCAKE, RAY, VLLM
+from orchestrator.runtime import pool_requests
 from tests.support.waiting import free_port, wait_for
 from vllm_rlplugin import options
 
@@ -374,6 +376,61 @@ def test_the_metadata_servers_command_starts_a_redis_that_asks_for_the_secrets_p
         server.wait()
 
 
+# -------------------------------------------------------------------------------------------------------------- KubeRay
+
+
+def test_a_ray_jobs_worker_groups_are_the_pools_of_its_run() -> None:
+    folder = DEPLOY / "kuberay"
+    job = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
+    config = load_config(folder / "run.toml")
+    cluster = job["spec"]["rayClusterSpec"]
+    pools: Counter[str] = Counter()
+    for group in cluster["workerGroupSpecs"]:
+        given = group["rayStartParams"]
+        ((hardware, count),) = json.loads(
+            json.loads(given["resources"])
+        ).items()  # in the quotes of a shell's command line
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert given["num-gpus"] == limits["nvidia.com/gpu"] == str(count)
+        pools[hardware] += group["replicas"] * count
+    assert pools == config.resources.pools
+    pool_requests.check(config)
+    wanted: Counter[str] = Counter()
+    for _, hardware, devices in pool_requests.wishes(config):
+        wanted[hardware] += devices
+    assert wanted == pools
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-gpus": "0"}
+    assert cluster["rayVersion"] in RAY.tested
+    assert (config.ray.address, config.relay.host) == ("auto", "127.0.0.1")
+    assert job["spec"]["entrypoint"] == "rl-coserve train /etc/rl-coserve/run.toml relay.host=$(hostname -i)"
+    assert job["spec"]["submissionMode"] == "HTTPMode", "elsewhere another pod's shell would say its own address"
+
+
+def test_a_ray_jobs_pods_are_valid_alike_and_unprivileged() -> None:
+    folder = DEPLOY / "kuberay"
+    validator = pytest.importorskip("kubernetes_validate")
+    cluster = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["spec"]["rayClusterSpec"]
+    templates = [part["template"] for part in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    for number, template in enumerate(templates):
+        metadata = {"name": f"p{number}", **template["metadata"]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        validator.validate(pod, "1.33", strict=True)
+        assert template["spec"]["securityContext"] == pod_specs()["rl-coserve-train"]["securityContext"]
+        (container,) = template["spec"]["containers"]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["image"] == f"rl-coserve-trainer:{orchestrator.__version__}"
+        same = templates[0]["spec"]
+        assert (container["volumeMounts"], template["spec"]["volumes"]) == (
+            same["containers"][0]["volumeMounts"],
+            same["volumes"],
+        )
+    policy = yaml.safe_load((folder / "network.yaml").read_text(encoding="utf-8"))
+    validator.validate(policy, "1.33", strict=True)
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= templates[0]["metadata"]["labels"].items()
+    if shutil.which("kubectl") is not None:
+        subprocess.run(["kubectl", "kustomize", folder], capture_output=True, timeout=60, check=True)
+
+
 # ---------------------------------------------------------------------------------------------------------------- Slurm
 
 
@@ -452,6 +509,14 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
+NODE_TWIN = (
+    """
+import time
+if "--headless" in sys.argv:
+    time.sleep(60)
+"""
+    + SERVER_TWIN
+)
 SRUN_TWIN = """
 import os, sys
 words = [word for word in sys.argv[1:] if not word.startswith("--nodes") and not word.startswith("--ntasks")]
@@ -481,6 +546,34 @@ def test_a_job_of_several_nodes_starts_twins_of_servers_and_gives_the_run_their_
     assert (int(length) > 32, mode) == (True, "0o600")
     assert not list(tmp_path.glob(".rl-coserve-*")), "the token outlives the job"
     wait_for(lambda: not listens(port), 10)
+
+
+@pytest.mark.long
+def test_a_job_whose_engines_have_two_nodes_each_starts_their_ranks_and_asks_the_first_of_each(tmp_path: Path) -> None:
+    program(tmp_path, "rl-coserve", RUN_TWIN)
+    program(
+        tmp_path,
+        "vllm",
+        "import os, sys\nopen(os.environ['SEEN'], 'a').write(' '.join(sys.argv[1:]) + '\\n')\n" + NODE_TWIN,
+    )
+    program(tmp_path, "srun", SRUN_TWIN)
+    program(tmp_path, "scontrol", 'print("first\\n127.0.0.1\\nsecond")')
+    seen, port = tmp_path / "seen", free_port()
+    variables = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "x", "RL_COSERVE_PORT": str(port), "SEEN": str(seen)}
+    variables |= {"RL_COSERVE_ENGINE_NODES": "2", "RL_COSERVE_VLLM_OPTIONS": "--tensor-parallel-size 16"}
+    process = job("served.sbatch", tmp_path, "/models/m", "run.toml", **variables)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f'rollout.served=["http://127.0.0.1:{port}"]' in out
+    ranks = sorted(re.findall(r"--node-rank (\d)", seen.read_text()))
+    assert ranks == ["0", "1"]
+    for line in seen.read_text().splitlines():
+        assert f"--tensor-parallel-size 16 --nnodes 2 --node-rank {int('--headless' in line)} " in line
+        assert f"--master-addr 127.0.0.1 --master-port {port + 1} " in line
+        assert ("--rl-token-file" in line) == ("--headless" not in line)
+    odd = job("served.sbatch", tmp_path, "/models/m", "run.toml", **variables | {"RL_COSERVE_ENGINE_NODES": "3"})
+    _, errors = odd.communicate(timeout=30)
+    assert (odd.returncode, "RL_COSERVE_ENGINE_NODES=3" in errors) == (2, True)
 
 
 def test_a_job_of_one_node_is_told_which_script_is_for_it(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import gc
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +20,18 @@ from orchestrator.agents.agent_program import AgentProgram, reward_of
 from orchestrator.agents.agent_session import calls_in
 from orchestrator.agents.openai_protocol import ApiError
 from orchestrator.api import RetryableError, TrajectoryError, bearer, jsontext
-from orchestrator.environments import environment_wire
-from orchestrator.rewards import code_judge, function_client, llm_judge, process_pool
+from orchestrator.api.http import stats_from_json
+from orchestrator.borrowing import http_worker
+from orchestrator.environments import environment_wire, pod_watch
+from orchestrator.manager_shards import shard_messages
+from orchestrator.rewards import code_judge, function_client, llm_judge, process_pool, suite_judge
 from orchestrator.rewards.function_client import FunctionFailed
 from orchestrator.sandbox import SandboxLimits, SandboxOutcome, spawner, workspace
 from orchestrator.tasks import chat_task
 from orchestrator.tasks.calculator import answers
 from orchestrator.tasks.coding import is_handed_in
 from orchestrator.tasks.household import House
+from orchestrator.tasks.repository import RepositoryGame
 from orchestrator.tasks.sums import Sum
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
@@ -67,11 +75,38 @@ TEXTS: dict[str, Callable[[int], str]] = {
     "a prompt of numbers": lambda n: '{"prompt":[' + "1," * (n // 2) + "1]}",
     "a reply": lambda n: '{"id":1,"error":{"cause":"' + "a" * n + '","detail":"' + "b" * n + '"}}',
     "bearer": lambda n: "Bearer " + " " * n,
+    "lines to edit": lambda n: "edit new.py 1 0" + "\n" * n,
+    "words to find": lambda n: "find " + "a" * n,
+    "lines to show": lambda n: "show toposort.py " + "9" * n,
+    "pods": lambda n: '{"metadata":{},"items":[' + "{}," * (n // 3) + "{}]}",
+    "tests that pass": lambda n: '{"word":"x","passed":[' + "1," * (n // 2) + '1],"failed":{}}',
 }
 
 
 def outcome(text: str) -> SandboxOutcome:
     return SandboxOutcome(0, "", text.encode(errors="replace"), b"", 0.0)
+
+
+def verdict(text: str) -> Any:
+    async def python(*_: object, **__: object) -> SandboxOutcome:
+        return outcome(text)
+
+    return asyncio.run(suite_judge.judge_suite(SimpleNamespace(python=python), {}, {}, (), "hidden/"))  # type: ignore[arg-type]
+
+
+def pods(text: str) -> Any:
+    async def read() -> bytes:
+        return text.encode(errors="replace")
+
+    async def listed(**_: object) -> Any:
+        return SimpleNamespace(status=200, read=read, close=lambda: None)
+
+    return asyncio.run(pod_watch.PodWatch(listed, lambda item: item, RuntimeError)._list())
+
+
+def served(text: str) -> Any:
+    found = http_worker._object(text.encode(errors="replace"))
+    return http_worker._read(stats_from_json, found or {}, "/rl/stats")
 
 
 PROGRAM = AgentProgram(("x",), {}, (), SandboxLimits(), {})
@@ -85,6 +120,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "model: a calculation": lambda text: answers("1+2", "=" + text),
     "model: a program": is_handed_in,
     "model: a household": lambda text: House("kitchen//apple:kitchen/apple fridge").do(text),
+    "model: a repository": lambda text: asyncio.run(RepositoryGame("toposort planted-1", None).act(text)),
     "agent: a chat": openai_protocol.chat_request,
     "agent: a prompt": openai_protocol.plain_request,
     "agent: its reward": lambda text: reward_of(PROGRAM, outcome(text)),
@@ -94,10 +130,64 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "reward: an answer": lambda text: function_client._answer(False, text.encode(errors="replace")),
     "reward: a failure": lambda text: function_client._answer(True, text.encode(errors="replace")),
     "reward: judged code": lambda text: code_judge._answers(text.encode(errors="replace"), 3),
+    "reward: a suite of tests": verdict,
+    "server: an answer": served,
+    "shard: what it tells": shard_messages.told,
+    "cluster: pods": pods,
     "judge: a line": llm_judge._score_in,
     "judge: JSON": jsontext.parse_object,
     "spawner: an answer": lambda text: spawner.read_answer(text.encode(errors="replace")),
 }
+
+
+# Who makes something of text in the rooms that a trajectory passes through: which of PARSERS that is, or (why none has to be).
+READERS = {
+    "agents/agent_session.py": "model: calls of tools",
+    "agents/chat_template.py": "(its own JSON, made of what the endpoint took)",
+    "agents/openai_protocol.py": "agent: a chat",
+    "borrowing/http_worker.py": "server: an answer",
+    "borrowing/served_workers.py": "(a model's config.json, before a run)",
+    "environments/environment_wire.py": "environment: a reply",
+    "environments/pod_manifests.py": "(names of a run)",
+    "environments/pod_watch.py": "cluster: pods",
+    "environments/pods.py": "(the name of an image: one set of characters, at most 500)",
+    "manager_shards/shard_messages.py": "shard: what it tells",
+    "rewards/code_judge.py": "reward: judged code",
+    "rewards/function_client.py": "reward: an answer",
+    "rewards/function_process.py": "(a process of its own, with a time limit)",
+    "rewards/function_service.py": "(the host of functions, a process of its own; at most 1 MiB)",
+    "rewards/host_launch.py": "(the line with the port of a host that the run starts)",
+    "rewards/llm_judge.py": "judge: a line",
+    "rewards/process_pool.py": "(a line of at most so many bytes, by the same parser as reward: an answer)",
+    "rewards/suite_judge.py": "reward: a suite of tests",
+    "sandbox/run.py": "(what bubblewrap says of itself)",
+    "sandbox/spawn.py": "(what the run asks its spawner for)",
+    "sandbox/spawner.py": "spawner: an answer",
+    "sandbox/workspace.py": "agent: its files",
+    "tasks/chat_task.py": "(a pattern of the user's, which is looked at before a run: docs/security.md says what it may cost)",
+    "tasks/data_files.py": "(files of the user's, before a run)",
+    "tasks/dataset.py": "(prompts of its own)",
+    "tasks/dataset_rewards.py": "(a process of its own, with a time limit)",
+    "tasks/reasoning_gym.py": "(options of a config; answers are scored in a process of its own, with a time limit)",
+    "tasks/repository.py": "model: a repository",
+    "tasks/repository_bundles.py": "(files of the user's, before a run)",
+    "tasks/sums.py": "model: a sum",
+}
+ROOMS = ("agents", "borrowing", "environments", "manager_shards", "rewards", "sandbox", "tasks")
+READING = re.compile(
+    r"(json|tomllib|csv)\.(loads?|reader)|(jsontext\.)?parse(_object)?|msgpack\.\w+|re\.\w+|ast\.literal_eval"
+)
+
+
+def test_who_reads_text_in_these_rooms_is_a_list() -> None:
+    root = Path(__file__).parents[2] / "orchestrator"
+    found = set()
+    for file in (file for room in ROOMS for file in sorted((root / room).rglob("*.py"))):
+        calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        if any(READING.fullmatch(ast.unparse(call.func)) for call in calls):
+            found.add(str(file.relative_to(root)))
+    assert found == set(READERS)
+    assert [name for name in READERS.values() if not name.startswith("(") and name not in PARSERS] == []
 
 
 def seconds_of(parse: Callable[[str], Any], text: str) -> float:

@@ -80,10 +80,10 @@ def test_folders_of_processes_that_were_killed_are_removed_and_others_stay() -> 
 def test_a_start_that_met_another_ray_is_tried_again(
     raised: list[Exception], calls: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
+    seen: list[object] = []
 
     def init(**options: object) -> None:
-        seen.append("init")
+        seen.append(options["_temp_dir"])
         if len(seen) <= len(raised):
             raise raised[len(seen) - 1]
 
@@ -93,6 +93,7 @@ def test_a_start_that_met_another_ray_is_tried_again(
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         real_run._start_local_ray()
     assert len(seen) == calls
+    assert set(seen) == {f"{real_run._ray_folder()}/r"}, "in the private folder"
 
 
 @pytest.mark.long
@@ -120,7 +121,7 @@ AFTER_ANOTHER = """
 import os
 os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", "a" * 64
 import ray
-ray.init(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
 ray.shutdown()
 del os.environ["RAY_AUTH_TOKEN"]
 from orchestrator.runtime.real_run import _start_local_ray

@@ -30,6 +30,11 @@ MAY_END_A_RUN = {
         "_done",
         "done",
     },  # no environment can be started
+    "manager_shards/shard_managers.py": {
+        "_serve",  # no engine is left that could answer
+        "_keep",  # no shard of managers is left
+        "_raise_for",  # what a shard says of one of the others
+    },
     "rewards/host_launch.py": {"base_url"},  # the run's own servers, when they are started
     "rewards/ray_serve.py": {"url", "start", "stop"},
     "rewards/reward_client.py": {"call_reward"},  # a refused token, or an address without a function
@@ -60,7 +65,7 @@ def everything() -> list[BaseException]:
 
 
 def test_who_may_raise_a_run_error_is_a_list() -> None:
-    rooms = ("agents", "rewards", "tasks", "environments", "sandbox")
+    rooms = ("agents", "rewards", "tasks", "environments", "sandbox", "manager_shards")
     files = [file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))]
     found: dict[str, set[str]] = {}
     for file in [*files, ROOT / "envs.py", ROOT / "rollout.py"]:
@@ -112,13 +117,14 @@ class Raising:
         return called
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("seam", ["reset", "step", "score"])
-def test_whatever_is_raised_there_costs_one_trajectory(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_is_raised_there_costs_one_trajectory(seam: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = SimReward if seam == "score" else SimEnvironment
     answers = (None, "7", True, 1 << 2000, [], object()) if seam == "score" else (None, "text", 7)
     raising = Raising(getattr(owner, seam), 2 if seam == "score" else 3, answers)
     monkeypatch.setattr(owner, seam, raising.method())
-    result = run()
+    result = run(f"rollout.shards={shards}")
     assert steps_of(result) == 3
     assert raising.met == len(raising.wrong)
 

@@ -38,6 +38,11 @@ def test_whoever_could_do_harm_is_held_by_tests(row: list[str]) -> None:
     assert bool(named) != who.startswith(TRUSTED), who
 
 
+@pytest.mark.parametrize("row", rows("What holds"), ids=lambda row: row[0][:40])
+def test_each_border_names_tests(row: list[str]) -> None:
+    assert NAMED.findall(" ".join(row)), row[0]
+
+
 def test_every_test_that_the_page_names_is_collected() -> None:
     named = NAMED.findall(PAGE)
     assert len([test for _, test in named if test]) >= 30

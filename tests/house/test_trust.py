@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from orchestrator.agents import openai_protocol
+from orchestrator.agents import openai_endpoint, openai_protocol
 from orchestrator.agents.agent_session import AgentBounds, AgentSession
 from orchestrator.agents.chat_template import VocabularyChat
 from orchestrator.agents.openai_endpoint import AgentGateway
@@ -122,6 +123,43 @@ def test_the_first_mistake_ends_the_reading_of_a_body() -> None:
         openai_protocol.chat_request(json.dumps({"messages": [{"role": "user", "content": ""}] * 10_001}))
 
 
+def test_of_a_list_no_more_than_the_first_mistake_is_looked_for() -> None:
+    """Each is a record of a hundred bytes of Python: of two megabytes, 1.3 GiB."""
+    many: list[Any] = [None] * 200
+    bodies: dict[str, dict[str, Any]] = {
+        "messages": {"messages": many},
+        "parts": {"messages": [{"role": "user", "content": many}]},
+        "calls of tools": {"messages": [{"role": "assistant", "tool_calls": many}]},
+        "tools": {"messages": [{"role": "user", "content": "x"}], "tools": many},
+        "stops": {"messages": [{"role": "user", "content": "x"}], "stop": [None] * openai_protocol.MAX_STOPS},
+        "a prompt": {"prompt": many},
+    }
+    for what, body in bodies.items():
+        form = openai_protocol._Plain if "prompt" in body else openai_protocol._Chat
+        with pytest.raises(ValidationError) as refused:
+            form.model_validate(body)
+        assert refused.value.error_count() <= 3, what  # one of each form that the value could have
+
+
+def test_a_large_body_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(sent: bytes) -> list[bool]:
+        asked: list[bool] = []
+
+        class Readers:
+            async def invoke(self, event: dict[str, Any]) -> Any:
+                asked.append(event["chat"])
+                return openai_protocol.read_apart(event)
+
+        server: Any = AgentGateway()
+        server._readers = Readers()
+        assert (await server._read(sent, chat=True)).messages[0].role == "user"
+        return asked
+
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * openai_endpoint.READ_HERE}]}).encode()
+    assert asyncio.run(scenario(body)) == [True]
+    assert asyncio.run(scenario(body.replace(b"x" * 1000, b""))) == []
+
+
 def test_json_has_a_depth() -> None:
     deepest = "[" * jsontext.DEPTH + "]" * jsontext.DEPTH
     jsontext.parse(deepest)
@@ -151,7 +189,7 @@ def fork(event):
         if child:
             open(event, "w").write(f"{os.getpid()} {child}")
             os._exit(0)
-        time.sleep(600)
+        time.sleep(120)
         os._exit(0)
     time.sleep(600)
 """

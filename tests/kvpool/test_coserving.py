@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scripts.bench.micro import coserve_slo
-from scripts.bench.micro.coserve_slo import LADDER, table
+from scripts.bench.micro.coserve_slo import LADDER, load_table, table
 from scripts.bench.probes.vllm.coserve_probe import MODES, TRAJECTORY, Pair, scaled, summary
 from scripts.bench.probes.vllm.remap_probe import measure
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
@@ -161,6 +161,7 @@ def test_one_command_plays_both_traces_five_times_and_the_curve_and_the_quick_fo
     found = coserve_slo.run(quick=False, nonce="n")
     assert len(asked) == 2 * (coserve_slo.RUNS + len(coserve_slo.LOADS))
     assert found["detail"]["by_load"]["azure_code"].keys() == {"0.15", "0.3", "0.45", "0.6"}
+    assert load_table(found).splitlines()[2] == "| `mooncake_conversation` | 15 % | 20 % | 33 % | 1 of 80 | 50 |"
     asked.clear()
     assert coserve_slo.run(quick=True, nonce="n")["holds"] is None
     assert asked == [["--seconds", "3", "--rounds", "1", "--modes", "static,none,dual"]]

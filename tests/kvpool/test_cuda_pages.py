@@ -302,18 +302,40 @@ def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: C
     driver.free(base, 4 * PAGE)
 
 
-def test_the_doctor_names_the_driver_and_what_it_cannot_do_with_a_fake_driver(
-    path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    none = nvidia_driver.check_driver("libcuda-not-here.so")
-    assert (none.status, none.detail.startswith("CUDA: no driver (libcuda-not-here.so: ")) == ("skip", True)
-    found = nvidia_driver.check_driver(str(library))
-    assert (found.status, found.detail) == ("ok", "CUDA 12.8: a fake device; KV pages can be mapped")
-    monkeypatch.setenv("FAKE_CUDA_LACKS", "103")
-    assert nvidia_driver.check_driver(str(library)).status == "warn"
-    fake_cuda.reset(library)
-    monkeypatch.delenv("FAKE_CUDA_DEVICE")
-    assert nvidia_driver.check_driver(str(library)).detail.startswith("CUDA: no device: cuInit ends with error 100;")
+DOCTOR = """
+import os, sys
+from pathlib import Path
+from orchestrator.ops.nvidia_driver import check_driver
+from tests.support import fake_cuda
+
+found = [check_driver()] if not Path("/dev/nvidiactl").exists() else []
+folder = Path(sys.argv[1])
+fake_cuda.load_by_name(folder)
+found.append(check_driver())
+os.environ.update(fake_cuda.make_device(folder / "device", 4, 4096))
+found.append(check_driver())
+os.environ["FAKE_CUDA_LACKS"] = "103"
+found.append(check_driver())
+print("\\n".join(f"{one.status} {one.detail}" for one in found))
+"""
+
+
+def test_the_doctor_names_the_driver_and_what_it_cannot_do_with_a_fake_driver(tmp_path: Path) -> None:
+    """Asked by cuda-bindings, which know one driver per process."""
+    pytest.importorskip("cuda.bindings.driver")
+    command = [sys.executable, "-c", DOCTOR, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[-3].startswith("skip CUDA: no device: cuInit ends with CUDA_ERROR_NO_DEVICE;")
+    assert said[-2] == "ok CUDA 12.8: a fake device; KV pages can be mapped"
+    assert said[-1] == "warn CUDA 12.8: a fake device, without page mapping"
+    assert [line.startswith("skip CUDA: no driver (") for line in said[:-3]] == [True] * len(said[:-3])
+
+
+def test_without_cuda_bindings_the_devices_are_not_known_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    assert nvidia_driver.find_gpus().missing == "cuda-bindings are not installed (pip install 'rl-coserve[cuda]')"
 
 
 @pytest.mark.parametrize("kind", ["kept", "created"])

@@ -471,6 +471,18 @@ def test_decoding_goes_first_and_prefill_waits_where_both_do_not_fit(setup: Setu
     assert setup.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
+def test_where_not_all_may_decode_they_take_turns(setup: Setup) -> None:
+    for name in "abcd":
+        setup.stock.add(name, 100, outputs=5)
+    decoded = []
+    for tick in range(1, 4):
+        setup.pool.publish(ServingWords(ServingState(setup.at, 0.0095, busy=True, tick=tick)).pack())
+        output = setup.step()
+        decoded.append("".join(output.num_scheduled_tokens))
+        setup.turns.step_ended(output)
+    assert decoded == ["ab", "cd", "ab"], "else the last ones are handed back as stalled"
+
+
 def test_drafted_tokens_are_part_of_a_decode_and_no_prefill(setup: Setup) -> None:
     setup.stock.num_spec_tokens = 3
     for name in "ab":

@@ -40,6 +40,8 @@ def test_a_run_continues_with_its_own_config_and_what_was_changed(folder: RunFol
     after = config_to_continue(folder, ["run.steps=60", "checkpoint.every=5", "rollout.stall_timeout=900"])
     assert (after.run.steps, after.checkpoint.every, after.rollout.stall_timeout) == (60, 5, 900)
     assert after.rollout.alpha == 2
+    elsewhere = config_to_continue(folder, ["ray.address=10.0.0.7:6379", "relay.host=10.0.0.7"])
+    assert (elsewhere.ray.address, elsewhere.relay.host) == ("10.0.0.7:6379", "10.0.0.7")
     cut = config_to_continue(folder, ["trainer.tensor_parallel=2", "trainer.distributed_optimizer=true"])
     assert (cut.trainer.tensor_parallel, cut.trainer.distributed_optimizer) == (2, True)
     assert folder.config() == before, "nothing is written before it starts"

@@ -455,6 +455,21 @@ def test_what_is_laid_is_adopted_in_place_and_freed_with_the_trajectory(tmp_path
     folder.close()
 
 
+def test_what_comes_by_value_is_a_file_of_the_run_and_refused_where_it_is_damaged(tmp_path: Path) -> None:
+    folder, original = ShardFolder(tmp_path / "disk", tmp_path), a_trajectory()
+    laid = lay_by_value(original)
+    turns = folder.adopt(laid)
+    shard = shard_of(replace(original, turns=turns))
+    assert shard is not None
+    assert (tuple(turns), Path(shard.path).parent, shard.contexts) == (original.turns, folder.folders[0], laid.contexts)
+    for data in (b"", b"x" * laid.size):
+        with pytest.raises(RunError, match="is damaged"):
+            folder.adopt(replace(laid, data=data))
+    del turns, shard
+    assert (folder.bytes, [*folder.folders[0].iterdir()]) == (0, [])
+    folder.close()
+
+
 def test_a_file_elsewhere_or_another_than_was_laid_is_refused(tmp_path: Path) -> None:
     folder = ShardFolder(tmp_path / "disk", tmp_path)
     writer = TrajectoryWriter(folder.folders, "s0-1")
@@ -489,6 +504,20 @@ def test_what_shards_would_not_share_is_refused(overrides: tuple[str, ...], why:
     assert "rollout.shards = 9" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ((), "rollout.shards_on = 'nodes': there is one node"),
+        (("ray.address=auto", "rollout.shards=1"), "there is none elsewhere"),
+        (("ray.address=auto", "reward.url=http://127.0.0.1:80/f"), "reward.url = .* is this machine's own"),
+        (("ray.address=auto", "reward.host=ray_serve"), "reward.host = 'ray_serve': answers on the node of its proxy"),
+    ],
+)
+def test_what_shards_on_other_nodes_would_not_reach_is_refused(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_config(None, ["rollout.shards=2", "rollout.shards_on=nodes", *overrides])
+
+
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -507,6 +536,53 @@ def test_shard_processes_play_a_real_task_and_one_is_killed(tmp_path: Path) -> N
         assert sharded.left_behind() == []
 
     asyncio.run(main())
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_shards_over_two_nodes_play_a_real_task_and_the_actor_of_one_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from tests.support.ray_nodes import nodes
+    from tests.support.sharded_run import ShardedRun
+
+    async def main() -> None:
+        async with ShardedRun(tmp_path, over_nodes=True) as sharded:
+            actors = sharded.actors()
+            assert len(set(actors.values())) == 2, "a node each"
+            played = [asyncio.create_task(sharded.episode(f"t{number}")) for number in range(12)]
+            await asyncio.sleep(1.0)
+            os.kill(next(iter(actors)), signal.SIGKILL)
+            ends = await asyncio.gather(*played)
+            assert {"scored", SHARD_LOST} == set(ends)
+            assert await sharded.episode("after") == "scored"
+            assert await sharded.episode("after this") == "scored"
+        assert len(sharded.pids) >= 6, "each shard and each reward host, under a watcher"
+        for _ in range(50):
+            if not sharded.left_behind():
+                break
+            await asyncio.sleep(0.1)
+        assert sharded.left_behind() == []
+
+    with nodes(2):
+        asyncio.run(main())
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_agent_programs_are_played_on_two_nodes(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from tests.support.ray_nodes import nodes
+    from tests.support.sharded_run import ShardedRun
+
+    async def main() -> None:
+        async with ShardedRun(tmp_path, agents=True, over_nodes=True) as sharded:
+            assert len(set(sharded.actors().values())) == 2
+            assert await asyncio.gather(*(sharded.episode(f"t{number}") for number in range(4))) == ["scored"] * 4
+
+    with nodes(2):
+        asyncio.run(main())
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """A run folder is one process's at a time, its logs survive what can be survived, and a resume says what it cannot mend."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -282,6 +283,24 @@ def test_a_longer_journal_is_rolled_back_and_no_id_comes_twice(tmp_path: Path) -
             assert records.ledger.counts.failed_by_cause == {"interrupted": 1}
             assert [text for text in records.repairs if "512 bytes" in text] == records.repairs
             assert len(records.repairs) == (life == 1)
+
+
+def test_a_byte_that_is_no_text_ends_a_resume_in_words_or_is_cut_off(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    with open_records(folder, resume=False) as records:
+        for number in range(3):
+            records.ledger.start(f"t{number}", "g0")
+        state = CheckpointState(1, 1, records.ledger.sequence, 1.0, ())
+        records.checkpoints.commit(records.checkpoints.begin(1), state)
+        records.ledger.start("t3", "g0")
+    whole = folder.ledger_file.read_bytes()
+    for line, told in ((1, "holds 1 records, the checkpoint was written after 3: 2 are missing"), (3, "")):
+        lines = whole.splitlines(keepends=True)
+        lines[line] = lines[line].replace(b"g0", b"g\xff")
+        folder.ledger_file.write_bytes(b"".join(lines))
+        refused = pytest.raises(RunError, match=told) if told else contextlib.nullcontext()
+        with refused, open_records(folder, resume=True) as records:
+            assert "byte 0xff" in " ".join(records.repairs)
 
 
 def test_a_life_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import pickle
@@ -143,6 +144,33 @@ def test_a_shard_is_freed_when_nothing_refers_to_it(tmp_path: Path) -> None:
     assert folder.bytes == 0
     folder.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_while_a_trajectory_is_finished_others_have_a_turn_of_the_loop_after_each_of_its_turns(tmp_path: Path) -> None:
+    one = a_trajectory()
+    original, ticks = replace(one, turns=one.turns * 8), 0
+
+    async def count() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0)
+            ticks += 1
+
+    async def main() -> Trajectory:
+        counting = asyncio.create_task(count())
+        await asyncio.sleep(0)
+        finished = await folder.finish_in_slices(original)
+        counting.cancel()
+        return finished
+
+    folder = ShardFolder(tmp_path / "shards", tmp_path)
+    finished = asyncio.run(main())
+    assert ticks >= len(original.turns)
+    assert finished == original == folder.finish(original)
+    assert asyncio.run(folder.finish_in_slices(finished)) is finished
+    with pytest.raises(RunError, match="differ in number"):
+        asyncio.run(folder.finish_in_slices(replace(one, turns=(replace(one.turns[0], logprobs=(-1.0,)),))))
+    folder.close()
 
 
 def test_full_shared_memory_goes_on_on_the_disk_and_a_full_disk_is_one_error(

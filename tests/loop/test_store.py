@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator import store as store_module
-from orchestrator.api import Prompt, RunError, Trajectory, Turn
+from orchestrator.api import Prompt, RoutedExperts, RunError, Trajectory, Turn
+from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.store import TrajectoryStore, count_by_outcome, read_trajectories, to_trajectory
 
 
@@ -69,6 +71,16 @@ def test_stored_and_read_back_a_trajectory_is_equal(tmp_path: Path) -> None:
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
 
 
+any_experts = st.builds(
+    RoutedExperts,
+    st.integers(0, 99),
+    st.just(2),
+    st.just(3),
+    st.just(2),
+    st.binary(max_size=4).map(lambda one: one * 12),
+)
+
+
 @st.composite
 def any_turn(draw: st.DrawFn) -> Turn:
     actions = draw(ids)
@@ -81,6 +93,7 @@ def any_turn(draw: st.DrawFn) -> Turn:
         done=draw(st.booleans()),
         generate_seconds=draw(st.floats(0, 100)),
         environment_seconds=draw(st.floats(0, 100)),
+        experts=draw(st.none() | any_experts),
     )
 
 
@@ -139,6 +152,27 @@ def test_the_place_in_the_batch_is_kept_and_older_files_read_as_without_one(
     places = {row["trajectory_id"]: row["position"] for row in table.to_pylist()}
     assert places == {"t00000000": None, "t00000001": 1, "t00000002": 0, "t00000003": None}
     assert stored(tmp_path) == [make_trajectory(number) for number in range(4)]
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["turns in memory", "in a shard"])
+def test_the_experts_that_engines_chose_are_kept_and_older_files_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    kept = store_module._FILE_SCHEMA
+    monkeypatch.setattr(store_module, "_FILE_SCHEMA", kept.remove(kept.get_field_index("experts")))
+    store = TrajectoryStore(tmp_path / "store")
+    store.append(make_trajectory(0), 0, "trained")  # of a version that kept no experts
+    store.close()
+    monkeypatch.setattr(store_module, "_FILE_SCHEMA", kept)
+    first, last = make_trajectory(1).turns
+    known = replace(
+        make_trajectory(1), turns=(first, replace(last, experts=RoutedExperts(2, 3, 2, 1, bytes(range(24)))))
+    )
+    shards = ShardFolder(tmp_path / "shards", tmp_path)
+    store = TrajectoryStore(tmp_path / "store", finish=shards.finish if writes else lambda one: one)
+    store.append(known, 1, "trained")
+    store.close()
+    assert stored(tmp_path / "store") == [make_trajectory(0), known]
 
 
 def test_log_probs_keep_their_last_bit(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megatron_rlplugin.parallel_layout import ParallelLayout  # noqa: E402
 from orchestrator import cli  # noqa: E402
 from orchestrator.api import ConfigError, RunError  # noqa: E402
 from orchestrator.config import Config, load_config  # noqa: E402
-from orchestrator.runtime import memory_plan  # noqa: E402
+from orchestrator.runtime import memory_plan, model_defaults, preflight  # noqa: E402
 from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 from tests.support.megatron_training import NEWEST, ROOT  # noqa: E402
 
@@ -345,11 +345,83 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
         memory_plan.check(large(tmp_path, "relay.segment_mb=100"))
 
 
-def test_a_large_model_is_told_which_defaults_are_the_demos(tmp_path: Path) -> None:
-    notes = memory_plan.notes(load_config(None, [f"model.path={large(tmp_path).model.path}"]))
-    assert [note.partition(" has ")[0] for note in notes] == ["model.dtype", "trainer.learning_rate"]
-    assert memory_plan.notes(large(tmp_path, "trainer.learning_rate=1e-6")) == []
-    assert memory_plan.notes(load_config(None, [f"model.path={dense(tmp_path / 'small')}"])) == []
+KEPT = ("model.dtype=bfloat16", "trainer.learning_rate=1e-5", "trainer.micro_batch_tokens=4096")
+
+
+def keys(said: Sequence[str]) -> list[str]:
+    return [line.partition(" = ")[0] for line in said]
+
+
+def test_a_large_model_has_defaults_of_its_own_and_a_set_key_wins(tmp_path: Path) -> None:
+    path = f"model.path={large(tmp_path).model.path}"
+    config, said = model_defaults.choose(load_config(None, [path, "trainer.data_parallel=2"]))
+    trainer = config.trainer
+    assert (config.model.dtype, trainer.learning_rate, trainer.distributed_optimizer) == ("bfloat16", 1e-6, True)
+    assert trainer.micro_batch_tokens == max(8192, config.rollout.widest_context)
+    rest = [f"trainer.{name}" for name in ("learning_rate", "micro_batch_tokens", "distributed_optimizer")]
+    assert keys(said) == ["model.dtype", *rest]
+    assert "7.6 billion parameters" in said[0]
+    assert model_defaults.choose(config) == (config, [])  # what was chosen is as if it had been written
+    own = load_config(None, [path, *KEPT])
+    assert model_defaults.choose(own) == (own, [])
+    argued, said = model_defaults.choose(load_config(None, [path, 'trainer.arguments="--lr 2e-6"']))
+    assert argued.trainer.learning_rate == 2e-6
+    assert keys(said) == ["model.dtype", "trainer.micro_batch_tokens"]
+
+
+def test_the_demo_and_small_models_keep_the_defaults_of_the_keys(tmp_path: Path) -> None:
+    for more in ([], [f"model.path={dense(tmp_path / 'small')}"], [f"model.path={tmp_path / 'nowhere'}"]):
+        config = load_config(None, more)
+        assert model_defaults.choose(config) == (config, [])
+
+
+@pytest.mark.parametrize(
+    ("full", "recomputed", "more", "chosen"),
+    [
+        (1 * GB, 1 * GB, POOLS, ()),  # it fits
+        (60 * GB, 1 * GB, POOLS, RECOMPUTE),
+        (60 * GB, 1 * GB, (), ()),  # nobody knows the device
+        (60 * GB, 1 * GB, (*POOLS, 'trainer.megatron={recompute_granularity="selective"}'), ()),
+        (90 * GB, 50 * GB, POOLS, ()),  # recomputation alone does not cure it: the check says what does
+    ],
+)
+def test_what_the_plan_says_is_recomputed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full: int,
+    recomputed: int,
+    more: Sequence[str],
+    chosen: Sequence[str],
+) -> None:
+    monkeypatch.setattr(trainer_plan, "run_request", twin(full, recomputed))
+    config, said = model_defaults.choose(large(tmp_path, *KEPT, *more))
+    assert keys(said) == [f"trainer.megatron.{name}" for name in chosen]
+    assert all("of 80.0 GB without" in line for line in said)
+    if chosen:
+        assert config.trainer.megatron["recompute_granularity"] == "full"
+
+
+def test_a_plan_and_a_run_begin_with_what_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer_plan, "run_request", twin(60 * GB, GB))
+    path = f"model.path={large(tmp_path).model.path}"
+    assert cli.main(["plan", "--memory", path, *POOLS]) == 0
+    shown = capsys.readouterr()
+    assert 'trainer.megatron.recompute_granularity = "full": a step would take' in shown.err
+    assert "over by" not in shown.out.partition("engine")[0]
+
+    class Reached(Exception):
+        pass
+
+    def check(config: Config, task: Any) -> list[str]:
+        assert config.trainer.megatron["recompute_granularity"] == "full"
+        assert config.model.dtype == "bfloat16"
+        raise Reached
+
+    monkeypatch.setattr(preflight, "check", check)
+    with pytest.raises(Reached):
+        cli.main(["train", "--dry-run", path, *POOLS])
 
 
 def test_rope_is_one_kernel_where_transformer_engine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

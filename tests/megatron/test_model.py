@@ -290,6 +290,14 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, folder: Path) -> No
         hf_bridge.load_hf(built, folder)
 
 
+def test_one_mask_is_kept_however_many_widths_there_were() -> None:
+    for width in (3, 17, 9, 12):
+        mask = model.causal_mask(width)
+        assert mask is not None
+        assert torch.equal(mask[0, 0], torch.ones(width, width, dtype=torch.bool).triu(1))
+    assert len(model._mask) == 1
+
+
 def test_padding_behind_a_sequence_changes_nothing_in_it(folder: Path) -> None:
     built = make(folder)
     tokens = torch.randint(len(WORDS), (1, 20), generator=torch.Generator().manual_seed(2))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +14,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron_rlplugin import parallel_layout  # noqa: E402
+from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
+from megatron_rlplugin.weights import hf_bridge, rank_publisher  # noqa: E402
 from orchestrator.transfer import (  # noqa: E402
     HostedWeights,
     RelayEndpoint,
     Subscriber,
     shard_routing,
 )
+from orchestrator.transfer.job_head import FULL  # noqa: E402
 from orchestrator.transfer.shard_codec import DeltaCodec  # noqa: E402
-from scripts.bench.probes.megatron.trainer_probe import tiny_folder, tiny_mixture  # noqa: E402
+from orchestrator.transfer.transfer_errors import RelayError  # noqa: E402
+from scripts.bench.probes.megatron.trainer_probe import make_batch, tiny_folder, tiny_mixture  # noqa: E402
 from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
@@ -39,6 +46,7 @@ rank, world, meet, out = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.ar
 async def main():
     trainer = MegatronTrainer(model=order["model"], settings=order["settings"], total_steps=10, seed=3, dtype=order["dtype"],
                               relay=order["relay"], rank=rank, world_size=world, init_method=meet)
+    trainer._finds_changes = order["finds"]
     results = []
     for step in range(order["versions"]):
         if step:
@@ -66,12 +74,15 @@ LAYOUTS = {
 
 
 ALWAYS = "tensor parallel"  # shards to cut and copies to divide; a layout takes many seconds
+CASES = [(name, False) for name in LAYOUTS] + [(name, True) for name, layout in LAYOUTS.items() if layout[3]]
 
 
 @pytest.mark.parametrize(
-    "layout", [ALWAYS, *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name != ALWAYS)]
+    ("layout", "finds"),
+    [pytest.param(*case, marks=[] if case == (ALWAYS, False) else pytest.mark.long) for case in CASES],
 )
-def test_what_the_ranks_publish_is_the_model_bit_for_bit(layout: str, tmp_path: Path) -> None:
+def test_what_the_ranks_publish_is_the_model_bit_for_bit(layout: str, finds: bool, tmp_path: Path) -> None:
+    """``finds``: the changes where the weights are, as on a GPU."""
     settings, world, mixture, snapshot_every = LAYOUTS[layout]
     endpoint = RelayEndpoint(
         job="ranks",
@@ -86,6 +97,7 @@ def test_what_the_ranks_publish_is_the_model_bit_for_bit(layout: str, tmp_path: 
         "model": (tiny_mixture if mixture else tiny_folder)(tmp_path / "model"),
         "settings": {"learning_rate": 1e-4, "micro_batch_size": 4, "micro_batch_order": "arrival", **settings},
         "dtype": "bfloat16",
+        "finds": finds,
         "relay": endpoint.to_dict(),
         "versions": 4 if snapshot_every else 2,
     }
@@ -119,3 +131,80 @@ def test_what_the_ranks_publish_is_the_model_bit_for_bit(layout: str, tmp_path: 
         kinds = {tuple(path.parts[-3:-1]) for path in (tmp_path / "relay").rglob("manifest*")}
         assert kinds == {("0", "full"), ("1", "delta-0"), ("2", "delta-1"), ("3", "delta-2"), ("3", "full")}
     subscriber.close()
+
+
+def relay_at(place: Path) -> RelayEndpoint:
+    """Differences, with a snapshot beside every second one."""
+    keep = {"snapshot_every": 2, "keep_versions": 9}
+    return RelayEndpoint(job="ranks", kind="fsspec", master=f"file://{place}", metadata=f"{place}.sqlite", **keep)
+
+
+def test_changes_found_where_the_weights_are_travel_as_those_found_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the same code finds them; that a GPU's weights do not pass to the host is counted, not measured."""
+    read, told = [], {}
+    as_bytes = rank_publisher.as_bytes
+    monkeypatch.setattr(rank_publisher, "as_bytes", lambda tensor: read.append(tensor.nbytes) or as_bytes(tensor))
+    model = tiny_folder(tmp_path / "model")
+    settings = {"learning_rate": 1e-4, "micro_batch_size": 4, "distributed_optimizer": True}
+    for finds in (False, True):
+        place = tmp_path / f"finds-{finds}"
+        endpoint = relay_at(place)
+        trainer = MegatronTrainer(
+            model=model, settings=settings, total_steps=9, seed=3, dtype="bfloat16", relay=endpoint.to_dict()
+        )
+        trainer._finds_changes = finds
+        read.clear()
+        asyncio.run(trainer.publish())
+        first = len(read)
+        for step in range(4):
+            asyncio.run(trainer.train_step(make_batch(step, groups=2)))
+            if step != 1:  # a version of two steps
+                asyncio.run(trainer.publish())
+        assert (len(read) == first) is finds  # never again, for snapshots neither
+        asyncio.run(trainer.close())
+        parallel_layout.shutdown_parallel()
+        told[finds] = {file.relative_to(place): file.read_bytes() for file in place.rglob("*") if file.is_file()}
+    kinds = {path.parts[-2] for path in told[True]}
+    assert {"full", "delta-0"} <= kinds
+    assert told[True] == told[False]
+
+
+@pytest.mark.parametrize("finds", [False, True])
+def test_a_snapshot_that_fails_beside_its_difference_leaves_the_next_one_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finds: bool
+) -> None:
+    model = tiny_folder(tmp_path / "model")
+    endpoint = relay_at(tmp_path / "relay")
+    trainer = MegatronTrainer(
+        model=model, settings={"learning_rate": 1e-4}, total_steps=9, seed=3, dtype="bfloat16", relay=endpoint.to_dict()
+    )
+    trainer._finds_changes = finds
+    asyncio.run(trainer.publish())
+    assert trainer._publisher is not None
+    publisher = trainer._publisher._publisher
+    publish_shards = publisher.publish_shards
+
+    def without_snapshots(version: int, shards: Any, base: int = FULL) -> Any:
+        if base == FULL:
+            raise RelayError("relay_full", "no room for it")
+        return publish_shards(version, shards, base)
+
+    failed = 0
+    for step in range(4):
+        asyncio.run(trainer.train_step(make_batch(step, groups=2)))
+        monkeypatch.setattr(publisher, "publish_shards", without_snapshots if step < 3 else publish_shards)
+        try:
+            asyncio.run(trainer.publish())
+        except RelayError:
+            failed += 1
+    assert failed
+    codec = DeltaCodec()
+    follower = HostedWeights(Subscriber(endpoint, codec=codec), None, codec)
+    follower.advance(4)
+    for name, value in hf_bridge.export_hf(trainer._learner.chunks):
+        region = shard_routing.Region(name, shard_routing.whole_box(tuple(value.shape)))
+        assert follower.region(region).tobytes() == value.contiguous().view(torch.uint8).numpy().tobytes(), name
+    asyncio.run(trainer.close())
+    parallel_layout.shutdown_parallel()

@@ -257,3 +257,18 @@ def test_a_closed_stream_is_no_error_either(clock: Clock) -> None:
     stream.close()
     full_step(display, 1)
     display.close()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_run_waits_for_steers_no_terminal(clock: Clock, terminal: bool) -> None:
+    stream: io.StringIO = Terminal() if terminal else io.StringIO()
+    display = Progress(steps=20, minutes=None, name="run-001", now=clock, stream=stream)
+    steers = "\x1b]0;owned\x07\x9b31m"
+    display.stage("startup", steers)
+    for _ in range(60):
+        display.waiting(f"an environment: {steers}")
+        clock.time += 0.5
+    display.message(steers)
+    display.close()
+    assert "]0;owned" in stream.getvalue()
+    assert not any(sign in stream.getvalue() for sign in ("\x1b]", "\x07", "\x9b"))

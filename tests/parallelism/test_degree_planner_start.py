@@ -16,7 +16,7 @@ from orchestrator.parallelism.planner_setup import make_reallocation
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, prior_loads
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, ProfilePoint
 from orchestrator.policies.placement.worker_load import WorkerRates
-from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, model_name
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.micro.ledger_faults import config_of
@@ -147,3 +147,36 @@ def test_a_placement_profile_that_lacks_a_tp_of_the_engines_is_refused_before_an
     if not given.rollout.reshapes:
         with pytest.raises(ConfigError, match=refusal):
             engine_cuts.check(given)
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("rollout.placement.profile", ()),
+        ("rollout.routing.profile", ()),
+        ("rollout.planner.profile", ("rollout.planner.enabled=true", "rollout.placement.enabled=false")),
+    ],
+)
+def test_a_profile_of_another_device_is_refused_before_an_engine_starts(
+    key: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["A"], "num_hidden_layers": 1, "hidden_size": 8}')
+    here = {"engine": "vLLM 0.32.0", "device": "CPU X x 1"}
+    file = ProfileFile(tmp_path / "p.json", ProfileKey(model_name(tmp_path, "float32"), "vLLM 0.32.0", "H100 x 1"))
+    for phase in ("prefill", "decode"):
+        file.points[phase, EngineLayout(1), 1, 16] = ProfilePoint(phase, EngineLayout(1), 1, 16, 0.01)
+    file.save()
+    given = config(f"{DEGREES}.enabled=false", "model.dtype=float32", f'{key}="{file.path}"', *more)
+
+    async def function(name: str, arguments: dict[str, Any]) -> Any:
+        return here
+
+    def cut() -> engine_cuts.EngineCuts:
+        return asyncio.run(engine_cuts.engine_cuts(given, None, str(tmp_path), {"num_attention_heads": 8}, function))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="its device is 'H100 x 1', here it is 'CPU X x 1'") as refused:
+        cut()
+    assert refused.value.field == key
+    here["device"] = "H100 x 1"
+    if not more:
+        cut()

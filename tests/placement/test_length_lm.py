@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from megatron_rlplugin.tiny_model import create_qwen3
 from orchestrator.api import ConfigError
 from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
-from orchestrator.placement.length_lm import LanguageModelEncoder
+from orchestrator.placement.length_lm import FrozenModelEncoder, LanguageModelEncoder, TokenStates
 from orchestrator.policies.prediction.length_features import DENSE, TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthOutcome, ProgressivePredictor, is_usable
 
@@ -81,6 +82,45 @@ def test_saved_with_its_predictor_it_goes_on_as_it_was(folder: str) -> None:
         ProgressivePredictor(50.0, seed=2).load(first.dump())
 
 
+def test_a_model_that_is_left_as_it_is_teaches_a_regression_and_reads_nothing_twice(folder: str) -> None:
+    states = TokenStates(folder, remembered=8)
+    read: list[int] = []
+    mean = states._mean
+    states._mean = lambda ids: (read.append(len(ids)), mean(ids))[1]  # type: ignore[method-assign]
+    encoder, numbers = FrozenModelEncoder(states), np.eye(1, DENSE)
+    rows = [row(900, True), row(901, False)]
+    assert np.allclose(encoder.predict(rows, np.repeat(numbers, 2, 0)), 0.0)
+    for number in range(120):
+        marked = number % 2 == 0
+        encoder.learn([row(number, marked)], numbers, np.array([[1.0 if marked else -1.0, 0.0]]), 1.0)
+    long, short = encoder.predict(rows, np.repeat(numbers, 2, 0))[:, 0]
+    assert long > 0.5
+    assert short < -0.5
+    assert sum(read) == 2, "two prompts, however often they come"
+    alone = states.of(rows[:1])
+    assert np.allclose(
+        alone, TokenStates(folder).of([*rows, replace(rows[0], tail_ids=(1, 2), said=(3,))])[:1], atol=1e-5
+    )
+    for number in range(9):
+        states.of([replace(rows[0], prompt_ids=(number,))])
+    assert len(states._states) == 8
+
+
+def test_a_frozen_one_that_was_saved_goes_on_as_it_was(folder: str) -> None:
+    states = TokenStates(folder)
+    first, second = (ProgressivePredictor(50.0, seed=2, encoder=FrozenModelEncoder(states)) for _ in range(2))
+    for number in range(90):
+        first.learn(LengthOutcome((row(number, number % 2 == 0),), (200 if number % 2 == 0 else 20,), True))
+    second.load(first.dump())
+    for number in range(90, 120):
+        assert first.forecast(row(number, True)) == second.forecast(row(number, True))
+        for one in (first, second):
+            one.learn(LengthOutcome((row(number, True),), (200,), True))
+    assert first.forecast(row(197, True)).tokens > 2.0 * first.forecast(row(198, False)).tokens
+    with pytest.raises(ValueError, match="of another kind: encoder"):
+        ProgressivePredictor(50.0, seed=2, encoder=LanguageModelEncoder(folder, seed=2)).load(first.dump())
+
+
 def test_any_tokens_give_a_forecast(folder: str) -> None:
     predictor = ProgressivePredictor(50.0, seed=2, encoder=taught(folder, 10))
     for number in range(80):
@@ -93,7 +133,10 @@ def test_any_tokens_give_a_forecast(folder: str) -> None:
 def test_a_config_names_it_and_a_wrong_one_is_refused(folder: str, tmp_path: Path) -> None:
     made = make_predictor(PredictionSection(enabled=True, encoder=folder), 50.0, 0)
     assert isinstance(made, ProgressivePredictor)
-    assert "language model qwen3" in made.dump().decode("latin-1")
+    assert '"language model qwen3' in made.dump().decode("latin-1")
+    frozen = make_predictor(PredictionSection(enabled=True, encoder=folder, encoder_tuned=0), 50.0, 0)
+    assert isinstance(frozen, ProgressivePredictor)
+    assert '"frozen language model qwen3' in frozen.dump().decode("latin-1")
     for encoder, in_process, why in ((str(tmp_path), False, "no Hugging Face folder"), (folder, True, "in_process")):
         with pytest.raises(ConfigError, match=why):
             make_predictor(PredictionSection(enabled=True, encoder=encoder, in_process=in_process), 50.0, 0)

@@ -4,10 +4,8 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -35,7 +33,7 @@ from scripts.bench.papers.affinity import FLEETS, config_of, config_of_task
 from scripts.bench.papers.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
 from scripts.bench.papers.rollart_setups import LADDER, rollart
 from scripts.bench.papers.run_figures import measure
-from scripts.bench.papers.runner import Figure, Found, Row, Verdict, interval, row
+from scripts.bench.papers.runner import interval, row
 from scripts.bench.papers.simulated_page import page
 
 NAMES = sorted(file.name.removesuffix(".toml") for file in (files("orchestrator.sim") / "scenarios").iterdir())
@@ -243,23 +241,3 @@ def test_an_interval_is_students_over_the_seeds_and_one_seed_has_none() -> None:
     assert found["mean"] == 2.0
     assert found["interval"] == pytest.approx([2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5])
     assert interval([5.0])["interval"] is None
-
-
-def _part(number: int) -> Found:
-    return {"number": number}, [row(f"row {number}", 1.0, float(number), "s")]
-
-
-@pytest.mark.parametrize("apart", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_figure_plays_its_parts_in_their_order_and_says_sources_and_seeds(apart: int) -> None:
-    def read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
-        return found["a"]["number"], True, {"found": found}
-
-    parts = {"b": partial(_part, 2), "a": partial(_part, 1)}
-    figure = Figure("x", "claim", "paper", 3.0, "> 0", lambda quick: parts, read, seeds=(0, 1), apart=apart)
-    result = figure.run(quick=False, nonce="n")
-    assert (result["kind"], result["value"], result["reference_value"], result["holds"]) == ("simulated", 1, 3.0, True)
-    assert [one["what"] for one in result["detail"]["rows"]] == ["row 2", "row 1"]
-    assert list(result["detail"]["found"]) == ["b", "a"]
-    assert (result["detail"]["seeds"], result["detail"]["nonce"]) == ([0, 1], "n")
-    assert set(result["source"]) == {"commit", "clean", "sources"}
-    assert figure.run(quick=True, nonce="")["detail"]["seeds"] == [0]

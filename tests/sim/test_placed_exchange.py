@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import BorrowedWorker, RetryableError
-from orchestrator.borrowing.server_exchange import Offer
+from orchestrator.borrowing.server_exchange import Claim, Offer
 from orchestrator.components import Components
 from orchestrator.config import Config, parse_config, to_json
 from orchestrator.placement.placer import TrajectoryPlacer
@@ -58,6 +58,7 @@ class Chance:
     def __init__(self, servers: Sequence[Server], rng: random.Random) -> None:
         self._servers = {server.name: server for server in servers}
         self._rng = rng
+        self._others = random.Random("others")
 
     async def list_offers(self) -> Sequence[Offer]:
         if self._rng.random() < 0.2:
@@ -72,8 +73,14 @@ class Chance:
                 self._servers[name].end()
             return Offer(name, "no answer")
         if chance < 0.2:
-            return Offer(name, taken="another")
-        return Offer(name, share=self._rng.random(), lends=chance < 0.8)
+            return Offer(name, taken="another", holder=("another", ""))
+        waits = (Claim(("third", ""), self._others.randint(1, 3), self._others.choice((0.5, 1.0, 4.0))),)
+        claims = waits if self._others.random() < 0.1 else ()
+        return Offer(name, share=self._rng.random(), lends=chance < 0.8, claims=claims)
+
+    async def claim(self, offers: Sequence[Offer], wanted: int, seconds: float) -> None:
+        assert wanted > 0
+        assert seconds > 0
 
     def worker(self, url: str) -> BorrowedWorker:
         self._servers[url].there = self._rng.random() < 0.9

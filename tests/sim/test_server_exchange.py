@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import BorrowedWorker
-from orchestrator.borrowing.server_exchange import Offer
+from orchestrator.borrowing.server_exchange import Claim, Offer
 from orchestrator.components import Components
 from orchestrator.sim import simulated_run as sim
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
@@ -45,6 +45,7 @@ class Chance:
     def __init__(self, workers: Sequence[Any], seed: int) -> None:
         self._workers = {worker.name: worker for worker in workers if isinstance(worker, BorrowedSimWorker)}
         self._rng = random.Random(seed)
+        self._others = random.Random(f"others/{seed}")
 
     async def list_offers(self) -> Sequence[Offer]:
         return [self._one(name) for name in self._workers]
@@ -54,8 +55,14 @@ class Chance:
         if chance < 0.1:
             return Offer(name, "no answer")
         if chance < 0.2:
-            return Offer(name, taken="another")
-        return Offer(name, share=self._rng.random(), lends=chance < 0.8)
+            return Offer(name, taken="another", holder=("another", ""))
+        waits = (Claim(("third", ""), self._others.randint(1, 3), self._others.choice((0.5, 1.0, 4.0))),)
+        claims = waits if self._others.random() < 0.1 else ()
+        return Offer(name, share=self._rng.random(), lends=chance < 0.8, claims=claims)
+
+    async def claim(self, offers: Sequence[Offer], wanted: int, seconds: float) -> None:
+        assert wanted > 0
+        assert seconds > 0
 
     def worker(self, url: str) -> BorrowedWorker:
         self._workers[url].gain_device()
@@ -108,7 +115,7 @@ def test_whatever_becomes_of_the_servers_every_trajectory_is_accounted_for_and_a
             changes += 1
     assert changes >= 3
     assert {event["reason"] for event in events if event["kind"] == "returned"} <= {
-        *("crowded", "reclaimed", "gone", "another is used less", "another job has it"),
+        *("crowded", "reclaimed", "gone", "another is used less", "another job has it", "another job's share"),
     }
     if seed == 0:
         assert exchanging(own, seed).events == found.events, "the same seed, the same run"

@@ -23,9 +23,16 @@ def compile_c(target: Path, *arguments: str) -> Path:
 
 
 @cache
-def library(folder: Path) -> Path:
+def library(folder: Path, *options: str) -> Path:
     """The driver, as a shared object in this folder."""
-    return compile_c(folder / "libfakecuda.so", "-O1", "-pthread", str(_HERE / "fake_cuda.c"))
+    return compile_c(folder / "libfakecuda.so", "-O1", "-pthread", *options, str(_HERE / "fake_cuda.c"))
+
+
+def load_by_name(folder: Path) -> Path:
+    """The same, and from here on ``libcuda.so.1`` of this process: by that name cuda-bindings load the driver."""
+    made = library(folder, "-Wl,-soname,libcuda.so.1")
+    ctypes.CDLL(str(made))
+    return made
 
 
 def make_device(path: Path, pages: int, page_bytes: int) -> dict[str, str]:

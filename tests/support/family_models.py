@@ -5,11 +5,12 @@ Every tensor is random, norms, biases and sinks too, so that nothing hides behin
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 60
 LENGTH = 24  # longer than a window and than what yarn scales from
@@ -184,3 +185,24 @@ def gradients_of(theirs: Any) -> dict[str, Any]:
         else:
             found |= {f"{at}{expert}.down_proj.weight": value for expert, value in enumerate(parameter.grad)}
     return found
+
+
+def write_heads(folder: Path, name: str, heads: int, layers: int = 2, **changes: Any) -> tuple[Path, Path]:
+    """(a model of ``layers`` layers with so many heads that predict several tokens, as DeepSeek's folders have them; one without
+    heads, whose last layers are those of the heads)."""
+    deep = write_family(folder / "deep", name, num_hidden_layers=layers + heads, **changes)
+    tensors, draw = file_tensors(deep), torch.Generator().manual_seed(13)
+    hidden = _COMMON["hidden_size"]
+    for at in (f"model.layers.{layers + head}." for head in range(heads)):
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{at}{norm}.weight"] = 1.0 + 0.3 * torch.randn(hidden, generator=draw)
+        tensors[f"{at}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=draw) * hidden**-0.5
+        tensors[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    config = json.loads((deep / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": heads}
+    path = folder / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path, deep

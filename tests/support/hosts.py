@@ -1,4 +1,5 @@
-"""Hosts on one machine: network namespaces on a bridge, each with an address, a link of a limited rate and processes of its own.
+"""Hosts on one machine: network namespaces on a bridge, each with an address, a link of a limited rate, shared memory and
+processes of its own.
 
 Everything lies inside one process tree with namespaces of its own (network, mounts, processes): when its first process ends, the
 kernel ends all others and takes bridge, links and names along. It ends with the pipe that the test's process holds: nothing is
@@ -25,7 +26,8 @@ NETWORK = "10.77.0"
 _UNSHARE = ["unshare", *(["-Ur"] if os.getuid() else []), "-nmp", "--fork", "--mount-proc", "--kill-child"]
 # As init does, until the other end of its pipe is closed.
 _REAP = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); sys.stdin.buffer.read()"
-_SETUP = "mount -t tmpfs none /run && mkdir /run/netns && ip link add br0 type bridge && ip link set br0 up && ip link set lo up"
+_FOLDERS = "mount -t tmpfs none /run && mkdir /run/netns /run/shm"
+_SETUP = f"{_FOLDERS} && ip link add br0 type bridge && ip link set br0 up && ip link set lo up"
 
 
 @functools.cache
@@ -54,7 +56,10 @@ class Host:
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
         """A process of this host."""
-        wrapped = self.hosts.inside("ip", "netns", "exec", self.name, *command)
+        entered = 'mount --bind "$0" /dev/shm && exec "$@"'
+        wrapped = self.hosts.inside(
+            "ip", "netns", "exec", self.name, "sh", "-c", entered, f"/run/shm/{self.name}", *command
+        )
         own = {
             name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"
         }  # "lo" since a rank ran here
@@ -159,6 +164,7 @@ class Hosts:
         limit = ["root", "tbf", "rate", self._rate, "burst", "1mb", "latency", "50ms"]
         outside = f"ve{number}"
         for command in (
+            ["mkdir", "-m", "1777", f"/run/shm/{host.name}"],
             ["ip", "netns", "add", host.name],
             ["ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", host.name],
             ["ip", "link", "set", outside, "master", "br0", "up"],

@@ -39,6 +39,7 @@ FACTS = {  # what a real server says of itself
     "protocol": wire.PROTOCOL,
     "world_size": 1,
     "logprobs_mode": "processed_logprobs",
+    "routed_experts": False,
     "limits": {"max_model_len": LIMITS.model_len, "vocabulary": LIMITS.vocabulary},
     "shape": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": LIMITS.vocabulary},
 }

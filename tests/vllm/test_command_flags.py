@@ -98,6 +98,7 @@ _CONFLICTS = {
     "clients": (["--rl-allow-clients", "10.0.0.0/33"], "--rl-allow-clients = '10.0.0.0/33'"),
     "token": (["--rl-token-file", "/nothing/there"], "--rl-token-file = '/nothing/there'"),
     "api_servers": (["--api-server-count", "2"], "--api-server-count = 2"),
+    "drafts": (["--spec-method", "ngram"], "--speculative-config = 'ngram': vLLM's CPU backend loses the temperatures"),
     "replicas": (["--data-parallel-size", "2"], "--data-parallel-size = 2"),
     "relay": (["--rl-relay", '{"job": "j", "kind": "memory", "colour": 1}'], "relay.colour = 1"),
     "no_relay": (["--rl-relay", "nowhere.json"], "--rl-relay = 'nowhere.json'"),

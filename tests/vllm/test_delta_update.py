@@ -291,6 +291,34 @@ def test_without_a_mapping_a_version_is_read_while_it_is_loaded_whole_or_put_tog
     trainer.publisher.close()
 
 
+def test_a_version_is_there_before_its_time_is_reported_and_whether_or_not_that_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare_process(1)
+    from orchestrator.transfer import RelayError, Subscriber
+
+    trainer = Trainer("reported-late", 3, encoding="auto")
+    trainer.step()
+    asked, answered = threading.Event(), threading.Event()
+
+    def refuse(*_: Any) -> None:
+        asked.set()
+        answered.wait(20)
+        raise RelayError("relay_unreachable", "the metadata store does not answer")
+
+    monkeypatch.setattr(Subscriber, "report_fetch", refuse)
+    rank = Rank(trainer.endpoint)
+    try:
+        rank.take(0)  # asserts that it is no refusal
+        assert asked.wait(20)
+        answered.set()
+        rank.take(0)
+    finally:
+        answered.set()
+        rank.fetcher.close()
+        trainer.publisher.close()
+
+
 def test_layers_are_the_numbered_modules_in_the_order_in_which_the_model_has_them() -> None:
     from orchestrator.transfer import Region
     from vllm_rlplugin.weights.layer_stream import split_layers

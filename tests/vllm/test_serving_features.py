@@ -16,11 +16,14 @@ requests = pytest.importorskip("requests")
 
 from orchestrator.api import Completion, GenerationRequest, Sampling  # noqa: E402
 from orchestrator.borrowing.http_worker import HttpWorker  # noqa: E402
-from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, write_tiny_qwen3  # noqa: E402
+from orchestrator.transfer import Publisher, RelayEndpoint  # noqa: E402
+from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish, write_tiny_qwen3  # noqa: E402
+from tests.support.tiny_blip2 import plain_image, write_tiny_blip2  # noqa: E402
 from tests.support.tiny_tokenizer import write_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-these-tests-0123456789"
+CALL = "<tool_call>%s</tool_call>"  # as the parser "hermes" reads it
 FEATURES = {
     "data parallelism in one server",
     "several API servers",
@@ -88,9 +91,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, vllm_serve: Any) -> Iterato
     ]
     options += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"user={adapter}"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    options += ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with vllm_serve(folder, folder / "model", TOKEN, *options, "--speculative-config", json.dumps(drafts)) as found:
+    with vllm_serve(folder, folder / "model", TOKEN, *options) as found:
         yield found
 
 
@@ -101,7 +102,7 @@ def ask(server: Any, path: str, **body: Any) -> dict[str, Any]:
 
 
 def users(server: Any) -> dict[str, Any]:
-    """One of each: what its user gets."""
+    """One of each: what its user gets, greedy."""
     said: dict[str, Any] = {}
     plain = {
         "prompt": [1, 2, 3, 4, 1, 2, 3, 4],
@@ -113,7 +114,7 @@ def users(server: Any) -> dict[str, Any]:
     said["plain"] = ask(server, "completions", **plain)["choices"][0]["token_ids"]
     said["adapter"] = ask(server, "completions", **{**plain, "model": "user"})["choices"][0]["token_ids"]
     messages = [{"role": "user", "content": "the cat"}]
-    chosen = {"structured_outputs": {"choice": ["the cat", "the mat"]}}
+    chosen = {"structured_outputs": {"choice": ["the cat", "the mat"]}, "temperature": 0.0}
     said["choice"] = ask(server, "chat/completions", messages=messages, **chosen)["choices"][0]["message"]["content"]
     schema = {
         "type": "object",
@@ -121,12 +122,16 @@ def users(server: Any) -> dict[str, Any]:
         "required": ["at"],
         "additionalProperties": False,
     }
-    tool = {"type": "function", "function": {"name": "sit", "parameters": schema}}
-    asked: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "sit"}}}
-    # So hot that it does not go on with the spaces that JSON may have everywhere.
-    asked |= {"temperature": 2.0, "seed": 7, "max_tokens": 400}
-    message = ask(server, "chat/completions", messages=messages, **asked)["choices"][0]["message"]
-    said["tool"] = message["tool_calls"][0]["function"]
+    # A random model calls no tool by itself, and in a tool's own grammar it goes on with spaces: it has the choice of two calls.
+    calls = [CALL % json.dumps({"name": "sit", "arguments": {"at": at}}) for at in ("mat", "cat")]
+    asked = {
+        "tools": [{"type": "function", "function": {"name": "sit", "parameters": schema}}],
+        "structured_outputs": {"choice": calls},
+        "temperature": 0.0,
+    }
+    answer = ask(server, "chat/completions", messages=messages, **asked)["choices"][0]
+    assert answer["finish_reason"] == "tool_calls", answer
+    said["tool"] = answer["message"]["tool_calls"][0]["function"]
     return said
 
 
@@ -143,6 +148,7 @@ async def play_rollouts(worker: HttpWorker, label: str, vocabulary: int, tokens:
     done: dict[str, Completion] = {}
     while len(done) < len(names):
         for completion in await worker.completions():
+            assert not completion.error, completion.error
             done[completion.request_id.partition("-")[2]] = completion
     for found in done.values():
         assert len(found.token_ids) == len(found.logprobs) == sum(count for _, count in found.versions) == tokens
@@ -167,17 +173,75 @@ async def compare_rollouts(server: Any, users: Callable[[], None], vocabulary: i
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_drafts_forms_tools_and_adapters_of_users_work_beside_rollouts_and_change_none(server: Any) -> None:
+def test_forms_tools_and_adapters_of_users_work_beside_rollouts_and_change_none(server: Any) -> None:
     alone = users(server)
+    assert alone["adapter"] != alone["plain"]
+    assert alone["choice"] in ("the cat", "the mat")
+    assert alone["tool"]["name"] == "sit"
+    assert json.loads(alone["tool"]["arguments"])["at"] in ("mat", "cat")
 
     def check() -> None:
-        found = users(server)
-        assert found["plain"] == alone["plain"]
-        assert found["adapter"] == alone["adapter"] != found["plain"]
-        assert found["choice"] in ("the cat", "the mat")
-        assert found["tool"]["name"] == "sit"
-        assert json.loads(found["tool"]["arguments"])["at"] in ("mat", "cat")
+        assert users(server) == alone
 
     asyncio.run(compare_rollouts(server, check, VOCABULARY, 60))
-    drafted = requests.get(f"{server.url}/metrics", timeout=60).text
-    assert re.search(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} [1-9]", drafted, re.M), "drafts were taken"
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_images_of_users_are_read_beside_rollouts_and_by_the_tower_of_the_latest_weights(
+    tmp_path: Path, vllm_serve: Any
+) -> None:
+    from safetensors.torch import load_file
+
+    model = write_tiny_blip2(tmp_path / "model")
+    weights = load_file(str(model / "model.safetensors"))
+    other = {name: tensor.flip(0) if "vision_model" in name else tensor for name, tensor in weights.items()}
+    assert any("vision_model" in name for name in weights)
+    relay = RelayEndpoint(
+        job="images",
+        kind="fsspec",
+        master=f"file://{tmp_path / 'relay'}",
+        metadata=str(tmp_path / "metadata.sqlite"),
+    )
+    publisher = Publisher(relay)
+    publisher.reset()
+    for version, tensors in enumerate((other, weights), 1):
+        publish(publisher, version, tensors)
+    (tmp_path / "relay.json").write_text(json.dumps(relay.to_dict()))
+    options = ["--no-skip-tokenizer-init", "--max-model-len", "512", "--max-num-seqs", "8"]
+    options += ["--served-model-name", "tiny", "--rl-relay", str(tmp_path / "relay.json")]
+    with vllm_serve(tmp_path, model, TOKEN, *options) as server:
+
+        def look(*colour: int) -> str:
+            parts = [
+                {"type": "image_url", "image_url": {"url": plain_image(*colour)}},
+                {"type": "text", "text": "the cat"},
+            ]
+            asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 24, "temperature": 0.0}
+            answer = ask(server, "chat/completions", **asked, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 24
+            return str(answer["choices"][0]["message"]["content"])
+
+        async def update(version: int) -> None:
+            worker = HttpWorker(server.url, TOKEN, "served")
+            try:
+                await worker.suspend()
+                await worker.update(version)
+                await worker.resume()
+            finally:
+                await worker.close()
+
+        colours = [(250, 10, 10), (10, 10, 250)]
+        alone = [look(*colour) for colour in colours]
+        assert alone[0] != alone[1], "it sees them"
+
+        def check() -> None:
+            assert [look(*colour) for colour in colours] == alone
+
+        asyncio.run(compare_rollouts(server, check, VOCABULARY, 60))
+        asyncio.run(update(1))
+        assert look(*colours[0]) != alone[0], "the embedding that was kept is of the old tower"
+        asyncio.run(update(2))
+        check()
+    publisher.close()

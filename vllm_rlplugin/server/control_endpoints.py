@@ -38,6 +38,7 @@ from vllm_rlplugin.server.control_route import STATE, ControlRoute, RouteContext
 from vllm_rlplugin.server.engine_metrics import EngineMetrics, refresh_metrics
 from vllm_rlplugin.server.outbox import Outbox, encode_batch
 from vllm_rlplugin.server.pool_metrics import PoolMetrics
+from vllm_rlplugin.server.server_claims import ClaimBook
 from vllm_rlplugin.server.server_lease import LeaseBook, LeaseKeeper, lease_path
 from vllm_rlplugin.sleep.activation import Activation
 from vllm_rlplugin.worker.live_engine import LiveEngine
@@ -59,6 +60,7 @@ class ControlContext:
         self.worker, self.activation = worker, activation
         # One for all engines of the device.
         self.lease = LeaseKeeper(LeaseBook(str(facts["instance"]), None if pool is None else lease_path(pool)), worker)
+        self.claims = ClaimBook()
         self.outbox = Outbox(worker)
         self.contexts = HeldContexts()
         self.mover: KvMover | None = None  # where KV moves
@@ -201,8 +203,16 @@ async def deactivate(request: Request, body: request_bodies.DeactivateBody | Non
 @router.post(wire.LEASE)
 async def lease(request: Request, body: request_bodies.LeaseBody) -> JSONResponse:
     """Take the GPU for a job, or renew that; 409 ``leased`` while another job has it. The header RL-Coserve-Lease has the key."""
-    seconds = await _control(request).lease.grant(body.job, body.place, _key(request), body.seconds)
+    keeper, key = _control(request).lease, _key(request)
+    seconds = await keeper.grant(body.job, body.place, key, body.seconds, takeover=body.takeover)
     return JSONResponse({"seconds": seconds})
+
+
+@router.post(wire.CLAIM)
+async def claim(request: Request, body: request_bodies.ClaimBody) -> JSONResponse:
+    """A job that waits for servers says how many it wants in all: who has this one reads it in the status."""
+    _control(request).claims.record_claim(body.job, body.place, body.wanted, body.weight, body.seconds)
+    return JSONResponse({"seconds": body.seconds})
 
 
 @router.post(wire.GIVE_BACK)
@@ -260,6 +270,7 @@ async def status(request: Request) -> JSONResponse:
             "contexts": control.contexts.status(),
             "activation": control.activation.status(),
             "lease": control.lease.status(),
+            "claims": control.claims.status(),
             "pool": None if control.pool is None else control.pool.public_status(),  # by the engine's process
             "broken": worker.broken,
             "device": None if control.device is None else control.device.recent_use,
@@ -495,6 +506,7 @@ def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOp
         "shape": _shape(config.model_config),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": config.model_config.logprobs_mode,
+        "routed_experts": config.aux_output_config.enable_return_routed_experts,
         "options": PluginOptions.from_config(config).to_dict(),
         "limits": {
             "max_model_len": limits.model_len,

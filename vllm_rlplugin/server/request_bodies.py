@@ -12,6 +12,7 @@ from orchestrator.api import http as wire
 _INT64 = 1 << 63
 
 Name = Annotated[str, Field(min_length=1, max_length=wire.MAX_ID_LENGTH)]
+Place = Annotated[str, Field(max_length=4096)]
 Text = Annotated[str, Field(max_length=wire.MAX_ID_LENGTH)]
 Names = Annotated[list[Name], Field(max_length=wire.MAX_IDS)]
 Token = Annotated[int, Field(strict=True, ge=0)]
@@ -114,10 +115,22 @@ class KvFetchBody(Body):
 
 class LeaseBody(Body):
     """POST /rl/lease: who asks, by the name of its job and the metadata store that the name is of, and for how long. What
-    proves that it is the same one is in the header."""
+    proves that it is the same one is in the header. ``takeover``: an earlier life of the job has ended, and its lease is this
+    one's."""
 
     job: Name
-    place: Annotated[str, Field(max_length=4096)]
+    place: Place
+    seconds: Annotated[float, Field(gt=0, le=wire.MAX_LEASE_SECONDS)]
+    takeover: Annotated[bool, Field(strict=True)] = False
+
+
+class ClaimBody(Body):
+    """POST /rl/lease/claim: the same job wants so many servers in all, with this weight, and says it for so long."""
+
+    job: Name
+    place: Place
+    wanted: Annotated[int, Field(strict=True, ge=1, le=wire.MAX_IDS)]
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     seconds: Annotated[float, Field(gt=0, le=wire.MAX_LEASE_SECONDS)]
 
 

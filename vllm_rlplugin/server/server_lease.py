@@ -10,8 +10,8 @@ Guarantees:
 
 * A GPU belongs to one job at most. It is one record for all engines of a KV pool, in a file beside the pool's (mode 0600),
   changed under a lock of the kernel, which falls with its process; a server without a pool has a record of its own, in memory.
-* A second job is refused with the name of the first and the seconds that its lease has left. The same job in a new life (a
-  resume) takes its lease over, and shuts its former life out.
+* A second job is refused with the name of the first and the seconds that its lease has left, and so is a second process of the
+  same name. The same job in a new life (a resume, which says so) takes its lease over, and shuts its former life out.
 * Expiry is by the monotonic clock, which all processes of a machine share.
 * A record of another user is an error, and so is one that cannot be read; what says that it holds for longer than any lease may
   does not hold (it is of a clock before the last start of the machine).
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestrator.api import CommandError, RetryableError
 from orchestrator.api.http import MAX_LEASE_SECONDS
+from orchestrator.api.jsontext import parse_object
 
 if TYPE_CHECKING:
     from vllm_rlplugin.worker.served_worker import ServedWorker
@@ -82,16 +83,18 @@ class LeaseBook:
         found = self._read()
         return found if found is not None and found.seconds_left(self._clock()) else None
 
-    def grant(self, job: str, place: str, key: str, seconds: float) -> LeaseRecord:
-        """Take it, or renew it. Raises CommandError ``leased``, RetryableError while the record is locked."""
+    def grant(self, job: str, place: str, key: str, seconds: float, *, takeover: bool = False) -> LeaseRecord:
+        """Take it, or renew it. ``takeover``: also from another life of the job. Raises CommandError ``leased``, RetryableError
+        while the record is locked."""
         now, secret = self._clock(), _digest(key)
         with self._locked():
             found = self._read()
             if found is None or not found.seconds_left(now):
                 found = LeaseRecord(job, place, secret)
             elif found.key != secret:
-                if (found.job, found.place) != (job, place):
-                    raise CommandError("leased", _taken(found, now))
+                same = (found.job, found.place) == (job, place)
+                if not (same and takeover):
+                    raise CommandError("leased", _taken(found, now) + (_NAMESAKE if same else ""))
                 found = LeaseRecord(job, place, secret)  # a new life of it
             held = {server: until for server, until in found.until.items() if until > now}
             found = LeaseRecord(job, place, secret, {**held, self._server: now + seconds})
@@ -121,14 +124,14 @@ class LeaseBook:
         try:
             with os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="utf-8") as stream:
                 self._own_file(stream.fileno())
-                found = json.load(stream)
+                found = parse_object(stream.read())
             ends = {str(server): float(end) for server, end in found["until"].items()}
             latest = self._clock() + MAX_LEASE_SECONDS
             until = {server: end for server, end in ends.items() if end <= latest}
             return LeaseRecord(str(found["job"]), str(found["place"]), str(found["key"]), until)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RetryableError(f"the lease {self._path.name} cannot be read ({error}): remove it") from error
 
     def _write(self, lease: LeaseRecord | None) -> None:
@@ -181,6 +184,9 @@ def lease_path(pool: Path) -> Path:
     return pool.with_name(f"{pool.name}.lease")
 
 
+_NAMESAKE = "; it is another process of this name: choose another run.name, or resume that run when it has ended"
+
+
 def _taken(lease: LeaseRecord, now: float) -> str:
     return f"job {lease.job} has this GPU, for {lease.seconds_left(now):.0f} s more at least: one RL job a serving GPU"
 
@@ -201,10 +207,10 @@ class LeaseKeeper:
         self._changing = asyncio.Lock()  # who has it: nobody is granted it while what another one left is being ended
         self.expired = 0  # leases that ran out here
 
-    async def grant(self, job: str, place: str, key: str, seconds: float) -> float:
+    async def grant(self, job: str, place: str, key: str, seconds: float, *, takeover: bool = False) -> float:
         """See :meth:`LeaseBook.grant`; returns the seconds that are left. What a job left whose lease ran out is ended."""
         async with self._changing:
-            lease = await self._call_book(lambda: self.book.grant(job, place, key, seconds))
+            lease = await self._call_book(lambda: self.book.grant(job, place, key, seconds, takeover=takeover))
             if self._granted not in (None, (job, place)):
                 self._expire()
             self._granted = (job, place)

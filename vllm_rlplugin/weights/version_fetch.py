@@ -224,13 +224,25 @@ class VersionFetcher:
             self._held.past_cache = subscriber.past_cache()
             if self._reports:
                 whole = manifest.base_version == FULL and self._held.delta is None
-                subscriber.report_fetch(version, whole, time.perf_counter() - began)
+                self._report_later(version, whole, time.perf_counter() - began)
         except CoserveError as error:
             return _refusal(error, f"weight version {version}")
         except Exception as error:
             _logger.exception("fetching weight version %d failed in an unforeseen way", version)
             return FetchRefusal(f"weight version {version}: {error!r}", False)
         return self._held
+
+    def _report_later(self, version: int, whole: bool, seconds: float) -> None:
+        """In the thread, once who waits for the version has it: three control messages must neither delay it nor fail it."""
+
+        def report() -> None:
+            if self._subscriber is not None:
+                try:
+                    self._subscriber.report_fetch(version, whole, seconds)
+                except CoserveError as error:  # the publisher then chooses by what it knows
+                    _logger.warning("the relay was not told how long weight version %d took: %s", version, error)
+
+        self._submit(report)
 
     def _read_layer(self, staging: VersionStaging, manifest: StoredManifest, layer: Sequence[Region]) -> Tensors:
         """In whatever thread loads it, which waits. Raises CoserveError."""

@@ -47,7 +47,7 @@ from orchestrator.hooks.tested_versions import VLLM, check_version
 from orchestrator.settings.engine_settings import EngineSettings
 from orchestrator.transfer.turns.routed_experts import pack_experts
 from vllm_rlplugin import status as plugin_status
-from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
+from vllm_rlplugin.engine_activation import activate, check_drafts, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.kvpool.engine.pool_processes import RANKED, check_workers
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
@@ -61,7 +61,7 @@ CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs 
 class EngineOptions(EngineSettings):
     """What to serve, and how. ``relay``: a RelayEndpoint as a dictionary; None: no weight updates. ``plugin``:
     :class:`~vllm_rlplugin.options.PluginOptions` as a dictionary; what is missing has its default. ``sleep_mode``: its
-    memory can be released, to train on the same device."""
+    memory can be released, to train on the same device. ``node_rank``: of its ``nodes``, which meet at ``master``, host:port."""
 
     model: str
     dtype: str = "float32"
@@ -70,6 +70,8 @@ class EngineOptions(EngineSettings):
     weight_version: Annotated[int, Field(ge=0)] = 0
     plugin: dict[str, Any] = Field(default_factory=dict)
     sleep_mode: bool = False
+    node_rank: Annotated[int, Field(ge=0)] = 0
+    master: str = ""
 
     @model_validator(mode="after")
     def _usable(self) -> EngineOptions:
@@ -86,6 +88,19 @@ class EngineOptions(EngineSettings):
         if self.ranks == 1:
             return None
         return RANKED if self.plugin.get("kv_pool") else "mp"
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """See :class:`EngineSettings`."""
+        given = super().vllm_arguments()
+        if self.nodes == 1:
+            return given
+        host, _, port = self.master.rpartition(":")
+        return given | {
+            "nnodes": self.nodes,
+            "node_rank": self.node_rank,
+            "master_addr": host,
+            "master_port": int(port),
+        }
 
 
 @dataclass(slots=True)
@@ -123,37 +138,47 @@ def prepare_process(threads: int, kv_pool: bool = False) -> bool:
     return on_cpu
 
 
+def engine_config(options: EngineOptions) -> tuple[Any, bool]:
+    """vLLM's own config of such an engine, in a process that is prepared for it; whether vLLM is its CPU build. Raises
+    ConfigError."""
+    on_cpu = prepare_process(options.threads, bool(options.plugin.get("kv_pool")))
+    check_drafts(options.passed_on.get("speculative_config"), on_cpu)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMValidationError
+
+    require_loaded()
+    register_backend()  # where VLLM_PLUGINS or a source checkout kept the entry point from being loaded
+    try:
+        config = EngineArgs(
+            **{"enforce_eager": on_cpu, "enable_prefix_caching": True, **options.vllm_arguments()},
+            model=options.model,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype=options.dtype,
+            seed=options.seed,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            distributed_executor_backend=options.executor,
+            enable_sleep_mode=options.sleep_mode and not on_cpu,  # the CPU build has none
+            **engine_arguments(PluginOptions.from_dict(options.plugin)),
+        ).create_engine_config()
+    except (VLLMValidationError, ValueError, TypeError, NotImplementedError) as error:
+        given = options.passed_on or options.model
+        raise ConfigError("rollout.engine", given, f"vLLM refuses these options: {error}") from error
+    return config, on_cpu
+
+
 class InprocessEngine:
     """See the module. One at a time in a process: close one before the next is made. ``clock``: seconds, monotonic."""
 
     def __init__(self, options: EngineOptions, clock: Callable[[], float]) -> None:
-        on_cpu = prepare_process(options.threads, bool(options.plugin.get("kv_pool")))
-        from vllm.engine.arg_utils import EngineArgs
+        config, on_cpu = engine_config(options)
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine import FinishReason
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        require_loaded()
-        register_backend()  # where VLLM_PLUGINS or a source checkout kept the entry point from being loaded
-        try:
-            config = EngineArgs(
-                **{"enforce_eager": on_cpu, "enable_prefix_caching": True, **options.vllm_arguments()},
-                model=options.model,
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                dtype=options.dtype,
-                seed=options.seed,
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                distributed_executor_backend=options.executor,
-                enable_sleep_mode=options.sleep_mode and not on_cpu,  # the CPU build has none
-                **engine_arguments(PluginOptions.from_dict(options.plugin)),
-            ).create_engine_config()
-        except (VLLMValidationError, ValueError, TypeError, NotImplementedError) as error:
-            given = options.passed_on or options.model
-            raise ConfigError("rollout.engine", given, f"vLLM refuses these options: {error}") from error
         gc.freeze()  # vLLM collects five times while it starts, and would look at all that was imported: 1.5 s
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         if not hasattr(self._llm.engine_core, "engine_core"):

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from orchestrator.api import ConfigError
-from orchestrator.api.jsontext import parse
 from orchestrator.events import read_events
+from orchestrator.observe.turn_lines import parse_turn
 from orchestrator.run_folder import TURNS_FILE
 
 MOST = 20_000  # trajectories in a trace
@@ -281,19 +281,12 @@ def _measured(file: Path, begin: float) -> dict[tuple[str, int], tuple[str, floa
         with file.open(encoding="utf-8", errors="replace") as stream:
             for line in stream:
                 try:
-                    name, turn, worker, *times = parse(line)
-                    asked, answered, begun, ended = (_second(value) for value in times)
-                except (ValueError, TypeError):  # cut by a kill
+                    name, turn, worker, asked, answered, begun, ended = parse_turn(line)
+                except ValueError:  # cut by a kill
                     continue
-                if ended >= begin and [type(name), type(turn), type(worker)] == [str, int, str]:
+                if ended >= begin:
                     found[name, turn] = (worker, asked, answered, begun, ended)
     return found
-
-
-def _second(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) < 1e12:
-        raise ValueError(f"no time: {value!r:.40}")
-    return float(value)
 
 
 _Known = Callable[[tuple[str, int]], tuple[str, float, float, float, float] | None]

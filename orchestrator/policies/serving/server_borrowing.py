@@ -106,7 +106,7 @@ class _Gpu:
 
 
 GONE, RECLAIMED, CROWDED = "gone", "reclaimed", "crowded"
-BETTER, UNNEEDED = "another is used less", "not needed"
+BETTER, UNNEEDED, SHARED = "another is used less", "not needed", "another job's share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +168,18 @@ class ServerBroker:
         """All, in order of joining."""
         return tuple(self._gpus)
 
-    def record_refusal(self, gpu: str, now: float) -> None:
-        """It could not be taken, or another job has it by its own account: nobody's here, and left alone for ``rest`` seconds.
-        Unknown ones are ignored."""
+    def record_refusal(self, gpu: str, now: float, *, rest: bool = True) -> None:
+        """It could not be taken: nobody's here, and left alone for ``rest`` seconds, unless another job was only faster. Unknown
+        ones are ignored."""
         if (found := self._gpus.get(gpu)) is not None:
-            found.job, found.barred = "", now + self.rules.rest
+            found.job, found.barred = "", now + (self.rules.rest if rest else 0.0)
 
-    def choose_gpus(self, job: str, most: int, now: float, *, exchange: bool = True, least: int = 0) -> BorrowChange:
+    def choose_gpus(
+        self, job: str, most: int, now: float, *, exchange: bool = True, least: int = 0, share: int | None = None
+    ) -> BorrowChange:
         """A job wants up to ``most`` GPUs. ``exchange``: an RL step begins, so it may be given others than it has. ``least``:
-        of those that it has it keeps so many, whatever is wrong with them, unless others take their place."""
+        of those that it has it keeps so many, whatever is wrong with them, unless others take their place. ``share``: what it
+        may have beside other jobs, None: all."""
         if not job or most < 0:
             raise ValueError(f"job {job!r} asks for {most} GPUs: needs a name, and not fewer than 0")
         mean = {name: gpu.use.mean(now) for name, gpu in self._gpus.items()}
@@ -208,7 +211,9 @@ class ServerBroker:
         had = [name for name, gpu in self._gpus.items() if gpu.job == job]
         why = {name: reason for name in had if (reason := wrong(name))}
         sound = by_use([name for name in had if name not in why])
+        why |= dict.fromkeys(sound[share:most] if share is not None else (), SHARED)
         why |= dict.fromkeys(sound[most:], UNNEEDED)
+        most = most if share is None else min(most, share)
         kept = sound[:most]
         free = by_use([name for name in self._gpus if may_be_had(name)])
         while free and len(kept) < most:
@@ -224,7 +229,7 @@ class ServerBroker:
         back = tuple(name for name in had if name not in kept)
         for name in back:
             self._gpus[name].job = ""
-            if why[name] not in (BETTER, UNNEEDED):
+            if why[name] not in (BETTER, UNNEEDED, SHARED):
                 self._gpus[name].barred = now + self.rules.rest
         for name in taken:
             self._gpus[name].job = job

@@ -82,6 +82,9 @@ class SimMarket:
             return Offer(name, "its serving engine has ended")
         return Offer(name, share=engine.pages / engine.rules.pages, before=self._mean(engine.name))
 
+    async def claim(self, offers: Sequence[Offer], wanted: int, seconds: float) -> None:
+        """No other job is simulated."""
+
     def worker(self, url: str) -> BorrowedWorker:
         worker, engine = self._pairs[url]
         self._had.add(url)

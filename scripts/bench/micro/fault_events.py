@@ -297,6 +297,8 @@ EVENTS: dict[str, Event] = {
     ),
     "orchestrator killed, and again while it is resumed": kill_while_resuming,
     **{f"{part} stopped": partial(stop, part, SHORT) for part in (*PARTS, "metadata store")},
+    "a shard of managers dies": partial(kill, "shard-1"),
+    "a shard of managers stands still": partial(stop, "shard-1", SHORT),
     "engine stopped for longer than its heartbeat": partial(stop, "engine", LONG),
     "orchestrator stopped for longer than a heartbeat": partial(stop, "orchestrator", LONG),
     "SIGTERM in a checkpoint": terminate_in_checkpoint,

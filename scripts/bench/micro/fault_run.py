@@ -24,7 +24,7 @@ from orchestrator.checkpoint import Checkpoints, verify
 from orchestrator.events import MemorySink, read_events
 from orchestrator.ledger import END_STATES, Ledger, recount
 from orchestrator.store import count_by_outcome, read_trajectories
-from scripts.bench.micro.victims import alive, descendants, environment_workers, identity, is_still, marked
+from scripts.bench.micro.victims import alive, children, descendants, environment_workers, identity, is_still, marked
 
 END_LIMIT = 90.0  # seconds for what belongs to an ended process to be gone; Ray's agents take 63 to 66
 MARK = "RL_COSERVE_BENCH_MARK"
@@ -162,6 +162,8 @@ class FaultRun:
         except FileNotFoundError:
             return None
         pid = int(rows.get(_NAMES.get(kind, kind), 0))
+        if kind.startswith("shard-"):  # in the file is its watcher
+            pid = next(iter(children(pid)), 0)
         return pid if pid and alive(pid) else None
 
     def actors(self) -> set[int]:

@@ -127,6 +127,14 @@ SETTINGS = (
         },
     ),
     Setting(
+        "twins-shards",
+        False,
+        (*_TWINS, _REDIS, "rollout.shards=2"),
+        steps=40,
+        limit=240.0,
+        events={"a shard of managers dies": 3, "a shard of managers stands still": 2},
+    ),
+    Setting(
         "twins-clock",
         False,
         (*_TWINS, _REDIS),
@@ -300,6 +308,8 @@ class Kills:
         row["seconds"] = round(time.monotonic() - begun, 2)
         new = one.events()[len(before) :]
         row["recovered"] = sorted({str(event.get("what")) for event in new if event["kind"] == "recovered"})
+        if row["outcome"] == "continued" and "trainer" in row["recovered"]:
+            row["outcome"] = "continued, its trainer came back"
         self._note(self._rows_file, row)
         print(f"{number + 1}/{len(self.schedule)} {row}", file=sys.stderr, flush=True)
 

@@ -18,33 +18,16 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator.api import (
-    ConfigError,
-    Environment,
-    GenerationRequest,
-    Observation,
-    Prompt,
-    RunError,
-    Sampling,
-    StepResult,
-)
+from orchestrator.api import ConfigError, Environment, GenerationRequest, Observation, Prompt, RunError, StepResult
 from orchestrator.borrowing.http_worker import HttpWorker
-from orchestrator.durable_files import JournalFile
-from orchestrator.envs import EnvManager, Episode
-from orchestrator.events import EventLog
-from orchestrator.ledger import Ledger
-from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import WorkerLimits
-from scripts.bench.micro.turn_cost import NEW, TurnWorker, serve
+from scripts.bench.micro.turn_loop import NEW, TOKEN, VOCABULARY, TurnWorker, serve, turn_loop
 from scripts.bench.probes.probe_run import CHECKOUT
 from scripts.bench.result import frame, now
 from tests.support.hosts import Host, Hosts, end, why_not
@@ -58,8 +41,6 @@ _STEP_SECONDS = 0.2
 _ROUNDS = 3
 _WHOLE = {"trajectories": 48, "warm_up": 6.0, "window": 15.0}
 _QUICK = {"trajectories": 6, "warm_up": 1.0, "window": 2.0}
-_VOCABULARY = 50_000
-_TOKEN = "scale-out-0123456789"
 _MODULE = "scripts.bench.micro.scale_out"
 
 
@@ -169,7 +150,7 @@ class _Task:
     """Each trajectory answers as often as its prompt's seed says."""
 
     name = NAME
-    vocabulary: Sequence[str] = ("",) * _VOCABULARY
+    vocabulary: Sequence[str] = ("",) * VOCABULARY
     pad_id, end_id = 0, 1
     max_response_tokens = NEW
     max_turns = TURNS
@@ -194,7 +175,7 @@ class _Environment:
 
     async def reset(self, prompt: Prompt) -> Observation:
         self._left = prompt.seed % TURNS + 1
-        return Observation(tuple((prompt.seed + place) % _VOCABULARY for place in range(CONTEXT)))
+        return Observation(tuple((prompt.seed + place) % VOCABULARY for place in range(CONTEXT)))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
         self._task.turns += 1
@@ -209,62 +190,37 @@ class _Environment:
 async def drive(urls: Sequence[str], seed: str, trajectories: int, warm_up: float, window: float) -> dict[str, Any]:
     """One measurement with these engines. Raises RunError for a turn that fails."""
     clock = asyncio.get_running_loop()
-    failed: asyncio.Future[None] = clock.create_future()
-    with tempfile.TemporaryDirectory(prefix="rl-coserve-scale-") as folder:
-        sinks = [JournalFile(Path(folder) / name) for name in ("events.jsonl", "ledger.jsonl")]
-        events = EventLog(sinks[0], clock.time)
-        ledger = Ledger(sinks[1], events.time)
-        workers = [HttpWorker(url, _TOKEN, f"engine-{at}", allow_plain_http=True) for at, url in enumerate(urls)]
-        limits = WorkerLimits(60.0)
-        proxy = LLMProxy(workers, events, limits=limits, restarts=0, on_fatal=failed.set_exception)
-        task = _Task(random.Random(seed))
-        manager = EnvManager(task, proxy, step_timeout=60.0, trajectory_timeout=600.0, is_stale=lambda version: False)
-        ended, going = 0, True
+    workers = [HttpWorker(url, TOKEN, f"engine-{at}", allow_plain_http=True) for at, url in enumerate(urls)]
+    task = _Task(random.Random(seed))
+    ended, going = 0, True
+    async with turn_loop(workers, task, 60.0) as loop:
 
         async def slot(number: int) -> None:
             """One trajectory after the other; the first has fewer turns, so that not all begin together."""
             nonlocal ended
             played = 0
             while going:
-                name = f"{seed}/{number}/{played}"
                 turns = number % TURNS if not played else TURNS - 1
-                ledger.start(name, name)
-                prompt = Prompt(name, task.name, TURNS * (number + played * 1009) + turns, "")
-                await manager.play(Episode(name, name, prompt, clock.time()), Sampling(NEW))
-                ledger.end(name, "trained")
-                proxy.forget(name)
+                name = f"{seed}/{number}/{played}"
+                await loop.episode(name, name, TURNS * (number + played * 1009) + turns)
                 ended += 1
                 played += 1
 
-        proxy.start()
-        playing = asyncio.gather(*map(slot, range(trajectories * len(urls))))
-        ends: list[asyncio.Future[Any]] = [failed, playing]
-        try:
-            await asyncio.wait(ends, timeout=warm_up, return_when=asyncio.FIRST_COMPLETED)
-            before, begun, processor = (ended, task.turns), clock.time(), time.process_time()
-            await asyncio.wait(ends, timeout=window, return_when=asyncio.FIRST_COMPLETED)
-            seconds, processor = clock.time() - begun, time.process_time() - processor
-            counts = ended - before[0], task.turns - before[1]
-            going = False
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
-            playing.result()
-        finally:
-            playing.cancel()
-            await proxy.close()
-            for worker in workers:
-                await worker.close()
-            for sink in sinks:
-                sink.close()
-    ledger.check()
+        loop.start([slot(number) for number in range(trajectories * len(urls))])
+        await loop.wait(seconds=warm_up)
+        before, begun, processor = (ended, task.turns), clock.time(), time.process_time()
+        await loop.wait(seconds=window)
+        seconds, processor = clock.time() - begun, time.process_time() - processor
+        counts = ended - before[0], task.turns - before[1]
+        going = False
+        await loop.wait()
     return {
         "trajectories": counts[0],
         "trajectories_per_second": counts[0] / seconds,
         "turns_per_second": counts[1] / seconds,
         "processor_share": processor / seconds,
         "seconds": seconds,
-        "closes": ledger.counts.in_flight == 0 and ledger.counts.ended["trained"] == ended,
+        "closes": loop.closes(ended),
     }
 
 

@@ -19,47 +19,23 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from aiohttp import web
-
-from orchestrator.api import (
-    Completion,
-    Environment,
-    GenerationRequest,
-    Observation,
-    Prompt,
-    RunError,
-    Sampling,
-    StepResult,
-    TokenSequence,
-)
-from orchestrator.api import http as wire
+from orchestrator.api import Environment, Observation, Prompt, RunError, StepResult
 from orchestrator.borrowing.http_worker import HttpWorker
-from orchestrator.durable_files import JournalFile
-from orchestrator.envs import EnvManager, Episode
-from orchestrator.events import EventLog
-from orchestrator.ledger import Ledger
-from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import WorkerLimits
-from orchestrator.transfer.turns import HeldContexts, decode_turns, encode_completions
+from scripts.bench.micro.turn_loop import NEW, TOKEN, VOCABULARY, TurnWorker, serve, turn_loop
 from scripts.bench.result import frame, now
 
 NAME = "turn-cost"
 CONTEXTS = (1_000, 8_000, 32_000)  # tokens when the counted turns begin
 _BYTES_BAR, _RATE_BAR = 1.1, 3_000.0
-NEW = 150  # tokens of an answer, and of an observation
-_GENERATION = 0.02  # seconds
+_STEP_SECONDS = 0.02  # in the mean, as long as the worker takes for an answer
 _TRAJECTORIES, _TURNS, _REPEATED = 256, 20, 3
 _QUICK = (16, 5, 1)
-_VOCABULARY = 50_000
-_TOKEN = "turn-cost-0123456789"
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
@@ -138,7 +114,7 @@ def result(found: dict[int, list[Played]], detail: dict[str, Any], quick: bool) 
 
 def json_seconds(context: int) -> float:
     """Processor time of writing one request with its whole context as JSON, as before there were sessions."""
-    tokens = [token % _VOCABULARY for token in range(context)]
+    tokens = [token % VOCABULARY for token in range(context)]
     body = {"request_id": "r", "trajectory_id": "t", "token_ids": tokens, "sampling": {"max_tokens": NEW}}
     taken = []
     for _ in range(5):
@@ -185,7 +161,7 @@ class _Task:
     """Answers each action with as many tokens, after a first observation that fills the context."""
 
     name = "turn-cost"
-    vocabulary: Sequence[str] = ("",) * _VOCABULARY
+    vocabulary: Sequence[str] = ("",) * VOCABULARY
     pad_id, end_id = 0, 1
     max_response_tokens = NEW
 
@@ -209,14 +185,14 @@ class _Environment:
         self._task, self._steps = task, 0
 
     async def reset(self, prompt: Prompt) -> Observation:
-        return Observation(tuple((prompt.seed + place) % _VOCABULARY for place in range(self._task.context)))
+        return Observation(tuple((prompt.seed + place) % VOCABULARY for place in range(self._task.context)))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
         self._steps += 1
         if self._steps == 1:
             await self._task.start.arrive()
         else:
-            await asyncio.sleep(self._task.draw.expovariate(1 / _GENERATION))
+            await asyncio.sleep(self._task.draw.expovariate(1 / _STEP_SECONDS))
         done = self._steps == self._task.max_turns
         return StepResult(Observation(() if done else action_ids[::-1]), 0.0, done)
 
@@ -226,115 +202,17 @@ class _Environment:
 
 async def play(url: str, context: int, trajectories: int, turns: int, seed: str) -> Played:
     """One repetition. Raises RunError for a turn that fails."""
-    loop = asyncio.get_running_loop()
-    failed: asyncio.Future[None] = loop.create_future()
-    with tempfile.TemporaryDirectory(prefix="rl-coserve-turns-") as folder:
-        sinks = [JournalFile(Path(folder) / name) for name in ("events.jsonl", "ledger.jsonl")]
-        events = EventLog(sinks[0], loop.time)
-        ledger = Ledger(sinks[1], events.time)
-        worker = _Counted(url, _TOKEN, "worker")
-        limits = WorkerLimits(60.0)
-        proxy = LLMProxy([worker], events, limits=limits, restarts=0, on_fatal=failed.set_exception)
-        start = _Start(trajectories)
-        task = _Task(context, turns, start, random.Random(seed))
-        manager = EnvManager(task, proxy, step_timeout=600.0, trajectory_timeout=600.0, is_stale=lambda version: False)
-
-        async def episode(number: int) -> None:
-            name = f"t{number}"
-            ledger.start(name, f"g{number // 8}")
-            await manager.play(
-                Episode(name, f"g{number // 8}", Prompt(name, task.name, number, ""), loop.time()), Sampling(NEW)
-            )
-            ledger.end(name, "trained")
-            proxy.forget(name)
-
-        proxy.start()
-        playing = asyncio.gather(*map(episode, range(trajectories)))
-        try:
-            ready: list[asyncio.Future[Any]] = [failed, asyncio.ensure_future(start.here.wait())]
-            await asyncio.wait(ready, return_when=asyncio.FIRST_COMPLETED)
-            begun, before = (time.process_time(), time.perf_counter()), (worker.sent, worker.received, worker.messages)
-            start.go()
-            ended: list[asyncio.Future[Any]] = [failed, playing]
-            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-            processor, wall = time.process_time() - begun[0], time.perf_counter() - begun[1]
-            after = worker.sent, worker.received, worker.messages
-            if failed.done():
-                failed.result()
-            playing.result()
-        finally:
-            playing.cancel()
-            await proxy.close()
-            await worker.close()
-            for sink in sinks:
-                sink.close()
-    ledger.check()
+    worker, start = _Counted(url, TOKEN, "worker"), _Start(trajectories)
+    async with turn_loop([worker], _Task(context, turns, start, random.Random(seed)), 600.0) as loop:
+        loop.start([loop.episode(f"t{number}", f"g{number // 8}", number) for number in range(trajectories)])
+        await loop.wait(start.here.wait())
+        begun, before = (time.process_time(), time.perf_counter()), (worker.sent, worker.received, worker.messages)
+        start.go()
+        await loop.wait()
+        processor, wall = time.process_time() - begun[0], time.perf_counter() - begun[1]
+        after = worker.sent, worker.received, worker.messages
     sent, received, messages = (now - then for now, then in zip(after, before, strict=True))
-    counted = trajectories * turns
-    closes = ledger.counts.in_flight == 0 and ledger.counts.ended["trained"] == trajectories
-    return Played(counted, processor, wall, sent, received, messages, closes)
-
-
-# -- the worker's process --------------------------------------------------------------------------------------------------
-
-
-class TurnWorker:
-    """The wire's other end, with made-up generation."""
-
-    def __init__(self) -> None:
-        self._contexts = HeldContexts()
-        self._ready: list[Completion] = []
-        self._news = asyncio.Event()
-        self._number = 0
-        self._batch: list[Completion] = []
-        self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL), wire.INSTANCE_HEADER: "1"}
-
-    async def turns(self, request: web.Request) -> web.Response:
-        requests, digests = self._contexts.take(decode_turns(await request.read()))
-        self.begin(requests)
-        return web.json_response({"contexts": digests}, headers=self._headers)
-
-    def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """They came: each ends later by :meth:`finish`."""
-        asyncio.get_running_loop().call_later(_GENERATION, self.finish, requests)
-
-    def finish(self, requests: Sequence[GenerationRequest]) -> None:
-        """Their answers can be asked for."""
-        for request in requests:
-            context = TokenSequence.of(request.token_ids)
-            said = context[-NEW:]
-            self._ready.append(Completion(request.request_id, said, (-0.25,) * len(said), ((0, len(said)),), "length"))
-        self._news.set()
-
-    async def completions(self, request: web.Request) -> web.Response:
-        if request.query.get("acknowledged") == str(self._number):
-            self._batch = []
-        if not (self._batch or self._ready) and float(request.query["timeout"]):
-            self._news.clear()
-            await self._news.wait()
-        if not self._batch:  # one that waits for a client that has gone may have made it
-            self._batch, self._ready = self._ready[: wire.MAX_COMPLETIONS], self._ready[wire.MAX_COMPLETIONS :]
-            self._number += bool(self._batch)
-        body = encode_completions(self._number, self._batch)
-        return web.Response(body=body, content_type=wire.TURNS_TYPE, headers=self._headers)
-
-    async def other(self, request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response({}, headers=self._headers)
-
-
-async def serve(worker: TurnWorker, host: str = "127.0.0.1") -> None:
-    """Says where it listens, and stays until this process's input ends."""
-    app = web.Application(client_max_size=1 << 26)
-    app.router.add_post(wire.TURNS, worker.turns)
-    app.router.add_get(wire.COMPLETIONS, worker.completions)
-    app.router.add_route("*", "/{path:.*}", worker.other)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, host, 0)
-    await site.start()
-    print(f"http://{host}:{runner.addresses[0][1]}", flush=True)
-    await asyncio.to_thread(sys.stdin.read)  # until the benchmark's process is gone
+    return Played(trajectories * turns, processor, wall, sent, received, messages, loop.closes(trajectories))
 
 
 if __name__ == "__main__":

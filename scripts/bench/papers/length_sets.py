@@ -169,10 +169,26 @@ def _asked(trajectory: Trajectory) -> tuple[float, ...]:
 def tau_bench(file: str) -> list[Case]:
     """``historical_trajectories`` of sierra-research/tau-bench (MIT), gzip or plain: an assistant's message is a turn, what
     stands before it its observation. Times of tools are not in it."""
+    rows = sorted(_rows(file), key=lambda row: (row["trial"], row["task_id"]))
+    return _counted([(str(row["task_id"]), _dialogue(number, row)) for number, row in enumerate(rows)])
+
+
+def tau_bench_words(file: str) -> dict[int, str]:
+    """The word of each id of :func:`tau_bench`."""
+    return {
+        zlib.crc32(word.encode()): word for row in _rows(file) for message in row["traj"] for word in _words(message)
+    }
+
+
+def _rows(file: str) -> list[dict[str, Any]]:
     data = Path(file).read_bytes()
     rows: list[dict[str, Any]] = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    rows.sort(key=lambda row: (row["trial"], row["task_id"]))
-    return _counted([(str(row["task_id"]), _dialogue(number, row)) for number, row in enumerate(rows)])
+    return rows
+
+
+def _words(message: dict[str, Any]) -> list[str]:
+    calls = (json.dumps(call["function"]) for call in message.get("tool_calls") or [])
+    return _WORDS.findall(" ".join([message.get("content") or "", *calls]))
 
 
 def _dialogue(number: int, row: dict[str, Any]) -> LengthOutcome:
@@ -183,10 +199,7 @@ def _dialogue(number: int, row: dict[str, Any]) -> LengthOutcome:
     opening: tuple[int, ...] = ()
     since: list[int] = []
     for message in row["traj"]:
-        calls = (json.dumps(call["function"]) for call in message.get("tool_calls") or [])
-        tokens = [
-            zlib.crc32(word.encode()) for word in _WORDS.findall(" ".join([message.get("content") or "", *calls]))
-        ]
+        tokens = [zlib.crc32(word.encode()) for word in _words(message)]
         if message["role"] != "assistant":
             since += tokens
             continue

@@ -52,7 +52,7 @@ MOST_TURNS = 12  # of a trajectory that are asked for
 COVERAGE = 0.8
 BASELINES = ("prompt only", "history")
 _TAILS = (0.1, 0.2)
-_PRIOR = 100.0  # tokens; before anything is learned
+PRIOR = 100.0  # tokens; before anything is learned
 
 
 class OraclePredictor:
@@ -74,9 +74,9 @@ class OraclePredictor:
 def predictors(seed: int) -> dict[str, Callable[[], LengthPredictor]]:
     """Those that are compared."""
     return {
-        "progressive": lambda: ProgressivePredictor(_PRIOR, coverage=COVERAGE, seed=seed),
-        "prompt only": lambda: ProgressivePredictor(_PRIOR, coverage=COVERAGE, seed=seed, prompt_only=True),
-        "history": lambda: HistoryPredictor(_PRIOR),
+        "progressive": lambda: ProgressivePredictor(PRIOR, coverage=COVERAGE, seed=seed),
+        "prompt only": lambda: ProgressivePredictor(PRIOR, coverage=COVERAGE, seed=seed, prompt_only=True),
+        "history": lambda: HistoryPredictor(PRIOR),
     }
 
 
@@ -168,42 +168,52 @@ def folds(cases: Sequence[Case], make: Callable[[], LengthPredictor], part: Call
     """Each part is judged by a predictor that has learned the others."""
     tally = Tally()
     for held in sorted({part(case) for case in cases}):
-        predictor = make()
-        for case in cases:
-            if part(case) != held:
-                predictor.learn(case.outcome)
-        if isinstance(predictor, ProgressivePredictor):
-            predictor.finish()
-        for case in cases:
-            if part(case) == held:
-                for turn in range(len(case.outcome.said)):
-                    tally.ask(predictor, case, turn)
+        taught = [case for case in cases if part(case) != held]
+        judge([case for case in cases if part(case) == held], taught, make(), tally)
     return tally
+
+
+def judge(cases: Sequence[Case], taught: Sequence[Case], predictor: LengthPredictor, tally: Tally) -> None:
+    """Ask for all boundaries of ``cases`` after ``taught`` was learned."""
+    for case in taught:
+        predictor.learn(case.outcome)
+    if isinstance(predictor, ProgressivePredictor):
+        predictor.finish()
+    for case in cases:
+        for turn in range(len(case.outcome.before)):
+            tally.ask(predictor, case, turn)
 
 
 def compare(cases: Sequence[Case], how: str, seed: int) -> dict[str, Any]:
     """All predictors on a set. ``how``: "online", "trials" or "prompts"."""
-    judge: dict[str, Callable[[Callable[[], LengthPredictor]], Tally]] = {
+    ways: dict[str, Callable[[Callable[[], LengthPredictor]], Tally]] = {
         "online": lambda make: online(cases, make),
         "trials": lambda make: folds(cases, make, lambda case: case.trial % 4),
         "prompts": lambda make: folds(cases, make, lambda case: zlib.crc32(case.prompt.encode()) % 5),
     }
-    tallies = {name: judge[how](make) for name, make in predictors(seed).items()}
+    tallies = {name: ways[how](make) for name, make in predictors(seed).items()}
     totals = {case.outcome.before[0].trajectory: case.outcome.said for case in cases}
-    tallies["oracle"] = judge[how](lambda: OraclePredictor(totals))
+    tallies["oracle"] = ways[how](lambda: OraclePredictor(totals))
     found: dict[str, Any] = {name: tally.measures() for name, tally in tallies.items()}
     found["differences"] = [differences(tallies, found, turn, seed) for turn in TURNS]
     return found
 
 
-def differences(tallies: dict[str, Tally], found: dict[str, Any], turn: int, seed: int) -> dict[str, Any]:
-    """After a turn: by how much ours is better than the baseline that is the better one there, by each measure."""
-    ours, true = tallies["progressive"].lengths(turn)
+def differences(
+    tallies: dict[str, Tally],
+    found: dict[str, Any],
+    turn: int,
+    seed: int,
+    name_of_ours: str = "progressive",
+    others: Sequence[str] = BASELINES,
+) -> dict[str, Any]:
+    """After a turn: by how much ours is better than that of the others which is the best one there, by each measure."""
+    ours, true = tallies[name_of_ours].lengths(turn)
     rows: dict[str, Any] = {"turn": turn}
     for name, measure in _MEASURES.items():
-        other = max(BASELINES, key=lambda one: found[one][f"turn {turn}"][name])
+        other = max(others, key=lambda one: found[one][f"turn {turn}"][name])
         theirs = tallies[other].lengths(turn)[0]
-        row = paired(ours, theirs, true, tallies["progressive"].whose[turn], measure, seed)
+        row = paired(ours, theirs, true, tallies[name_of_ours].whose[turn], measure, seed)
         rows[name] = {"over": other, **row, "is": words(row)}
     return rows
 
@@ -288,7 +298,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 def cost(seed: int) -> dict[str, float]:
     """Microseconds of processor time of a forecast and of learning a trajectory, in process, on made-up trajectories."""
     draw = np.random.default_rng(seed)
-    predictor = ProgressivePredictor(_PRIOR, seed=seed)
+    predictor = ProgressivePredictor(PRIOR, seed=seed)
     outcomes = [_made_up(number, draw) for number in range(400)]
     start = time.process_time()
     for outcome in outcomes:

@@ -1,7 +1,7 @@
 """Every absolute number of the papers that the simulator can say something about: predicted, printed, error.
 
-``calibration`` marks rows that a constant was taken from: they prove nothing and do not count. The others were not used for
-anything. Rows that do not fit stay, with what we know of why.
+``calibration`` marks rows that a constant was taken from (:mod:`scripts.bench.papers.calibration`): they prove nothing and do not
+count. The others were not used for anything. Rows that do not fit stay, with what we know of why.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.sim.cost_model import RooflineCosts, RooflineTraining
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import load_scenario
+from scripts.bench.papers.calibration import calibrated_by
 from scripts.bench.papers.run_figures import measure
 from scripts.bench.papers.runner import Run
 
@@ -31,9 +32,7 @@ def median_error(table: list[dict[str, Any]]) -> float:
     return statistics.median(errors)
 
 
-def _row(
-    what: str, predicted: float, printed: float, source: str, unit: str, note: str = "", calibration: bool = False
-) -> dict[str, Any]:
+def _row(what: str, predicted: float, printed: float, source: str, unit: str, note: str = "") -> dict[str, Any]:
     return {
         "what": what,
         "predicted": round(predicted, 4),
@@ -42,7 +41,7 @@ def _row(
         "unit": unit,
         "source": source,
         "note": note,
-        "calibration": calibration,
+        "calibration": bool(calibrated_by("sim-error", what)),
     }
 
 
@@ -72,8 +71,8 @@ def _transfers() -> list[dict[str, Any]]:
             found.append(_row(f"{name} over {link}", ours, seconds, "RollArt, table 3", "s", _TRANSFER))
         training = RooflineTraining(DEVICES["H800"], model, 32, 1, sim.push_gb_s)
         engine = RooflineCosts(DEVICES["H20"], model, ranks, sim.pull_gb_s)
-        exposed.append(_row(f"push of {name}", training.publish_seconds, push, where, "s", note, True))
-        exposed.append(_row(f"accumulated pull of {name}", engine.weights.fetch, pull, where, "s", note, True))
+        exposed.append(_row(f"push of {name}", training.publish_seconds, push, where, "s", note))
+        exposed.append(_row(f"accumulated pull of {name}", engine.weights.fetch, pull, where, "s", note))
         exposed.append(_row(f"exposed pull of {name}", engine.weights.load, seen, where, "s", late))
     return found + exposed
 
@@ -116,7 +115,7 @@ def _runs() -> list[dict[str, Any]]:
     rest = swe.step_seconds - swe.train_seconds
     found = [
         _row("step of Qwen3-8B on SWE-bench", swe.step_seconds, 366.0, source, "s", assumed),
-        _row("training in it", swe.train_seconds, 0.23 * 366, source, "s", "its time a token", True),
+        _row("training in it", swe.train_seconds, 0.23 * 366, source, "s", "its time a token"),
         _row("generation and environments in it", rest, 0.69 * 366, source, "s", assumed),
     ]
     for model, h800, h20, printed in (
@@ -139,5 +138,5 @@ def _runs() -> list[dict[str, Any]]:
         *found,
         _row("training, share of a veRL step of Qwen2.5-14B", trained / last, 0.22, source, "share"),
         _row("rollout, share", rollout / last, 0.697, source, "share"),
-        _row("reward, share", reward / last, 0.083, source, "share", note, True),
+        _row("reward, share", reward / last, 0.083, source, "share", note),
     ]

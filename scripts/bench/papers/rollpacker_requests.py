@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -18,7 +19,7 @@ from orchestrator.policies.serving.judge_residency import JudgeMemory, JudgeResi
 from orchestrator.sim.cost_model import LINK_EFFICIENCY, RooflineCosts
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import rollpacker
-from scripts.bench.papers.runner import Found, Run, row
+from scripts.bench.papers.runner import Cell, Found, Row, Run, row
 
 MATH = ["sim.tasks.code.weight=1e-9", "sim.tasks.judged.weight=1e-9"]
 JUDGED = (4096, 8192, 16384, 32768)  # tokens of a judged sequence, figure 14b
@@ -52,9 +53,21 @@ def watched(config: Config) -> tuple[list[Said], Run]:
     return found, Run(config, watch=watch)
 
 
-def figure_5(scale: int = 1, steps: int = 6) -> Found:
-    """Qwen3-8B, maths, up to 32k, eight H800: latencies and concurrent tokens in short and in long rounds."""
-    given = ["sim.model=Qwen3-8B", "rollout.workers=8", "sim.trainer_gpus=8", "trainer.data_parallel=2", *MATH]
+def figure_5_cells() -> dict[str, Cell]:
+    """Qwen3-8B, maths, up to 32k, eight H800."""
+    return {"figure 5": partial(_rounds, 1, 6)}
+
+
+def _rounds(scale: int, steps: int, seed: int) -> dict[str, dict[str, float]]:
+    """Latencies and concurrent tokens in short and in long rounds."""
+    given = [
+        f"run.seed={seed}",
+        "sim.model=Qwen3-8B",
+        "rollout.workers=8",
+        "sim.trainer_gpus=8",
+        "trainer.data_parallel=2",
+        *MATH,
+    ]
     given += ["run.mode=sync_plus", f"rollout.engine.max_model_len={(512 + 32768) // 16}"]
     lengths = ("response_max=32768", "response_sigma=1.267", "response_tokens=1004")
     given += [f"sim.tasks.math.{setting}" for setting in lengths]
@@ -79,13 +92,19 @@ def figure_5(scale: int = 1, steps: int = 6) -> Found:
             "early_tokens": mean(held),
             "peak_tokens": mean(peaks),
         }
+    return {**means, "early_seconds": {"after": early}}
+
+
+def figure_5(found: Found) -> tuple[dict[str, Any], list[Row]]:
+    """Short over long rounds."""
+    means = found["figure 5"]
     compared = (
         ("TPOT", "tpot_seconds", (0.9, 1.1), "nearly 1"),
         ("TTFT", "ttft_seconds", (0.9, 1.1), "nearly 1"),
         ("concurrent tokens early in a rollout", "early_tokens", (1.2, 20.0), "substantially above 1"),
     )
     over = {key: means["short"][key] / means["long"][key] for _, key, _, _ in compared}
-    return {**means, "early_seconds": {"after": early}}, [
+    return means, [
         row(f"{what}, short over long rounds", printed, over[key], "RollPacker 3, figure 5", text=text)
         for what, key, printed, text in compared
     ]
@@ -101,22 +120,30 @@ def _held(said: Sequence[Said], now: float) -> float:
     return held
 
 
-def figure_15b(steps: int = 16) -> Found:
-    """One-off, 7B/8k, 8 GPUs for each side, 32 prompts a batch: the longest response of each step's batch."""
-    given = ["run.mode=one_off", "rollout.alpha=1", "rollout.workers=8", "sim.trainer_gpus=8"]
+def figure_15b_cells() -> dict[str, Cell]:
+    """One-off, 7B/8k, 8 GPUs for each side, 32 prompts a batch."""
+    return {f"figure 15b/{rung}": partial(_longest, rung, 16) for rung in ("veRL", "+ tail batching")}
+
+
+def _longest(rung: str, steps: int, seed: int) -> list[int]:
+    """Tokens of the longest response of each step's batch."""
+    given = ["run.mode=one_off", "rollout.alpha=1", "rollout.workers=8", "sim.trainer_gpus=8", f"run.seed={seed}"]
     given += ["trainer.data_parallel=4", "rollout.groups_per_step=32"]
-    longest: dict[str, list[int]] = {}
-    for rung in ("veRL", "+ tail batching"):
-        said, run = watched(rollpacker("7B/8k", rung, steps=steps, extra=given))
-        tokens: dict[str, int] = {}
-        for one in said:
-            if one.whole:
-                tokens[one.trajectory] = max(tokens.get(one.trajectory, 0), one.tokens)
-        of: dict[int, int] = {}
-        for line in run.journal:
-            if line["state"] == "trained":
-                of[line["step"]] = max(of.get(line["step"], 0), tokens.get(line["id"], 0))
-        longest[rung] = [of[step] * run.config.sim.grain for step in sorted(of)]
+    said, run = watched(rollpacker("7B/8k", rung, steps=steps, extra=given))
+    tokens: dict[str, int] = {}
+    for one in said:
+        if one.whole:
+            tokens[one.trajectory] = max(tokens.get(one.trajectory, 0), one.tokens)
+    of: dict[int, int] = {}
+    for line in run.journal:
+        if line["state"] == "trained":
+            of[line["step"]] = max(of.get(line["step"], 0), tokens.get(line["id"], 0))
+    return [of[step] * run.config.sim.grain for step in sorted(of)]
+
+
+def figure_15b(found: Found) -> tuple[dict[str, Any], list[Row]]:
+    """How much shorter the longest response of a step is."""
+    longest = {rung: found[f"figure 15b/{rung}"] for rung in ("veRL", "+ tail batching")}
     usual, what, source = median(longest["veRL"]), "one-off, 7B/8k:", "RollPacker 6.7, figure 15b"
     shorter = mean(value < 0.75 * usual for value in longest["+ tail batching"])
     ours, over = usual / median(longest["+ tail batching"]), "veRL over RollPacker"
@@ -127,8 +154,9 @@ def figure_15b(steps: int = 16) -> Found:
     ]
 
 
-def figure_14b() -> Found:
-    """A 7B judge whose memory keeps half of its layers at 32k tokens (the paper: at least half is offloaded there)."""
+def figure_14b(found: Found) -> tuple[dict[str, Any], list[Row]]:
+    """A 7B judge whose memory keeps half of its layers at 32k tokens (the paper: at least half is offloaded there). No run is
+    played for it."""
     model, device = MODELS["Qwen2.5-7B"], DEVICES["H800"]
     layer = 2 * (model.attention_parameters + 3 * model.hidden * model.feed_forward)
     fixed = 2 * 2 * model.hidden * model.vocabulary
@@ -151,18 +179,25 @@ def figure_14b() -> Found:
     ]
 
 
-def table_4(scale: int = 1, steps: int = 6) -> Found:
+def table_4_cells() -> dict[str, Cell]:
     """Maths alone, 7B/8k: one fetch of what is complete, at most a share of the batch, against fetching as groups complete."""
-    found = {}
-    for name, once in (("stream", 0.0), *((name, float(name.rstrip("%")) / 100) for name in TABLE_4)):
-        extra = [*MATH, f"sim.feed_once={once}"]
-        run = Run(rollpacker("7B/8k", "+ stream trainer", scale, steps=steps, extra=extra))
-        found[name] = round(mean(took for step, took in run.periods.items() if run.rounds[step] == "long"), 2)
+    shares = {"stream": 0.0, **{name: float(name.rstrip("%")) / 100 for name in TABLE_4}}
+    return {f"table 4/{name}": partial(_fed_once, share, 1, 6) for name, share in shares.items()}
+
+
+def _fed_once(share: float, scale: int, steps: int, seed: int) -> float:
+    """Seconds of a long round."""
+    extra = [f"run.seed={seed}", *MATH, f"sim.feed_once={share}"]
+    run = Run(rollpacker("7B/8k", "+ stream trainer", scale, steps=steps, extra=extra))
+    return mean(took for step, took in run.periods.items() if run.rounds[step] == "long")
+
+
+def table_4(found: Found) -> tuple[dict[str, Any], list[Row]]:
+    """Streaming over one fetch."""
+    of = {name: float(found[f"table 4/{name}"]) for name in ("stream", *TABLE_4)}
     what, source = "long rounds: streaming over one fetch at", "RollPacker 6.6, table 4"
-    rows = [
-        row(f"{what} {name}, s a step", one, found["stream"] / found[name], source) for name, one in TABLE_4.items()
-    ]
-    return found, rows
+    rows = [row(f"{what} {name}, s a step", one, of["stream"] / of[name], source) for name, one in TABLE_4.items()]
+    return of, rows
 
 
 def pass_seconds(residency: JudgeResidency, compute: float, copy: float, passes: int = 1) -> float:

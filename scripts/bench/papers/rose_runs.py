@@ -1,4 +1,4 @@
-"""Rollout times of ROSE's setups, as its benchmarks measure them: the mean of so many steps and seeds, and what users saw.
+"""Rollout times of ROSE's setups, as its benchmarks measure them: the mean of so many steps of a seed, and what users saw.
 
 The first step of a run is left out: it begins with an evaluation. A step's time is its longest trajectory's, which differs by a
 third from step to step, so that one seed says little. Beside what users saw stands what they would have seen with no rollouts on
@@ -19,34 +19,35 @@ from orchestrator.sim.paper_setups import load_scenario
 from scripts.bench.papers.runner import Run
 from scripts.bench.virtual_run import run
 
-RULES: dict[str, tuple[str, ...]] = {  # of routing
-    "dedicated-first": (),  # ROSE 4.3
-    "least-utilized": ("rollout.routing.spread=least-utilized", "rollout.routing.imbalance=2"),
+SETTINGS: dict[str, tuple[str, ...]] = {  # of routing: what each side of a comparison may have, at its best
+    "dedicated-first": (),  # ROSE 4.3; a trajectory stays where its prefix is
+    "dedicated-first, imbalance 2": ("rollout.routing.imbalance=2",),
+    "least-utilized": ("rollout.routing.spread=least-utilized",),
+    "least-utilized, imbalance 2": ("rollout.routing.spread=least-utilized", "rollout.routing.imbalance=2"),
+}
+PAPERS = "dedicated-first"
+ROSES = "Azure's code trace"
+LOADS: dict[str, tuple[str, ...]] = {
+    ROSES: (),
+    "Azure's code trace x 4": ("sim.borrowed.speed=6.0",),  # the scenario's is 1.5
+    "Mooncake's conversation trace": (  # prompts of 12k tokens in the mean, up to 120k: no SLO of 0.5 s
+        "sim.borrowed.trace=mooncake_conversation",
+        "sim.borrowed.speed=1.0",
+        "sim.borrowed.ttft=10.0",
+    ),
 }
 
 
-def played(overrides: Sequence[str], steps: int, seeds: int) -> dict[str, Any]:
-    """``rollout_seconds``, and of each step of each seed; with borrowed workers what :class:`BorrowedFleet` reports: times and
-    shares of users of the worst seed, all else in the mean. Raises SimulationFailed."""
-    seconds: list[list[float]] = []
-    reports: list[dict[str, Any]] = []
-    for seed in range(seeds):
-        one = Run(load_scenario("rose", [f"run.steps={steps + 1}", f"run.seed={seed}", *overrides]))
-        seconds.append([period - one.steps[step]["seconds"] for step, period in one.periods.items()])
-        report = dict(one.result.summary.get("borrowed", {}))
-        if one.config.sim.borrowed.how in ("coserve", "multiplex") and report:
-            alone = serving_alone(one.config, one.seconds)
-            report |= {f"alone_{key}": value for key, value in alone.items() if key != "requests"}
-        reports.append(report)
-    found: dict[str, Any] = {"rollout_seconds": mean(one for row in seconds for one in row)}
-    found["steps"] = [[round(one, 1) for one in row] for row in seconds]
-    for key, value in reports[0].items():
-        values = [report[key] for report in reports]
-        if isinstance(value, str):
-            found[key] = value
-        else:
-            found[key] = max(values) if "ttft" in key or "tpot" in key else mean(values)
-    return found
+def played(overrides: Sequence[str], steps: int, seed: int) -> dict[str, Any]:
+    """``rollout_seconds``, the mean of ``steps``; with borrowed workers what :class:`BorrowedFleet` reports. Raises
+    SimulationFailed."""
+    one = Run(load_scenario("rose", [f"run.steps={steps + 1}", f"run.seed={seed}", *overrides]))
+    seconds = [period - one.steps[step]["seconds"] for step, period in one.periods.items()]
+    report = dict(one.result.summary.get("borrowed", {}))
+    if one.config.sim.borrowed.how in ("coserve", "multiplex") and report:
+        alone = serving_alone(one.config, one.seconds)
+        report |= {f"alone_{key}": value for key, value in alone.items() if key != "requests"}
+    return {"rollout_seconds": mean(seconds), "steps": [round(took, 1) for took in seconds], **report}
 
 
 def serving_alone(config: Config, seconds: float) -> dict[str, Any]:

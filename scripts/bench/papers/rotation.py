@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from functools import cache, partial
 from statistics import fmean
 from typing import Any
@@ -22,10 +23,9 @@ from orchestrator.sim.paper_setups import counted_steps
 from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers.length_sets import built_in, episodes
-from scripts.bench.papers.runner import Figure, Found, Parts, Row, Verdict, interval, unprinted
+from scripts.bench.papers.runner import Cells, Figure, Found, Reading, interval, unprinted
 
 NAME = "rotation"
-SEEDS = (0, 1, 2, 3, 4)
 BAR = 0.99
 BASE = (
     "run.steps=10",
@@ -125,36 +125,48 @@ def rotate(speeds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any
     return found
 
 
-def _played(family: str, quick: bool) -> Found:
-    settings, seeds = FAMILIES[family], SEEDS[:1] if quick else SEEDS
+def _cell(name: str, setting: tuple[str, ...], more: tuple[str, ...], seed: int) -> float:
+    return step_seconds(name, setting, seed, more)
+
+
+def _families(quick: bool) -> dict[str, dict[str, tuple[str, ...]]]:
+    return {family: of for family, of in FAMILIES.items() if not quick or family == _QUICK}
+
+
+def _cells(quick: bool) -> Cells:
     more = ("run.steps=4",) if quick else ()
-    speeds: dict[str, dict[str, list[float]]] = {}
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for name in built_in():
-        took = {one: [step_seconds(name, of, seed, more) for seed in seeds] for one, of in settings.items()}
-        off = next(iter(took.values()))
-        seconds[name] = {one: [round(value, 4) for value in of] for one, of in took.items()}
-        speeds[name] = {one: [a / b for a, b in zip(off, of, strict=True)] for one, of in took.items()}
-    judged = rotate(speeds)
-    rows = [
-        unprinted(f"{family}, chosen on the others, judged on {name}", one["gain"]["mean"], one["chosen"])
-        for name, one in judged.items()
-    ]
     return {
-        "judged": judged,
-        "step_seconds": seconds,
-        "settings": {one: list(of) for one, of in settings.items()},
-    }, rows
+        f"{family}/{name}/{one}": partial(_cell, name, of, more)
+        for family, settings in _families(quick).items()
+        for name in built_in()
+        for one, of in settings.items()
+    }
 
 
-def _parts(quick: bool) -> Parts:
-    return {family: partial(_played, family, quick) for family in FAMILIES if not quick or family == _QUICK}
-
-
-def _read(found: dict[str, Any], rows: list[Row], quick: bool) -> Verdict:
-    gains = [one["gain"]["mean"] for family in found.values() for one in family["judged"].values()]
+def _read(found: Mapping[int, Found], quick: bool) -> Reading:
+    families, rows, gains = dict[str, Any](), [], []
+    for family, settings in _families(quick).items():
+        seconds = {
+            name: {one: [of[f"{family}/{name}/{one}"] for of in found.values()] for one in settings}
+            for name in built_in()
+        }
+        speeds = {}
+        for name, took in seconds.items():
+            off = next(iter(took.values()))
+            speeds[name] = {one: [a / b for a, b in zip(off, of, strict=True)] for one, of in took.items()}
+        judged = rotate(speeds)
+        families[family] = {
+            "judged": judged,
+            "step_seconds": seconds,
+            "settings": {one: list(of) for one, of in settings.items()},
+        }
+        for name, one in judged.items():
+            gains.append(one["gain"]["mean"])
+            what = f"{family}, chosen on the others, judged on {name}"
+            spread = {key: one["gain"][key] for key in ("by_seed", "interval")}
+            rows.append({**unprinted(what, one["gain"]["mean"], one["chosen"]), **spread})
     shrunk = {"shrunk": "one family, one seed, four steps"} if quick else {}
-    return min(gains), min(gains) >= BAR, {"base": list(BASE), "families": found, **shrunk}
+    return Reading(min(gains), min(gains) >= BAR, rows, {"base": list(BASE), "families": families, **shrunk})
 
 
 FIGURE = Figure(
@@ -163,8 +175,7 @@ FIGURE = Figure(
     paper="the policy left off",
     printed=1.0,
     bar=f">= {BAR}, every policy on every set",
-    parts=_parts,
+    cells=_cells,
     read=_read,
-    seeds=SEEDS,
     statistic="means over seeds, with the interval of 95 % of Student's t",
 )

@@ -22,6 +22,16 @@ class RunFigures:
     staleness_aborts: float  # a step
     result: SimResult
 
+    def kept(self) -> dict[str, float]:
+        """What of it goes into a file."""
+        return {
+            "step_seconds": self.step_seconds,
+            "train_seconds": self.train_seconds,
+            "tokens_per_step": self.tokens,
+            "tokens_per_s": self.throughput,
+            "evicted_stale_per_step": self.staleness_aborts,
+        }
+
 
 def measure(config: Config) -> RunFigures:
     """Simulate and measure. Raises SimulationFailed."""

@@ -1,67 +1,79 @@
 """Plays the simulated figures of the papers: each is a declaration (:class:`Figure`), and this the one way that it is run.
 
-A figure is made of parts, each of which plays its runs and returns what it found and a row a printed number. Nothing is kept
-between calls. A row says where the printed number is from; ``explained`` is why ours differs, where it does by more than the
-simulator's error; rows that do not fit are shown like the others.
+A figure is made of cells, each a function of a seed that plays a run or a few and returns what it found; and of a reading, which
+makes value, rows and detail of what the cells found and plays nothing. Cells share nothing, so that they may be played on
+different days (:mod:`scripts.bench.papers.sweep`). A row says where the printed number is from; ``explained`` is why ours
+differs, where it does by more than the simulator's error; rows that do not fit are shown like the others.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.config import Config
 from orchestrator.sim.simulated_run import simulate
+from scripts.bench.papers.calibration import calibrated_by
+from scripts.bench.papers.refusals import refused_for
 from scripts.bench.result import frame, now
 
 Row = dict[str, Any]
-Found = tuple[dict[str, Any], list[Row]]  # for the detail, rows
-Parts = Mapping[str, Callable[[], Found]]
-Verdict = tuple[float, bool, dict[str, Any]]  # value, whether the bar holds, detail
+Cell = Callable[[int], Any]  # of a seed: what JSON can say
+Cells = Mapping[str, Cell]  # by a name such as "8B/affinity"
+Found = Mapping[str, Any]  # what the cells of one seed found, by their names
 
+SEEDS = (0, 1, 2, 3, 4)
 _RESULTS = Path(str(files("orchestrator"))).parent / "docs" / "results"
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5th percentile of Student's t, by the number of values
+_WORST = "value: the worst seed; rows: means over seeds, with the interval of 95 % of Student's t; all else: of the worst seed"
+
+
+class Reading(NamedTuple):
+    """Of a figure: ``value``, whether its bar ``holds``, its rows, all else."""
+
+    value: float
+    holds: bool
+    rows: list[Row]
+    detail: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``claim``: what the value is; ``printed``: the number of ``paper`` that it stands beside; ``parts(quick)``: what is
-    played, in its order; ``read(found, rows, quick)``: value, verdict and detail, from the details of the parts; ``statistic``:
-    what is taken over runs; ``apart``: so many parts at a time are played, in processes of their own."""
+    """``claim``: what the value is; ``printed``: the number of ``paper`` that it stands beside; ``cells(quick)``: what is played,
+    in its order; ``read(found, quick)``: of what the cells of each seed found; ``statistic``: what is taken over seeds."""
 
     name: str
     claim: str
     paper: str
     printed: float
     bar: str
-    parts: Callable[[bool], Parts]
-    read: Callable[[dict[str, Any], list[Row], bool], Verdict]
-    seeds: Sequence[int] = (0,)
-    statistic: str = "one run each: a seed gives the same run again"
-    apart: int = 1
+    cells: Callable[[bool], Cells]
+    read: Callable[[Mapping[int, Found], bool], Reading]
+    seeds: Sequence[int] = SEEDS
+    statistic: str = _WORST
 
     def run(self, quick: bool, nonce: str) -> dict[str, Any]:
-        """Simulate: the result. Raises SimulationFailed."""
-        begun, parts = now(), self.parts(quick)
-        rows, details = list[Row](), dict[str, Any]()
-        for name, (detail, more) in self._played(parts):
-            print(
-                f"{self.name}, {name}: {[(one['what'], one['simulated']) for one in more]}", file=sys.stderr, flush=True
-            )
-            rows += more
-            details[name] = detail
-        value, holds, detail = self.read(details, rows, quick)
-        about = {"seeds": list(self.seeds[: 1 if quick else None]), "statistic": self.statistic}
+        """Play all cells of all seeds, one after the other: the result. Nothing is kept. Raises SimulationFailed."""
+        begun, found = now(), dict[int, dict[str, Any]]()
+        for seed in self.seeds[: 1 if quick else None]:
+            for name, cell in self.cells(quick).items():
+                print(f"{self.name}, seed {seed}: {name}", file=sys.stderr, flush=True)
+                found.setdefault(seed, {})[name] = as_kept(cell(seed))
+        return self.put_together(found, quick=quick, nonce=nonce, begun=begun)
+
+    def put_together(
+        self, found: Mapping[int, Found], *, quick: bool = False, nonce: str = "", begun: str = ""
+    ) -> dict[str, Any]:
+        """The result of what the cells found, by seed."""
+        value, holds, rows, detail = self.read(found, quick)
+        about = {"seeds": sorted(found), "statistic": self.statistic, "roofline_error": roofline_error()}
         return frame(
             self.name,
             "simulated",
@@ -71,19 +83,55 @@ class Figure:
             reference_value=self.printed,
             bar=self.bar,
             holds=holds,
-            detail={"rows": rows, **about, **detail, "simulator_error": own_error()},
+            detail={"rows": [_flagged(self.name, one) for one in rows], **detail, **about},
             quick=quick,
             nonce=nonce,
             begun=begun,
         )
 
-    def _played(self, parts: Parts) -> list[tuple[str, Found]]:
-        workers = min(self.apart, len(parts))
-        if workers == 1:
-            return [(name, part()) for name, part in parts.items()]
-        with ProcessPoolExecutor(min(workers, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-            asked = {name: pool.submit(part) for name, part in parts.items()}
-            return [(name, future.result()) for name, future in asked.items()]
+
+def as_kept(found: Any) -> Any:
+    """What a file of it would give back."""
+    return json.loads(json.dumps(found))
+
+
+def each_seed(
+    read: Callable[[Found, bool], Reading], worst: Callable[[Iterable[float]], float] = min
+) -> Callable[[Mapping[int, Found], bool], Reading]:
+    """A figure's reading from that of one seed: the value is the ``worst`` seed's, the detail is that seed's, the bar holds where
+    it holds for each, and rows are means over the seeds."""
+
+    def whole(found: Mapping[int, Found], quick: bool) -> Reading:
+        readings = {seed: read(one, quick) for seed, one in found.items()}
+        values = [one.value for one in readings.values()]
+        value = worst(values)
+        shown = next(seed for seed, one in readings.items() if one.value == value)
+        about = {"value_by_seed": interval(values), "detail_of_seed": shown}
+        rows = rows_over_seeds([one.rows for one in readings.values()])
+        return Reading(value, all(one.holds for one in readings.values()), rows, {**readings[shown].detail, **about})
+
+    return whole
+
+
+def rows_over_seeds(rows: Sequence[Sequence[Row]]) -> list[Row]:
+    """``rows`` of each seed: one a name, with the mean, its interval, and each seed's."""
+    table = dict[str, list[Row]]()
+    for one in (one for of_seed in rows for one in of_seed):
+        table.setdefault(one["what"], []).append(one)
+    return [_mean_row(ones) for ones in table.values()]
+
+
+def _mean_row(ones: Sequence[Row]) -> Row:
+    spread = interval([one["simulated"] for one in ones])
+    low, high = ones[0]["range"]
+    about = {"by_seed": spread["by_seed"], "interval": spread["interval"]}
+    return {**ones[0], "simulated": round(spread["mean"], 4), "off": _off(low, high, spread["mean"]), **about}
+
+
+def _flagged(figure: str, one: Row) -> Row:
+    """With the constant that was taken from what the row is compared with, and why a real run refuses it."""
+    constant, why = calibrated_by(figure, one["what"]), refused_for(figure, f"{one['what']} {one['source']}")
+    return {**one, **({"calibration": constant} if constant else {}), **({"refused": why} if why else {})}
 
 
 class Run:
@@ -152,14 +200,14 @@ class Run:
         return found
 
 
-def own_error() -> dict[str, Any]:
-    """Of the simulator: from the committed result of ``sim-error``, where there is one."""
+def roofline_error() -> dict[str, Any]:
+    """Of the cost model that figures are played with: the median over the papers' absolute numbers that no constant was taken
+    from, by the committed result of ``sim-error``, where there is one."""
     file = _RESULTS / "sim-error.json"
     if not file.is_file():
-        return {"step_time": None, "papers_median": None, "source": "no committed result of bench sim-error here"}
-    found = json.loads(file.read_text(encoding="utf-8"))
-    papers = found["detail"]["papers"]["median_error"]
-    return {"step_time": found["value"], "papers_median": papers, "source": "docs/results/sim-error.json"}
+        return {"median": None, "source": "no committed result of bench sim-error here"}
+    papers = json.loads(file.read_text(encoding="utf-8"))["detail"]["papers"]
+    return {"median": papers["median_error"], "source": "docs/results/sim-error.json, the papers' absolute numbers"}
 
 
 def row(
@@ -168,15 +216,19 @@ def row(
     """A figure: the printed number or range (``text``: how it is printed), and ours. ``off``: how far ours is outside of it,
     relative to its nearer end."""
     low, high = printed if isinstance(printed, tuple) else (printed, printed)
-    off = 0.0 if low <= ours <= high else (ours / high - 1.0 if ours > high else ours / low - 1.0)
     return {
         "what": what,
         "printed": text or (f"{low} to {high}" if isinstance(printed, tuple) else f"{printed}"),
+        "range": [low, high],
         "simulated": round(ours, 4),
-        "off": round(off, 4),
+        "off": _off(low, high, ours),
         "source": source,
         "explained": explained,
     }
+
+
+def _off(low: float, high: float, ours: float) -> float:
+    return round(0.0 if low <= ours <= high else (ours / high - 1.0 if ours > high else ours / low - 1.0), 4)
 
 
 def unprinted(what: str, ours: float, source: str) -> Row:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.sim.ablation import PLANNED
+from scripts.bench.papers.calibration import calibrated_by
+from scripts.bench.papers.refusals import refused_for
 from scripts.bench.papers.rollpacker_why import reasons
 
 _HEAD = """# Simulated figures beside the printed ones
 
 Made by `python -m scripts.bench.papers.simulated_page docs/results` from the JSON files beside it. Everything here is
 **simulated** (virtual time, the same pipeline), but for the first table, where real engine steps are predicted. How it counts:
-[the simulator](../simulator.md).
+[the simulator](../simulator.md). Where a row has an interval it is the mean over seeds, with the 95 % of Student's t.
+**Calibration**: a constant was taken from what the row is compared with (`scripts/bench/papers/calibration.py`), so that it
+proves nothing, however near or far it is.
 """
 _WHY = "\nWhy ours differ: [the reasons](simulated_why.md).\n"
 _BINDS = """
@@ -34,6 +39,8 @@ _ROLLPACKER = """
 Every row that is more than 5 % off; numbers are of the run that the table shows, three in a row of 7B/8k, 14B/16k
 and 32B/32k.
 """
+_HEDDLE = "our degrees|any equal degree"
+_TOGETHER = "best single set|, all policies: "
 _ROSE = Path(__file__).with_name("rose_why.txt")  # of the committed rose-figures.json
 
 
@@ -81,18 +88,18 @@ def page(folder: Path) -> str:
                 scale, f"One {scale}th of cluster and batch"
             )
             note = f" {part}." if scale else ""
-            parts.append(f"\n## {title}\n\nValue {found['value']:.3f} ({found['unit']}); bar {found['bar']}: "
-                         f"{'held' if found['holds'] else '**not held**'}.{note}\n")  # fmt: skip
+            parts.append(f"\n## {title}\n\nValue {found['value']:.3f}{_seeds(found['detail'])} ({found['unit']}); "
+                         f"bar {found['bar']}: {'held' if found['holds'] else '**not held**'}.{note}\n")  # fmt: skip
             rows = found["detail"]["rows"]
             if name == "heddle":  # the ablation is in the file
-                rows = [one for one in rows if one["printed"] != "not printed" or "our degrees" in one["what"]]
+                rows = [one for one in rows if one["printed"] != "not printed" or re.search(_HEDDLE, one["what"])]
             if name == "all-together":
                 best = [
                     f"{one}'s workload: all policies over {by}'s set"
                     for one, by in found["detail"]["best_single"].items()
                 ]
-                rows = [one for one in rows if one["what"] in best]
-            parts.append(_rows(rows))
+                rows = [one for one in rows if one["what"] in best or re.search(_TOGETHER, one["what"])]
+            parts.append(_rows(name, rows))
             parts += _binding(found["detail"].get("workloads", {}))
             parts += [f"Not played: {what}: {why}.\n" for what, why in found["detail"].get("not_played", {}).items()]
             if name == "rollpacker-figures" and "search" in found["detail"]:  # the full form
@@ -139,13 +146,31 @@ def _load(folder: Path, name: str) -> Any:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def _rows(rows: Sequence[dict[str, Any]]) -> str:
+def _seeds(detail: dict[str, Any]) -> str:
+    """What stands behind a value over seeds; nothing for one seed."""
+    found = detail.get("value_by_seed")
+    if not found or not found["interval"]:
+        return ""
+    low, high = found["interval"]
+    return f", the worst of {len(found['by_seed'])} seeds (mean {found['mean']:.3f}, {low:.3f} to {high:.3f})"
+
+
+def _rows(figure: str, rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| figure | printed | simulated | outside by | source |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         off = f"{100 * row['off']:+.0f} %" if row["off"] else "inside"
         if row["printed"] == "not printed":
             off = ""
-        lines.append(f"| {row['what']} | {row['printed']} | {row['simulated']:.3g} | {off} | {row['source']} |")
+        elif calibrated_by(figure, row["what"]):
+            off = "calibration" if off == "inside" else f"calibration, {off}"
+        ours = f"{row['simulated']:.3g}"
+        if row.get("interval"):
+            low, high = row["interval"]
+            ours += f" ({low:.3g} to {high:.3g})"
+        what = row["what"].removeprefix("calibration: ")
+        if why := refused_for(figure, f"{what} {row['source']}"):
+            what += f" (refused by a real run: {why})"
+        lines.append(f"| {what} | {row['printed']} | {ours} | {off} | {row['source']} |")
     return "\n".join(lines) + "\n"
 
 
@@ -178,7 +203,7 @@ def _sim_error(found: dict[str, Any]) -> list[str]:
         "| number | predicted | printed | error | source | note |\n| --- | --- | --- | --- | --- | --- |",
     ]
     for row in detail["papers"]["rows"]:
-        error = "calibration" if row["calibration"] else f"{100 * row['error']:+.0f} %"
+        error = "calibration" if calibrated_by("sim-error", row["what"]) else f"{100 * row['error']:+.0f} %"
         numbers = f"{row['predicted']:.3g} | {row['printed']:.3g} | {error}"
         lines.append(f"| {row['what']} ({row['unit']}) | {numbers} | {row['source']} | {row['note']} |")
     return lines

@@ -53,7 +53,7 @@ def check_mps(percentage: int, device: str, environment: MutableMapping[str, str
             "kv_pool_mps", percentage, f"MPS divides an NVIDIA GPU, this engine computes on {device}; drop it"
         )
     if environment.get(_SHARE) != str(percentage):
-        fix = f"CUDA started without it: start the engine by `vllm serve`, or call {__name__}.enter before"
+        fix = f"CUDA started without it: start the engine by `vllm serve`, or call {__name__}.join_mps before"
         raise ConfigError("kv_pool_mps", percentage, fix)
 
 

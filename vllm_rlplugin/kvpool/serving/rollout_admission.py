@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,8 @@ class RolloutAdmission:
             output = self._schedule_limited(stock, size, throttle or not admitted.tokens)
             if not size:
                 self._refuse_step(serving, now)
+            elif not admitted.tokens:
+                self._let_others_decode_first(output.num_scheduled_tokens)
         if output.total_num_scheduled_tokens:
             self._note_scheduled(output)
         return output
@@ -134,6 +136,12 @@ class RolloutAdmission:
         finally:
             scheduler.max_num_scheduled_tokens = most
             scheduler.prefill_capacity_bound = bound
+
+    def _let_others_decode_first(self, decoded: Mapping[str, int]) -> None:
+        """Stock begins at the head of ``running``: where not all may decode it would be the same ones each time."""
+        prefilling, running = self.parts.prefilling, self._scheduler.running
+        if len(decoded) < len(running):
+            running.sort(key=lambda request: request.request_id in decoded or request.request_id in prefilling)
 
     def _refuse_step(self, serving: ServingWords | None, now: float) -> None:
         self._counts["refused"] += 1

@@ -2,8 +2,8 @@
 
 Starts the ranks of each case (gloo without CUDA), each of which checks its part and tells the first, which checks the
 whole: every element of every Hugging Face tensor exactly once, values equal to the gathered export, the changes of the
-optimizer steps put on the old weights equal to the new ones, in all three ways to keep the previous version. Prints one
-JSON object a case. ``--hidden`` and ``--layers`` make the model large enough for the costs to mean something.
+optimizer steps put on the old weights equal to the new ones. Prints one JSON object a case. ``--hidden`` and ``--layers`` make
+the model large enough for the costs to mean something.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ from megatron_rlplugin.parallel_layout import (
     shutdown_parallel,
 )
 from megatron_rlplugin.weights import hf_bridge
-from megatron_rlplugin.weights.changed_weights import Masters, Snapshot, WeightChange
+from megatron_rlplugin.weights.step_changes import StepChanges, place_of
 from megatron_rlplugin.weights.tensor_places import tensor_pieces
-from megatron_rlplugin.weights.weight_export import serving_shards
+from megatron_rlplugin.weights.weight_export import as_bytes, serving_shards
 from orchestrator.api import ConfigError, RunError, ShardKey
 from scripts.bench.probes.megatron.equality_probe import spawn
-
-WAYS = ("device", "host", "masters")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A layout on so many ranks. Without a distributed optimizer, or in fp32, there are no masters to compare with."""
+    """A layout on so many ranks."""
 
     name: str
     world: int
@@ -49,12 +47,6 @@ class Case:
     experts: int = 0
     tied: bool = False
     dtype: str = "bfloat16"
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """How the previous version can be kept."""
-        masters = self.layout.distributed_optimizer and self.dtype == "bfloat16"
-        return WAYS if masters else WAYS[:2]
 
 
 CASES = (
@@ -80,11 +72,9 @@ class Told:
     peak_bytes: int  # most bytes alive beside the model while all of it was exported in bfloat16
     peak_bytes_kept: int  # the same with every tensor kept: what the meter must notice
     bound_bytes: int  # one bucket and the largest piece
-    wrong_after: dict[str, int]  # way -> elements that differ after the changes were applied
-    changed: dict[str, int]
-    changed_twice: int  # changes of the masters that another rank has as well
-    kept_bytes: dict[str, int]
-    seconds: dict[str, float]  # of processor time, to find the changes
+    wrong_before: int  # bytes that the steps changed
+    wrong_after: int  # bytes that differ after the changes were put on
+    seconds: float  # of processor time, to find the changes
 
 
 def measure(case: Case, folder: str, bucket_bytes: int, rate: float, steps: int) -> dict[str, Any]:
@@ -109,13 +99,10 @@ def measure(case: Case, folder: str, bucket_bytes: int, rate: float, steps: int)
         model,
         use_gloo_process_groups=False,
     )
-    kept: dict[str, Any] = {
-        way: Snapshot(model, way, case.dtype, bucket_bytes=bucket_bytes, clock=time.process_time) for way in WAYS[:2]
-    }
-    if "masters" in case.ways:
-        kept["masters"] = Masters(model, optimizer, clock=time.process_time)
+    changes = StepChanges(lambda: serving_shards(model, case.dtype, bucket_bytes=bucket_bytes))
+    changes.restart()
     full = dict(_gathered(model))
-    told = Told({}, 0, 0, 0, 0, 0, {}, {}, 0, {}, {})
+    told = Told({}, 0, 0, 0, 0, 0, 0, 0, 0.0)
     for key, value in serving_shards(model, case.dtype, bucket_bytes=bucket_bytes):
         told.covered.setdefault(key.tensor, []).append((key.dim, key.start, key.stop))
         told.bytes += value.nbytes
@@ -123,18 +110,19 @@ def measure(case: Case, folder: str, bucket_bytes: int, rate: float, steps: int)
     told.peak_bytes = peak_bytes(model, bucket_bytes)
     told.peak_bytes_kept = peak_bytes(model, bucket_bytes, keep=True)
     told.bound_bytes = bucket_bytes + max(piece.read().nbytes for piece in tensor_pieces(model))
+    before = {place_of(key): as_bytes(value)[2].copy() for key, value in changes.shards()}
     for step in range(1, steps + 1):
-        _step(model, optimizer, step)
-    new = dict(_gathered(model))
-    for way in case.ways:
-        changes = list(kept[way].changes())
-        told.changed[way] = sum(len(change.indices) for change in changes)
-        told.kept_bytes[way], told.seconds[way] = kept[way].cost.kept_bytes, kept[way].cost.seconds
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [(change.key, change.indices, change.values) for change in changes])
-        told.wrong_after[way], twice = _put_on(full, new, [WeightChange(*one) for theirs in everyone for one in theirs])
-        told.changed_twice += twice
-        kept[way].close()
+        began = time.process_time()
+        with changes.watch_step():
+            told.seconds += time.process_time() - began
+            _step(model, optimizer, step)
+            began = time.process_time()
+        told.seconds += time.process_time() - began
+    edits = changes.take()
+    for key, value in changes.shards():
+        place, new = place_of(key), as_bytes(value)[2]
+        told.wrong_before += int((before[place] != new).sum())
+        told.wrong_after += int((edits.applied(place, before[place]) != new).sum())
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, asdict(told))
     return _verdict(case, full, everyones)
@@ -181,23 +169,6 @@ def _at(key: ShardKey, tensor: Tensor) -> Tensor:
     return tensor if key.dim < 0 else tensor.narrow(key.dim, key.start, key.stop - key.start)
 
 
-def _put_on(old: dict[str, Tensor], new: dict[str, Tensor], changes: Sequence[WeightChange]) -> tuple[int, int]:
-    """(elements of the new version that the changes do not give, elements that came twice)."""
-    present = {name: value.clone() for name, value in old.items()}
-    count = {name: torch.zeros(value.shape, dtype=torch.int32) for name, value in old.items()}
-    for change in changes:
-        for tensor, what in ((present[change.key.tensor], None), (count[change.key.tensor], 1)):
-            part = _at(change.key, tensor)
-            shard = part.contiguous()
-            if what is None:
-                change.apply(shard)
-            else:
-                shard.view(-1)[change.indices.long()] += what
-            part.copy_(shard)
-    wrong = sum(int((present[name] != value).sum()) for name, value in new.items())
-    return wrong, sum(int((times > 1).sum()) for times in count.values())
-
-
 def _verdict(case: Case, full: dict[str, Tensor], everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counts = {name: torch.zeros(value.shape, dtype=torch.int32) for name, value in full.items()}
     for told in everyone:
@@ -215,11 +186,9 @@ def _verdict(case: Case, full: dict[str, Tensor], everyone: Sequence[dict[str, A
         "peak_bytes": max(told["peak_bytes"] for told in everyone),
         "peak_bytes_kept": max(told["peak_bytes_kept"] for told in everyone),
         "bound_bytes": min(told["bound_bytes"] for told in everyone),
-        "changed": {way: sum(told["changed"][way] for told in everyone) for way in case.ways},
-        "wrong_after": {way: max(told["wrong_after"][way] for told in everyone) for way in case.ways},
-        "changed_twice": max(told["changed_twice"] for told in everyone),
-        "kept_bytes": {way: [told["kept_bytes"][way] for told in everyone] for way in case.ways},
-        "seconds": {way: max(told["seconds"][way] for told in everyone) for way in case.ways},
+        "wrong_before": sum(told["wrong_before"] for told in everyone),
+        "wrong_after": sum(told["wrong_after"] for told in everyone),
+        "seconds": max(told["seconds"] for told in everyone),
     }
 
 

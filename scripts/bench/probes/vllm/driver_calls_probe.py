@@ -1,9 +1,8 @@
 """Pages mapped and unmapped per second through ``csrc/vmm.c`` and through NVIDIA's cuda-bindings, on the same libcuda.
 
 ``python -m scripts.bench.probes.vllm.driver_calls_probe [--fake FOLDER]``; JSON on the last line. On a GPU by default; with
-``--fake`` on the stand-in of ``tests/support/fake_cuda.c``, built there (the process starts itself anew with it on its library
-path). A batch is mapped page by page, given access and unmapped in one call each. Processor time of the thread, the best of 20
-rounds.
+``--fake`` on the stand-in of ``tests/support/fake_cuda.c``, built there. A batch is mapped page by page, given access and
+unmapped in one call each. Processor time of the thread, the best of 20 rounds.
 """
 
 from __future__ import annotations
@@ -26,18 +25,12 @@ PAGES = (512, 64, 8, 1)  # of a batch
 _ROUNDS = 20
 
 
-def _restart(folder: Path, page: int) -> None:
+def _stand_in(folder: Path, page: int) -> None:
     from tests.support import fake_cuda
 
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / "libcuda.so.1"
-    if not library.exists():
-        fake_cuda.library(folder).rename(library)
-    made = fake_cuda.make_device(folder / "device", 2 * PAGES[0], page)
-    os.environ.update(made, LD_LIBRARY_PATH=str(folder))
-    os.execv(
-        sys.executable, [sys.executable, "-m", "scripts.bench.probes.vllm.driver_calls_probe", "--page", str(page)]
-    )
+    os.environ.update(fake_cuda.make_device(folder / "device", 2 * PAGES[0], page))
+    fake_cuda.load_by_name(folder)
 
 
 def by_library(page: int) -> dict[int, float]:
@@ -102,7 +95,7 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=4096)
     options = parser.parse_args()
     if options.fake:
-        _restart(options.fake.resolve(), options.page)
+        _stand_in(options.fake.resolve(), options.page)
     found = {"library": by_library(options.page), "bindings": by_bindings(options.page)}
     sys.stdout.write(json.dumps({"pages_per_s": found, "pid": os.getpid()}) + "\n")
 

@@ -83,7 +83,7 @@ def receiver(endpoint: RelayEndpoint, model: Path) -> Callable[[dict[str, Any]],
 
     from vllm_rlplugin.weights.transfer_engine import checkpoint_layout
     from vllm_rlplugin.weights.version_fetch import VersionFetcher
-    from vllm_rlplugin.weights.version_staging import StagingPlan
+    from vllm_rlplugin.weights.version_staging import StagedVersion, StagingPlan
 
     plan = StagingPlan(str(model), torch.device("cpu"), checkpoint_layout(str(model)), False, None)
     fetcher = VersionFetcher(endpoint)
@@ -95,10 +95,17 @@ def receiver(endpoint: RelayEndpoint, model: Path) -> Callable[[dict[str, Any]],
         fetcher.start_fetch(int(told["fetch"]), plan)
         while (state := fetcher.fetch_state())["state"] == "fetching":
             time.sleep(POLL_SECONDS)
-        ended = time.monotonic()
         staged = fetcher.take_staged(int(told["fetch"]), plan)
+        if isinstance(staged, StagedVersion) and staged.layers is not None:
+            for _ in staged.layers.read_tensors():  # without a mapping that is when it is fetched
+                pass
         past_cache = getattr(staged, "past_cache", "")
-        return {"ended": ended, "past_cache": past_cache, "error": state["error"], "content": state["checksum"]}
+        return {
+            "ended": time.monotonic(),
+            "past_cache": past_cache,
+            "error": state["error"],
+            "content": state["checksum"],
+        }
 
     print(json.dumps({"ready": True}), flush=True)
     return obey

@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from orchestrator.api import RunError
-from orchestrator.ops.nvidia_driver import LIBRARY, find_gpus
+from orchestrator.ops.nvidia_driver import find_gpus
 from scripts.bench.probes.probe_run import CHECKOUT, run_probe
+from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY, CudaDriver
 
 _PAGE = 2 << 20
 _LACKS = 3  # exit code
@@ -49,16 +50,14 @@ def driver_library(dry: bool, pages: int) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(fake_cuda.make_device(Path(folder) / "device", pages + 2, _PAGE))
-        yield str(fake_cuda.library(Path(folder)))
+        yield str(fake_cuda.load_by_name(Path(folder)))
 
 
 def driver(dry: bool) -> dict[str, Any]:
     """The driver's own answers, and each of its calls that the pool makes: seconds for all pages."""
-    from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver
-
     count = 8 if dry else 512
     with driver_library(dry, count) as library:
-        found = find_gpus(library)
+        found = find_gpus()
         device = CudaDriver(_PAGE, library=library)
         places = np.arange(count, dtype=np.uint64)
         seconds: dict[str, float] = {}
