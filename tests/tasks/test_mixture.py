@@ -112,7 +112,7 @@ def test_the_reward_function_scores_built_in_tasks_only() -> None:
         (["task.name=mixture"], "needs two tasks or more"),
         (["task.mixture={nim=1.0}"], "only for name = 'mixture'"),
         (["task.name=mixture", "task.mixture={nim=1.0, household=0.0}"], "more than 0"),
-        (["task.name=mixture", "task.mixture={nim=1.0, agent=1.0}"], "is none of .*your own is written module:Class"),
+        (["task.name=mixture", "task.mixture={nim=1.0, agent=1.0}"], "must be one of .*your own is written module:Class"),
         (["task.name=mixture", "task.mixture={nim=1.0, reasoning_gym=1.0}"], "name = 'reasoning_gym' needs one"),
         (["task.name=mixture", "task.mixture={nim=1.0, household=1.0}", "task.dataset=x"], "only for name = 'reasoning_gym'"),
     ],
