@@ -320,9 +320,9 @@ def _heads(layers: Any, config: Any, stage: int | None) -> Any:
 
     from megatron_rlplugin.model_layers import RMSNorm
 
-    te = uses_transformer_engine()
-    heads = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=te, vp_stage=stage)
-    if heads is not None and not te:
+    fused = uses_transformer_engine()
+    heads = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=fused, vp_stage=stage)
+    if heads is not None and not fused:
         for head in heads.layer_specs:
             head.submodules.enorm = head.submodules.hnorm = head.submodules.layer_norm = RMSNorm
     return heads

@@ -270,7 +270,7 @@ def lease_record(folder: Path) -> Drawn:
 
 @harness("orchestrator/resources/pool_sizes.py", refuses="ConfigError")
 def pool_sizes(folder: Path) -> Drawn:
-    """Each pool of a run that goes on is told a whole number that it may have, or all keep theirs."""
+    """Each pool of a run that continues is told a whole number that it may have, or all keep theirs."""
     config = parse_config({})
     pools = pools_of(config)
 

@@ -753,7 +753,7 @@ RESULTS = {
         "import os\ntry: os.remove('result'); os.mkfifo('result')\nexcept OSError: pass",
     ),
     "a file in place of a protected one": (
-        "mounted read-only, placed anew",
+        "mounted read-only, placed again",
         "import os\ntry: os.replace('result', 'given')\nexcept OSError: open('x', 'w')",
     ),
     "a list of files of its own making": (

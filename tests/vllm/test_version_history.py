@@ -38,8 +38,9 @@ def relay(job: str) -> dict[str, Any]:
     return {**ENDPOINT, "job": job}
 
 
-def client(server: TwinServer, job: str) -> HttpWorker:
-    return HttpWorker(server.url, TOKEN, job, relay=RelayEndpoint.from_dict(relay(job)))
+def client(server: TwinServer, job: str, *, takeover: bool = False, key: str = "") -> HttpWorker:
+    endpoint = RelayEndpoint.from_dict(relay(job))
+    return HttpWorker(server.url, TOKEN, job, relay=endpoint, takeover=takeover, key=key)
 
 
 def a_request(name: str, tokens: int = 5) -> GenerationRequest:
@@ -219,12 +220,13 @@ def test_a_client_of_before_is_told_that_the_server_is_anothers_and_none_of_its_
 
 def test_a_connection_whose_answer_was_lost_is_not_taken_for_somebody_elses() -> None:
     async def scenario(server: TwinServer) -> None:
-        worker = client(server, "run")
+        worker = client(server, "run", key="one key of this run")
         await worker.start()
         await updated(worker, 2)
         publisher = Publisher(RelayEndpoint.from_dict(relay("run")))
         publisher.rollback(2)
-        await client(server, "run").start()  # the history is another one now, and the worker does not know
+        # The history is another one now, and the worker does not know.
+        await client(server, "run", key="one key of this run").start()
         await worker.restart()
         await updated(worker, 2)
         assert (await answered(worker, "a")).versions == ((2, 5),)
@@ -244,7 +246,7 @@ def test_a_resumed_run_aborts_what_its_killed_self_left_and_may_go_back_to_an_ol
         await worker.suspend()
         await worker.add([a_request("t/0", 250)])
         await worker.disconnect()  # as when it is killed: suspended, with a request in flight
-        resumed = client(server, "run")
+        resumed = client(server, "run", takeover=True)
         await resumed.start()
         publisher.rollback(4)
         await updated(resumed, 4)

@@ -193,7 +193,9 @@ def _first_words(child: subprocess.Popen[bytes], pool: PagePool) -> dict[str, An
     assert child.stdout is not None
     assert child.stderr is not None
     with child.stdout, child.stderr:
-        if not select.select([child.stdout], [], [], _START)[0]:
+        ready = select.poll()  # select() takes no file above 1,023, and an engine may have opened more
+        ready.register(child.stdout, select.POLLIN)
+        if not ready.poll(1000 * _START):
             child.kill()
             child.wait()
             raise RunError(f"the keeper of {pool.path} did not start within {_START:g} s")
