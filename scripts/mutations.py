@@ -3,7 +3,7 @@
 Each mutation edits one line of a copy of the repository and runs the tests that hold the guarantee; a mutation that no test
 notices is a failure. Prints a table, and with ``--write`` the page ``docs/results/mutations.md``.
 
-    .venv/bin/python scripts/mutations.py [--write] [--only TEXT]
+    .venv/bin/python scripts/mutations.py [--write] [--only TEXT...]
 """
 
 from __future__ import annotations
@@ -457,38 +457,46 @@ def run(mutation: Mutation, folder: Path) -> str:
     return "NOT CAUGHT" if done.returncode == 0 else f"BROKEN (exit code {done.returncode}): {done.stdout[-300:]}"
 
 
+def write_row(mutation: Mutation, verdict: str) -> None:
+    """The page, with this row new and the others as they were."""
+    path = ROOT / "docs" / "results" / "mutations.md"
+    lines = {line.split(" | ")[0]: line for line in path.read_text(encoding="utf-8").splitlines()}
+    lines[f"| {mutation.what}"] = f"| {mutation.what} | `{mutation.file}` | {verdict} |"
+    page = [
+        "# Mutations",
+        "",
+        "`scripts/mutations.py --write` breaks each guarantee in a copy; a test must notice.",
+        "",
+    ]
+    page += ["| broken on purpose | where | verdict |", "| --- | --- | --- |"]
+    page += [lines[start] for item in MUTATIONS if (start := f"| {item.what}") in lines]
+    path.write_text("\n".join(page) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Run all mutations; 0 when every one was caught."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="only those whose description has it; others keep their row"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="those whose description has one of these; others keep their row",
     )
     arguments = parser.parse_args()
-    rows = []
+    verdicts = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
         shutil.copytree(
             ROOT, folder, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__", "*.egg-info")
         )
-        for mutation in (item for item in MUTATIONS if arguments.only in item.what):
-            verdict = run(mutation, folder)
-            rows.append((mutation, verdict))
-            print(f"{mutation.what}: {verdict}", flush=True)
-    if arguments.write:
-        page = [
-            "# Mutations",
-            "",
-            "`scripts/mutations.py --write` breaks each guarantee in a copy; a test must notice.",
-            "",
-        ]
-        page += ["| broken on purpose | where | verdict |", "| --- | --- | --- |"]
-        path = ROOT / "docs" / "results" / "mutations.md"
-        before = {line.split(" | ")[0]: line for line in path.read_text(encoding="utf-8").splitlines()}
-        lines = before | {f"| {item.what}": f"| {item.what} | `{item.file}` | {verdict} |" for item, verdict in rows}
-        page += [lines[start] for item in MUTATIONS if (start := f"| {item.what}") in lines]
-        path.write_text("\n".join(page) + "\n", encoding="utf-8")
-    return 0 if all(verdict.startswith("caught") for _, verdict in rows) else 1
+        for mutation in (item for item in MUTATIONS if any(text in item.what for text in arguments.only)):
+            verdicts.append(run(mutation, folder))
+            print(f"{mutation.what}: {verdicts[-1]}", flush=True)
+            if arguments.write:
+                write_row(mutation, verdicts[-1])
+    return 0 if all(verdict.startswith("caught") for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":

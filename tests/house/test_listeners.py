@@ -272,6 +272,7 @@ async def huge(place: Place) -> None:
     """A head without end, and a body that is said to be a terabyte, which nobody waits for."""
     stream = await place.connect()
     with contextlib.suppress(ConnectionError):
+        stream[1].write(place.head if place.http else b"")  # else it is refused for its first line
         for _ in range(64):
             stream[1].write(b"X-More: " + b"x" * 4000 + b"\r\n" if place.http else b"x" * 4000)
             await stream[1].drain()
