@@ -34,6 +34,7 @@ SETTINGS = [
     "rollout.borrowed.patience=120",
     "rollout.groups_per_step=2",
     "rollout.environments=16",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "trainer.micro_batch_size=8",
     "trainer.entropy_coefficient=0.05",  # so that weights change, though it has not learned anything yet
     "checkpoint.every=1",

@@ -39,6 +39,7 @@ RUN = [
     "rollout.engines=[{hardware='H20', tensor_parallel_size=2, kv_cache_mb=64},"
     "{hardware='H20', tensor_parallel_size=2, kv_cache_mb=32, max_num_seqs=16}]",
     "rollout.environments=8",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "rollout.groups_per_step=2",  # ranks of engines spin, here on a few processors
     "trainer.micro_batch_size=8",
     "resources.pools={H800=2, H20=4}",
