@@ -137,6 +137,13 @@ def link_seconds(found: Any) -> tuple[float, ...]:
     return tuple(seconds[gbps] for gbps in (1, 5, 20))
 
 
+def one_class(found: Any) -> tuple[float, ...]:
+    """Step time of H800 alone over affinity at 8B, 14B, 32B, then of H20 alone: means of five seeds."""
+    rows = {row["what"]: row["simulated"] for row in found["detail"]["rows"]}
+    sizes = ("8B", "14B", "32B")
+    return tuple(rows[f"{size}: step time, {fleet} only over affinity"] for fleet in ("h800", "h20") for size in sizes)
+
+
 def both_ways(found: Any) -> tuple[float, ...]:
     return tuple(way["seconds_per_step"] for way in found["ways"].values())
 
@@ -250,6 +257,12 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "{} trajectories unaccounted for, 0 processes left after {} events, {} with real engines: {:.0f} to {:.0f} s",
         "kills",
         kills,
+    ),
+    (
+        "routing",
+        "over H800 {:.2f}, {:.2f}, {:.2f}, not shown; over H20 {:.2f}, {:.2f} (shown), {:.2f}: bar",
+        "affinity",
+        one_class,
     ),
     (
         "routing",
