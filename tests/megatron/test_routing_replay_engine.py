@@ -1,14 +1,16 @@
 """The experts that a real vLLM chose, used in training: how far engine and trainer are apart with and without.
 
-vLLM 0.32.0 returns routed experts from its second model runner, which needs Triton, so not on a CPU. What stands in for that
-runner here is small: vLLM's own capturer, bound to its own routers, read after each step. All else is the product's path: the
-worker's completions, the wire, samples, the trainer.
+On a CPU ``tests/support/routed_engine.py`` stands in for the part of vLLM that returns them. All else is the product's path: the
+worker's completions, the wire, samples, the trainer, and in a whole run the loop, shards and the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,18 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 from megatron_rlplugin import parallel_layout  # noqa: E402
+from megatron_rlplugin.tiny_model import create_qwen3_moe  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
 from orchestrator.api import TrainSample  # noqa: E402
+from orchestrator.config import load_config  # noqa: E402
 from orchestrator.hooks.tested_versions import VLLM, find_version  # noqa: E402
+from orchestrator.runtime.preflight import make_task  # noqa: E402
+from orchestrator.store import read_trajectories, to_trajectory  # noqa: E402
 from orchestrator.transfer.turns import decode_completions  # noqa: E402
 from tests.megatron.test_families_engine import run  # noqa: E402
 from tests.support.family_models import VOCABULARY, write_family  # noqa: E402
+from tests.support.megatron_training import ROOT  # noqa: E402
+from tests.support.real_runs import of  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -36,45 +44,15 @@ pytestmark = [
 
 ENGINE = """
 import base64, json, sys, time
-import numpy as np
 from orchestrator.api import GenerationRequest, Sampling
 from orchestrator.transfer.turns import encode_completions
+from tests.support.routed_engine import return_experts
 from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 
 folder, dtype, prompts, prompt_start = json.loads(sys.argv[1])
 options = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_mb": 32, "enable_prefix_caching": False}
 engine = InprocessEngine(EngineOptions.from_dict({"model": folder, "dtype": dtype, **options}), time.monotonic)
-engine._routed = True
-
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer, bind_routed_experts_capturer
-
-config = engine._llm.vllm_config
-runner = engine._core.model_executor.driver_worker.worker.model_runner
-capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
-bind_routed_experts_capturer(runner.model, capturer)
-rows = {}
-execute, step = runner.execute_model, engine._llm.step
-
-def executing(scheduled, *args, **kwargs):
-    answer = execute(scheduled, *args, **kwargs)
-    chosen, begin = capturer.snapshot_routing_data(scheduled.total_num_scheduled_tokens).numpy(), 0
-    for place, name in enumerate(runner.input_batch.req_ids):
-        count = scheduled.num_scheduled_tokens[name]
-        at = int(runner.input_batch.num_computed_tokens_cpu[place])
-        for number in range(count):
-            rows.setdefault(name, {})[at + number] = chosen[begin + number].copy()
-        begin += count
-    return answer
-
-def stepping():
-    outputs = step()
-    for output in outputs:
-        active = engine._active[output.request_id]
-        known = rows[active.internal_id]
-        output.outputs[0].routed_experts = np.stack([known[at] for at in range(active.experts_from, max(known) + 1)])
-    return outputs
-
-runner.execute_model, engine._llm.step = executing, stepping
+return_experts(engine)
 for number, prompt in enumerate(prompts):
     sampling = Sampling(40, seed=number)
     request = GenerationRequest(f"r{number}", f"t{number}", 0, tuple(prompt), sampling, "task", experts_from=prompt_start)
@@ -143,3 +121,54 @@ def test_in_float32_the_experts_are_the_same_and_so_is_what_is_said(family: str,
     print(family, {name: f"{value:.2e}" for name, value in found.items()})
     assert found["max"] <= 1e-4
     assert found["own_experts"] <= 1e-4
+
+
+RUN = """
+import sys
+from orchestrator import cli
+from orchestrator.runtime import own_engines
+
+own_engines.WORKER_CLASS = "tests.support.routed_engine:RoutedWorker"
+sys.exit(cli.main(sys.argv[1:]))
+"""
+SMALL = (
+    "rollout.groups_per_step=2", "rollout.dynamic_sampling=false",
+    "rollout.environments=16", "rollout.engine.enable_prefix_caching=false",
+    "trainer.micro_batch_size=8", "trainer.routing_replay=true", "run.steps=3", "warmup.steps=0",
+    "evaluation.prompts=4", "evaluation.every=0",
+)  # fmt: skip
+
+
+def train(folder: Path, name: str, *arguments: str) -> Path:
+    """A run as a user starts it, with the stand-in in its engines; its folder."""
+    words = ["train", "examples/frozenlake.toml", *SMALL, f'run.folder="{folder}"', f"run.name={name}", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    (run,) = folder.glob(f"{name}-*")
+    return run
+
+
+def test_a_run_trains_by_the_experts_of_its_engines_keeps_them_and_replays_them(tmp_path: Path) -> None:
+    task = make_task(load_config(ROOT / "examples/frozenlake.toml"))
+    sizes = {"hidden_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}
+    mixture = {"expert_intermediate_size": 32, "experts": 8, "experts_per_token": 2}
+    rest = {"vocabulary": list(task.vocabulary), "max_positions": 64, "dtype": "float32", "seed": 0}
+    model = f"model.path={create_qwen3_moe(str(tmp_path / 'model'), **sizes, **mixture, **rest)}"
+    run = train(tmp_path, "own", model)
+    steps = [step["metrics"] for step in of(run, "step")]
+    print([(step["routing_replayed"], step["logprob_gap_mean"]) for step in steps])
+    assert len(steps) == 3
+    assert all(step["routing_replayed"] > 0.95 for step in steps)
+    assert all(step["logprob_gap_mean"] < 1e-3 for step in steps)
+    rows = read_trajectories(run / "trajectories").to_pylist()
+    kept = [to_trajectory(row) for row in rows if row["outcome"] == "trained"]
+    assert kept
+    for turn in (turn for trajectory in kept for turn in trajectory.turns):
+        assert turn.experts is not None
+        assert (turn.experts.layers, turn.experts.choices) == (2, 2)
+    again = train(tmp_path, "again", model, "--replay", str(run))
+    replayed = [step["metrics"]["routing_replayed"] for step in of(again, "step")]
+    assert replayed == pytest.approx([step["routing_replayed"] for step in steps])
