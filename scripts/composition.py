@@ -73,9 +73,14 @@ def rollout(**settings: Any) -> Tree:
 
 
 _POOLS: Tree = {"resources": {"pools": {"H800": 8}, "rollout": {"H800": 4}, "trainer": "H800"}}
-_ELSEWHERE = (
-    ("`resources.pools`: devices of one machine are counted", "resources.pools", _POOLS),
-    ("`ray.address`, several nodes: the same", "ray.address", {"ray": {"address": "10.0.0.1:6379"}}),
+_CLASSES: Tree = {"pools": {"H800": 4, "H20": 4}, "rollout": {"H800": 2, "H20": 2}, "trainer": "H800"}
+_CUT_ANEW = (
+    ("devices of several classes", "resources.rollout", {"resources": _CLASSES}),
+    (
+        "a part of a node beside whole ones",
+        "rollout.workers",
+        {"ray": {"address": "10.0.0.1:6379"}, "resources": {"devices_per_server": 3}},
+    ),
     (
         "engines that say themselves how many devices they have",
         "rollout.engine.tensor_parallel_size",
@@ -201,7 +206,7 @@ FEATURES = (
         test="tests/loop/test_composed_runs.py",
         pays="rollpacker-figures",
         refuses=(
-            *_ELSEWHERE,
+            *_CUT_ANEW,
             (
                 "`rollout.planner.experts`: engines are cut by tensor parallelism only",
                 "rollout.planner.experts",
@@ -329,7 +334,7 @@ FEATURES = (
         test="tests/parallelism/test_degree_planner_real.py",
         pays="heddle",
         refuses=(
-            *_ELSEWHERE,
+            *_CUT_ANEW,
             ("no placement", "rollout.placement.degrees.enabled", rollout(placement={"enabled": False})),
         ),
     ),

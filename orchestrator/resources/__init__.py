@@ -5,7 +5,8 @@ manager = ResourceManager({"H800": range(0, 8), "H20": range(8, 32)})
 binding = manager.bind("actor-gen-0", "H20", devices=4)
 """
 
+from orchestrator.resources.engine_seats import EngineSeat
 from orchestrator.resources.placement_groups import Placement, cluster_resources, reserve
 from orchestrator.resources.resource_manager import ROLE_CLASSES, ResourceManager
 
-__all__ = ["ROLE_CLASSES", "Placement", "ResourceManager", "cluster_resources", "reserve"]
+__all__ = ["ROLE_CLASSES", "EngineSeat", "Placement", "ResourceManager", "cluster_resources", "reserve"]

@@ -64,6 +64,16 @@ class Placement:
         self._reserved: tuple[_Reserved, int] | None = None
         self.binding: DeviceBinding | None = None
 
+    @property
+    def whole(self) -> Placement:
+        """What is reserved in Ray so that it has a place."""
+        return self
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of its own."""
+        return self._wish.devices // self.parts
+
     def bind(self) -> DeviceBinding:
         """Devices, without a place in Ray yet. Idempotent."""
         if self.binding is None:
@@ -77,7 +87,7 @@ class Placement:
 
     def bundle(self) -> dict[str, float]:
         """What this worker takes of a node."""
-        hardware, count = self.bind().hardware, float(self._wish.devices // self.parts)
+        hardware, count = self.bind().hardware, float(self.devices_per_node)
         if hardware == "CPU":
             return {"CPU": max(count, self._cpus)}
         of_class = {hardware: count} if hardware else {}
@@ -93,13 +103,8 @@ class Placement:
             raise RetryableError(f"{self.worker}: Ray gives it no place within {self._limit:g} s ({short})")
         assert self._reserved is not None
         reserved, index = self._reserved[0], self._reserved[1] + part
-        wanted = reserved.bundles[index]
-        return {
-            "num_cpus": wanted.get("CPU", 0),
-            "num_gpus": wanted.get("GPU", 0),
-            "resources": {name: count for name, count in wanted.items() if name not in ("CPU", "GPU")},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved.group, index),
-        }
+        where = PlacementGroupSchedulingStrategy(reserved.group, index)
+        return {**self._options(reserved.bundles[index]), "scheduling_strategy": where}
 
     def node(self) -> str:
         """Ray's id of the node that the place is in, the first of several; "" without a place."""
@@ -120,7 +125,7 @@ class Placement:
         import ray
 
         there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return self._reserved is not None and not there.issuperset(self.nodes())
+        return self.whole._reserved is not None and not there.issuperset(self.nodes())
 
     def move(self) -> DeviceBinding:
         """The place did not work: other devices, the old ones marked as failed, and all that are free of a class of which Ray
@@ -165,6 +170,14 @@ class Placement:
         """Its place is this bundle of a group."""
         self._reserved = reserved, index
 
+    @staticmethod
+    def _options(wanted: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            "num_cpus": wanted.get("CPU", 0),
+            "num_gpus": wanted.get("GPU", 0),
+            "resources": {name: count for name, count in wanted.items() if name not in ("CPU", "GPU")},
+        }
+
     def _keep(self, binding: DeviceBinding) -> None:
         self.binding = binding
         if self._note is not None:
@@ -189,7 +202,8 @@ def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], se
             most = max((node.get("GPU", 0) for node in nodes), default=0)
             there = "no node alone has" if place.parts == 1 else f"{fit} nodes of {place.parts} have"
             short += f"; {there} the {_words(wanted)} of {place.worker} (most GPUs of a node: {most:g})"
-            fix = "an engine or rank lies within one node, unless `nodes` of its engine says otherwise"
+            fix = "an engine or rank lies within one node, unless `nodes` of its engine says otherwise; those that are cut anew"
+            fix += " want nodes of resources.devices_per_server"
             raise ConfigError("resources.pools", place.worker, f"{short}: {fix}")
     whole = ray.cluster_resources()
     if any(count > whole.get(name, 0) for name, count in _sum(bundles).items()):

@@ -46,6 +46,7 @@ from orchestrator.api.interfaces import interface_of
 from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
 from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
+from orchestrator.resources import EngineSeat
 from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
 from orchestrator.shards.sample_references import pack
 from orchestrator.transfer.turns import (
@@ -410,6 +411,8 @@ class RayWorker(EnginePort):
     def _resize(self, ranks: int) -> None:
         self.ranks = ranks
         self._kwargs["tensor_parallel_size"] = max(1, ranks)
+        if isinstance(self._actor.placement, EngineSeat):
+            self._actor.placement.resize(max(1, ranks))
         if self._first_device >= 0:
             devices = range(self._first_device, self._first_device + max(1, ranks))
             self._actor.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))

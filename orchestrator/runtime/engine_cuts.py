@@ -16,6 +16,7 @@ from typing import Any
 from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
 from orchestrator.parallelism.planner_setup import (
+    PLACED,
     check_placement_profile,
     make_planner,
     make_reallocation,
@@ -94,7 +95,8 @@ def _fixed(config: Config, heads: int) -> EngineCuts:
 
 
 def check(config: Config) -> None:
-    """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
+    """Of engines that are apart, devices are counted from this machine's first: one on another machine has none to add to its
+    own. Those that are cut anew: :func:`_check_devices`."""
     if config.rollout.disaggregation.degrees and config.ray.address and not config.resources.pools:
         fix = (
             "rollout.disaggregation.degrees counts the devices of this machine: name resources.pools, or leave one out"
@@ -105,14 +107,41 @@ def check(config: Config) -> None:
     with_caps(config.rollout, config.rollout.borrows, profile)
     if not config.rollout.reshapes:
         return
-    who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
-    for field, given in (("resources.pools", config.resources.pools), ("ray.address", config.ray.address)):
-        if given:
-            fix = f"{who} needs all devices on this machine, and free of pools: leave this out, or set it to false"
-            raise ConfigError(field, given, fix)
+    _check_devices(config)
     if config.rollout.planner.experts:
         raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
     if config.rollout.planner.enabled:
         read_profile(config.rollout.planner.profile, "rollout.planner.profile")
     else:
         make_reallocation(config.rollout)  # as far as it can be known without the model
+
+
+def _check_devices(config: Config) -> None:
+    """Engines that are cut anew have devices of one class, on one node or on whole nodes. Raises ConfigError."""
+    rollout, resources = config.rollout, config.resources
+    who = "rollout.planner" if rollout.planner.enabled else "rollout.placement.degrees"
+    if config.ray.address and rollout.colocation.enabled:
+        fix = f"{who} beside rollout.colocation needs all devices on this machine: leave this out, or one of the two"
+        raise ConfigError("ray.address", config.ray.address, fix)
+    if len(resources.rollout) > 1:
+        fix = f"{who} cuts the run's own engines over devices of one class: name one, or set it to false"
+        raise ConfigError("resources.rollout", dict(resources.rollout), fix)
+    if resources.devices_per_worker > 1:
+        fix = f"{who} says how many devices an engine has, and each worker counts for one: leave it at 1"
+        raise ConfigError("resources.devices_per_worker", resources.devices_per_worker, fix)
+    node = resources.devices_per_server
+    if rollout.workers <= node or not (resources.pools or config.ray.address):
+        return
+    within = f"an engine lies within a node of resources.devices_per_server = {node}"
+    if node & (node - 1) or rollout.workers % node:
+        fix = f"{within}: with more devices than that, have whole nodes, of a power of two each"
+        raise ConfigError("rollout.workers", rollout.workers, fix)
+    if rollout.planner.enabled:
+        if not 0 < rollout.planner.max_tp <= node:
+            raise ConfigError("rollout.planner.max_tp", rollout.planner.max_tp, f"{within}: give at most that")
+        return
+    profile = read_profile(rollout.placement.profile, PLACED)
+    known = [layout.tp for layout in profile.layouts] if profile is not None else [*rollout.placement.degrees.speeds]
+    if wide := [degree for degree in known if node < degree <= rollout.workers]:
+        field = PLACED if profile is not None else "rollout.placement.degrees.speeds"
+        raise ConfigError(field, max(wide), f"{within}: leave out what has more")

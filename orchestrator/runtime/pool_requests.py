@@ -16,7 +16,7 @@ from orchestrator.config import Config
 from orchestrator.policies.placement.device_allocation import DeviceBinding
 from orchestrator.policies.placement.owner_heartbeats import OwnerHeartbeats
 from orchestrator.proxy import router_setup
-from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager, reserve
+from orchestrator.resources import ROLE_CLASSES, EngineSeat, Placement, ResourceManager, reserve
 from orchestrator.resources.placement_groups import RESERVE_SECONDS
 from orchestrator.runtime.engine_actors import trainer_names
 
@@ -61,15 +61,35 @@ def place(
 ) -> tuple[ResourceManager, dict[str, Placement]]:
     """Bind all processes of a job. Raises ConfigError, and RetryableError when other jobs have what is needed."""
     manager, places = _manager(config, metadata, job), dict[str, Placement]()
+    apart = trainer_ranks(config) if config.rollout.reshapes else None
     try:
-        for name, hardware, devices in wishes(config):
+        for name, hardware, devices in wishes(config)[:apart]:
             nodes = nodes_of(config, name)
             places[name] = Placement(manager, _worker_id(job, name), hardware, devices, nodes=nodes, note=note)
             places[name].bind()
+        if apart is not None:
+            places |= _seats(config, manager, job, note)
     except RetryableError:
         manager.close()  # others may fit in
         raise
     return manager, places
+
+
+def _seats(
+    config: Config,
+    manager: ResourceManager | None = None,
+    job: str = "",
+    note: Callable[[DeviceBinding], None] | None = None,
+) -> dict[str, EngineSeat]:
+    """Of engines that are cut anew, whose devices are reserved together: some of one node, or all of several
+    (:func:`orchestrator.runtime.engine_cuts.check`)."""
+    count, hardware = config.rollout.workers, engine_wish(config, 0)[1] if manager else ""
+    many = bool(manager or config.ray.address)
+    nodes = max(1, count // config.resources.devices_per_server) if many else 1
+    name = _worker_id(job, "engines")
+    block = Placement(manager, name, hardware, count, nodes=nodes, cpus=count / nodes, note=note)
+    block.bind()
+    return {f"vllm-{number}": EngineSeat(block, f"vllm-{number}", number) for number in range(count)}
 
 
 async def place_beside_others(
@@ -136,12 +156,12 @@ def _worker_id(job: str, name: str) -> str:
 
 def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Placement]:
     """Devices of its own for every process of a run that names no pools, where Ray has GPUs for all. None where this machine has
-    too few, which is said, or where the run shares or cuts its devices itself. ConfigError: a cluster has too few."""
+    too few, which is said, or where the trainer shares them. ConfigError: a cluster has too few."""
     import ray
 
     wanted = [(name, devices) for name, _, devices in wishes(config)]
     there, needed = ray.cluster_resources().get("GPU", 0), sum(devices for _, devices in wanted)
-    if config.rollout.colocation.enabled or config.rollout.reshapes:
+    if config.rollout.colocation.enabled:
         return {}
     if (wide := max(group.nodes for group in config.rollout.engine_groups)) > 1 and needed > there:
         fix = f"the run wants {needed} GPUs and Ray has {there:g}: its engine's nodes are those of a Ray that counts devices"
@@ -156,7 +176,8 @@ def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Place
     if needed > there:
         say(f"the run wants {needed} GPUs and Ray has {there:g}: its processes share the devices that they see")
         return {}
-    return {name: Placement(None, name, "", devices, nodes=nodes_of(config, name)) for name, devices in wanted}
+    places = {name: Placement(None, name, "", devices, nodes=nodes_of(config, name)) for name, devices in wanted}
+    return places | _seats(config) if config.rollout.reshapes else places
 
 
 def reserve_all(config: Config, places: Mapping[str, Placement]) -> None:
@@ -165,7 +186,8 @@ def reserve_all(config: Config, places: Mapping[str, Placement]) -> None:
     reserve(list(places.values())[:ranks], "PACK", seconds)
     so_far = f"the trainer's {ranks} ranks had their places, the engines had none"
     try:
-        reserve(list(places.values())[ranks:], "SPREAD", seconds)
+        engines = dict.fromkeys(place.whole for place in list(places.values())[ranks:])
+        reserve(list(engines), "SPREAD", seconds)
     except ConfigError as error:
         raise ConfigError(error.field, error.value, f"{error.fix}; {so_far}") from error
     except RetryableError as error:

@@ -193,7 +193,7 @@ class FrozenLakeTask:
     """
 
     name: str = TASK
-    reward: str = "orchestrator.tasks.rewards:frozenlake_success"
+    reward: str = "orchestrator.tasks.rewards:frozenlake_moves"
     vocabulary: Sequence[str] = VOCABULARY
     pad_id: int = PAD_ID
     end_id: int = END_ID

@@ -12,6 +12,9 @@ from typing import Any
 
 from orchestrator.tasks.frozenlake import MAX_TURNS, TASK, move_of, next_state, parse_map
 
+WASTED_TURN = 0.04
+"""What a turn without a move costs: 11 of them leave a success above 0.5, where evaluations count one."""
+
 
 def frozenlake_success(payload: Mapping[str, Any]) -> dict[str, float | str]:
     """1.0 when the moves reach the goal of the map, else 0.0.
@@ -21,19 +24,36 @@ def frozenlake_success(payload: Mapping[str, Any]) -> dict[str, float | str]:
     ``"unfinished"``.
     Raises ValueError when the payload is not of this form, has more than 12 turns, or goes on after the episode's end.
     """
+    outcome, _ = _replayed(payload)
+    return {"reward": 1.0 if outcome == "goal" else 0.0, "outcome": outcome}
+
+
+def frozenlake_moves(payload: Mapping[str, Any]) -> dict[str, float | str]:
+    """``frozenlake_success``, less 0.04 per turn that was no move.
+
+    Where such a turn costs nothing and an entropy term pays for it, a policy learns to say anything at all until its last
+    turns, and groups have nothing to compare. Success rates are the same under both functions.
+    """
+    outcome, wasted = _replayed(payload)
+    return {"reward": round((outcome == "goal") - WASTED_TURN * wasted, 6), "outcome": outcome}
+
+
+def _replayed(payload: Mapping[str, Any]) -> tuple[str, int]:
+    """How the episode ended, and its turns that were no move."""
     prompt, actions = checked(payload, TASK, "the map as text")
     if len(actions) > MAX_TURNS:
         raise ValueError(f"{len(actions)} turns: an episode has at most {MAX_TURNS}")
     cells = "".join(parse_map(prompt))
-    state = 0
+    state = wasted = 0
     for count, turn in enumerate(actions, start=1):
         move = move_of(turn)
-        if move is not None:
+        if move is None:
+            wasted += 1
+        else:
             state = next_state(state, move)
         if cells[state] in "GH" and count < len(actions):
             raise ValueError(f"the episode ended at turn {count}, but {len(actions)} turns were given")
-    outcome = {"G": "goal", "H": "hole"}.get(cells[state], "unfinished")
-    return {"reward": 1.0 if outcome == "goal" else 0.0, "outcome": outcome}
+    return {"G": "goal", "H": "hole"}.get(cells[state], "unfinished"), wasted
 
 
 def checked(payload: Mapping[str, Any], task: str, form: str = "text") -> tuple[str, list[list[int]]]:

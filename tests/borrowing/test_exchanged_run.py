@@ -28,7 +28,7 @@ from orchestrator.tasks.calculator import CalculatorTask  # noqa: E402
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path  # noqa: E402
 from vllm_rlplugin.server.server_lease import lease_path  # noqa: E402
 
-pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(880)]
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-the-exchanged-run-0123456789"
@@ -36,19 +36,20 @@ POOLS = [f"test-exchanged-{os.getpid()}-{number}" for number in range(2)]
 USERS = 10
 SETTINGS = [
     "run.steps=500",
-    "run.minutes=6",
+    "run.minutes=30",  # ended by the test: start-up counts, which takes minutes on a busy machine
     "rollout.workers=0",
     "rollout.borrowed.most=1",
     "rollout.borrowed.every=0.5",
     "rollout.borrowed.window=4",
     "rollout.borrowed.crowded=0.3",
     "rollout.borrowed.margin=0.1",
-    "rollout.borrowed.patience=6",
+    "rollout.borrowed.patience=20",  # a live server on a busy machine is silent for seconds
     "rollout.borrowed.rest=2",
     "rollout.borrowed.idle=0",
     "rollout.borrowed.lease=30",
     "rollout.routing.served_cap=12",
     "rollout.environments=16",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "rollout.group_size=4",
     "rollout.groups_per_step=4",
     "rollout.engine.max_model_len=352",
@@ -164,7 +165,7 @@ def test_a_run_gives_a_crowded_server_back_for_another_and_takes_it_again_when_t
         names = {near.url: "near", far.url: "far"}
         return [(names[event["worker"]], event["reason"]) for event in events(kind)]
 
-    def until(true: Callable[[], Any], seconds: float = 100.0) -> None:
+    def until(true: Callable[[], Any], seconds: float = 200.0) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             assert run.poll() is None, log.read_text()[-6000:]
@@ -176,7 +177,7 @@ def test_a_run_gives_a_crowded_server_back_for_another_and_takes_it_again_when_t
         until(lambda: len(events("step")) >= before + more)
 
     try:
-        until(lambda: len(events("step")) >= 1, 150)
+        until(lambda: len(events("step")) >= 1, 300)
         assert told("borrowed") == [("near", "the run starts")]
         with Users(serving.url, str(Path(model).parent / "a")) as users:
             until(lambda: used() > 0.4)

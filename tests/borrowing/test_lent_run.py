@@ -28,24 +28,25 @@ from orchestrator.tasks.calculator import CalculatorTask  # noqa: E402
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path  # noqa: E402
 from vllm_rlplugin.server.server_lease import lease_path  # noqa: E402
 
-pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(880)]
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-the-lent-run-0123456789"
 POOL = f"test-lent-{os.getpid()}"
 SETTINGS = [
     "run.steps=500",
-    "run.minutes=6",
+    "run.minutes=30",  # ended by the test: start-up counts, which takes minutes on a busy machine
     "rollout.workers=1",
     "rollout.borrowed.most=1",
     "rollout.borrowed.every=0.5",
-    "rollout.borrowed.patience=5",
+    "rollout.borrowed.patience=20",  # a live server on a busy machine is silent for seconds
     "rollout.borrowed.rest=2",
     "rollout.borrowed.idle=0",
     "rollout.borrowed.lease=30",
     "rollout.routing.cap=2",
     "rollout.routing.served_cap=12",
     "rollout.environments=16",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "rollout.group_size=4",
     "rollout.groups_per_step=4",
     "rollout.engine.max_model_len=352",
@@ -167,7 +168,7 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
     def events(kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(events_file) if event["kind"] == kind] if events_file.exists() else []
 
-    def until(true: Callable[[], Any], seconds: float = 120.0) -> None:
+    def until(true: Callable[[], Any], seconds: float = 200.0) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             assert run.poll() is None, log.read_text()[-6000:]
@@ -180,7 +181,7 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
     try:
         with Users(serving.url, str(Path(model).parent / "a")) as users:
             # It borrows the server, and its turns run there.
-            until(lambda: len(events("step")) >= 1 and lent()["tokens"] > 200, 200)
+            until(lambda: len(events("step")) >= 1 and lent()["tokens"] > 200, 300)
             assert status(rollout)["lease"]["job"] == "lent-001"
             until(lambda: computes(rollout) >= 4)
             made = generated(rollout)  # some tokens each

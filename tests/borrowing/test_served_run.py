@@ -27,6 +27,7 @@ SMALL = [
     "rollout.workers=0",
     "rollout.groups_per_step=2",
     "rollout.environments=16",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "trainer.micro_batch_size=8",
     "checkpoint.every=8",
     "evaluation.prompts=8",

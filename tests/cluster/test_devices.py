@@ -17,8 +17,9 @@ from orchestrator.api import ConfigError, RetryableError
 from orchestrator.cluster import ActorGen
 from orchestrator.cluster.actor import FirstReport
 from orchestrator.config import load_config
-from orchestrator.resources import Placement, placement_groups, reserve
-from orchestrator.runtime import device_plan, engine_actors, pool_requests
+from orchestrator.proxy.resize import engine_seats
+from orchestrator.resources import EngineSeat, Placement, placement_groups, reserve
+from orchestrator.runtime import device_plan, engine_actors, engine_cuts, pool_requests
 from orchestrator.runtime.engine_actors import RayWorker, VllmEngine
 from orchestrator.runtime.node_check import NodeCheck
 from tests.support.engines import rollout_worker
@@ -142,6 +143,81 @@ def test_an_engine_of_the_beginning_that_is_taken_away_gives_its_devices_to_othe
     finally:
         for place in (*places.values(), other):
             place.release()
+
+
+CUT = ["resources.pools={H800=16, H20=16}", "ray.address=auto", "rollout.workers=16", "resources.rollout={H20=16}"]
+CUT += [f"rollout.{on}.enabled=true" for on in ("prediction", "placement", "placement.degrees")]
+CUT += ["rollout.placement.degrees.speeds={1=1.0, 2=0.7, 4=0.6, 8=0.5}"]
+
+
+@pytest.mark.parametrize("pools", [True, False], ids=["pools", "no pools"])
+def test_engines_that_are_cut_anew_over_nodes_have_devices_of_their_own_within_one(pools: bool) -> None:
+    config = load_config(None, CUT if pools else [one for one in CUT if not one.startswith("resources")])
+    engine_cuts.check(config)
+    places = pool_requests.place(config, None, "job")[1] if pools else pool_requests.without_pools(config, print)
+    trainer, later = {"trainer": places["trainer"]}, Placement(None, "another-run", "", 6, reserve_seconds=1.0)
+    try:
+        pool_requests.reserve_all(config, places)
+        for degrees in ([4, 2, 2, *[1] * 8], [8, 4, 4], [8, 8]):
+            seats = engine_seats(degrees, 16)
+            for place, devices in zip(list(places.values())[1:], seats, strict=True):
+                assert isinstance(place, EngineSeat)
+                place.resize(max(1, devices))
+            running = {f"vllm-{number}": places[f"vllm-{number}"] for number, devices in enumerate(seats) if devices}
+            found = processes_seen(config, trainer | running)
+            found.pop("trainer")
+            assert [len(seen.devices) for seen in found.values()] == degrees
+            owners = [(seen.node, device) for seen in found.values() for device in seen.devices]
+            assert len(owners) == len(set(owners)) == 16
+            assert len({node for node, _ in owners}) == 2
+            assert not pools or {seen.hardware for seen in found.values()} == {"H20"}
+            assert places["vllm-0"].bind().hardware == ("H20" if pools else "")
+        wait_for_free("GPU", NODES * GPUS - 17)  # all are ended, and nobody else gets what they had
+        others = [Placement(None, f"other-{number}", "", 8) for number in range(2)]
+        with pytest.raises(RetryableError, match="GPU: 16 wanted, 15 of 32 free"):
+            reserve(others, "SPREAD", 1)
+        later.place()
+    finally:
+        for place in (*places.values(), later):
+            place.release()
+    assert all_free()
+
+
+def test_a_worker_that_is_cut_anew_starts_with_the_devices_that_ray_gives_it() -> None:
+    config = load_config(None, ["rollout.workers=4", "rollout.planner.enabled=true"])
+    places = pool_requests.without_pools(config, print)
+    heard: list[tuple[str, FirstReport]] = []
+
+    def hear(name: str, report: FirstReport) -> None:
+        heard.append((name, report))
+
+    workers = [
+        rollout_worker(
+            f"vllm-{number}", placement=places[f"vllm-{number}"], heard=hear, first_device=number, ranks=ranks
+        )
+        for number, ranks in enumerate((2, 0, 1, 1))
+    ]
+
+    async def scenario() -> None:
+        for worker in workers:
+            await worker.start()
+        assert [len(report.devices) for _, report in heard] == [2, 1, 1]
+        for worker in workers[1:]:
+            await worker.resize(0)
+        await workers[0].resize(4)
+        await workers[0].restart()
+        name, report = heard[-1]
+        assert (name, sorted(report.devices)) == ("vllm-0", sorted({one for _, r in heard[:3] for one in r.devices}))
+
+    try:
+        pool_requests.reserve_all(config, places)
+        asyncio.run(scenario())
+    finally:
+        for worker in workers:
+            asyncio.run(worker.close())
+        for place in places.values():
+            place.release()
+    assert all_free()
 
 
 def test_engines_go_where_the_fewest_are_the_largest_first() -> None:

@@ -14,12 +14,13 @@ from orchestrator.cluster import ActorGen
 from orchestrator.cluster.actor import Actor
 from orchestrator.config import load_config
 from orchestrator.policies.placement.device_allocation import DeviceBinding, DeviceWish
-from orchestrator.resources import Placement, ResourceManager
-from orchestrator.runtime import pool_requests
+from orchestrator.resources import EngineSeat, Placement, ResourceManager
+from orchestrator.runtime import engine_cuts, pool_requests
 from orchestrator.transfer import MemoryMetadata
 from scripts.bench.virtual_run import run
 from tests.support.engines import rollout_worker
 
+COLOCATED = ["run.mode=sync_plus", "rollout.alpha=0", "trainer.stream=true", "rollout.engine.kv_cache_mb=8"]
 SMALL = ["rollout.workers=3", "resources.pools={H800 = 2, H20 = 2}", "resources.rollout={H800 = 1, H20 = 2}"]
 
 
@@ -214,6 +215,42 @@ def test_devices_that_are_away_with_their_machine_are_not_marked_as_broken(monke
         places["vllm-0"].move()
     assert manager.view().free("H20") == [1]
     assert places["vllm-0"].bind().devices == (0,)
+
+
+NODES = ["ray.address=auto", "resources.devices_per_server=4", "rollout.workers=8"]
+PLANNED = "rollout.planner.enabled=true"
+DEGREES = [f"rollout.{on}.enabled=true" for on in ("prediction", "placement", "placement.degrees")]
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("resources.rollout", [*SMALL, PLANNED]),
+        ("resources.devices_per_worker", [PLANNED, "resources.pools={H800=8}", "resources.devices_per_worker=2"]),
+        ("rollout.workers", [*NODES, PLANNED, "rollout.workers=6"]),
+        ("rollout.workers", [*NODES, PLANNED, "resources.devices_per_server=3", "rollout.workers=6"]),
+        ("rollout.planner.max_tp", [*NODES, PLANNED]),
+        ("rollout.placement.degrees.speeds", [*NODES, *DEGREES, "rollout.placement.degrees.speeds={4=1.0, 8=0.5}"]),
+        ("ray.address", [PLANNED, "ray.address=auto", "rollout.colocation.enabled=true", *COLOCATED]),
+    ],
+)
+def test_what_engines_that_are_cut_anew_cannot_have_is_one_error(key: str, given: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine_cuts.check(load_config(None, given))
+    assert caught.value.field == key
+
+
+def test_engines_that_are_cut_anew_have_devices_of_one_class_that_are_bound_together() -> None:
+    config = load_config(None, [PLANNED, "resources.pools={H800=1, H20=4}", "rollout.workers=4"])
+    engine_cuts.check(config)
+    pool_requests.check(config)
+    manager, places = pool_requests.place(config, None, "job")
+    bindings = manager.view().bindings
+    assert {name: item.devices for name, item in bindings.items()} == {"job/trainer": (0,), "job/engines": (0, 1, 2, 3)}
+    seat = places["vllm-2"]
+    assert isinstance(seat, EngineSeat)
+    seat.resize(2)
+    assert (seat.bind().hardware, seat.bind().devices) == ("H20", (2, 3))
 
 
 def test_the_compatible_classes_of_a_config_are_used() -> None:

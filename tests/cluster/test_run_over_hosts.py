@@ -22,22 +22,26 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 PORT = 6379
+LIMIT = 800  # seconds of a run; on two cores that nothing else uses one takes some 100, on busy ones it starts in 400
 RUN = [
     str(real_runs.ROOT / "examples" / "frozenlake.toml"),
     "run.steps=3",
-    "warmup.steps=2",
+    "warmup.steps=0",
     "evaluation.prompts=4",
-    "checkpoint.every=2",
+    "checkpoint.every=1",
     "trainer.data_parallel=2",
-    "trainer.entropy_coefficient=0.01",  # after so short a warm-up no reward moves the weights
+    "trainer.entropy_coefficient=0.01",  # without a warm-up no reward moves the weights
     "rollout.engine={}",  # in its place:
     "rollout.engines=[{hardware='H20', tensor_parallel_size=2, kv_cache_mb=64},"
     "{hardware='H20', tensor_parallel_size=2, kv_cache_mb=32, max_num_seqs=16}]",
     "rollout.environments=8",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
+    "rollout.groups_per_step=2",  # ranks of engines spin, here on a few processors
+    "trainer.micro_batch_size=8",
     "resources.pools={H800=2, H20=4}",
 ]
 
@@ -79,7 +83,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
 
-def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], seconds: float = LIMIT) -> tuple[int, str]:
     """Its exit code and what it said."""
     try:
         said, _ = process.communicate(timeout=seconds)
@@ -88,7 +92,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
     return process.returncode, said
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, seconds: float = 400) -> Path:
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, seconds: float = LIMIT) -> Path:
     """Until this one is trained: the run's folder."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
@@ -118,7 +122,7 @@ def test_a_run_goes_over_three_hosts(tmp_path: Path) -> None:
     with Hosts(3) as hosts:
         nodes = RayHosts(hosts, {"H800": 1, "H20": 2}, {"H800": 1, "H20": 2})
         before = [host.received() for host in nodes.others]
-        code, said = ended(nodes.train(*RUN, *nodes.config(tmp_path)), 500)
+        code, said = ended(nodes.train(*RUN, *nodes.config(tmp_path)))
         received = [host.received() - start for host, start in zip(nodes.others, before, strict=True)]
     assert code == 0, said[-3000:]
     run = next(tmp_path.glob("*-001"))
@@ -149,7 +153,7 @@ def test_the_shards_of_a_run_are_on_all_three_hosts_and_train_it(tmp_path: Path)
     with Hosts(3) as hosts:
         nodes = RayHosts(hosts, {"H800": 1, "H20": 2}, {"H800": 1, "H20": 2})
         shards = ["rollout.shards=3", "rollout.shards_on=nodes"]
-        code, said = ended(nodes.train(*RUN, *shards, *nodes.config(tmp_path)), 360)
+        code, said = ended(nodes.train(*RUN, *shards, *nodes.config(tmp_path)))
     assert code == 0, said[-3000:]
     run = next(tmp_path.glob("*-001"))
     for host in hosts.all:
@@ -161,8 +165,7 @@ def test_the_shards_of_a_run_are_on_all_three_hosts_and_train_it(tmp_path: Path)
 
 # What dies has a host to itself: there are a rank and an engine on another.
 RANK, ENGINE, BOTH = {"H800": 1}, {"H20": 2}, {"H800": 1, "H20": 2}
-LONGER = [*RUN, "run.steps=8", "rollout.worker_restarts=1", "rollout.heartbeat_seconds=2"]
-LONGER += ["rollout.groups_per_step=2", "trainer.micro_batch_size=8"]  # ranks that spin share a few processors
+LONGER = [*RUN, "run.steps=6", "rollout.worker_restarts=1", "rollout.heartbeat_seconds=2"]
 
 
 @pytest.mark.long
@@ -172,10 +175,11 @@ def test_a_run_goes_on_without_an_engine_whose_host_died(tmp_path: Path) -> None
         process = nodes.train(*LONGER, *nodes.config(tmp_path))
         run = wait_for_step(process, tmp_path, 2)
         nodes.others[2].kill()
-        code, said = ended(process, 400)
+        code, said = ended(process)
     assert code == 0, said[-3000:]
     assert closed(run)["trained"] > 0
     assert any("vllm-" in event["what"] for event in real_runs.of(run, "fault"))
+    assert max(changed_versions(run)) > 3  # the other engine went on with new weights
 
 
 @pytest.mark.long
@@ -216,9 +220,10 @@ def test_a_run_goes_on_when_a_link_was_cut_for_twenty_seconds(tmp_path: Path) ->
         nodes.others[2].set_link(up=False)
         time.sleep(20)
         nodes.others[2].set_link(up=True)
-        code, said = ended(process, 400)
+        code, said = ended(process)
     assert code == 0, said[-3000:]
     assert closed(run)["trained"] > 0
+    assert max(changed_versions(run)) > 3
 
 
 @pytest.mark.long
@@ -226,13 +231,13 @@ def test_a_run_whose_trainers_host_died_is_resumed_when_it_is_back(tmp_path: Pat
     with Hosts(4) as hosts:
         nodes = RayHosts(hosts, BOTH, RANK, ENGINE)
         process = nodes.train(*LONGER, "run.restarts=0", *nodes.config(tmp_path))
-        run = wait_for_step(process, tmp_path, 4)
+        run = wait_for_step(process, tmp_path, 2)
         nodes.others[1].kill()
-        code, said = ended(process, 400)
+        code, said = ended(process)
         assert code == 1
         assert f"resume with: rl-coserve train --resume {run}" in said
         nodes.join(1)
-        code, said = ended(nodes.train("--resume", str(run)), 400)
+        code, said = ended(nodes.train("--resume", str(run)))
     assert code == 0, said[-3000:]
     assert closed(run)["trained"] > 0
 
@@ -243,7 +248,7 @@ def test_an_engine_has_a_rank_on_each_of_two_hosts(tmp_path: Path) -> None:
     wide.append("rollout.engines=[{hardware='H20', tensor_parallel_size=2, nodes=2, kv_cache_mb=64}]")
     with Hosts(3) as hosts:
         nodes = RayHosts(hosts, {"H800": 1, "H20": 1}, {"H20": 1})
-        code, said = ended(nodes.train(*RUN, *wide, *nodes.config(tmp_path)), 400)
+        code, said = ended(nodes.train(*RUN, *wide, *nodes.config(tmp_path)))
     assert code == 0, said[-3000:]
     run = next(tmp_path.glob("*-001"))
     seen = {event["worker"]: event["node"] for event in real_runs.of(run, "devices")}

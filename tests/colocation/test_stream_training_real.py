@@ -29,6 +29,7 @@ OVERRIDES = [
     "rollout.groups_per_step=8",
     "rollout.redundant_groups=1.0",
     "rollout.environments=64",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "rollout.colocation.enabled=true",
     "trainer.stream=true",
     "trainer.micro_batch_size=8",

@@ -23,6 +23,7 @@ SETTINGS = [
     "model.hidden_size=64",
     "model.intermediate_size=128",
     "rollout.groups_per_step=4",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=32",
     "trainer.micro_batch_size=8",
     "checkpoint.every=1",

@@ -306,6 +306,7 @@ def test_a_whole_run_leaks_no_secret(tmp_path: Path) -> None:
         "model.hidden_size=64",
         "model.intermediate_size=128",
         "rollout.groups_per_step=2",
+        "rollout.dynamic_sampling=false",
         "rollout.environments=16",
     ]
     small += ["evaluation.prompts=8", "evaluation.every=0", "warmup.steps=2", "run.steps=2", "rollout.workers=1"]

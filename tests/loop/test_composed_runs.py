@@ -21,6 +21,7 @@ SMALL = [
     "run.mode=sync_plus",
     "rollout.alpha=0",
     "rollout.groups_per_step=4",
+    "rollout.dynamic_sampling=false",
     "rollout.group_size=4",
     "rollout.redundant_groups=1.0",
     "rollout.environments=32",

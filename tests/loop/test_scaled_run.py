@@ -22,7 +22,13 @@ from tests.support import real_runs
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 SMALL = ["rollout.group_size=4", "rollout.groups_per_step=2", "rollout.environments=12", "evaluation.prompts=4"]
-SMALL += ["warmup.steps=0", "relay.kind=fsspec", "run.name=run", "trainer.micro_batch_size=8"]
+SMALL += [
+    "rollout.dynamic_sampling=false",
+    "warmup.steps=0",
+    "relay.kind=fsspec",
+    "run.name=run",
+    "trainer.micro_batch_size=8",
+]
 TWINS = [
     "sim.decode_seconds_per_step=0.02",
     "environment.backend=subprocess",

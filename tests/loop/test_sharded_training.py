@@ -24,6 +24,7 @@ SMALL = [
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.environments=32",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "trainer.micro_batch_size=4",
     "checkpoint.every=2",
     "evaluation.prompts=4",

@@ -46,6 +46,7 @@ SETTINGS = [
     "rollout.group_size=4",
     "rollout.redundant_groups=1.0",
     "rollout.environments=32",
+    "rollout.dynamic_sampling=false",  # nothing is learned here: 24 groups a step would be replaced
     "rollout.rounds.enabled=true",
     "rollout.rounds.eta_prompts=1.5",
     "rollout.rounds.predict=progressive",

@@ -524,7 +524,13 @@ def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: 
 def test_a_run_whose_workers_take_their_weights_from_the_trainer(mode: str, tmp_path: Path) -> None:
     import subprocess
 
-    small = ["model.hidden_size=64", "model.intermediate_size=128", "rollout.groups_per_step=4", "warmup.steps=5"]
+    small = [
+        "model.hidden_size=64",
+        "model.intermediate_size=128",
+        "rollout.groups_per_step=4",
+        "rollout.dynamic_sampling=false",
+        "warmup.steps=5",
+    ]
     small += ["rollout.environments=32", "trainer.micro_batch_size=8", "evaluation.prompts=40", "evaluation.every=0"]
     small += [
         "run.steps=3",

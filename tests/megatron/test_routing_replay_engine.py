@@ -132,7 +132,8 @@ own_engines.WORKER_CLASS = "tests.support.routed_engine:RoutedWorker"
 sys.exit(cli.main(sys.argv[1:]))
 """
 SMALL = (
-    "rollout.groups_per_step=2", "rollout.environments=16", "rollout.engine.enable_prefix_caching=false",
+    "rollout.groups_per_step=2", "rollout.dynamic_sampling=false",
+    "rollout.environments=16", "rollout.engine.enable_prefix_caching=false",
     "trainer.micro_batch_size=8", "trainer.routing_replay=true", "run.steps=3", "warmup.steps=0",
     "evaluation.prompts=4", "evaluation.every=0",
 )  # fmt: skip

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [
-    "model.hidden_size=64", "model.intermediate_size=128", "rollout.groups_per_step=4", "rollout.environments=32",
+    "model.hidden_size=64", "model.intermediate_size=128", "rollout.groups_per_step=4", "rollout.dynamic_sampling=false",
+    "rollout.environments=32",
     "rollout.workers=2", "trainer.micro_batch_size=8", "evaluation.prompts=20", "warmup.steps=5", "run.steps=12", "run.name=t",
 ]  # fmt: skip
 _SECRET = re.compile(rb"^(RAY_AUTH_TOKEN|[A-Z_]*TOKEN)=(.{16,})$")

@@ -19,6 +19,7 @@ RUN = [
     "model.hidden_size=64",
     "model.intermediate_size=128",
     "rollout.groups_per_step=2",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=16",
     "rollout.workers=2",
     "rollout.trajectory_timeout=900.0",
@@ -35,10 +36,13 @@ RUN = [
 ]
 
 
-def test_a_run_cuts_its_engines_anew_charges_what_it_took_and_accounts_for_every_trajectory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["resources.pools={H800 = 1, H20 = 2}"]], ids=["no pools", "pools"])
+def test_a_run_cuts_its_engines_anew_charges_what_it_took_and_accounts_for_every_trajectory(
+    tmp_path: Path, more: list[str]
+) -> None:
     command = [sys.executable, "-m", "orchestrator.cli", "train", "examples/frozenlake.toml", *RUN]
     done = subprocess.run(
-        [*command, f'run.folder="{tmp_path}"', "run.name=t"],
+        [*command, *more, f'run.folder="{tmp_path}"', "run.name=t"],
         cwd=ROOT,
         env={**os.environ, "NO_COLOR": "1"},
         capture_output=True,
@@ -56,6 +60,9 @@ def test_a_run_cuts_its_engines_anew_charges_what_it_took_and_accounts_for_every
     assert [(event["step"], event["degrees"], event["tp"], event["error"]) for event in changes] == [(0, [2], 2, "")]
     assert decided[0]["cost"] == 0.0
     assert decided[1]["cost"] == changes[0]["seconds"] > 1.0, "what it took is what the next change is charged with"
+    if more:
+        bound = [(event["worker"].partition("/")[2], event["hardware"]) for event in events if event["kind"] == "bound"]
+        assert bound == [("trainer", "H800"), ("engines", "H20")]
     faults = [event for event in events if event["kind"] == "fault"]
     assert not faults, faults
     counted = recount((folder / "ledger.jsonl").read_text().splitlines())

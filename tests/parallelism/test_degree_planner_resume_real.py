@@ -22,6 +22,7 @@ RUN = [
     "model.hidden_size=64",
     "model.intermediate_size=128",
     "rollout.groups_per_step=2",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=16",
     "rollout.workers=3",
     "rollout.trajectory_timeout=900.0",

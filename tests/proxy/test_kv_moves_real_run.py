@@ -20,6 +20,7 @@ RUN = [
     "model.hidden_size=64",
     "model.intermediate_size=128",
     "rollout.groups_per_step=4",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=32",
     "rollout.workers=2",
     "trainer.micro_batch_size=8",
@@ -50,6 +51,7 @@ PARTED = (
     "rollout.disaggregation.degrees={vllm-0=2}",
     'rollout.routing.hardware={vllm-0="P", vllm-1="D"}',
     "rollout.groups_per_step=2",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=16",
     "run.steps=2",
 )

@@ -28,6 +28,7 @@ SETTINGS = [
     "model.hidden_size=64",
     "model.intermediate_size=128",
     "rollout.groups_per_step=4",
+    "rollout.dynamic_sampling=false",
     "rollout.group_size=4",
     "rollout.redundant_groups=1.0",
     "rollout.environments=16",

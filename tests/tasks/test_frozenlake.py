@@ -25,7 +25,7 @@ from orchestrator.tasks.frozenlake import (
     next_state,
     solvable_maps,
 )
-from orchestrator.tasks.rewards import frozenlake_success
+from orchestrator.tasks.rewards import frozenlake_moves, frozenlake_success
 from orchestrator.tasks.splits import key_of
 
 CLASSIC = "SFFF/FHFH/FFFH/HFFG"
@@ -205,6 +205,16 @@ def test_the_reward_believes_no_flag_and_refuses_malformed_payloads() -> None:
     ):
         with pytest.raises(ValueError, match=r".+"):
             frozenlake_success({"task": "frozenlake", "prompt": CLASSIC, "actions": [right], **wrong})
+
+
+def test_a_turn_without_a_move_costs_a_little_and_never_a_success() -> None:
+    wasted, right, down = (list(encode(words)) for words in ("down down", "right <end>", "down <end>"))
+    won = [down, down, right, right, down, right]
+    payload = {"task": "frozenlake", "prompt": CLASSIC}
+    rewards = [frozenlake_moves({**payload, "actions": [wasted] * n + won})["reward"] for n in range(7)]
+    assert rewards == pytest.approx([1.0 - 0.04 * n for n in range(7)])
+    assert frozenlake_moves({**payload, "actions": [wasted] * MAX_TURNS})["reward"] == pytest.approx(-0.48)
+    assert 1.0 - 0.04 * MAX_TURNS > 0.5, "an evaluation counts a reward above 0.5 as a success"
 
 
 def test_demonstrations_are_legal_episodes_on_training_maps() -> None:

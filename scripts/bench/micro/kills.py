@@ -57,6 +57,7 @@ _COMMON = (
 _REAL = (
     *_COMMON,
     "rollout.groups_per_step=4",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=32",
     "trainer.micro_batch_size=8",
     "evaluation.prompts=8",
@@ -68,6 +69,7 @@ _TWINS = (
     "rollout.workers=2",
     "rollout.group_size=4",
     "rollout.groups_per_step=2",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=12",
     "rollout.heartbeat_seconds=2.0",
     "evaluation.prompts=4",

@@ -51,6 +51,7 @@ _SMALL = (
     "run.minutes=600",
     "run.sync_seconds=0.5",
     "rollout.groups_per_step=4",
+    "rollout.dynamic_sampling=false",
     "rollout.environments=32",
     "trainer.micro_batch_size=8",
     "checkpoint.every=1",

@@ -41,6 +41,7 @@ SEEDS = (0, 1, 2, 3, 4)
 TARGET = 0.70  # held-out success
 _CONFIG = Path("examples/frozenlake.toml")
 _RECIPE = ("run.steps=40", "run.signal_share=0", "evaluation.every=10", "evaluation.prompts=200", "checkpoint.every=50")
+_RECIPE += ("rollout.dynamic_sampling=false",)  # as many trajectories in every variant
 _SHORT = ("run.steps=2", "evaluation.every=0", "evaluation.prompts=50", "warmup.steps=5", "checkpoint.every=50")
 
 

@@ -31,15 +31,6 @@ REFUSED = (
         "an oracle of lengths",
         {"heddle": r"over ours, oracle"},
     ),
-    Refused(
-        "ray.address",
-        "engines are cut anew on one machine",
-        {
-            "rollpacker-figures": r"planner|^TP at",
-            "heddle": r"^64 GPUs, ",
-            "all-together": r"degrees cut",
-        },
-    ),
 )
 
 
