@@ -165,12 +165,15 @@ def run(folder: Path, arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usage, form = "%(prog)s [VERSION] [--whole] [--folder FOLDER] [-- PYTEST...]", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=form)
     parser.add_argument("version", nargs="?", default=OTHER_VERSION, help="of vLLM (default: %(default)s)")
     parser.add_argument("--whole", action="store_true", help=f"all tests of {', '.join(WHOLE)}")
     parser.add_argument("--folder", type=Path, default=ALTERNATES, help="where overlays are (default: %(default)s)")
-    parser.add_argument("pytest", nargs="*", help="after --: pytest's arguments instead of the subset")
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own = given.index("--") if "--" in given else len(given)  # else argparse takes pytest's first word for the version
+    options = parser.parse_args(given[:own])
+    tests = given[own + 1 :] or ["-m", "not gpu and not long", *(WHOLE if options.whole else SUBSET)]
     try:
         folder = overlay(options.version, options.folder)
     except UnavailableError as error:
@@ -182,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in found:
         print("hook:", line)
     print(f"vLLM {options.version}: {len(found)} hooks differ; overlay {folder}", flush=True)
-    code = run(folder, options.pytest or ("-m", "not gpu and not long", *(WHOLE if options.whole else SUBSET)))
+    code = run(folder, tests)
     print(f"vLLM {options.version}: {'nothing broke' if not (code or found) else 'see above for what broke'}")
     return 1 if code or found else 0
 

@@ -9,11 +9,12 @@ import os
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks.patch_register import PatchRegister
-from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
+from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, VersionRange, check_version
 from vllm_rlplugin.options import ACTIVE, BACKEND, POOLED
 from vllm_rlplugin.patches import cpu_keep_weights, kv_range
 
 _PATCHES = PatchRegister(VLLM, (cpu_keep_weights.PATCH, kv_range.PATCH))
+_MIXES_ADAPTERS = VersionRange(">=0.32,<0.33")
 _RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray workers inherit beside its own variables
 
 
@@ -59,6 +60,17 @@ def check_drafts(drafts: object, on_cpu: bool) -> None:
     if drafts and on_cpu:
         fix = "vLLM's CPU backend loses the temperatures beside drafts, and log-probs are wrong: leave it out, or use a GPU"
         raise ConfigError("--speculative-config", drafts, fix)
+
+
+def check_adapters(asked: bool, installed: InstalledComponent) -> None:
+    """``asked``: whether users may name LoRA adapters. Raises ConfigError: on the CPU backend of vLLM 0.32 what is in one step
+    with a user of an adapter gets that adapter, too. Its ``bgmv_shrink`` (``vllm/lora/ops/torch_ops/lora_ops.py``) takes the
+    index of none, -1, for the last one's (vllm-project/vllm#48421, cured in 0.33)."""
+    if asked and is_cpu_build(installed) and installed.version in _MIXES_ADAPTERS:
+        fix = (
+            "vLLM 0.32 computes rollouts beside an adapter's user with the adapter on a CPU: leave it out, or use 0.33"
+        )
+        raise ConfigError("--enable-lora", asked, fix)
 
 
 def is_cpu_build(installed: InstalledComponent) -> bool:

@@ -4,7 +4,7 @@ Guarantees: model, DDP, optimizer, loss, schedule and copies are those of :class
 with the run's settings; no weights are read, no memory is taken, no other rank is needed. What has no fake form is said in
 :mod:`megatron_rlplugin.memory.fake_device`; optimizer variants that need CUDA or Transformer Engine are counted by their bytes
 per parameter (:func:`megatron_rlplugin.memory.rank_memory.optimizer_bytes`). The peak is that of any step but the first, which
-makes Adam's moments.
+makes Adam's moments. Asked for what is there between two steps, it runs none and counts the moments: less than any step needs.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     from megatron_rlplugin.objective.policy_loss import Coefficients, policy_loss
     from megatron_rlplugin.trainer.learner import Learner, Rendezvous
     from megatron_rlplugin.trainer.memory_residency import TrainerResidency
+    from megatron_rlplugin.weights.rank_publisher import PART_BYTES
+    from megatron_rlplugin.weights.weight_export import serving_bytes
 
     def made(**more: Any) -> Any:
         ranks, options = Rendezvous(request.rank, request.world), sort_options(settings.megatron)
@@ -104,6 +106,19 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     for residency in residencies:
         ledger.move_to_tag(residency._gradients.tensors, GRADIENTS)
         ledger.move_to_tag(residency._optimizer_tensors(), OPTIMIZER)
+    parameters = sum(parameter.numel() for one in learners for parameter in one.parameters())
+    if request.resting:
+        stepped = [group for one in learners for group in one.optimizer.param_groups]
+        sharded = sum(parameter.numel() for group in stepped for parameter in group["params"])
+        parts = {tag: ledger.now[tag] for tag in (WEIGHTS, GRADIENTS)} | dict.fromkeys((ACTIVATIONS, LOGITS, COPIES), 0)
+        parts[OPTIMIZER], away = optimizer_bytes({}, sharded, request.dtype)
+        return {
+            "parameters": parameters,
+            "device": parts,
+            "host": {OPTIMIZER: away},
+            "phase": "between steps",
+            "sharded": sharded,
+        }
     host = {}
     with ledger.tag(StorageLedger.HOST):
         before = ledger.now[StorageLedger.HOST]
@@ -133,14 +148,17 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     totals = {phase: sum(peak.values()) for phase, peak in peaks.items()}
     for phase in ("exchange of weights", "forward and backward"):  # in the first step Adam's moments come after these
         totals[phase] += static[OPTIMIZER] - peaks[phase][OPTIMIZER]
+    # The copy that finds what a step changes, of what this rank publishes.
+    watched = serving_bytes(learner.chunks, PART_BYTES) if request.differences else 0
+    totals["optimizer step"] += watched
     phase = max(totals, key=totals.__getitem__)
     moving = Counter({tag: size for tag, size in peaks[phase].items() if tag not in static})
     if phase == "optimizer step":
-        moving = Counter({ACTIVATIONS: totals[phase] - sum(static.values())})
+        moving = Counter({ACTIVATIONS: totals[phase] - sum(static.values()) - watched, COPIES: watched})
     else:
         moving[ACTIVATIONS] += sum(peaks[phase][tag] - static[tag] for tag in (WEIGHTS, GRADIENTS))
     return {
-        "parameters": sum(parameter.numel() for one in learners for parameter in one.parameters()),
+        "parameters": parameters,
         "device": {**static, ACTIVATIONS: moving[ACTIVATIONS], LOGITS: moving[LOGITS], COPIES: moving[COPIES]},
         "host": host,
         "phase": phase,

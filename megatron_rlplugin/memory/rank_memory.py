@@ -31,6 +31,8 @@ class StepRequest:
     rows: int = 1
     imbalance: float = 1.0
     as_run: bool = False
+    differences: bool = False  # weights are published as what the steps change
+    resting: bool = False  # no step is run: what is there between two
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,19 +78,32 @@ class TrainerPlan:
 
 
 def plan_trainer(
-    folder: str, settings: Mapping[str, Any], dtype: str, longest: int, capacity: int | None = None
+    folder: str,
+    settings: Mapping[str, Any],
+    dtype: str,
+    longest: int,
+    capacity: int | None = None,
+    differences: bool = False,
+    resting: bool = False,
 ) -> TrainerPlan:
     """``longest``: tokens of the longest row; micro-batches hold as many as ``trainer.micro_batch_tokens`` says.
-    ``capacity``: bytes of a device, where they are known. Raises ConfigError as the trainer's start would."""
+    ``capacity``: bytes of a device, where they are known. ``differences``: weights are published as what steps change.
+    ``resting``: only what is there between steps, which takes a sixth of the time with experts; nothing is tried that would make
+    it fit. Raises ConfigError as the trainer's start would."""
     settings = flat_settings(settings)
-    ranks = _run(folder, settings, dtype, longest)
+    more = {"differences": differences, "resting": resting}
+    ranks = _run(folder, settings, dtype, longest, **more)
     plan = TrainerPlan(ranks)
-    if capacity is None or plan.fullest.total <= capacity:
+    if resting or capacity is None or plan.fullest.total <= capacity:
         return plan
     tried, changes = dict(settings), dict[str, Any]()
     for words, change in _cures(tried):
         tried, changes = {**tried, **change}, {**changes, **change}
-        ranks = _with_optimizer(ranks, tried, dtype) if _only_optimizer(change) else _run(folder, tried, dtype, longest)
+        ranks = (
+            _with_optimizer(ranks, tried, dtype)
+            if _only_optimizer(change)
+            else _run(folder, tried, dtype, longest, **more)
+        )
         if (total := TrainerPlan(ranks).fullest.total) <= capacity:
             return replace(plan, cure=words, cured=total, changes=changes)
     return replace(plan, cure="more devices a replica: raise trainer.tensor_parallel or trainer.pipeline_parallel")
@@ -135,17 +148,22 @@ def _with_optimizer(ranks: Sequence[RankPlan], settings: Mapping[str, Any], dtyp
     return tuple(found)
 
 
-def _run(folder: str, settings: Mapping[str, Any], dtype: str, longest: int) -> tuple[RankPlan, ...]:
+def _run(
+    folder: str, settings: Mapping[str, Any], dtype: str, longest: int, *, differences: bool, resting: bool
+) -> tuple[RankPlan, ...]:
     section = TrainerSection.from_dict(dict(settings))
     shape = read_shape(folder)
     world = section.ranks
     tokens = min(section.pack_tokens or longest, shape.max_position_embeddings)
     rows = 1 if section.pack_tokens else max(1, min(section.micro_batch_tokens // tokens, section.micro_batch_size))
     stages = {"first stage": 0, "last stage": world - 1} if section.pipeline_parallel > 1 else {"all": 0}
+    request = StepRequest(
+        folder, dict(settings), dtype, 0, world, tokens, rows, differences=differences, resting=resting
+    )
     asked = [
-        (stage, imbalance, StepRequest(folder, dict(settings), dtype, rank, world, tokens, rows, imbalance or 1.0))
+        (stage, imbalance, replace(request, rank=rank, imbalance=imbalance or 1.0))
         for stage, rank in stages.items()
-        for imbalance in (IMBALANCES if shape.num_experts else (0.0,))
+        for imbalance in (IMBALANCES if shape.num_experts and not resting else (0.0,))
     ]
     with ThreadPoolExecutor(max_workers=min(len(asked), os.cpu_count() or 1)) as pool:
         answers = list(pool.map(run_request, [request for _, _, request in asked]))

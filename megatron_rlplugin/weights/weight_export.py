@@ -65,6 +65,11 @@ def serving_keys(
     return [key for _, _, key in _cuts(chunks, dtype, bucket_bytes)]
 
 
+def serving_bytes(chunks: Sequence[Any], bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Of what :func:`serving_shards` gives in the model's own dtypes. Nothing of the weights is read."""
+    return sum(part.bytes for _, part, _ in _cuts(chunks, None, bucket_bytes))
+
+
 def _cuts(
     chunks: Sequence[Any], dtype: str | None, bucket_bytes: int
 ) -> Iterator[tuple[TensorPiece, ShardPart, ShardKey]]:

@@ -101,8 +101,9 @@ def describe(rows: Sequence[MemoryRow]) -> list[str]:
 
 
 def check(config: Config) -> list[str]:
-    """Refuse what is known not to fit, where the model is large and the device known; what was not planned, in words: a mixture
-    of experts takes minutes, and a node without Megatron-Core can plan nothing. Raises ConfigError."""
+    """Refuse what is known not to fit, where the model is large and the device known; what was not planned, in words: a step of
+    a mixture of experts takes minutes, so that of one only what is there between steps is; and a node without Megatron-Core can
+    plan nothing. Raises ConfigError."""
     if not config.model.path:
         return []
     shape = named_function("model.path", SHAPE)(config.model.path)
@@ -114,15 +115,18 @@ def check(config: Config) -> list[str]:
     if shape.parameters < LARGE or device_bytes(config, config.resources.trainer) is None:
         return []
     command = "`rl-coserve plan CONFIG --memory` plans it"
-    if shape.num_experts:
-        return [f"the memory of this mixture of experts was not planned, which takes minutes: {command}"]
+    path, experts = config.model.path, bool(shape.num_experts)
     try:
-        rows = memory_rows(config, config.model.path)
+        rows = [*_trainer(config, path, resting=experts), *_engines(config, path)]
     except RunError as error:
         return [f"the memory of this model was not planned ({error}): {command} where Megatron-Core is installed"]
     for row in rows:
         if row.over:
-            raise ConfigError("model.path", config.model.path, f"does not fit: {describe([row])[0]}")
+            raise ConfigError("model.path", path, f"does not fit: {describe([row])[0]}")
+    if experts:
+        return [
+            f"a step of this mixture of experts was not planned, which takes minutes; what is there between fits: {command}"
+        ]
     return []
 
 
@@ -135,13 +139,20 @@ def relay_segment(config: Config, shape: Any) -> int:
     return round(share * _BYTES[config.model.dtype] * (config.relay.keep_versions + 1) * _MARGIN)
 
 
-def planned_trainer(config: Config, path: str) -> Any:
-    """The :class:`megatron_rlplugin.memory.trainer_plan.TrainerPlan` of a run. Raises ConfigError and RunError."""
+def planned_trainer(config: Config, path: str, *, resting: bool = False) -> Any:
+    """The :class:`megatron_rlplugin.memory.trainer_plan.TrainerPlan` of a run; ``resting``: of what is there between two steps.
+    Raises ConfigError and RunError."""
     capacity = device_bytes(config, config.resources.trainer)
     room = None if capacity is None else capacity - sum(_asleep(config).values())
     settings = config.trainer.model_dump(exclude_defaults=True)
     return named_function("trainer.megatron", _PLAN)(
-        path, settings, config.model.dtype, config.rollout.widest_context, room
+        path,
+        settings,
+        config.model.dtype,
+        config.rollout.widest_context,
+        room,
+        bool(config.relay.snapshot_every),
+        resting,
     )
 
 
@@ -150,11 +161,13 @@ def _asleep(config: Config) -> dict[str, int]:
     return {"an engine asleep": CONTEXT} if config.rollout.colocation.enabled else {}
 
 
-def _trainer(config: Config, path: str) -> list[MemoryRow]:
+def _trainer(config: Config, path: str, *, resting: bool = False) -> list[MemoryRow]:
     hardware = config.resources.trainer
     capacity = device_bytes(config, hardware)
-    plan, beside = planned_trainer(config, path), _asleep(config)
+    plan, beside = planned_trainer(config, path, resting=resting), _asleep(config)
     cure = f"{plan.cure}; then {_gb(plan.cured)} GB" if plan.cured else plan.cure
+    if resting:
+        cure = "before any step; `rl-coserve plan CONFIG --memory` tries what cures it"
     lent = {"relay": segment_bytes(config)} if config.relay.kind == "mooncake" else {}
     rows = []
     for rank in plan.ranks:

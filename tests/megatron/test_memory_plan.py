@@ -127,12 +127,13 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     stage = {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel": 2, "distributed_optimizer": True}
     piped = StepRequest(mixture, stage, "bfloat16", 3, 4, 64, imbalance=1.0)
     ppo = replace(tensor, settings={**tensor.settings, "objective": "ppo"})
-    asked = [tensor, replace(tensor, rows=2), piped, replace(piped, imbalance=2.0), replace(tensor, folder=odd), ppo]
+    asked = [tensor, replace(tensor, rows=2, differences=True), piped, replace(piped, imbalance=2.0)]
+    asked += [replace(tensor, folder=odd), ppo, replace(piped, resting=True)]
 
     ended = [run_forked(request) for request in asked]
     with pytest.raises(ConfigError) as refused:
         answer_of(ended[4].out)
-    one, two, even, uneven, critic = (answer_of(each.out) for each in [*ended[:4], ended[5]])
+    one, two, even, uneven, critic, resting = (answer_of(each.out) for each in [*ended[:4], *ended[5:]])
 
     hidden = 64  # a rank has half of the vocabulary and of the layers, and all norms
     layer = (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) // 2 + 2 * hidden + 2 * 16
@@ -147,6 +148,9 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     assert one.total == one.phases[one.phase]
     assert one.phases["optimizer step"] >= 18 * parameters
     assert two.device["activations"] > 1.8 * one.device["activations"]  # of twice the rows
+    stepping = [found.phases["optimizer step"] - found.device["weights"] for found in (one, two)]
+    copied = stepping[1] - stepping[0]  # what it publishes: of the norms not all
+    assert 0.99 * 2 * parameters < copied < 2 * parameters
     assert [two.device[name] for name in ("gradients", "optimizer")] == [
         one.device["gradients"],
         one.device["optimizer"],
@@ -157,6 +161,9 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     assert critic.device["gradients"] == pytest.approx(4 * critic.parameters, rel=0.02)
     assert even.parameters == uneven.parameters == read_shape(mixture).parameters - 512 * 64 - _other_stage(mixture)
     assert uneven.device["activations"] > even.device["activations"]
+    kept = ("weights", "gradients", "optimizer")
+    assert [resting.device[part] for part in kept] == [pytest.approx(even.device[part], rel=0.001) for part in kept]
+    assert resting.total == sum(resting.device[part] for part in kept)
     assert refused.value.field == "model.vocab_size"
     assert refused.value.value == "511"
 
@@ -220,6 +227,7 @@ def twin(full: int, recomputed: int, sharded: int = 4 * GB) -> Any:
         megatron = request.settings.get("megatron", {})
         device, host = optimizer_bytes(megatron, sharded, request.dtype)
         activations = recomputed if "recompute_granularity" in megatron else full
+        activations = 0 if request.resting else activations
         parts = {"weights": 8 * GB, "gradients": 16 * GB, "optimizer": device, "activations": activations, "logits": 0}
         return RankMemory(request.rank, 4 * GB, {**parts, "copies": 0}, {"optimizer": host}, "forward", sharded)
 
@@ -318,7 +326,15 @@ def test_a_start_waits_for_no_plan_that_takes_minutes_and_needs_no_megatron_wher
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 8, "head_dim": 128}
     file.write_text(json.dumps(json.loads(file.read_text()) | experts | {"moe_intermediate_size": 768}))
     (said,) = memory_plan.check(config)
-    assert "mixture of experts was not planned, which takes minutes" in said
+    assert "was not planned (there is no Megatron-Core)" in said
+    step = twin(70 * GB, 70 * GB, sharded=2 * GB)
+    monkeypatch.setattr(trainer_plan, "run_request", step)
+    (said,) = memory_plan.check(config)
+    assert "a step of this mixture of experts was not planned, which takes minutes" in said
+    assert [request.resting for request in step.seen] == [True]
+    monkeypatch.setattr(trainer_plan, "run_request", twin(0, 0, sharded=6 * GB))
+    with pytest.raises(ConfigError, match=r"does not fit: trainer.*over by .* before any step"):
+        memory_plan.check(config)
 
 
 def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,27 @@ def test_a_release_that_nobody_tried_says_that_it_is_the_newest_tested_one_and_o
     assert "vLLM 99.1.0: not run: no vLLM 99.1.0 there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "version", "tests"),
+    [
+        (["--", "-k", "one"], vllm_sources.OTHER_VERSION, ["-k", "one"]),
+        (["99.1.0", "--", "tests/vllm"], "99.1.0", ["tests/vllm"]),
+        (["--whole"], vllm_sources.OTHER_VERSION, ["-m", "not gpu and not long", *next_vllm.WHOLE]),
+        ([], vllm_sources.OTHER_VERSION, ["-m", "not gpu and not long", *next_vllm.SUBSET]),
+    ],
+)
+def test_what_follows_two_dashes_is_given_to_pytest(
+    given: list[str], version: str, tests: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(next_vllm, "overlay", lambda version, folder: seen.append(version))
+    monkeypatch.setattr(next_vllm, "run", lambda folder, arguments: seen.append(arguments) or 0)
+    monkeypatch.setattr(next_vllm.vllm_sources, "differences", lambda tree: [])
+    monkeypatch.setattr(next_vllm.SignatureTree, "installed", lambda folder: None)
+    assert next_vllm.main(given) == 0
+    assert seen == [version, tests]
+
+
 def run_other(*options: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "next_vllm.py"), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
