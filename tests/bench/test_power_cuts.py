@@ -57,6 +57,17 @@ def test_what_was_synced_is_there_and_the_rest_may_be(tmp_path: Path) -> None:
     assert states([*content, Operation("sync", ".")], tmp_path) == {'{"a": "1"}'}
 
 
+def test_a_file_that_was_moved_twice_is_in_one_folder_when_both_are_synced(tmp_path: Path) -> None:
+    moved = [Operation("mkdir", "a"), Operation("mkdir", "b"), Operation("sync", "."), Operation("create", "a/part")]
+    moved += [Operation("rename", "a/part", to="a/whole"), Operation("rename", "a/whole", to="b/whole")]
+    moved += [Operation("sync", "b"), Operation("sync", "a")]
+    for seed in range(20):
+        target = tmp_path / str(seed)
+        target.mkdir()
+        Disk(moved).cut(random.Random(seed), target)
+        assert sorted(str(file.relative_to(target)) for file in target.rglob("*")) == ["a", "b", "b/whole"]
+
+
 def test_a_name_without_the_file_s_sync_may_be_empty(tmp_path: Path) -> None:
     operations = [
         Operation("create", "b"),

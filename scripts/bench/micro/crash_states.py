@@ -134,11 +134,20 @@ class Disk:
         if isinstance(what, _File):
             what.synced, what.changed = bytes(what.content), False
             return
-        pending, self._pending = self._pending, []
-        for change in pending:
-            if all(folder is not what for folder, _, _ in change.parts):
-                self._pending.append(change)
-                continue
+        kept: list[_Change] = []
+        done: list[_Change] = []
+        later: set[tuple[int, str]] = (
+            set()
+        )  # names that a change which is on disk now changed: what was before it is, too
+        for change in reversed(self._pending):
+            names = {(id(folder), name) for folder, name, _ in change.parts}
+            if later.isdisjoint(names) and all(folder is not what for folder, _, _ in change.parts):
+                kept.append(change)
+            else:
+                done.append(change)
+                later |= names
+        self._pending = kept[::-1]
+        for change in reversed(done):
             for folder, name, meant in change.parts:
                 folder.synced.pop(name, None)
                 if meant is not None:
