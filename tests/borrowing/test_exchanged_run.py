@@ -107,7 +107,16 @@ def servers(tmp_path: Path, vllm_serve: Any) -> Iterator[tuple[Any, Any, Any, st
     )
     both = ["--rl-kv-pool-mib", "4", "--rl-kv-pool-page-kib", "32", "--rl-kv-pool-keep", "1"]
     both += ["--max-model-len", "352", "--max-num-seqs", "16"]
-    slo = ["--rl-kv-pool-role", "serving", "--rl-kv-pool-ttft", "20", "--rl-kv-pool-tpot", "10"]
+    slo = [
+        "--rl-kv-pool-role",
+        "serving",
+        "--rl-kv-pool-lent",
+        "1",
+        "--rl-kv-pool-ttft",
+        "20",
+        "--rl-kv-pool-tpot",
+        "10",
+    ]
     wanted = {
         "serving": (serves, POOLS[0], [*slo, "--rl-kv-pool-window", "1", "--num-gpu-blocks-override", "192"]),
         "near": (rolls, POOLS[0], ["--rl-kv-pool-budget-mib", "3", "--num-gpu-blocks-override", "96"]),

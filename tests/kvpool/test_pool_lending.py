@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,26 @@ def test_an_idle_serving_engine_lends_what_the_team_says_and_takes_it_back(
     assert setup.used() == 2, "the next RL step gives nothing of what was taken back"
     assert said(capsys, "lend", "--pool", setup.name, "--max", "0.5")[0] == 0
     wait_for(lambda: setup.used() == 52)
+    guardian.stop()
+
+
+def test_a_pool_whose_team_has_not_said_anything_lends_nothing_and_says_so(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from vllm_rlplugin.server.pool_metrics import PoolMetrics
+
+    metrics = PoolMetrics(PagePool.open(setup.path), prometheus_client.CollectorRegistry())
+    metrics.refresh()
+    assert metrics.recent_use["lends"], "no serving engine, no owner: rollouts have the pool"
+    setup.pool.join("serving", "serving")
+    guardian = Guardian(setup.pool, replace(RULES, lent=0.0), time.monotonic, 0.0)
+    metrics.refresh()
+    assert not metrics.recent_use["lends"]
+    assert said(capsys, "lend", "--pool", setup.name, "--status")[1]["most"] == 0
+    assert said(capsys, "lend", "--pool", setup.name, "--max", "0.3")[0] == 0
+    metrics.refresh()
+    assert metrics.recent_use["lends"]
     guardian.stop()
 
 

@@ -59,6 +59,7 @@ class Guardian:
         self.rollouts: tuple[int, ...] = ()  # their slots, at the last look
         self.kills = self.cuts = 0
         pool.set_headroom(rules.headroom_pages)
+        pool.control(ControlWord.FLAG, round(rules.lent * 1e6) + 1)
 
     @property
     def budget(self) -> KvBudget:

@@ -45,7 +45,7 @@ def lending_status(pool: PagePool) -> dict[str, Any]:
         "page_bytes": view.page_bytes,
         "free": view.free,
         "headroom": view.headroom,
-        "most": (controls[ControlWord.LENT] - 1) / _PART if controls[ControlWord.LENT] else None,
+        "most": (most - 1) / _PART if (most := controls[ControlWord.LENT] or controls[ControlWord.FLAG]) else None,
         "dry_run": bool(controls[ControlWord.DRY]),
         "serving": None if serving is None else {"name": serving.name, "pid": serving.pid, "pages": serving.used},
         "slo": None if said is None else _plain(asdict(said)),
@@ -133,7 +133,7 @@ def describe_status(found: dict[str, Any]) -> str:
     lines = [verdict + (f"; {_kept_slos(slo)}" if slo is not None else "")]
     most = found["most"]
     may = (
-        "what --rl-kv-pool-lent of the serving engine says, 0 unless it was given"
+        "what a serving engine's --rl-kv-pool-lent will say, 0 unless it is given"
         if most is None
         else f"{most:.0%}"
         if most
