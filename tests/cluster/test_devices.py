@@ -150,7 +150,7 @@ CUT += [f"rollout.{on}.enabled=true" for on in ("prediction", "placement", "plac
 CUT += ["rollout.placement.degrees.speeds={1=1.0, 2=0.7, 4=0.6, 8=0.5}"]
 
 
-@pytest.mark.parametrize("pools", [True, False], ids=["pools", "no pools"])
+@pytest.mark.parametrize("pools", [True, pytest.param(False, marks=pytest.mark.long)], ids=["pools", "no pools"])
 def test_engines_that_are_cut_anew_over_nodes_have_devices_of_their_own_within_one(pools: bool) -> None:
     config = load_config(None, CUT if pools else [one for one in CUT if not one.startswith("resources")])
     engine_cuts.check(config)

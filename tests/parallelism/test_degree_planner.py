@@ -231,8 +231,10 @@ def test_who_else_cuts_or_lends_the_engines_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match=r"sim\.degrees.*rollout\.placement\.degrees chooses them"):
         simulate(tailed("sim.degrees=[1, 1, 1, 1]"))
     config = tailed()
-    with pytest.raises(ConfigError, match=r"resources\.pools.*rollout\.placement\.degrees needs all devices"):
-        engine_cuts.check(tailed("resources.pools={H800=8}"))
+    with pytest.raises(
+        ConfigError, match=r"resources\.devices_per_worker.*rollout\.placement\.degrees says how many devices"
+    ):
+        engine_cuts.check(tailed("resources.pools={H800=8}", "resources.devices_per_worker=2"))
     with pytest.raises(ConfigError, match=r"placement\.profile.*cannot be read"):
         engine_cuts.check(tailed('rollout.placement.profile="none.json"'))
     with pytest.raises(ConfigError, match=r"rollout\.placement\.degrees\.speeds"):

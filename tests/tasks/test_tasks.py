@@ -103,7 +103,7 @@ def test_random_actions_play_an_episode_to_its_end_and_are_scored(name: str) -> 
         assert episode.turns[-1].done or episode.truncated
         assert all(len(r.token_ids) + r.sampling.max_tokens <= task.max_context_tokens for r in policy.requests)
         reward = scored(task, prompt, [list(turn.action_ids) for turn in episode.turns])
-        assert 0.0 <= reward <= 1.0
+        assert -0.5 < reward <= 1.0  # FrozenLake takes a little for turns without a move
         again, _ = random_episode(task, prompt, seed)
         assert [t.observation_ids for t in again.turns] == [t.observation_ids for t in episode.turns]
 
@@ -183,7 +183,7 @@ def test_the_reward_believes_nothing_but_the_tokens(name: str) -> None:
     task = make(name)
     prompt = next(task.prompts("train", 2))
     wasted = [[task.pad_id]]
-    assert scored(task, prompt, wasted, {"reward": 1.0, "done": True, "outcome": "goal"}) == 0.0
+    assert scored(task, prompt, wasted, {"reward": 1.0, "done": True, "outcome": "goal"}) <= 0.0
     for wrong in ({"task": "other"}, {"prompt": 3}, {"prompt": "nonsense"}, {"actions": "x"}, {"actions": [["x"]]}):
         with pytest.raises((ValueError, ConfigError)):
             scored(task, prompt, wasted, wrong)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 OURS = {
     "scripts/bench/peers/frozenlake.toml": None,
     "orchestrator/tasks/frozenlake.py": ("FrozenLakeTask", "_prompt"),
-    "orchestrator/tasks/rewards.py": ("frozenlake_success",),
+    "orchestrator/tasks/rewards.py": ("frozenlake_success", "_replayed"),
 }
 TRL = {"scripts/bench/peers/trl_frozenlake.py": None}
 LEFT_OUT = {"demonstrations"}
