@@ -60,6 +60,7 @@ def test_an_unknown_benchmark_or_a_model_that_it_does_not_take_is_an_error(capsy
     assert "leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_benchmark_imports_or_starts_is_among_its_needs() -> None:
     for name, (module, _, needs) in bench.BENCHES.items():
         text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")

@@ -64,6 +64,7 @@ def test_a_simulated_figure_depends_on_simulator_policies_its_workload_and_its_o
     assert not {"orchestrator/sim/scenarios/rose.toml", "scripts/bench/papers/heddle.py"} & modes
 
 
+@pytest.mark.slow
 def test_no_simulated_run_enters_what_its_figures_are_said_not_to_depend_on() -> None:
     entered = set[str]()
 

@@ -23,6 +23,7 @@ def found() -> dict[tuple[str, str], Verdict]:
     return verdicts()
 
 
+@pytest.mark.slow
 def test_each_feature_works_alone_and_each_pair_works_or_is_refused_in_one_sentence(
     found: dict[tuple[str, str], Verdict],
 ) -> None:

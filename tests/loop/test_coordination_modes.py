@@ -149,6 +149,7 @@ def step_time(results: list[SimResult]) -> float:
     return sum(float(result.summary["seconds_per_step"]) for result in results) / len(results)
 
 
+@pytest.mark.slow
 def test_the_more_a_mode_overlaps_the_shorter_is_its_step(runs: dict[tuple[str, int], list[SimResult]]) -> None:
     """RollArt 7.2: the throughput ladder, each rung on the same long-tailed workload."""
     times = {mode: step_time(results) for mode, results in runs.items()}

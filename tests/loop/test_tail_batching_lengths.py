@@ -149,6 +149,7 @@ def test_from_the_second_epoch_on_what_was_long_is_not_played_to_be_thrown_away(
     assert not [said for said in found.violations if "times" in said or "is not trained yet" in said]
 
 
+@pytest.mark.slow
 def test_prompts_that_the_runs_own_forecasts_call_long_go_to_the_long_queue_those_that_were_put_off_too() -> None:
     """A whole run: fewer tokens are thrown away from the second epoch on, and each prompt is trained once an epoch."""
     given = ("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive")
@@ -236,6 +237,7 @@ def test_a_checkpoint_keeps_what_is_known_of_lengths() -> None:
     assert "lengths" not in build_rounds(off, task, events, state).state(), "a run that stops predicting goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "seeds"), [(0, 16), pytest.param(20_000, 400, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )

@@ -53,6 +53,7 @@ def edit_events(folder: Path, change: Any) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_is_well_formed_and_says_what_happened(drawn: Path) -> None:
     page = read_document(drawn)
     shown = words(page)

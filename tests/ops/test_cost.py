@@ -145,6 +145,7 @@ def test_where_a_gpu_was_seen_it_decides(tmp_path: Path) -> None:
 # -- from the events of a run ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_slow_environments_are_named_and_the_suggested_number_of_them_cures_it(tmp_path: Path) -> None:
     before = analysed(tmp_path / "before", *SLOW_ENVIRONMENTS)
     assert before.verdict == "environment-bound"
@@ -234,6 +235,7 @@ def test_servers_of_others_are_counted_apart_and_cost_nothing_unless_said() -> N
     assert found["served"].total == 0
 
 
+@pytest.mark.slow
 def test_the_command_prints_it_and_bad_input_is_one_line() -> None:
     command = [sys.executable, "-m", "orchestrator.cli", "cost"]
     root = Path(__file__).parents[2]

@@ -69,6 +69,7 @@ def events_of(result: SimResult, *kinds: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, result.events.splitlines()) if event["kind"] in kinds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "predictor",
     ["progressive", "oracle", *(pytest.param(name, marks=pytest.mark.long) for name in ("prompt-only", "history"))],

@@ -415,6 +415,7 @@ def test_serving_alone_sees_the_same_requests_and_what_is_late_there_is_not_the_
     assert alone["ttft_p99"] <= report["ttft_p99"] + 0.05
 
 
+@pytest.mark.slow
 def test_devices_that_serving_needs_for_itself_are_given_back_and_the_run_goes_on() -> None:
     """The rules are those of a real run: ``rollout.borrowed``."""
     given = ("sim.borrowed.workers=3", "sim.borrowed.window=20", "rollout.borrowed.margin=0.001", "run.steps=5")

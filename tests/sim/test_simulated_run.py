@@ -193,6 +193,7 @@ def test_a_run_whose_groups_agree_past_its_half_ends_as_completed_and_says_why(m
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_every_trajectory_is_accounted_for_in_seeded_fault_runs(seeds: range) -> None:
     """Seeds of runs of many shapes, each with crashes, delays, drops, duplicates, cancellations, kills and resumes."""
@@ -214,6 +215,7 @@ def test_every_trajectory_is_accounted_for_in_seeded_fault_runs(seeds: range) ->
         assert sum(count for name, count in kinds.items() if name.startswith(f"{kind} ")) > len(seeds) / 4, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["crash", "delay", "drop", "duplicate", "cancel", "lose", "evict", "damage"])
 def test_each_kind_of_fault_alone_is_survived(kind: str) -> None:
     for seed in range(4):

@@ -37,7 +37,7 @@ needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs 
 
 
 def _marked(name: str) -> Any:
-    marks = {"reasoning_gym": [needs_library], **{key: [needs_sandbox] for key in SANDBOXED}}
+    marks = {"reasoning_gym": [needs_library, pytest.mark.slow], **{key: [needs_sandbox] for key in SANDBOXED}}
     return pytest.param(name, marks=marks.get(name, []))
 
 
