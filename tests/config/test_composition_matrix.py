@@ -10,6 +10,8 @@ import pytest
 from scripts import composition
 from scripts.composition import FEATURES, PAGE, Feature, Tree, Verdict, refusal_beside, tables, verdicts, written
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # What only one of the two takes, knowingly; everything else is the same in both.
 ONLY_REAL = {
@@ -23,7 +25,6 @@ def found() -> dict[tuple[str, str], Verdict]:
     return verdicts()
 
 
-@pytest.mark.slow
 def test_each_feature_works_alone_and_each_pair_works_or_is_refused_in_one_sentence(
     found: dict[tuple[str, str], Verdict],
 ) -> None:
