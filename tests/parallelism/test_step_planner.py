@@ -385,7 +385,9 @@ def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_pat
     assert [event["correction"] for event in events if event["kind"] == "plan"] == [1.0, 1.0, 5.0, 5.0, 5.0]
 
 
-def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreign_profiles(tmp_path: Path) -> None:
+def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_foreign_profiles_and_pools_are_not(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.planner\.enabled = True: needs engines that the run starts"):
         require_resizable([SimWorker("sim-0", planned(), SimWeights())])
     pools = planned().model_dump() | {"resources": {"pools": {"CPU": 4}}}

@@ -136,9 +136,7 @@ class Disk:
             return
         kept: list[_Change] = []
         done: list[_Change] = []
-        later: set[tuple[int, str]] = (
-            set()
-        )  # names that a change which is on disk now changed: what was before it is, too
+        later: set[tuple[int, str]] = set()  # names of changes that are on disk now: what was before these is, too
         for change in reversed(self._pending):
             names = {(id(folder), name) for folder, name, _ in change.parts}
             if later.isdisjoint(names) and all(folder is not what for folder, _, _ in change.parts):

@@ -23,10 +23,10 @@ class ControlWord(IntEnum):
     """Places of the pool's control words."""
 
     LENT = 0  # the most that is lent, in millionths of the pool, plus 1; 0: what the serving engine's flag says
-    FLAG = 4  # that flag, in the same form; 0: there was no serving engine yet
     DRY = 1  # 1: rollout engines say what they would have run, and run nothing
     STEPS = 2  # counts the RL steps that began
     LOOKS = 3  # counts the serving side's looks at this page: people see that it is heard
+    FLAG = 4  # what the serving engine's flag lends, in the form of LENT; 0: there was no serving engine yet
 
 
 @dataclass(frozen=True, slots=True)
