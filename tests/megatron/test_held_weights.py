@@ -213,3 +213,40 @@ def test_closing_waits_for_what_is_being_published(tmp_path: Path, monkeypatch: 
 
     asyncio.run(play())
     parallel_layout.shutdown_parallel()
+
+
+@pytest.mark.parametrize(
+    ("snapshot_every", "finds", "copies"),
+    [(0, False, 1), (2, False, 2), (2, True, 1)],
+    ids=["whole", "differences", "differences found where the weights are"],
+)
+def test_holding_costs_one_copy_on_the_host_and_none_where_the_changes_are_known(
+    snapshot_every: int, finds: bool, copies: int, tmp_path: Path
+) -> None:
+    """Beside the copy that differences need anyway; the same memory for every version."""
+    trainer = MegatronTrainer(
+        model=tiny_folder(tmp_path / "model"),
+        settings={"learning_rate": 1e-3},
+        total_steps=9,
+        seed=3,
+        dtype="bfloat16",
+        relay=relay_at(tmp_path / "relay", snapshot_every).to_dict(),
+    )
+    trainer._finds_changes = finds
+    share = sum(value.nbytes for _, value in hf_bridge.export_hf(trainer._learner.chunks))
+
+    async def play() -> None:
+        await trainer.publish()
+        publisher = trainer._publisher
+        assert publisher is not None
+        for version in range(4):
+            await trainer.train_step(make_batch(version, groups=2))
+            await trainer.hold()
+            held = [data for _, data in publisher._held or ()]
+            kept = [*publisher._kept.values(), *publisher._spare.values(), *held]
+            assert sum({data.ctypes.data: data.nbytes for data in kept}.values()) == copies * share
+            await trainer.publish_held()
+        await trainer.close()
+
+    asyncio.run(play())
+    parallel_layout.shutdown_parallel()
