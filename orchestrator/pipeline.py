@@ -224,7 +224,9 @@ class Pipeline:
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             return task.result()
         finally:
-            task.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
