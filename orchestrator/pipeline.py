@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.api import CheckpointLost, TrainBatch, TrainMetrics, TrainSample, Trajectory
 from orchestrator.buffer import Taken
@@ -36,6 +36,7 @@ from orchestrator.train_samples import histogram, to_samples
 from orchestrator.trainer_calls import TrainerCalls
 from orchestrator.weight_sync import WeightSync
 
+T = TypeVar("T")
 Helper = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -195,7 +196,7 @@ class Pipeline:
             self._start_training(step, taken, batch)
             await self._until_trained()
             await self._sync_weights(step, leave=True)
-            await self._evaluate_if_due(step + 1)
+            await self._watched(self._evaluate_if_due(step + 1))
         else:
             if not self.settings.weights_overlap:
                 await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
@@ -203,27 +204,33 @@ class Pipeline:
             await self._finish_training()  # its checkpoint
             self.feeder.close()  # before anything of the next batch is taken
             self._start_training(step, taken, batch)  # (6)
-            await self._evaluate_if_due(step)
+            await self._watched(self._evaluate_if_due(step))
         if self.replanner is not None:
-            await self.replanner.apply_change(step)
+            await self._watched(self.replanner.apply_change(step))
 
     async def _get_batch(self) -> list[Taken]:
-        """Step 1, interrupted when the training step that runs beside it fails."""
+        """Step 1."""
         wanted = self.settings.groups_per_step
-        collecting = self.rollout.buffer.get_batch(wanted, self._on_take, streamed=self.settings.stream)
-        batch = asyncio.ensure_future(collecting)
+        return await self._watched(self.rollout.buffer.get_batch(wanted, self._on_take, streamed=self.settings.stream))
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do this, interrupted when the training step, the publication or the checkpoint that runs beside it fails: engines that
+        start, and the requests of one that died, would wait for its weights for ever."""
+        task = asyncio.ensure_future(work)
         try:
-            while not batch.done():
-                watched: list[asyncio.Future[Any]] = [batch]
+            while not task.done():
+                watched: list[asyncio.Future[Any]] = [task]
                 for beside in (self._training, self._settling, self._saving):
                     if beside is not None and beside.done():
                         beside.result()  # raises what ended it
                     elif beside is not None:
                         watched.append(beside)
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            return batch.result()
+            return task.result()
         finally:
-            batch.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)

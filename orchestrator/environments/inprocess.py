@@ -74,6 +74,10 @@ class InProcessSession:
         await self._call(self._inner.ping)
 
     async def kill(self) -> None:
+        before = self._closing
+        if before is not None and before.cancelling():  # who asked then gave up: it is still to be closed
+            await asyncio.wait([before])
+            self._closing = None
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         try:

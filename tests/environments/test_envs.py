@@ -321,3 +321,43 @@ def test_one_that_is_being_prepared_is_closed_however_often_its_user_is_cancelle
 
     asyncio.run(play())
     assert made[0].closed
+
+
+def test_one_is_closed_although_who_began_to_end_it_was_cancelled() -> None:
+    made: list[Any] = []
+
+    class Stubborn:
+        version = "1"
+        closed = 0
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(0.01)  # the end of the call takes a while
+            raise AssertionError
+
+        async def close(self) -> None:
+            self.closed += 1
+
+    class Maker:
+        def environment(self) -> Stubborn:
+            return Stubborn()
+
+    async def play() -> None:
+        session = await prepared_session(Maker(), EnvironmentTemplate(), "in-process")  # type: ignore[arg-type]
+        user = asyncio.create_task(session.step((1,)))
+        await asyncio.sleep(0.001)
+        first = asyncio.create_task(session.kill())
+        await asyncio.sleep(0.001)
+        for task in (user, first):  # as a pool does that closes meanwhile
+            task.cancel()
+        await asyncio.gather(user, first, return_exceptions=True)
+        await session.kill()
+        await session.kill()
+
+    asyncio.run(play())
+    assert made[0].closed == 1

@@ -1,5 +1,5 @@
 """Features of the four papers together in whole runs with real engines and a real trainer: a tiny model on a CPU, two steps.
-Two in every run of the tests, the others in the long tier. All pairs there are: tests/config/test_composition_matrix.py."""
+Three in every run of the tests, the others in the long tier. All pairs there are: tests/config/test_composition_matrix.py."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ SHORT = {
         *FORECASTS,
         "trainer.data_parallel=2",
     ],
+    "areal, prediction and priority, dynamic sampling": [*AREAL, *FORECASTS, *DYNAMIC],
 }
 LONG = {
-    "areal, prediction and priority, dynamic sampling": [*AREAL, *FORECASTS, *DYNAMIC],
     "colocation, degrees": [*COLOCATED, *DEGREES, "trainer.data_parallel=2"],
     "colocation, planner, tail batching": [*COLOCATED, *PLANNED, *ROUNDS],
     "colocation, KV that moves, placement": [*COLOCATED, *MOVES, *PLACED],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import ConfigError, GenerationRequest, ResizableWorker, RetryableError, Sampling
+from orchestrator.api import ConfigError, GenerationRequest, PublishResult, ResizableWorker, RetryableError, Sampling
 from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
@@ -20,7 +20,7 @@ from orchestrator.sim.resizable_worker import ResizableSimWorker, planner_of, ro
 from orchestrator.sim.simulated_cluster import engine_costs
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
-from orchestrator.sim.twins import SimTask
+from orchestrator.sim.twins import SimTask, SimTrainer
 from scripts.bench.virtual_run import run
 
 PLANNED = ("rollout.weights=relay", "rollout.planner.enabled=true", "rollout.planner.max_tp=8")
@@ -130,6 +130,27 @@ def test_the_planner_runs_in_a_whole_simulated_run_and_pays_for_its_changes() ->
     assert all(change["error"] == "" and change["seconds"] >= config.sim.start_seconds for change in changes)
     assert plans[changes[0]["step"]]["preemptions"] > 0
     assert simulate(config).events == result.events, "the same bytes again"
+
+
+def test_a_version_that_cannot_be_published_ends_the_run_while_engines_that_need_it_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = pressed("rollout.weights=collective")
+    events = [json.loads(line) for line in simulate(config).events.splitlines()]
+    changed = next(event["step"] for event in events if event["kind"] == "reshape")
+    publish = SimTrainer.publish
+
+    async def lost(trainer: SimTrainer) -> PublishResult:
+        if trainer.version > changed:
+            raise RetryableError("the trainer is dead")
+        return await publish(trainer)
+
+    monkeypatch.setattr(SimTrainer, "publish", lost)
+    found = simulate(config, strict=False)
+    assert found.deadlocks == 0
+    assert found.summary["steps"] == changed + 1
+    last = json.loads(found.events.splitlines()[-1])
+    assert last["reason"] == "the trainer failed in publish: the trainer is dead"
 
 
 def test_an_unpressed_run_with_a_profile_stays_in_the_layout_that_the_profile_begins_with() -> None:

@@ -54,7 +54,6 @@ class Server:
                 model=str(folder),
                 skip_tokenizer_init=True,
                 generation_config="vllm",
-                dtype="float32",
                 max_model_len=256,
                 max_num_seqs=8,
                 block_size=32,
@@ -63,7 +62,7 @@ class Server:
                 weight_transfer_config={"backend": vllm_rlplugin.BACKEND},
                 worker_extension_cls="vllm_rlplugin.extension.WorkerExtension",
                 disable_log_stats=True,
-                **options,
+                **{"dtype": "float32", **options},
             )
         )
         self.call("rl_ready")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 
 import vllm_rlplugin
+from orchestrator.api import ConfigError
 from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish
 from tests.vllm.test_weight_updates_in_place import Server
@@ -81,16 +84,18 @@ def write_model(folder: Path, config: Any, seed: int) -> dict[str, Any]:
 
 
 class Layers:
-    """An engine of random model 1, and a relay; model N has the weights of seed N."""
+    """An engine of random model 1, and a relay; model N has the weights of seed N. ``options``: of the engine."""
 
-    def __init__(self, folder: Path, config: Any, **endpoint: Any) -> None:
+    def __init__(
+        self, folder: Path, config: Any, options: Mapping[str, Any] = MappingProxyType({}), **endpoint: Any
+    ) -> None:
         self.folder = folder
         self.seeds = {seed: write_model(folder / str(seed), config, seed) for seed in (1, 2)}
         given = {"kind": "memory", "master": f"layers-{folder}", "bucket_bytes": 32 << 10} | endpoint
         self.relay = RelayEndpoint(job="layers", **given)
         self.publisher = Publisher(self.relay)
         self.version = 0
-        self.server = Server(folder / "1", self.relay)
+        self.server = Server(folder / "1", self.relay, **options)
 
     def publish(self, seed: int) -> int:
         self.version += 1
@@ -184,17 +189,26 @@ def test_without_a_way_back_the_engine_says_that_it_is_not_ready_until_an_update
     assert server.answers() == before
 
 
+REFERENCE = {"attention_config": {"backend": "CPU_MLA"}}  # AMX's takes bfloat16 alone
+
+
 def test_a_model_with_mla_is_updated_layer_by_layer_and_answers_as_a_fresh_one(started: None, tmp_path: Path) -> None:
-    made = Layers(tmp_path, mla_config())
+    made = Layers(tmp_path, mla_config(), REFERENCE)
     try:
         report = made.server.update(made.publish(2))
         assert report["touched"]["how"] == "layer by layer"
         second = made.server.answers()
     finally:
         made.close()
-    fresh = Server(tmp_path / "2", None)
+    fresh = Server(tmp_path / "2", None, **REFERENCE)
     assert fresh.answers() == second
     fresh.close()
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+def test_weights_that_vllm_has_let_go_of_are_refused_before_any_update(started: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"self_attn\.kv_b_proj\.weight.*CPU_MLA"):
+        Layers(tmp_path, mla_config(), {"dtype": "bfloat16"})
 
 
 def test_the_host_has_two_layers_at_most_beside_the_live_weights(started: None, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -148,9 +149,12 @@ def engine_config(options: EngineOptions) -> tuple[Any, bool]:
 
     require_loaded()
     register_backend()  # where VLLM_PLUGINS or a source checkout kept the entry point from being loaded
+    ours: dict[str, Any] = {"enforce_eager": on_cpu, "enable_prefix_caching": True}
+    if on_cpu and "attention_backend" not in options.passed_on and _has_mla(options.model):
+        ours["attention_config"] = {"backend": "CPU_MLA"}  # AMX's takes bfloat16 alone, and lets go of weights
     try:
         config = EngineArgs(
-            **{"enforce_eager": on_cpu, "enable_prefix_caching": True, **options.vllm_arguments()},
+            **{**ours, **options.vllm_arguments()},
             model=options.model,
             skip_tokenizer_init=True,
             generation_config="vllm",
@@ -166,6 +170,12 @@ def engine_config(options: EngineOptions) -> tuple[Any, bool]:
         given = options.passed_on or options.model
         raise ConfigError("rollout.engine", given, f"vLLM refuses these options: {error}") from error
     return config, on_cpu
+
+
+def _has_mla(model: str) -> bool:
+    """Whether a folder of a model says so."""
+    file = Path(model) / "config.json"
+    return file.exists() and bool(json.loads(file.read_text(encoding="utf-8")).get("kv_lora_rank"))
 
 
 class InprocessEngine:

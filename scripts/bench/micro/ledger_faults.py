@@ -106,6 +106,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     cut = "planner" in lengths or "degrees" in lengths.get("placement", {})
     if cut:
         workers = 4 if workers > 1 or "start" in lengths.get("placement", {}).get("degrees", {}) else 2
+    borrowed = _borrowed(random_stream(seed, "shape", "borrowed"), lengths)
     if mode != "sync" and "prediction" not in lengths:
         lengths["shards"] = min(environments, random_stream(seed, "shape", "shards").choice((1, 1, 2, 3)))
     if rounds["enabled"]:
@@ -171,6 +172,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "response_tokens_max": 32,
                 "templates": worlds.choice((0, 0, 3)),
                 **({"kv_tokens": 320, "start_seconds": 2.0} if cut else {}),
+                **borrowed,
             },
         }
     )
@@ -239,6 +241,26 @@ def _cut(found: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         found["prediction"] = {**prediction, "enabled": True}
         found["placement"] = {**placement, "enabled": True, "degrees": degrees}
     return found
+
+
+def _borrowed(draw: random.Random, lengths: dict[str, Any]) -> dict[str, Any]:
+    """Workers beside serving engines, or on devices that come and go, of every fifth seed; keys of ``[sim]``."""
+    if draw.random() > 1 / 5 or lengths.keys() & {"disaggregation", "planner", "placement"}:
+        return {}
+    how = draw.choice(("coserve", "coserve", "multiplex", "autoscale", "spot", "serverless"))
+    found = {
+        "how": how,
+        "workers": draw.choice((1, 2, 4)),
+        "serving": 4,
+        "phases": "disaggregated" if how == "autoscale" else draw.choice(("disaggregated", "collocated")),
+        "speed": draw.choice((1.0, 8.0)),
+        "activation_seconds": draw.choice((0.0, 5.0)),
+    }
+    if how == "coserve" and draw.random() < 1 / 2:
+        found["exchanged"] = True
+        if found["phases"] == "disaggregated":
+            found |= {"scaled": draw.choice((False, True)), "outage_seconds": draw.choice((0.0, 20.0))}
+    return {"costs": "roofline", "borrowed": found}
 
 
 def _surroundings(draw: random.Random) -> dict[str, Any]:
