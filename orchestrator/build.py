@@ -147,6 +147,7 @@ def _loop_settings(config: Config) -> LoopSettings:
         evaluate_every=config.evaluation.every,
         evaluation_prompts=config.evaluation.prompts,
         stream=config.trainer.stream,
+        weights_overlap=config.rollout.weights_overlap,
         overlong=config.reward.overlong.rule,
         signal_share=config.run.signal_share,
     )

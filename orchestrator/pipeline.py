@@ -5,7 +5,8 @@ trained and published, and the rollout workers have fetched it while they genera
 them; they (5) recompute the KV of what is in flight and go on, while (6) ``train_step`` runs on the batch. Other modes end
 what is in flight at (2), or train before they resume: the same code, asking
 :mod:`orchestrator.policies.batching.coordination_modes`. With ``trainer.stream`` the groups of (1) also go to the
-trainer as they are taken, while it is idle: :mod:`orchestrator.colocation.group_feeder`.
+trainer as they are taken, while it is idle: :mod:`orchestrator.colocation.group_feeder`. With ``rollout.weights_overlap`` (6)
+does not wait for (2) to (5): these bring the workers to the version before, beside it; (6) ends when they have it.
 
 Guarantees: every trajectory that starts is in the ledger and ends there; the ledger is checked at every step's end; a
 checkpoint holds everything a resume needs; what waits, waits with a named reason.
@@ -51,6 +52,7 @@ class LoopSettings:
     evaluate_every: int
     evaluation_prompts: int
     stream: bool  # groups go to the trainer as they are taken
+    weights_overlap: bool  # a version travels beside the next training step
     overlong: OverlongPenalty
     signal_share: float  # of the groups, that a run goes on for past its half; 0: any
 
@@ -133,6 +135,7 @@ class Pipeline:
         self._training_step = -1  # the step of that task
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
         self._settling: asyncio.Task[None] | None = None
+        self._evaluating = asyncio.Lock()  # the workers keep their weights
         self._saving: asyncio.Task[None] | None = None  # of the last checkpoint
         self._saved = parts.events.time()  # when the last checkpoint was begun
         self._occupancy = Occupancy(parts.gpus)
@@ -195,7 +198,8 @@ class Pipeline:
             await self._sync_weights(step, leave=True)
             await self._watched(self._evaluate_if_due(step + 1))
         else:
-            await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
+            if not self.settings.weights_overlap:
+                await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
             self.rollout.open_starts()
             await self._finish_training()  # its checkpoint
             self.feeder.close()  # before anything of the next batch is taken
@@ -265,13 +269,26 @@ class Pipeline:
             await asyncio.shield(self._training)
             self._training = None
 
+    async def _deliver(self, step: int, version: int) -> None:
+        """Steps 2 to 4 with what the trainer holds, beside its next step."""
+        await self.weights.publish_held(step)
+        async with self._evaluating:
+            await self.weights.follow(step + 1, version)
+        self.rollout.poke()  # what starts now is one version younger
+
     async def _settled(self) -> None:
         """Until the version is on the relay, and with all workers."""
         if self._settling is not None:
             with self.parts.events.stage("wait_train", self.position.step) as note:
                 note.waiting_for = "the weights to be on the relay and with all workers, and the checkpoint"
-                await asyncio.shield(self._settling)
-            self._settling = None
+                await self._end_settling()
+
+    async def _end_settling(self) -> None:
+        settling = self._settling
+        if settling is not None:
+            await asyncio.shield(settling)
+            if self._settling is settling:
+                self._settling = None
 
     async def _train(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
         """Step 6: train, publish, account, checkpoint; some of it beside the workers' update. Afterwards the trainer may be
@@ -284,12 +301,19 @@ class Pipeline:
         for place, item in enumerate(taken):
             parts.ledger.end(item.trajectory.id, "trained", step=step)
             parts.store.append(item.trajectory, step, "trained", position=place, weight=self._weight(item))
-        await self.weights.begin_publishing(step, metrics.version)
+        if self.settings.weights_overlap:
+            await self._hold(step, metrics.version)
+        else:
+            await self.weights.begin_publishing(step, metrics.version)
         position.step, position.version = step + 1, metrics.version
         self.rollout.set_version(metrics.version)
         self._report_step(step, taken, batch, metrics, begun)
         parts.ledger.check()
         state = self._run_state() if self._checkpoint_due(step + 1) else None
+        if self.settings.weights_overlap:
+            self._settling = asyncio.create_task(
+                self._deliver(step, metrics.version), name=f"deliver {metrics.version}"
+            )
         if self._trained is not None and self.turns is None:
             self._trained.set_result(None)
         await self.weights.finish_publishing()
@@ -299,6 +323,14 @@ class Pipeline:
             self._open_feeder()
         else:
             self.feeder.fed = FedSamples()  # it opens when devices are freed, or not at all
+
+    async def _hold(self, step: int, version: int) -> None:
+        """The trainer holds its version, when the one before it is with the workers: one is under way at a time."""
+        if self._settling is not None:
+            with self.parts.events.stage("wait_weights", step) as note:
+                note.waiting_for = f"weights of version {version - 1} to be with all workers"
+                await self._end_settling()
+        await self.weights.hold(version)
 
     def _open_feeder(self) -> None:
         """The trainer may be fed the batch that is being collected."""
@@ -351,6 +383,7 @@ class Pipeline:
         self.rollout.close_starts()
         await self._settled()
         await self._finish_training()
+        await self._settled()  # what the last step began
         await self._finish_saving()
         self.feeder.close()
         await self.feeder.idle()
@@ -384,6 +417,10 @@ class Pipeline:
 
     async def _evaluate(self, phase: str) -> None:
         """Greedy play on held-out prompts with the weights that the workers hold."""
+        async with self._evaluating:
+            await self._play_heldout(phase)
+
+    async def _play_heldout(self, phase: str) -> None:
         version, count = self.rollout.proxy.version, self.settings.evaluation_prompts
         label = f"eval-{version}-{phase}"
         with self.parts.events.stage("evaluate", version):

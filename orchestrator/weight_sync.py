@@ -7,6 +7,9 @@ own workers by a collective, which they receive while they generate, and publish
 that received it stop, load it and go on (:meth:`WeightSync.lead`) without waiting for the relay; served workers, workers that
 were restarted, and those that did not receive it whole and in time take it from there (:meth:`WeightSync.follow`).
 
+``weights_overlap`` (over the relay): the trainer holds the version, and trains on while it is published and fetched
+(:meth:`WeightSync.hold`, :meth:`WeightSync.publish_held`, :meth:`WeightSync.follow`); one version is under way at a time.
+
 Guarantees: a version is one thing: what a worker received has the checksum that the relay publishes, else the worker is brought
 up anew. A worker that dies or stalls while it receives costs the time limit at most, and holds up neither the trainer nor the
 relay; the groups are then formed anew for the next version, and so they are when workers come or go.
@@ -22,6 +25,8 @@ from orchestrator.api import (
     CollectiveTrainer,
     CollectiveWorker,
     CommandError,
+    ConfigError,
+    HoldingTrainer,
     Meeting,
     PartLost,
     ProcessDied,
@@ -99,6 +104,19 @@ class WeightSync:
             self._content = (await self._publishing).content
             self._publishing = None
             self._proxy.unpublished = -1
+
+    async def hold(self, version: int) -> None:
+        """The trainer is at ``version``: fix what :meth:`publish_held` publishes. Raises PartLost."""
+        if not isinstance(self._trainer, HoldingTrainer):
+            raise ConfigError("rollout.weights_overlap", True, "this trainer cannot hold a version: leave it out")
+        try:
+            await self._call("hold", self._trainer.hold())
+        except RetryableError as error:
+            raise PartLost(f"the trainer failed in hold of version {version}: {error}") from error
+
+    async def publish_held(self, step: int) -> None:
+        """Until what is held is on the relay; the trainer may train meanwhile. Raises as :meth:`begin_publishing`."""
+        self._content = (await self._publish(step, held=True)).content
 
     async def lead(self, step: int, version: int) -> None:
         """Bring the workers that receive ``version`` from the trainer to it. They stand still only while they load it."""
@@ -183,7 +201,7 @@ class WeightSync:
         finally:
             self.waiting_for = ""
 
-    async def _publish(self, step: int) -> PublishResult:
+    async def _publish(self, step: int, *, held: bool = False) -> PublishResult:
         """A failed publication left nothing behind, so it may be tried again: a full relay frees itself when leases end
         (back-pressure), a server that is away may come back."""
         loop, pause = asyncio.get_running_loop(), _PAUSE_FIRST
@@ -192,7 +210,7 @@ class WeightSync:
             try:
                 while True:
                     try:
-                        return await self._published()
+                        return await self._published(held)
                     except ProcessDied as error:
                         raise PartLost(f"the trainer failed in publish: {error}") from error
                     except RetryableError as error:
@@ -207,8 +225,9 @@ class WeightSync:
                 if note.waiting_for:
                     self.waiting_for = ""
 
-    async def _published(self) -> PublishResult:
-        result: PublishResult = await self._call("publish", self._trainer.publish())
+    async def _published(self, held: bool) -> PublishResult:
+        trainer: Any = self._trainer
+        result: PublishResult = await self._call("publish", trainer.publish_held() if held else trainer.publish())
         return result
 
     async def _send(self, version: int) -> None:

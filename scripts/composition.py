@@ -175,6 +175,21 @@ FEATURES = (
         ),
     ),
     Feature(
+        "weights beside a step",
+        "RollArt 6.3",
+        "rollout.weights_overlap",
+        {"run": {"mode": "async"}, "rollout": {"alpha": 1, "weights_overlap": True}},
+        kind="mode",  # it needs one of two
+        test="tests/loop/test_weights_overlap_real.py",
+        refuses=(
+            (
+                "modes that keep a trajectory to one version, or train when none is under way",
+                "rollout.weights_overlap",
+                {"run": {"mode": "one_off"}},
+            ),
+        ),
+    ),
+    Feature(
         "tail batching",
         "RollPacker 3",
         "rollout.rounds.enabled",

@@ -67,6 +67,11 @@ class ColocatedTrainer(MegatronTrainer):
         self._require_level("stream")
         return await super().publish()
 
+    async def hold(self) -> None:
+        """See the base class."""
+        self._require_level("stream")
+        await super().hold()
+
     async def send(self, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> tuple[Meeting, ...]:
         """See the base class."""
         self._require_level("stream")

@@ -217,14 +217,28 @@ class MegatronTrainer:
         self._require_rl("publish")
         if self._endpoint is None:
             raise ConfigError("relay", None, "this trainer has no relay to publish to; give it an endpoint")
+        return self._opened(self._endpoint).publish(self._version)
+
+    async def hold(self) -> None:
+        """See :class:`orchestrator.api.HoldingTrainer`."""
+        self._require_rl("hold")
+        if self._endpoint is None:
+            raise ConfigError("relay", None, "this trainer has no relay to publish to; give it an endpoint")
+        self._opened(self._endpoint).hold(self._version)
+
+    async def publish_held(self) -> PublishResult:
+        """See :class:`orchestrator.api.HoldingTrainer`. In a thread: whoever calls it computes meanwhile."""
         if self._publisher is None:
-            steps = (
-                step_changes_of(self._learner.chunks) if self._finds_changes and self._endpoint.snapshot_every else None
-            )
-            self._publisher = WeightPublisher(self._endpoint, self._learner.chunks, self._version, steps=steps)
+            raise RunError("publish_held: nothing is held")
+        return await asyncio.to_thread(self._publisher.publish_held)
+
+    def _opened(self, endpoint: RelayEndpoint) -> WeightPublisher:
+        if self._publisher is None:
+            steps = step_changes_of(self._learner.chunks) if self._finds_changes and endpoint.snapshot_every else None
+            self._publisher = WeightPublisher(endpoint, self._learner.chunks, self._version, steps=steps)
             if steps is not None:
                 self._learner.around_step = steps.watch_step
-        return self._publisher.publish(self._version)
+        return self._publisher
 
     async def send(self, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> tuple[Meeting, ...]:
         """See :class:`orchestrator.api.CollectiveTrainer`; the meeting of this rank alone, whose address is ``host``."""

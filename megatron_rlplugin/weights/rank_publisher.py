@@ -9,10 +9,14 @@ Beside the model, differences cost a copy of this rank's part on the host; witho
 changed (:mod:`megatron_rlplugin.weights.step_changes`), that copy is brought up to date with it, and what is published, its
 digests and snapshots beside differences too, is made from the copy: the weights are read once, for the first version. Else they
 are read for every version, and compared with the copy on the host. What is published is the same to the bit.
+
+The weights may change while a version is published that :meth:`WeightPublisher.hold` fixed before: it costs one more copy of this
+rank's part on the host, and none where ``steps`` say what changed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -93,6 +97,10 @@ class WeightPublisher:
         self._kept: dict[Place, Any] = {}  # bytes of the version published last
         self._steps = steps if endpoint.snapshot_every else None
         self._edits: WeightEdits | None = None  # what has happened to it since; None: nobody knows
+        self._held: list[tuple[ShardKey, Any]] | None = None  # what is published, and not the weights
+        self._spare: dict[Place, Any] = {}  # memory of a copy that nobody needs
+        self._version = version  # that is held
+        self._publishing = threading.Lock()  # one thing at a time; who holds waits for what is being published
         try:
             self._publisher.rollback(version)
         except BaseException:
@@ -101,10 +109,44 @@ class WeightPublisher:
 
     def publish(self, version: int) -> PublishResult:
         """The present weights as this version; the result is that of all ranks. See ``Publisher.publish_shards``."""
+        with self._publishing:
+            self._held, self._spare = None, {}
+            self._note_steps()
+            return self._publish(version)
+
+    def hold(self, version: int) -> None:
+        """Fix the present weights as this version: when this returns they may change. Waits for what is being published. Nothing
+        is said to other ranks, but all make the call."""
+        with self._publishing:
+            self._note_steps()
+            self._version = version
+            if self._edits is not None:  # with the copy of the version before, they are this one
+                return
+            spare, held = dict(self._spare), []
+            for key, data in self._held or ():  # of a version that was never published
+                if self._kept.get(place_of(key)) is not data:
+                    spare[place_of(key)] = data
+            self._held, self._spare = None, {}
+            for key, data in self._bytes():
+                copy = spare.get(place_of(key))
+                if copy is None:
+                    copy = data  # nobody else has what was read
+                else:
+                    copy[:] = data
+                held.append((key, copy))
+            self._held = held
+            if self._steps is not None:
+                self._steps.restart()
+
+    def publish_held(self) -> PublishResult:
+        """What :meth:`hold` fixed last, from any thread; again after a failure, the same bytes. As :meth:`publish`."""
+        with self._publishing:
+            return self._publish(self._version)
+
+    def _publish(self, version: int) -> PublishResult:
         plan = self._publisher.plan_next(self._policy, self._choice)
         base = plan.base if plan.base != version else FULL  # the same version again: its relay lost it
         results: list[PublishResult] = []
-        self._note_steps()
         try:
             if base != FULL:
                 results.append(self._publisher.publish_shards(version, self._shards(differences=True), base))
@@ -117,10 +159,11 @@ class WeightPublisher:
         return PublishResult(version, total, buckets, sum(item.seconds for item in results), results[-1].content)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._kept, self._edits = {}, None
-        self._publisher.close()
-        self._ranks.close()
+        """Waits for what is being published. Idempotent."""
+        with self._publishing:
+            self._kept, self._edits, self._held, self._spare = {}, None, None, {}
+            self._publisher.close()
+            self._ranks.close()
 
     def _shards(self, *, differences: bool) -> Iterator[Shard]:
         for key, data in self._bytes():
@@ -140,6 +183,8 @@ class WeightPublisher:
         if self._edits is not None:
             for place, kept in self._kept.items():
                 self._edits.apply(place, kept)
+        elif self._held is not None:
+            self._keep_held(self._held)
         else:
             for key, data in self._bytes():
                 kept = self._kept.get(place_of(key))
@@ -151,10 +196,21 @@ class WeightPublisher:
                 self._steps.restart()
         self._edits = WeightEdits() if self._steps is not None else None
 
+    def _keep_held(self, held: list[tuple[ShardKey, Any]]) -> None:
+        """What was held is the copy now. That of the version before is the memory for what is held next, where ``steps`` do not
+        say what that is."""
+        if self._steps is not None:
+            self._kept, self._held = {place_of(key): data for key, data in held}, None
+        elif any(self._kept.get(place_of(key)) is not data for key, data in held):  # else it was published again
+            self._kept, self._spare = {place_of(key): data for key, data in held}, self._kept
+
     def _bytes(self) -> Iterator[tuple[ShardKey, Any]]:
         if self._edits is not None:
             for key in serving_keys(self._chunks, None, bucket_bytes=PART_BYTES):
                 yield key, self._edits.applied(place_of(key), self._kept[place_of(key)])
+            return
+        if self._held is not None:
+            yield from self._held
             return
         with torch.no_grad():
             if self._converter is None:

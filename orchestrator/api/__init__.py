@@ -8,6 +8,7 @@ from orchestrator.api.capabilities import (
     RESIDENCY_LEVELS,
     CollectiveTrainer,
     CollectiveWorker,
+    HoldingTrainer,
     KvMove,
     KvMoved,
     KvWorker,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from orchestrator.api.ports import ManagedWorker, RolloutWorker, Trainer
+from orchestrator.api.types import PublishResult
 
 # What a rollout worker releases. "kv": the KV cache; "weights": that, and the weights are kept on the host; "dropped": that,
 # and the weights are gone until an UPDATE brings new ones.
@@ -112,6 +113,19 @@ class CollectiveTrainer(Trainer, Protocol):
         rank of the trainer. It goes on in the background, beside ``publish``, for ``limit`` seconds at most, and ends
         before the weights change. ``anew``: form new groups (a receiver is another one, or the last version failed); else
         those of the last version are used again, as far as they still work."""
+
+
+@runtime_checkable
+class HoldingTrainer(Trainer, Protocol):
+    """A trainer whose next step may run while the version of the last one is published."""
+
+    async def hold(self) -> None:
+        """Fix the present weights, under the present version, as what :meth:`publish_held` publishes; when it returns they may
+        change. Waits for what is being published."""
+
+    async def publish_held(self) -> PublishResult:
+        """As ``publish``, of what was held last, and beside other calls, ``train_step`` among them. Called again after a failure
+        it publishes the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)

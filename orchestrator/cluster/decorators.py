@@ -24,6 +24,7 @@ class Declaration:
 
     mode: str = EXECUTE_ALL
     aggregate: str = "list"
+    beside: bool = False
 
 
 def declaration(method: object) -> Declaration:
@@ -32,12 +33,13 @@ def declaration(method: object) -> Declaration:
     return found if isinstance(found, Declaration) else Declaration()
 
 
-def register(mode: str = EXECUTE_ALL, aggregate: str = "") -> Callable[[Method], Method]:
+def register(mode: str = EXECUTE_ALL, aggregate: str = "", *, beside: bool = False) -> Callable[[Method], Method]:
     """How a cluster's call of the method is carried out.
 
     ``mode``: "execute_all" on every worker with the same arguments; "execute_one" on the least busy worker;
     "execute_rank_zero" on the first. ``aggregate`` of all workers' results, by rank: "list" (the default), "concat" (of
-    sequences), "first".
+    sequences), "first". ``beside``: it runs, and answers, while another method computes without yielding; its class says
+    how many of these at a time.
     """
     if mode not in MODES:
         raise ConfigError("register.mode", mode, f"must be one of {', '.join(MODES)}")
@@ -48,7 +50,7 @@ def register(mode: str = EXECUTE_ALL, aggregate: str = "") -> Callable[[Method],
     chosen = aggregate or ("list" if mode == EXECUTE_ALL else "first")
 
     def note(method: Method) -> Method:
-        setattr(method, _NOTE, Declaration(mode, chosen))
+        setattr(method, _NOTE, Declaration(mode, chosen, beside))
         return method
 
     return note

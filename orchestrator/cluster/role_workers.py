@@ -26,6 +26,8 @@ class Worker:
 
     role: ClassVar[str] = ""
     concurrency: ClassVar[int] = 1  # calls at a time; more: its methods are coroutines, of one event loop
+    # calls at a time of methods that are declared as beside the others, in an event loop and thread of their own
+    beside: ClassVar[int] = 0
     identity: Identity = Identity("", 0, 1, "", ())
 
     @property

@@ -218,6 +218,8 @@ class RolloutSection(Section):
     heartbeat_seconds: PositiveSeconds = 5.0  # a worker with work that was silent for this long is asked how it is
     heartbeat_misses: Positive = 4  # this many times without an answer in that time, then it is restarted
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
+    # a version travels beside the next training step, which otherwise begins when the workers have it; async and areal only
+    weights_overlap: bool = False
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSettings = EngineSettings()
     engines: tuple[EngineGroup, ...] = ()  # groups with options of their own, in place of `engine`
@@ -277,6 +279,8 @@ class RolloutSection(Section):
             yield from self._rounds_conflicts()
         if self.placement.enabled and not self.prediction.enabled:
             yield "placement", "enabled", "places by predicted lengths: set rollout.prediction.enabled to true too"
+        if self.weights_overlap:
+            yield from self._overlap_conflicts()
         if self.placement.degrees.enabled:
             yield from self._degrees_conflicts()
         if self.disaggregation.enabled:
@@ -344,6 +348,16 @@ class RolloutSection(Section):
                 yield field, wide, "receives weights over the relay only: take rollout.weights = 'relay'"
         if self.colocation.enabled and not self.engine.kv_cache_mb:
             yield "engine.kv_cache_mb", 0, "rollout.colocation plans with the size of the KV cache: give it in MiB"
+
+    def _overlap_conflicts(self) -> Iterator[Conflict]:
+        """What needs the workers to have a version before the trainer makes the next."""
+        if self.weights == "collective":
+            fix = "a collective sends the weights themselves, which must stay until it has: take rollout.weights = 'relay'"
+            yield "weights_overlap", True, fix
+        for name in ("planner", "placement.degrees"):
+            if self.planner.enabled if name == "planner" else self.placement.degrees.enabled:
+                fix = f"rollout.{name} cuts the engines between steps, when they would load weights: leave one of the two out"
+                yield "weights_overlap", True, fix
 
     def _groups_conflicts(self) -> Iterator[Conflict]:
         """What else says how many engines there are, or takes them for alike."""

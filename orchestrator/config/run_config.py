@@ -82,6 +82,15 @@ class Config(Section):
         rollout = self.rollout
         if fix := coordination_modes.alpha_conflict(self.run.mode, rollout.alpha):
             yield "rollout.alpha", rollout.alpha, fix
+        mode = coordination_modes.MODES[self.run.mode]
+        if rollout.weights_overlap and not (mode.overlaps and mode.carries_over):
+            fix = "is for run.mode 'async' and 'areal'"
+            why = "keeps a trajectory to one version" if mode.overlaps else "trains when no trajectory is under way"
+            yield (
+                "rollout.weights_overlap",
+                True,
+                f"{fix}: {self.run.mode!r} {why} (set it to false, or change the mode)",
+            )
         if self.task.name == "agent":
             yield from self._agent_conflicts()
         if self.task.name == "dataset":

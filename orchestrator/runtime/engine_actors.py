@@ -28,6 +28,7 @@ from orchestrator.api import (
     Completion,
     ConfigError,
     GenerationRequest,
+    HoldingTrainer,
     KvWorker,
     MachineGone,
     Meeting,
@@ -87,6 +88,8 @@ class TrainerPort:
     train_step = register(aggregate="first")(_passed_on(Trainer.train_step))
     feed = register(aggregate="first")(_passed_on(Trainer.feed))
     publish = register(aggregate="first")(_passed_on(Trainer.publish))
+    hold = register(aggregate="first")(_passed_on(HoldingTrainer.hold))
+    publish_held = register(aggregate="first", beside=True)(_passed_on(HoldingTrainer.publish_held))
     save = register(aggregate="first")(_passed_on(Trainer.save))
     saved = register(aggregate="first")(_passed_on(Trainer.saved))
     load = register(aggregate="first")(_passed_on(Trainer.load))
@@ -148,6 +151,7 @@ class PluginWorker(Worker):
 class MegatronRank(TrainerPort, PluginWorker, ActorTrainCls):
     """One rank of a trainer."""
 
+    beside = 1
     residency = register()(_passed_on(ResidentTrainer.residency))
 
     @register(aggregate="first")

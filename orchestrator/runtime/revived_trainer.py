@@ -48,6 +48,10 @@ class Processes(Trainer, Protocol):
 
     async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]: ...
 
+    async def hold(self) -> None: ...
+
+    async def publish_held(self) -> PublishResult: ...
+
     async def pids(self) -> dict[str, int]: ...
 
 
@@ -76,6 +80,7 @@ class RevivedTrainer(Generic[Kind]):
         self._tokens = 0  # in them
         self._next: int | None = None  # the step after the last one, None: none was trained here
         self._published = PublishResult(-1, 0, 0, 0.0, "")
+        self._held: int | None = None  # the step after those that the weights were held of
         self._saving = self._sent = self._seen = 0  # the lives that did so last
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
@@ -99,6 +104,16 @@ class RevivedTrainer(Generic[Kind]):
     async def publish(self) -> PublishResult:
         """See the port."""
         self._published = await self._lived(lambda trainer: trainer.publish())
+        return self._published
+
+    async def hold(self) -> None:
+        """See :class:`orchestrator.api.HoldingTrainer`."""
+        await self._lived(lambda trainer: trainer.hold())
+        self._held = self._next
+
+    async def publish_held(self) -> PublishResult:
+        """See :class:`orchestrator.api.HoldingTrainer`. One that came back holds what the one before it held."""
+        self._published = await self._lived(lambda trainer: trainer.publish_held())
         return self._published
 
     async def save(self, folder: str) -> None:
@@ -175,7 +190,7 @@ class RevivedTrainer(Generic[Kind]):
                     raise error
                 self._in_row += 1
                 try:
-                    differs = await self._bring_back(folder, again, state.version + len(again))
+                    differs = await self._bring_back(folder, again, state)
                     break
                 except (RetryableError, RunError) as second:
                     error = ProcessDied(f"{error}\n  it did not come back: {second}")
@@ -198,22 +213,32 @@ class RevivedTrainer(Generic[Kind]):
             raise error
         return folder, state, again
 
-    async def _bring_back(self, folder: Path, again: Sequence[TrainBatch], version: int) -> str:
-        """To this version. Returns how its weights are not those that were published, "" if they are."""
+    async def _bring_back(self, folder: Path, again: Sequence[TrainBatch], state: CheckpointState) -> str:
+        """To what it was. Returns how its weights are not those that were published, "" if they are."""
         await self._trainer.close()
         self._trainer = self._make()
         self._life += 1
         await self._restore(self._trainer, str(folder / "trainer"))
-        for batch in again:
+        differs = await self._publish_again(state.step, state.version, last=not again)
+        for number, batch in enumerate(again, 1):
             await self._trainer.train_step(batch)
-        if self._published.version != version:
+            differs += await self._publish_again(batch.step + 1, state.version + number, last=number == len(again))
+        return differs
+
+    async def _publish_again(self, step: int, version: int, *, last: bool) -> str:
+        """It is at ``version``, after so many steps (``last``: where it was): hold it, or publish it, if it was. Weights that are
+        on their way while another step trains are those of the version before the last. As :meth:`_bring_back`."""
+        held = step == self._held
+        if held:
+            await self._trainer.hold()
+        if self._published.version != version or not (held or last):
             return ""
-        for last in (*[False] * (_TRIES - 1), True):
+        for final in (*[False] * (_TRIES - 1), True):
             try:
-                result = await self._trainer.publish()
+                result = await (self._trainer.publish_held() if held else self._trainer.publish())
                 break
             except RetryableError as error:
-                if last or isinstance(error, ProcessDied):
+                if final or isinstance(error, ProcessDied):
                     raise
                 await asyncio.sleep(_PAUSE)
         same = result.content == self._published.content

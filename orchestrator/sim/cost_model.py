@@ -84,6 +84,11 @@ class TrainerCosts(Protocol):
         """To put a version on the relay."""
         ...
 
+    @property
+    def hold_seconds(self) -> float:
+        """To copy a version to the host, from where it is published."""
+        ...
+
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         """Forward and backward over sequences of these lengths, on this share of the devices."""
         ...
@@ -137,6 +142,7 @@ class LinearTraining:
 
     token: float
     publish_seconds: float
+    hold_seconds: float = 0.0
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         return sum(lengths) * self.token / share
@@ -286,6 +292,10 @@ class RooflineTraining:
         rate = self.push_gb_s or self.device.network_gb_s * self.gpus * LINK_EFFICIENCY
         return self.model.weight_bytes / (rate * 1e9)
 
+    @property
+    def hold_seconds(self) -> float:
+        return self.model.weight_bytes / (self.device.pcie_gb_s * self.gpus * LINK_EFFICIENCY * 1e9)
+
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         tokens = pairs = 0.0
         for length in lengths:
@@ -337,6 +347,10 @@ class GrainedTraining:
     @property
     def publish_seconds(self) -> float:
         return self.inner.publish_seconds
+
+    @property
+    def hold_seconds(self) -> float:
+        return self.inner.hold_seconds
 
     def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         return self.inner.train((length * self.grain for length in lengths), share)

@@ -35,6 +35,7 @@ from orchestrator.api import (
     Completion,
     Environment,
     GenerationRequest,
+    HoldingTrainer,
     KvWorker,
     ManagedWorker,
     Observation,
@@ -355,6 +356,8 @@ class FaultyTrainer:
 
     train_step = _struck(Trainer.train_step, TRAINER)
     publish = _struck(Trainer.publish, PUBLISH)
+    hold = _struck(HoldingTrainer.hold, TRAINER)
+    publish_held = _struck(HoldingTrainer.publish_held, PUBLISH)
     send = _struck(CollectiveTrainer.send, TRAINER)
     save = _struck(Trainer.save, TRAINER)
 

@@ -141,6 +141,19 @@ class _AuditedTrainer:
         self._audit.record_version(result.version)
         return result
 
+    async def hold(self) -> None:
+        """See :class:`orchestrator.api.HoldingTrainer`: the pipeline goes on with the version while it is published."""
+        inner: Any = self._inner
+        await inner.hold()
+        if self._version >= 0:
+            self._audit.record_version(self._version)
+
+    async def publish_held(self) -> PublishResult:
+        """See :class:`orchestrator.api.HoldingTrainer`."""
+        inner: Any = self._inner
+        result: PublishResult = await inner.publish_held()
+        return result
+
     async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
         """See :class:`orchestrator.api.CollectiveTrainer`: the pipeline goes on with the version while it is published."""
         inner: Any = self._inner

@@ -312,6 +312,7 @@ class SimTrainer:
         self._once = round(config.sim.feed_once * config.batch_trajectories)
         self._dead = False
         self._fed: list[TrainSample] = []  # at the present version
+        self._held = 0  # the version that is published beside the next step
         self.version = 0
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
@@ -347,8 +348,21 @@ class SimTrainer:
         self._check()
 
     async def publish(self) -> PublishResult:
+        return await self._put(self.version)
+
+    async def hold(self) -> None:
+        """See :class:`orchestrator.api.HoldingTrainer`."""
         self._check()
-        version = self.version
+        await asyncio.sleep(self._costs.hold_seconds)
+        self._check()
+        self._held = self.version
+
+    async def publish_held(self) -> PublishResult:
+        """See :class:`orchestrator.api.HoldingTrainer`."""
+        return await self._put(self._held)
+
+    async def _put(self, version: int) -> PublishResult:
+        self._check()
         await asyncio.sleep(self._costs.publish_seconds)
         self._check()
         self._weights.put(version)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -69,6 +70,27 @@ class Gen(rdist.ActorGenCls):
             raise KeyError(f"made on {self.rank}")
 
 
+class Computes(rdist.ActorTrainCls):
+    """A trainer's shape: its calls compute without yielding, and something is sent beside them."""
+
+    concurrency = 8
+    beside = 1
+
+    @rdist.register(aggregate="first")
+    def compute(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return threading.get_ident()
+
+    @rdist.register(aggregate="first", beside=True)
+    async def send(self) -> int:
+        await asyncio.sleep(0.05)
+        return threading.get_ident()
+
+    @rdist.register(aggregate="first", beside=True)
+    async def refuse(self) -> None:
+        raise KeyError("the relay is away")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -116,6 +138,28 @@ def test_calls_go_where_they_were_declared_to_and_a_dead_worker_is_named() -> No
     while ray.available_resources().get("H20") != 26 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ray.available_resources().get("H20") == 26, "Ray has everything back"
+
+
+def test_a_call_beside_the_others_is_answered_while_another_computes() -> None:
+    cluster: Any = rdist.ActorTrain(Computes, {"train-0": None})
+
+    async def scenario() -> None:
+        await cluster.launch()
+        thread = await cluster.compute(0.0)
+        computing = asyncio.ensure_future(cluster.compute(20.0))
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(15):
+            assert await cluster.send() != thread
+            with pytest.raises(RetryableError, match="the relay is away"):
+                await cluster.refuse()
+        assert not computing.done()
+        computing.cancel()
+        await asyncio.gather(computing, return_exceptions=True)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        cluster.close()
 
 
 def test_a_worker_whose_init_raises_says_so_by_every_call() -> None:

@@ -41,6 +41,11 @@ class Taken(rdist.ActorGenCls):
     def launch(self) -> None: ...
 
 
+class Beside(rdist.ActorTrainCls):
+    @rdist.register(beside=True)
+    async def send(self) -> None: ...
+
+
 class Fine(rdist.ActorGenCls):
     def generate(self, ids: list[int]) -> None: ...
 
@@ -51,6 +56,7 @@ class Fine(rdist.ActorGenCls):
         (rdist.ActorTrain, Fine, "derive it from ActorTrainCls"),
         (rdist.Cluster, rdist.Worker, "derive it from ActorTrainCls or ActorGenCls"),
         (rdist.ActorGen, Taken, "clusters have a member of this name"),
+        (rdist.ActorTrain, Beside, "runs beside the other methods: say how many"),
     ],
 )
 def test_a_class_that_no_cluster_can_be_of_is_refused(kind: Any, worker: Any, words: str) -> None:

@@ -42,6 +42,7 @@ class Trained:
         machine.made += 1
         self._salt = str(machine.made) if machine.forgetful else ""
         self.version, self.weights = 0, ""
+        self.held: tuple[int, str] | None = None
 
     def _live(self) -> None:
         self._machine.calls += 1
@@ -63,6 +64,19 @@ class Trained:
         self._live()
         self._machine.relay.append((self.version, self.weights))
         return PublishResult(self.version, 1, 1, 0.0, self.weights)
+
+    async def hold(self) -> None:
+        self._live()
+        self.held = self.version, self.weights
+
+    async def publish_held(self) -> PublishResult:
+        self._live()
+        assert self.held is not None
+        held = self.held
+        await asyncio.sleep(0)  # beside a step
+        self._live()
+        self._machine.relay.append(held)
+        return PublishResult(held[0], 1, 1, 0.0, held[1])
 
     async def save(self, folder: str) -> None:
         self._live()
@@ -143,6 +157,23 @@ class Run:
                 await self.save(step + 1)
         return str(await self.trainer.call("export"))
 
+    async def play_overlapping(self, steps: int, every: int) -> str:
+        """Each version is published beside the next step, one at a time."""
+        await self.trainer.publish()
+        await self.save(0)
+        publishing = None
+        for step in range(steps):
+            assert (await self.trainer.train_step(TrainBatch(step, step, ()))).version == step + 1
+            if publishing is not None:
+                assert (await publishing).version == step
+            await self.trainer.hold()
+            publishing = asyncio.ensure_future(self.trainer.publish_held())
+            if (step + 1) % every == 0:
+                await self.save(step + 1)
+        assert publishing is not None
+        await publishing
+        return str(await self.trainer.call("export"))
+
 
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +191,21 @@ def test_wherever_it_dies_its_weights_and_versions_are_those_of_one_that_lived(d
     versions = [version for version, _ in run.machine.relay]
     assert versions == sorted(versions), "no version that is older than what the engines have"
     assert run.machine.made >= 1 + len(run.events("recovered"))
+
+
+@given(deaths=st.sets(st.integers(4, 90), max_size=3), every=st.integers(1, 5))
+def test_one_that_dies_while_a_version_is_published_beside_its_step_publishes_that_version(
+    deaths: set[int], every: int
+) -> None:
+    expected, run = Machine(), Run(Machine(deaths), restarts=4)
+    whole = asyncio.run(Run(expected).play_overlapping(8, every))
+    assert asyncio.run(run.play_overlapping(8, every)) == whole
+    published = dict(expected.relay)
+    assert dict(run.machine.relay) == published
+    assert all(published[version] == weights for version, weights in run.machine.relay)
+    versions = [version for version, _ in run.machine.relay]
+    assert versions == sorted(versions), "no version that is older than what the engines have"
+    assert not [event for event in run.events("recovered") if "bit for bit" in event["detail"]]
 
 
 def test_one_that_dies_in_a_step_trains_again_what_was_trained_since_the_checkpoint() -> None:

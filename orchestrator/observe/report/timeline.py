@@ -139,7 +139,7 @@ def _spans(stages: Sequence[Stage], starts: Sequence[float]) -> list[tuple[float
 _WAIT_TRAINING = dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
 _TRAINER = {
     "train_step": "train", "feed": "stream", "publish": "publish", "checkpoint": "checkpoint", "get_batch": "wait_rollout",
-    "evaluate": "wait_evaluation", **dict.fromkeys(_WEIGHT_STAGES, "wait_weights"),
+    "evaluate": "wait_evaluation", **dict.fromkeys((*_WEIGHT_STAGES, "wait_weights"), "wait_weights"),
 }  # fmt: skip
 _WEIGHTS = {"publish": "publish", **dict.fromkeys(_WEIGHT_STAGES, "update")}
 _BATCHWISE = {
