@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import orchestrator
 from orchestrator.api import ConfigError, CoserveError, RunError, bearer, tls
-from orchestrator.config import Config, load_config, to_json
 from orchestrator.observe.view import view_commands as looking
 from orchestrator.ops import help_text
 
 if TYPE_CHECKING:
+    from orchestrator.config import Config
     from orchestrator.runtime.device_plan import PlanRow
     from orchestrator.runtime.memory_plan import MemoryRow
 
@@ -268,6 +268,8 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
         from orchestrator.ops.calibration import config_from
 
         return config_from(_run_path(arguments.source), file, overrides)
+    from orchestrator.config import load_config
+
     return load_config(file, overrides)
 
 
@@ -341,6 +343,7 @@ def _lend(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from orchestrator.config import to_json
     from orchestrator.run_folder import RunFolder
     from orchestrator.runtime import changed_config, device_plan, preflight
 

@@ -18,12 +18,14 @@ import platform
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
-from orchestrator.config import Config, parse_config, to_json
 from orchestrator.durable_files import JournalFile, describe_byte, sync, write_durably
+
+if TYPE_CHECKING:  # what only looks at a run does without its sections, which take a quarter of a second
+    from orchestrator.config import Config
 
 FORMAT = 1  # of a run folder: config.json, events.jsonl, ledger.jsonl, live.json, turns.jsonl; folders without one are of this
 TURNS_FILE = "turns.jsonl"  # when each turn ran and where: orchestrator.observe.view.turn_spans
@@ -57,6 +59,8 @@ class RunFolder:
     @classmethod
     def create(cls, config: Config) -> RunFolder:
         """A new, numbered folder, locked, with the resolved config in it. Raises ConfigError when it cannot be written."""
+        from orchestrator.config import to_json
+
         parent = Path(config.run.folder)
         try:
             first = not parent.exists()
@@ -153,6 +157,8 @@ class RunFolder:
 
     def config(self) -> Config:
         """The config it was started with."""
+        from orchestrator.config import parse_config
+
         try:
             data = parse_object(self.config_file.read_bytes())
         except ValueError as error:

@@ -19,12 +19,14 @@ Guarantees:
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
 Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token, and a filter on task, date
-or version opens no file of another one.
+or version opens no file of another one. The first rows of an order are read from the files that may hold them
+(:func:`read_first`): of all others the footer is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +51,7 @@ from orchestrator.shards.shard_folder import shard_of
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
 _BEHIND = 4  # files that may be pending while the thread writes; then ``append`` waits for it
+_READERS = 4  # of footers, at a time: Arrow reads one without the interpreter's lock
 _PIECE = 16  # rows that become Arrow at a time
 _ROLLED_BACK = "_rolled_back"  # datasets skip names that start with an underscore
 _PART = re.compile(r"part-(\d+)\.parquet")
@@ -363,6 +366,97 @@ def read_trajectories(
         return data.to_table(
             columns=list(columns) if columns is not None else None, filter=filter, use_threads=not ordered
         )
+
+
+def read_first(
+    folder: str | Path,
+    columns: Sequence[str],
+    filter: pc.Expression | None,
+    order: Sequence[tuple[str, str]],
+    most: int,
+) -> tuple[pa.Table, int]:
+    """The first ``most`` rows, and how many rows pass ``filter`` (None: all). ``order``: pyarrow's sort keys, columns of numbers
+    that are among ``columns``; of two alike the smaller id comes first. A row without a value of the first key is none of
+    them. What is read: of each file its footer; with a filter, the columns that it names; and ``columns`` of the files only
+    that hold one of the rows, as far as statistics can say."""
+    where = pc.field(order[0][0]).is_valid() if filter is None else filter & pc.field(order[0][0]).is_valid()
+    files, total = _parts(Path(folder)), 0
+    found = SCHEMA.empty_table().select(list(columns))
+    with _damage(folder):
+        if filter is not None:
+            files, total = _passing(folder, files, where)
+        with ThreadPoolExecutor(_READERS) as readers:
+            parts = [_PartBounds.of(footer, order) for footer in readers.map(pq.read_metadata, files)]
+        if filter is None:
+            counted = all(part.counted for part in parts)
+            total = sum(part.rows for part in parts) if counted else _passing(folder, files, where)[1]
+        waiting = sorted(zip(parts, files, strict=True), key=lambda one: (one[0].best, _part_number(one[1])))
+        most, least = min(most, total), 1
+        while most and waiting:
+            last = _rank(found.slice(most - 1).to_pylist()[0], order) if found.num_rows == most else ()
+            batch: list[Path] = []
+            rows = 0
+            while waiting and waiting[-1][0].best >= last and (rows < most or len(batch) < least):
+                part, file = waiting.pop()
+                batch.append(file)
+                rows += part.rows
+            if not batch:
+                break
+            table = _dataset(Path(folder), batch).to_table(columns=list(columns), filter=where)
+            table = pa.concat_tables([found, table])
+            found = table.take(pc.select_k_unstable(table, most, [*order, ("trajectory_id", "ascending")]))
+            least *= 2  # of a filter that few rows of a file pass
+    return found, total
+
+
+def _passing(folder: str | Path, files: Sequence[Path], where: pc.Expression) -> tuple[list[Path], int]:
+    """The files that hold a row that passes, and how many rows do."""
+    if not files:
+        return [], 0
+    names = _dataset(Path(folder), files).to_table(columns=["__filename"], filter=where)["__filename"]
+    holding = {_part_number(Path(name)) for name in names.unique().to_pylist()}
+    return [file for file in files if _part_number(file) in holding], len(names)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartBounds:
+    """Of a file, by its footer. ``rows``: with a value of the first key, at most; ``counted``: just as many. ``best``: the rank
+    that no row of it is above."""
+
+    rows: int
+    counted: bool
+    best: tuple[float, ...]
+
+    @classmethod
+    def of(cls, footer: Any, order: Sequence[tuple[str, str]]) -> _PartBounds:
+        """Where there are no statistics, anything may be in the file."""
+        places = [_place(footer, name) for name, _ in order]
+        rows, counted, best = 0, True, (-math.inf,) * len(order)
+        for number in range(footer.num_row_groups):
+            group = footer.row_group(number)
+            facts = [None if place is None else group.column(place).statistics for place in places]
+            nulls = facts[0].null_count if facts[0] is not None and facts[0].has_null_count else None
+            held = group.num_rows - (nulls or 0)
+            rows, counted = rows + held, counted and nulls is not None
+            if held:
+                best = max(best, tuple(_bound(fact, by) for fact, (_, by) in zip(facts, order, strict=True)))
+        return cls(rows, counted, best)
+
+
+def _place(footer: Any, name: str) -> int | None:
+    """Of a column, among all leaves of all columns."""
+    return next((at for at in range(footer.num_columns - 1, -1, -1) if footer.schema.column(at).path == name), None)
+
+
+def _bound(fact: Any, by: str) -> float:
+    if fact is None or not fact.has_min_max:
+        return math.inf
+    return float(fact.max if by == "descending" else -fact.min)
+
+
+def _rank(row: Mapping[str, Any], order: Sequence[tuple[str, str]]) -> tuple[float, ...]:
+    """What comes sooner is larger."""
+    return tuple(float(row[name] if by == "descending" else -row[name]) for name, by in order)
 
 
 def open_store(folder: str | Path) -> Any:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.observe.turn_lines import parse_turn
 from orchestrator.run_folder import TURNS_FILE
-from orchestrator.store import NO_VERSION, read_trajectories
+from orchestrator.store import NO_VERSION, read_first, read_trajectories
 
 ORDERS = ("newest", "best", "worst", "longest")
 LINE = (  # columns of a line of a list
@@ -56,10 +57,9 @@ class TrajectoryChoice:
         said = [f"task {self.task}" if self.task else "", "" if self.step is None else f"step {self.step}", self.cause]
         return [part for part in (*said, rewards) if part]
 
-    def expression(self) -> pc.Expression:
-        """For a scan of the store."""
-        parts = [pc.scalar(True)]
-        parts += [pc.field(name) == value for name, value in (("task", self.task), ("group_id", self.group)) if value]
+    def expression(self) -> pc.Expression | None:
+        """For a scan of the store; None: all of it."""
+        parts = [pc.field(name) == value for name, value in (("task", self.task), ("group_id", self.group)) if value]
         if self.step is not None:
             parts.append(pc.field("step") == self.step - 1)
         if self.cause:
@@ -68,10 +68,7 @@ class TrajectoryChoice:
             parts.append(pc.field("total_reward") >= self.least)
         if self.most is not None:
             parts.append(pc.field("total_reward") <= self.most)
-        expression = parts[0]
-        for part in parts[1:]:
-            expression = expression & part
-        return expression
+        return functools.reduce(operator.and_, parts) if parts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,19 +180,15 @@ class TrajectoryReader:
         """``most`` lines from the ``first`` on, in that order, and how many pass the filter."""
         if order not in ORDERS:
             raise ConfigError("order", order, f"must be one of {', '.join(ORDERS)}")
-        table = read_trajectories(self._store, list(LINE), chosen.expression(), ordered=False)
-        if order in ("best", "worst"):  # what was never scored is neither
-            table = table.filter(pc.field("total_reward").is_valid())
         column, direction = {
             "newest": ("finished_at", "descending"),
-            "best": ("total_reward", "descending"),
+            "best": ("total_reward", "descending"),  # what was never scored is neither best nor worst
             "worst": ("total_reward", "ascending"),
             "longest": ("generated_tokens", "descending"),
         }[order]
-        keys = [(column, direction), ("finished_at", "descending"), ("trajectory_id", "ascending")]
-        most = min(most, max(0, table.num_rows - first))
-        places = pc.select_k_unstable(table, first + most, keys) if most else pa.array([], pa.int64())
-        return [_line(row) for row in table.take(places[first:]).to_pylist()], table.num_rows
+        keys = [(column, direction), ("finished_at", "descending")]
+        table, total = read_first(self._store, LINE, chosen.expression(), keys, first + most)
+        return [_line(row) for row in table.slice(first).to_pylist()], total
 
     def find(self, identity: str) -> dict[str, Any]:
         """The line of a trajectory. Raises ConfigError with the nearest ids where there is none of that name."""

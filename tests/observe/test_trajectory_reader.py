@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -94,6 +97,71 @@ def test_trajectories_are_found_by_step_reward_and_end(
     assert total == len(lines)
     page, total_again = reader.lines(chosen, order, first=1, most=2)
     assert (page, total_again) == (lines[1:3], total)
+
+
+def test_a_page_of_any_order_and_filter_is_the_one_that_sorting_everything_gives(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    store = TrajectoryStore(tmp_path / "trajectories", rows_per_file=20)
+    rows = []
+    for number in range(120):
+        reward = rng.choice([None, 0.0, 0.5, 1.0]) if number % 40 > 9 else None  # some files have no reward at all
+        at, turns = float(number // 20 * 10 + rng.randrange(40)), rng.randrange(1, 4)
+        end = "failed: env_timeout" if rng.random() < 0.1 else "trained"
+        rows.append((f"t{number}", reward, at, turns, number // 20 + 1, end))
+        store.append(trajectory(f"t{number}", reward, at=at, turns=turns), number // 20, end)
+    store.close()
+    reader = TrajectoryReader(tmp_path)
+    ranks = {"newest": lambda row: -row[2], "best": lambda row: -row[1], "worst": lambda row: row[1]}
+    ranks["longest"] = lambda row: -row[3]
+    choices = [
+        (TrajectoryChoice(), lambda row: True),
+        (TrajectoryChoice(step=4), lambda row: row[4] == 4),
+        (TrajectoryChoice(cause="failed"), lambda row: row[5] != "trained"),
+        (TrajectoryChoice(least=0.5, cause="trained"), lambda row: (row[1] or 0) >= 0.5 and row[5] == "trained"),
+    ]
+    for order, rank in ranks.items():
+        for chosen, passes in choices:
+            kept = [row for row in rows if passes(row) and (order not in ("best", "worst") or row[1] is not None)]
+            kept.sort(key=lambda row: (rank(row), -row[2], row[0]))
+            for first, most in ((0, 20), (9, 100)):
+                lines, total = reader.lines(chosen, order, first, most)
+                found = [line["trajectory_id"] for line in lines]
+                assert (found, total) == ([row[0] for row in kept[first : first + most]], len(kept)), (order, chosen)
+
+
+def test_a_first_page_reads_rows_of_those_files_only_that_may_hold_one_of_its_lines(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "trajectories", rows_per_file=10)
+    for number in range(400):
+        store.append(trajectory(f"t{number:03d}", number / 400, at=float(number)), number // 10, "trained")
+    store.close()
+    files = sorted((tmp_path / "trajectories").rglob("part-*.parquet"))
+    assert len(files) == 40
+    for file in files[:-2]:  # what is not a footer can no longer be read: every page has a checksum
+        data = bytearray(file.read_bytes())
+        body = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        data[4:body] = bytes(byte ^ 0xFF for byte in data[4:body])
+        file.write_bytes(data)
+    reader = TrajectoryReader(tmp_path)
+    newest = [f"t{number}" for number in range(399, 379, -1)]
+    for order in ("newest", "best"):
+        lines, total = reader.lines(TrajectoryChoice(), order)
+        assert ([line["trajectory_id"] for line in lines], total) == (newest, 400)
+    assert reader.lines(TrajectoryChoice(step=40))[1] == 10
+    for chosen, order, most in ((TrajectoryChoice(), "worst", 20), (TrajectoryChoice(), "newest", 21)):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            reader.lines(chosen, order, most=most)
+
+
+def test_who_lists_trajectories_waits_for_no_library_of_configs_or_engines(run: Path) -> None:
+    code = (
+        "import sys; from orchestrator.cli import main; code = main(sys.argv[1:])\n"
+        "heavy = {'pydantic', 'ray', 'torch', 'vllm', 'aiohttp', 'matplotlib', 'pandas'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {sorted(heavy)}' if heavy else code)"
+    )
+    asked = [sys.executable, "-c", code, "show", str(run)]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "5 trajectories of maze-001" in done.stdout
 
 
 def test_a_trajectory_is_read_turn_by_turn_with_its_group_and_who_said_what(run: Path) -> None:

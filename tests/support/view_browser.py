@@ -21,6 +21,14 @@ PROGRAM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 MISSING = "no Chromium is installed (Debian: apt-get install chromium)"
+AXE = Path(os.environ.get("AXE_CORE") or Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js")
+NO_AXE = "no axe-core: `npm install --no-save axe-core` here, or AXE_CORE=/path/to/axe.min.js"
+# Whole values that are not all to be seen.
+CUT = """[...document.querySelectorAll(".card-value, .card-label, .card-detail, .bars span, dd, td")]
+  .filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline")
+  .map((one) => one.innerText)"""
+_AXE_RUN = """axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}).then((found) => found.violations.flatMap(
+  (rule) => rule.nodes.map((node) => `${rule.id} ${node.target}: ${node.failureSummary}`)))"""
 
 
 class Page:
@@ -65,6 +73,9 @@ class Page:
             await self.tell(f"{domain}.enable")
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.tell("Emulation.setEmulatedMedia", features=scheme)
+        await self.resize(width, height)
+
+    async def resize(self, width: int, height: int) -> None:
         await self.tell(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
@@ -73,7 +84,8 @@ class Page:
         await self.tell("Page.navigate", url=url)
 
     async def value(self, expression: str) -> Any:
-        found = await self.tell("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Of a promise, what it comes to."""
+        found = await self.tell("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -86,6 +98,12 @@ class Page:
         except TimeoutError:
             text = await self.value("document.body ? document.body.innerText : ''")
             raise AssertionError(f"never true: {expression}\n{self.complaints}\n{text}") from None
+
+    async def axe(self) -> list[str]:
+        """What breaks WCAG 2.1 A or AA, as axe-core finds it, in words."""
+        await self.value(f"void 0;\n{AXE.read_text(encoding='utf-8')};\nvoid 0")
+        found: list[str] = await self.value(_AXE_RUN)
+        return found
 
     async def picture(self, file: Path) -> None:
         """Of the whole page, as PNG."""

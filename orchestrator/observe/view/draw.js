@@ -13,7 +13,15 @@ function make(space, tag, attributes, children) {
 }
 const html = (tag, attributes, ...children) => make(null, tag, attributes, children);
 const svg = (tag, attributes, ...children) => make(SVG, tag, attributes, children);
-const put = (id, ...children) => document.getElementById(id).replaceChildren(...children);
+// A table that is drawn again stays where it was scrolled to, and who is in it with the keyboard stays there.
+function put(id, ...children) {
+  const place = document.getElementById(id), before = place.querySelector(".scroll");
+  const [from, inside] = before ? [before.scrollLeft, before === document.activeElement] : [0, false];
+  place.replaceChildren(...children);
+  const now = place.querySelector(".scroll");
+  if (now && from) now.scrollLeft = from;
+  if (now && inside) now.focus({ preventScroll: true });
+}
 const empty = (text) => html("p", { class: "empty" }, text);
 
 const count = (value) => Math.round(value).toLocaleString("en-US");
@@ -40,10 +48,10 @@ function bars(rows, colour) {
     html("span", {}, count(value)))));
 }
 
-function table(head, rows, numbers) {
+function table(name, head, rows, numbers) {
   const side = (place) => (numbers.includes(place) ? { class: "number" } : {});
-  return html("div", { class: "scroll" }, html("table", { class: "tight" },
-    html("thead", {}, html("tr", {}, ...head.map((name, place) => html("th", side(place), name)))),
+  return html("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": name }, html("table", { class: "tight" },
+    html("thead", {}, html("tr", {}, ...head.map((title, place) => html("th", side(place), title)))),
     html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map((cell, place) => html("td", { ...side(place), "data-label": head[place] }, cell)))))));
 }
 

@@ -13,7 +13,7 @@ function draw(now) {
   const older = now.older ? [html("span", {}, `${count(now.older)} older ones are not shown`)] : [];
   put("meta", html("span", {}, `${count(going)} of ${count(now.runs.length)} running`), ...older);
   put("runs", now.runs.length
-    ? table(["Run", "State", "Mode", "Step", "Success", "Reward", "In flight", "Staleness", "Faults", "Time"],
+    ? table("Runs", ["Run", "State", "Mode", "Step", "Success", "Reward", "In flight", "Staleness", "Faults", "Time"],
       now.runs.map((run) => [
         html("a", { href: `run/${encodeURIComponent(run.folder)}/` }, run.folder), state(run),
         run.kind === "real" ? run.mode || "–" : `${run.mode}, simulated`, `${count(run.step)} of ${count(run.steps)}`,

@@ -21,7 +21,7 @@ function link(identity, words) {
 function drawLines(now, place) {
   const last = now.first + now.trajectories.length;
   put("title", now.total ? `${count(now.first + 1)} to ${count(last)} of ${count(now.total)} trajectories` : "No trajectory");
-  put("lines", now.trajectories.length ? table(["Trajectory", "Task", "Step", "Reward", "Turns", "Tokens said", "Time", "End"],
+  put("lines", now.trajectories.length ? table("Trajectories", ["Trajectory", "Task", "Step", "Reward", "Turns", "Tokens said", "Time", "End"],
     now.trajectories.map((line) => [link(line.trajectory_id), line.task, count(line.step), reward(line.total_reward),
       count(line.total_steps), count(line.generated_tokens), seconds(line.wall_time), ended(line.outcome)]), [2, 3, 4, 5, 6])
     : empty("Nothing is stored that fits; a run stores what has ended."));
@@ -37,6 +37,7 @@ function drawLines(now, place) {
   put("pages", ...turns);
 }
 
+const SAID = ["c1", "c2", "c3", "c4", "c6", "c7"]; // of versions, in turn; c5 is too light for text
 function spoken(turn, colours) {
   return turn.action.map((span) => html("span", { class: `said ${colours.get(span.version)}`,
     title: `version ${span.version}, ${count(span.tokens)} tokens${span.logprob === null ? "" : `, mean log-prob ${brief(span.logprob)}`}` }, span.text));
@@ -44,7 +45,7 @@ function spoken(turn, colours) {
 
 function drawOne(shown) {
   const line = shown.line, versions = [...new Set(shown.turns.flatMap((turn) => turn.action.map((span) => span.version)))].sort((a, b) => a - b);
-  const colours = new Map(versions.map((version, place) => [version, `c${1 + (place % 6)}`]));
+  const colours = new Map(versions.map((version, place) => [version, SAID[place % SAID.length]]));
   const facts = [line.task, `step ${count(line.step)}`, `reward ${reward(line.total_reward)}`, `advantage ${reward(line.advantage)}`,
     `${count(line.generated_tokens)} of ${count(line.total_tokens)} tokens said`, seconds(line.wall_time)];
   if (line.truncated) facts.push("truncated");

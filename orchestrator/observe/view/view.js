@@ -75,7 +75,7 @@ const late = (number, all, blamed) => (all === undefined ? "–" : `${count(numb
 function beside(now) {
   const rows = now.workers.filter((row) => row.budget !== undefined);
   document.getElementById("beside-figure").hidden = !rows.length;
-  put("beside", table(
+  put("beside", table("Beside serving",
     ["Worker", "Lent pages", "MiB", "TTFT slack", "TPOT slack", "Arrival slack", "TTFT misses · by rollouts", "TPOT misses · by rollouts"],
     rows.map((row) => [row.name, `${count(row.pages)} of ${count(row.budget)}`, brief((row.pages * row.page_bytes) / (1 << 20)), slack(row.ttft_slack),
       slack(row.tpot_slack), slack(row.arriving), late(row.late_first, row.firsts, row.blamed_first), late(row.late_next, row.nexts, row.blamed_next)]),
@@ -90,7 +90,7 @@ function underWay(now) {
   put("reasons", reasons.length ? bars(reasons, "c1") : empty(none));
   const lent = now.workers.some((row) => row.handed_back !== undefined);  // by servers of serving GPUs
   put("workers", now.workers.length
-    ? table(["Worker", "State", "KV now · mean", "Requests", "Running now · mean", "Waiting", "Version", "Tokens/s", ...(lent ? ["Handed back"] : [])],
+    ? table("Workers", ["Worker", "State", "KV now · mean", "Requests", "Running now · mean", "Waiting", "Version", "Tokens/s", ...(lent ? ["Handed back"] : [])],
       now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.requests), running(row), whole(row.waiting), whole(row.version),
         row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s), ...(lent ? [whole(row.handed_back)] : [])]), [3, 4, 5, 6, 7, 8])
     : empty("None has said how it is."));
@@ -99,7 +99,7 @@ function underWay(now) {
   document.getElementById("trajectories-title").textContent =
     `The oldest trajectories (${count(rows.length)} of ${count(now.in_flight)} in flight, ${count(now.buffered)} scored and buffered, ${count(now.queue)} turns queued)`;
   put("trajectories", rows.length
-    ? table(["Trajectory", "Task", "Waits for", "Worker", "Turns", "Age"],
+    ? table("The oldest trajectories", ["Trajectory", "Task", "Waits for", "Worker", "Turns", "Age"],
       rows.map((row) => [row.id, row.task, row.waits, row.worker || "–", count(row.turns), `${brief(row.age)} s`]), [4, 5])
     : empty(none));
 }
@@ -112,7 +112,7 @@ function learning(now) {
     return html("figure", {}, html("figcaption", {}, html("h3", {}, title)), html("div", { id: name }, drawing));
   }));
   put("learning", now.learning.length
-    ? table(["What", "Value"], now.learning.map(([what, , value]) => [what, value === null ? "–" : brief(value)]), [1])
+    ? table("The trainer's last step", ["What", "Value"], now.learning.map(([what, , value]) => [what, value === null ? "–" : brief(value)]), [1])
     : empty("No step was trained yet."));
 }
 
@@ -123,7 +123,7 @@ function accounts(now) {
   const lags = Object.entries(now.lag).map(([lag, number]) => [lag === "1" ? "1 version" : `${lag} versions`, number]);
   put("lag", lags.length ? bars(lags, "c2") : empty("No batch was taken yet."));
   put("incidents", now.incidents.length
-    ? table(["When", "Kind", "What", "Detail"], now.incidents.map((row) => [clock(row.t), html("span", { class: incident[row.kind] || "incident-bad" }, row.kind), row.what, row.detail]), [])
+    ? table("What went wrong", ["When", "Kind", "What", "Detail"], now.incidents.map((row) => [clock(row.t), html("span", { class: incident[row.kind] || "incident-bad" }, row.kind), row.what, row.detail]), [])
     : empty("Nothing."));
 }
 
