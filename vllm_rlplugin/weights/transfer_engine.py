@@ -121,9 +121,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             if method := self.model_config.quantization:
                 fix = "weights that vLLM quantises cannot be updated: serve the model unquantised, or without a weight relay"
                 raise ConfigError("quantization", method, fix)
-            if gone := [name for name, weight in self.model.named_parameters() if not weight.numel()]:
-                fix = "vLLM has let go of it after packing it, so it cannot be updated: with MLA on a processor with AMX, "
-                raise ConfigError("model", gone[0], fix + "give attention_config = {'backend': 'CPU_MLA'}")
+            if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self.model.modules()):
+                fix = "its kernels let go of weights after packing them, and vLLM cannot load those again: "
+                raise ConfigError("attention_config.backend", "AMX_MLA", fix + "take 'CPU_MLA'")
             endpoint = RelayEndpoint.from_dict(init_info.endpoint)
             self._fetcher = VersionFetcher(endpoint, self.ranks.number)
         except CoserveError as error:
