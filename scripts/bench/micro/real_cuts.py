@@ -128,7 +128,7 @@ def try_cut(operations: Sequence[Operation], at: int, seed: str, folder: Path, w
         try:
             life = _reopen(RunFolder.open(root / "cut-001"))
         except (ConfigError, RunError) as error:
-            refused = str(error)[:300]
+            refused = str(error).replace(f"{root}/", "")[:300]
             missing = len(ids) if committed else 0
             return row | {
                 "resumed_at": None,
