@@ -1,4 +1,5 @@
-"""The fit of recorded lengths finds the shares that lengths were made with, and what is committed is what it finds."""
+"""The fit of recorded lengths finds the shares that lengths were made with, sizes are solved for printed times, and what is
+committed is what was found."""
 
 import json
 import math
@@ -6,6 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from orchestrator.sim.paper_setups import load_scenario
+from scripts.bench.papers import response_sizes
 from scripts.bench.papers.length_fit import (
     FILE,
     LengthShares,
@@ -88,3 +91,23 @@ def test_the_committed_fit_is_that_of_the_committed_sets() -> None:
 def test_a_file_without_tau_bench_is_not_written() -> None:
     with pytest.raises(SystemExit):
         main(["--write"])
+
+
+def test_a_size_is_solved_for_a_printed_time_and_none_is_made_up_where_none_gives_it() -> None:
+    assert response_sizes.solved(lambda size: 3 * size + 20, 320.0, 10.0, 900.0) == pytest.approx(100, rel=0.01)
+    assert response_sizes.solved(lambda size: size**2, 2500.0, 10.0, 90.0) == pytest.approx(50, rel=0.06)
+    assert response_sizes.solved(lambda size: size, 100.0, 1.0, 90.0) is None
+
+
+def test_the_committed_sizes_are_those_of_the_scenarios_and_their_residuals_are_said() -> None:
+    found = json.loads(response_sizes.FILE.read_text(encoding="utf-8"))["sizes"]
+    assert [one["solved_tokens"] is None for one in found] == [False, False, True]
+    for one in found:
+        scenario, task = one["task"].split(" and ")[0].split(", ")
+        assert load_scenario(scenario).sim.tasks[task].response_tokens == one["frozen_tokens"]
+        if one["solved_tokens"]:
+            assert abs(one["residual"]["off"]) < 0.05
+            assert one["frozen_tokens"] == pytest.approx(one["solved_tokens"], rel=0.1)
+            assert one["tests"]
+        else:
+            assert one["why_not_frozen"]

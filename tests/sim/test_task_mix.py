@@ -1,6 +1,7 @@
 """The simulated workload of several tasks: what is drawn is what was declared, and a run of it accounts for everything."""
 
 import math
+import random
 import statistics
 from collections import Counter
 
@@ -111,11 +112,20 @@ def test_a_prompt_that_comes_back_has_its_own_part_again_and_its_trajectories_ha
     assert statistics.correlation(first, second) > 0.75
 
 
-def test_without_a_trajectory_s_share_nothing_is_drawn_for_it() -> None:
-    plain, none = TaskMix(config()), TaskMix(config("sim.tasks.math.trajectory_share=0"))
+def test_without_a_trajectory_s_share_nothing_is_drawn_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = set[object]()
+
+    def noted(*parts: object) -> random.Random:
+        drawn.add(parts[1])
+        return random_stream(*parts)
+
+    plain, shared = TaskMix(config()), TaskMix(config(*SHARED))
     opening = plain.opening("math", random_stream(3))
-    both = [[mix.response(opening, "t", turn, 10**6) for turn in range(5)] for mix in (plain, none)]
-    assert both[0] == both[1]
+    monkeypatch.setattr("orchestrator.sim.task_mix.random_stream", noted)
+    plain.response(opening, "t", 0, 10**6)
+    assert drawn == {"response"}
+    shared.response(opening, "t", 0, 10**6)
+    assert drawn == {"response", "trajectory"}
 
 
 @pytest.mark.parametrize(
