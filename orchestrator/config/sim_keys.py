@@ -22,8 +22,9 @@ def _from_the_first(value: object) -> object:
 
 class SimTaskSection(Section):
     """A task of the simulated workload: sizes in tokens of the engine, times in seconds, means with the sigma of their
-    logarithm (lognormal), or with ``normal``, of the value over the mean. ``prompt_share``: of the variance of log(length) that
-    belongs to the prompt, the same for all members of a group."""
+    logarithm (lognormal), or with ``normal``, of the value over the mean. ``prompt_share`` and
+    ``trajectory_share``: of the variance of log(length) that belong to the prompt, the same for all members of a group and each
+    time that it comes back, and to the trajectory, the same for all its turns; what is left is each turn's own."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0  # share of the prompts, relative to the other tasks
     turns_min: Positive = 1
@@ -37,6 +38,7 @@ class SimTaskSection(Section):
     # by which response_tokens grows with each batch of prompts, 61 times at most: as training continues
     response_growth: Annotated[float, Field(ge=0)] = 0.0
     prompt_share: Fraction = 0.0
+    trajectory_share: Fraction = 0.0  # with prompt_share at most 1
     reset_seconds: Seconds = 0.0
     reset_sigma: Sigma = 0.0
     step_seconds: Seconds = 0.0
@@ -49,6 +51,12 @@ class SimTaskSection(Section):
     def conflicts(self) -> Iterator[Conflict]:
         if self.turns_min > self.turns_max:
             yield "turns_min", self.turns_min, f"must not be above turns_max = {self.turns_max}"
+        if self.prompt_share + self.trajectory_share > 1.0:
+            yield (
+                "trajectory_share",
+                self.trajectory_share,
+                f"must not be above 1 - prompt_share = {1.0 - self.prompt_share:.6g}",
+            )
 
 
 class SimBorrowedSection(Section):

@@ -90,9 +90,12 @@ class TaskMix:
         task = self.tasks[number]
         usual = task.response_tokens + stage * task.response_growth
         rng = random_stream(self._seed, "response", trajectory_id, turn)
-        own = task.response_sigma * (1.0 - task.prompt_share) ** 0.5
+        own = task.response_sigma * max(0.0, 1.0 - task.prompt_share - task.trajectory_share) ** 0.5
         shared = task.response_sigma * task.prompt_share**0.5
         mean = usual * 2.718281828459045 ** (shared * _QUANTILES[quantile] - shared * shared / 2)
+        if task.trajectory_share:  # a stream of its own, so that a turn's own part is drawn as it is without it
+            kept = task.response_sigma * task.trajectory_share**0.5
+            mean = lognormal(random_stream(self._seed, "trajectory", trajectory_id), mean, kept)
         length = self.simulated_tokens(rng, lognormal(rng, mean, own))
         limit = min(limit, -(-task.response_max // self.grain))
         said = draw_words(rng, min(length, limit))

@@ -21,8 +21,10 @@ from orchestrator.runtime import engine_cuts
 from orchestrator.sim.paper_setups import load_scenario
 from scripts.bench import BENCHES
 from scripts.bench.papers import borrowed, heddle, sweep
-from scripts.bench.papers.calibration import CONSTANTS, calibrated_by
+from scripts.bench.papers.calibration import CONSTANTS, SHARES, assumed_for, calibrated_by, played_before
+from scripts.bench.papers.length_fit import FILE as FITTED
 from scripts.bench.papers.refusals import REFUSED, refused_for
+from scripts.bench.papers.rollart_setups import rollart
 from scripts.bench.papers.rose_figures import SIZES
 from scripts.bench.papers.runner import Cells, Figure, Found, Reading, as_kept, each_seed, row, rows_over_seeds
 from scripts.bench.papers.simulated_page import page
@@ -225,6 +227,33 @@ def test_rows_are_flagged_where_a_constant_was_taken_from_what_they_are_compared
     assert set().union(*(constant.rows for constant in CONSTANTS)) <= {*BENCHES}
 
 
+@pytest.mark.parametrize("taken", SHARES, ids=lambda taken: f"{taken.scenario} {taken.task}")
+def test_each_assumed_share_is_that_of_the_committed_fit_and_is_what_its_scenario_plays(taken: Any) -> None:
+    fitted = json.loads(FITTED.read_text(encoding="utf-8"))["sets"][taken.recorded]["shares"]
+    assert taken.prompt == fitted["prompt"]["share"]
+    assert taken.trajectory in (None, fitted["trajectory"]["share"])
+    task = load_scenario(taken.scenario).sim.tasks[taken.task]
+    assert (task.prompt_share, task.trajectory_share) == (taken.prompt, taken.trajectory or 0.0)
+    if taken.trajectory is None:
+        assert task.turns_max == 1
+    assert set(taken.rows) <= {*BENCHES}
+
+
+def test_swe_bench_in_the_mix_of_32b_is_the_scenario_s_own() -> None:
+    assert rollart("32B", "async").sim.tasks["swe-bench"] == load_scenario("rollart-swe").sim.tasks["swe-bench"]
+
+
+def test_rows_say_what_of_them_is_assumed_from_recorded_sets_and_older_ones_that_they_are_older() -> None:
+    assert assumed_for("heddle", "anything").endswith("tau-bench/airline, smollm2/problems")
+    assert assumed_for("rollart-figures", "three jobs on the 16 GPUs: rollout, serverless rewards, s").endswith(
+        ": smollm2/problems"
+    )
+    assert assumed_for("rollpacker-figures", "anything") == ""
+    assert played_before("heddle", [{"what": "a"}])
+    assert not played_before("heddle", [{"what": "a", "assumed": "b"}])
+    assert not played_before("borrowed", [{"what": "a"}])
+
+
 @pytest.mark.parametrize(
     ("key", "given"),
     [
@@ -346,6 +375,8 @@ def test_a_whole_figure_can_be_read_and_shown(name: str, tmp_path: Path) -> None
     refused = {row["refused"] for row in result["detail"]["rows"] if "refused" in row}
     assert refused <= {one.why for one in REFUSED if name in one.rows}
     assert refused or name not in ("expert-parallelism", "heddle")
+    assert not played_before(name, result["detail"]["rows"])
+    assert any("assumed" in row for row in result["detail"]["rows"]) == any(name in one.rows for one in SHARES)
     (tmp_path / f"{name}.json").write_text(json.dumps(result))
     assert page(tmp_path)
 

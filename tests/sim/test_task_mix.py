@@ -1,16 +1,19 @@
 """The simulated workload of several tasks: what is drawn is what was declared, and a run of it accounts for everything."""
 
+import math
+import random
 import statistics
 from collections import Counter
 
 import pytest
 
-from orchestrator.api import Prompt
+from orchestrator.api import ConfigError, Prompt
 from orchestrator.config import Config, load_config
 from orchestrator.sim.seeded_draws import END, random_stream
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.task_mix import TaskMix
 from orchestrator.sim.twins import SimTask
+from scripts.bench.papers.length_fit import RecordedEpisode, of_set
 from scripts.bench.virtual_run import run
 
 
@@ -64,6 +67,79 @@ def test_responses_have_the_declared_mean_and_members_of_a_group_resemble_each_o
     assert statistics.mean(everybody) == pytest.approx(3000, rel=0.08)
     means = [statistics.mean(group) for group in groups]
     assert statistics.stdev(means) > 0.5 * statistics.stdev(everybody)
+
+
+SHARED = (
+    "sim.tasks.math.response_max=2000000",
+    "sim.grain=1",
+    "sim.tasks.math.prompt_share=0.3",
+    "sim.tasks.math.trajectory_share=0.4",
+)
+
+
+def test_lengths_have_the_shares_of_prompt_and_trajectory_that_were_asked_for() -> None:
+    workload, episodes = TaskMix(config(*SHARED, "sim.tasks.math.response_tokens=400")), []
+    for prompt in range(200):
+        opening = workload.opening("math", random_stream(prompt))
+        for member in range(5):
+            said = [workload.response(opening, f"{prompt}-{member}", turn, 10**6) for turn in range(4)]
+            episodes.append(RecordedEpisode(str(prompt), 0, tuple(map(len, said))))
+    found = of_set(episodes)
+    assert found["sigma"] == pytest.approx(0.8, rel=0.06)
+    assert statistics.mean(length for one in episodes for length in one.said) == pytest.approx(400, rel=0.08)
+    for name, asked in (("prompt", 0.3), ("trajectory", 0.4)):
+        low, high = found["shares"][name]["interval"]
+        assert low <= asked <= high, name
+
+
+def test_a_prompt_that_comes_back_has_its_own_part_again_and_its_trajectories_have_others() -> None:
+    given = config(*SHARED, "sim.data_set=30", "sim.tasks.game.weight=1e-9", "sim.tasks.math.prompt_tokens=8")
+    task, workload = SimTask(given), TaskMix(given)
+    prompts = [prompt for prompt, _ in zip(task.prompts("train", 0), range(60), strict=False)]
+    openings = [workload.beginning(prompt.task, prompt.seed)[1] for prompt in prompts]
+    assert openings[:30] == openings[30:]
+    assert len({opening[1] for opening in openings[:30]}) > 15
+
+    def mean(epoch: int, place: int) -> float:
+        opening = openings[30 * epoch + place]
+        logs = [
+            math.log(len(workload.response(opening, f"{epoch}-{place}-{member}", 0, 10**6))) for member in range(24)
+        ]
+        return statistics.mean(logs)
+
+    first, second = ([mean(epoch, place) for place in range(30)] for epoch in (0, 1))
+    assert first != second
+    assert statistics.correlation(first, second) > 0.75
+
+
+def test_without_a_trajectory_s_share_nothing_is_drawn_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = set[object]()
+
+    def noted(*parts: object) -> random.Random:
+        drawn.add(parts[1])
+        return random_stream(*parts)
+
+    plain, shared = TaskMix(config()), TaskMix(config(*SHARED))
+    opening = plain.opening("math", random_stream(3))
+    monkeypatch.setattr("orchestrator.sim.task_mix.random_stream", noted)
+    plain.response(opening, "t", 0, 10**6)
+    assert drawn == {"response"}
+    shared.response(opening, "t", 0, 10**6)
+    assert drawn == {"response", "trajectory"}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (["sim.tasks.math.trajectory_share=1.5"], "trajectory_share"),
+        (["sim.tasks.math.trajectory_share=-0.1"], "trajectory_share"),
+        (["sim.tasks.math.prompt_share=0.7", "sim.tasks.math.trajectory_share=0.5"], "trajectory_share"),
+        (["sim.tasks.math.prompt_share=2"], "prompt_share"),
+    ],
+)
+def test_shares_that_are_none_are_one_error_each(given: list[str], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sim\.tasks\.math\.{field}"):
+        config(*given)
 
 
 def test_a_response_ends_at_the_task_s_own_limit() -> None:

@@ -1,16 +1,18 @@
 """The constants of simulated figures that were taken from a printed number, frozen: one list for all figures.
 
 Guarantees, tested: each constant has this value where it lives, so that no figure is played with another; each row that is
-compared with what a constant was taken from is flagged with the constant's name, in the figure's file and on the page: it proves
-nothing. What was taken from data sheets and from published measurements of kernels is not here
-(:mod:`orchestrator.sim.hardware`), and neither is what is ASSUMED (the scenarios say it).
+compared with what a constant was taken from is flagged with the constant's name, in the figure's file and on the page: it
+proves nothing. Beside them, what is ASSUMED by what was recorded of something alike (:data:`SHARES`): each has the value of the
+committed fit, and each row that is played with it says so, under ``assumed``. What was taken from data sheets and from published
+measurements of kernels is not here (:mod:`orchestrator.sim.hardware`), and neither is what else is ASSUMED: scenarios say it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,20 @@ CONSTANTS = (
         {"affinity": r"^frozenlake, batch"},
     ),
     Calibrated(
+        "SWE-bench's tokens a turn",
+        300,
+        ("rollart-swe", "sim.tasks.swe-bench.response_tokens"),
+        "RollArt figure 3, 69 % of 366 s",
+        {"sim-error": r"^step of Qwen3-8B on SWE-bench|^generation and environments in it"},
+    ),
+    Calibrated(
+        "GEM-math's tokens a turn at 16k",
+        500,
+        ("rollart-rewards", "sim.tasks.gem-math.response_tokens"),
+        "RollArt figure 12, serverless rewards, three jobs",
+        {"rollart-figures": r"^three jobs on the 16 GPUs: rollout, serverless"},
+    ),
+    Calibrated(
         "scores at a time, a GPU",
         16,
         ("orchestrator.sim.paper_setups", "SCORES"),
@@ -102,6 +118,60 @@ CONSTANTS = (
         {"rose-figures": r"32B, serving alone"},
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedShares:
+    """``sim.tasks``' prompt_share and trajectory_share of ``task`` in ``scenario``, from ``recorded``, a set of
+    ``length_fit.json``; None: not set, as the task has one turn. ``rows``: by figure, a pattern of the rows that are played with
+    it."""
+
+    scenario: str
+    task: str
+    recorded: str
+    prompt: float
+    trajectory: float | None
+    rows: Mapping[str, str]
+
+
+_MIX = {
+    "modes": "",
+    "affinity": "",
+    "rollart-figures": r"alpha|throughput of async|step time, transfer|s a step of affinity|redundant",
+    "all-together": r"^RollArt's workload",
+}
+_SWE = {
+    "modes": r"^32B",
+    "affinity": r"^32B",
+    "rollart-figures": r"1P3D|2P2D",
+    "sim-error": r"SWE-bench|^generation and environments|^training in it",
+}
+_REWARDS, _HEDDLE = {"rollart-figures": r"^16 GPUs a job|^three jobs"}, {"heddle": ""}
+_SOLVED, _ASKED, _PLAYED = "smollm2/problems", "tau-bench/airline", "smollm2/puzzles"
+# by what is said in a turn, chosen before any of them was played: reasoned maths, reasoned moves, an agent's calls and messages,
+# bare moves. ROSE's FrozenLake has none: its tokens and their spread were calibrated together with the share that it has.
+SHARES = (
+    RecordedShares("rollart", "frozenlake", "tasks/household", 0.344, 0.076, _MIX),
+    RecordedShares("rollart", "webshop", _ASKED, 0.078, 0.015, _MIX),
+    RecordedShares("rollart", "gem-math", _SOLVED, 0.13, 0.495, _MIX),
+    RecordedShares("rollart", "gem-game", _PLAYED, 0.289, None, _MIX),
+    RecordedShares("rollart-rewards", "gem-math", _SOLVED, 0.13, 0.495, _REWARDS),
+    RecordedShares("rollart-swe", "swe-bench", _ASKED, 0.078, 0.015, _SWE),
+    RecordedShares("heddle", "coding", _ASKED, 0.078, 0.015, _HEDDLE),
+    RecordedShares("heddle", "search", _ASKED, 0.078, 0.015, _HEDDLE),
+    RecordedShares("heddle", "math", _SOLVED, 0.13, 0.495, _HEDDLE),
+)
+
+
+def assumed_for(figure: str, row: str) -> str:
+    """What is ASSUMED from recorded sets in this row; "" for nothing."""
+    sets = dict.fromkeys(one.recorded for one in SHARES if figure in one.rows and re.search(one.rows[figure], row))
+    return f"shares of lengths, as recorded: {', '.join(sets)}" if sets else ""
+
+
+def played_before(figure: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether rows of a file were played before the shares that they would be played with now."""
+    return any(assumed_for(figure, row["what"]) and not row.get("assumed") for row in rows)
 
 
 def calibrated_by(figure: str, row: str) -> str:

@@ -92,10 +92,11 @@ def pack(trajectories: list[Trajectory], about: Mapping[str, str]) -> bytes:
 
 def packed(file: str | Path) -> list[Case]:
     """A packed set. Raises ConfigError for what is none."""
-    return _cases(_trajectories(file))
+    return _cases(trajectories_in(file))
 
 
-def _trajectories(file: str | Path) -> list[Trajectory]:
+def trajectories_in(file: str | Path) -> list[Trajectory]:
+    """Those of a packed set. Raises ConfigError for what is none."""
     try:
         data = json.loads(lzma.decompress(Path(file).read_bytes()))
         if data["format"] != FORMAT:
@@ -109,7 +110,7 @@ def episodes(file: str | Path) -> EpisodeTraces:
     """A packed set as the simulator plays it: lengths and times of each turn, in groups of a prompt; resets take no time, and a
     reward is drawn. Raises ConfigError for what is none."""
     found, groups, tasks = list[EpisodeTrace](), dict[tuple[str, str], list[int]](), list[str]()
-    for one in _trajectories(file):
+    for one in trajectories_in(file):
         turns = tuple(
             TracedTurn(
                 max(len(turn.observation_ids), 1 if number else PREFIX), len(turn.action_ids), turn.environment_seconds

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.sim.cost_model import RooflineCosts, RooflineTraining
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import load_scenario
-from scripts.bench.papers.calibration import calibrated_by
+from scripts.bench.papers.calibration import assumed_for, calibrated_by
 from scripts.bench.papers.run_figures import measure
 from scripts.bench.papers.runner import Run
 
@@ -33,6 +33,7 @@ def median_error(table: list[dict[str, Any]]) -> float:
 
 
 def _row(what: str, predicted: float, printed: float, source: str, unit: str, note: str = "") -> dict[str, Any]:
+    assumed = assumed_for("sim-error", what)
     return {
         "what": what,
         "predicted": round(predicted, 4),
@@ -42,6 +43,7 @@ def _row(what: str, predicted: float, printed: float, source: str, unit: str, no
         "source": source,
         "note": note,
         "calibration": bool(calibrated_by("sim-error", what)),
+        **({"assumed": assumed} if assumed else {}),
     }
 
 
@@ -111,7 +113,7 @@ def _profile() -> list[dict[str, Any]]:
 def _runs() -> list[dict[str, Any]]:
     """Numbers of whole steps."""
     swe = measure(load_scenario("rollart-swe", ["run.steps=4"], 2))
-    source, assumed = "RollArt 3.1, figure 3", "tokens a turn and environment times are assumed"
+    source, assumed = "RollArt 3.1, figure 3", "environment times and shares of lengths are assumed"
     rest = swe.step_seconds - swe.train_seconds
     found = [
         _row("step of Qwen3-8B on SWE-bench", swe.step_seconds, 366.0, source, "s", assumed),

@@ -29,7 +29,7 @@ from scripts.bench.papers.runner import Cells, Figure, Found, Reading, Row, each
 _SCALE = 16  # a 16th of cluster and batch, for figure 13
 _TRANSFERS = (("8B", 38.6, 1.4), ("14B", 84.1, 5.1), ("32B", 157.0, 9.6))  # table 4: without overlap, and exposed
 _JUDGES = 16  # requests that a judging GPU serves at a time: ASSUMED, as in orchestrator.sim.paper_setups
-_ASSUMED = "tokens a turn are assumed; half the GPUs hold twice the sequences, which a memory-bound step hardly feels"
+_ASSUMED = "tokens a turn are by one of the bars; half the GPUs hold twice the sequences, which a memory-bound step hardly feels"
 _TABLE_5 = (  # model, name, workers of H800 and H20, printed seconds: apart, and both on all
     ("Qwen3-32B", "1P3D", 2, 6, 722.7, 741.2),
     ("Qwen3-32B", "2P2D", 4, 4, 701.6, 734.9),
@@ -185,7 +185,7 @@ def _table_5_cells() -> Cells:
 
 def _table_5(found: Found) -> tuple[dict[str, Any], list[Row]]:
     times, rows, source = dict[str, Any](), list[Row](), "RollArt 7.4, table 5"
-    assumed = "tokens a turn and environment times are assumed"
+    assumed = "environment times and shares of lengths are assumed"
     for model, name, _, _, apart, both in _TABLE_5:
         seconds = {how: found[f"table 5/{model}, {name}/{how}"]["rollout_seconds"] for how in ("both", "apart")}
         times |= {f"{model}, {name}, {how}": took for how, took in seconds.items()}

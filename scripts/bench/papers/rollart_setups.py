@@ -20,7 +20,8 @@ ONE_CLASS = (
     *COLLECTIVE,
 )  # weights over NCCL in the cluster, no Mooncake across Ethernet (table 4)
 _PARALLEL = {"8B": 1, "14B": 2, "32B": 4}  # rollout TP (RollArt 7.1)
-_SWE = "turns_min=30 turns_max=50 prompt_tokens=2000 observation_tokens=450 response_tokens=200 response_max=4096 "
+_SWE = "turns_min=30 turns_max=50 prompt_tokens=2000 observation_tokens=350 response_tokens=300 response_max=4096 "
+_SWE += "prompt_share=0.078 trajectory_share=0.015 "
 _SWE += "reset_seconds=20 reset_sigma=0.5 step_seconds=1 step_sigma=1 reward_seconds=2 reward_sigma=0.5"
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.config import Config
 from orchestrator.sim.simulated_run import simulate
-from scripts.bench.papers.calibration import calibrated_by
+from scripts.bench.papers.calibration import assumed_for, calibrated_by
 from scripts.bench.papers.refusals import refused_for
 from scripts.bench.result import frame, now
 
@@ -129,9 +129,12 @@ def _mean_row(ones: Sequence[Row]) -> Row:
 
 
 def _flagged(figure: str, one: Row) -> Row:
-    """With the constant that was taken from what the row is compared with, and why a real run refuses it."""
+    """With the constant that was taken from what the row is compared with, what is ASSUMED from recorded sets, and why a real run
+    refuses it."""
+    assumed = assumed_for(figure, one["what"])
     constant, why = calibrated_by(figure, one["what"]), refused_for(figure, f"{one['what']} {one['source']}")
-    return {**one, **({"calibration": constant} if constant else {}), **({"refused": why} if why else {})}
+    flags = {"calibration": constant, "assumed": assumed, "refused": why}
+    return {**one, **{name: flag for name, flag in flags.items() if flag}}
 
 
 class Run:

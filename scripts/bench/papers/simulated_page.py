@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.sim.ablation import PLANNED
-from scripts.bench.papers.calibration import calibrated_by
+from scripts.bench.papers.calibration import calibrated_by, played_before
 from scripts.bench.papers.refusals import refused_for
 from scripts.bench.papers.rollpacker_why import reasons
 
@@ -25,7 +25,11 @@ Made by `python -m scripts.bench.papers.simulated_page docs/results` from the JS
 **simulated** (virtual time, the same pipeline), but for the first table, where real engine steps are predicted. How it counts:
 [the simulator](../simulator.md). Where a row has an interval it is the mean over seeds, with the 95 % of Student's t.
 **Calibration**: a constant was taken from what the row is compared with (`scripts/bench/papers/calibration.py`), so that it
-proves nothing, however near or far it is.
+proves nothing, however near or far it is. **Assumed**: rows that are played with shares of lengths from recorded sets, ASSUMED.
+"""
+_BEFORE = """
+Played before lengths had shares of recorded sets, and RollArt's responses the sizes of its own times: not of the workload as it
+is now ([the simulator](../simulator.md)), and not played again since.
 """
 _WHY = "\nWhy ours differ: [the reasons](simulated_why.md).\n"
 _BINDS = """
@@ -99,6 +103,8 @@ def page(folder: Path) -> str:
                     for one, by in found["detail"]["best_single"].items()
                 ]
                 rows = [one for one in rows if one["what"] in best or re.search(_TOGETHER, one["what"])]
+            if played_before(name, rows):
+                parts.append(_BEFORE)
             parts.append(_rows(name, rows))
             parts += _binding(found["detail"].get("workloads", {}))
             parts += [f"Not played: {what}: {why}.\n" for what, why in found["detail"].get("not_played", {}).items()]
@@ -170,6 +176,8 @@ def _rows(figure: str, rows: Sequence[dict[str, Any]]) -> str:
         what = row["what"].removeprefix("calibration: ")
         if why := refused_for(figure, f"{what} {row['source']}"):
             what += f" (refused by a real run: {why})"
+        if row.get("assumed"):
+            what += " (assumed)"
         lines.append(f"| {what} | {row['printed']} | {ours} | {off} | {row['source']} |")
     return "\n".join(lines) + "\n"
 
@@ -202,10 +210,15 @@ def _sim_error(found: dict[str, Any]) -> list[str]:
         f"Absolute numbers of the papers, median error {100 * papers['median_error']:.0f} %:\n",
         "| number | predicted | printed | error | source | note |\n| --- | --- | --- | --- | --- | --- |",
     ]
+    if played_before("sim-error", papers["rows"]):
+        lines.insert(1, _BEFORE)
     for row in detail["papers"]["rows"]:
-        error = "calibration" if calibrated_by("sim-error", row["what"]) else f"{100 * row['error']:+.0f} %"
+        older = played_before("sim-error", [row])  # than the constants of what it is played with
+        flagged = row["calibration"] if older else calibrated_by("sim-error", row["what"])
+        error = "calibration" if flagged else f"{100 * row['error']:+.0f} %"
         numbers = f"{row['predicted']:.3g} | {row['printed']:.3g} | {error}"
-        lines.append(f"| {row['what']} ({row['unit']}) | {numbers} | {row['source']} | {row['note']} |")
+        what = f"{row['what']} ({row['unit']}{', assumed' if row.get('assumed') else ''})"
+        lines.append(f"| {what} | {numbers} | {row['source']} | {row['note']} |")
     return lines
 
 
