@@ -40,6 +40,7 @@ FEATURES = {
     "prefill and decode apart, another KV connector",
     "expert load balancing",
     "quantised weights",
+    "MLA on a processor with AMX",
 }
 
 
