@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -51,6 +51,7 @@ from orchestrator.transfer.turns import ContextSession, HeldContexts, TurnMessag
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 FIRST = "~p"  # how the id of a turn's first part ends, see orchestrator.proxy.prefill_decode
 REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
+TURNS = 1 << 17  # more than have ever begun while one was still being said
 Watch = Callable[[GenerationRequest, Completion], None]
 Spans = tuple[tuple[int, int], ...]
 
@@ -81,8 +82,16 @@ class TurnMoves:
     part that was lost on its way, and said again by another version, is there twice."""
 
     def __init__(self) -> None:
-        self.opened: dict[str, int] = {}  # turn -> length of the context before the response
+        # turn -> length of the context before the response; of the turns that began last, or a run of days would fill the memory
+        self.opened: OrderedDict[str, int] = OrderedDict()
         self._parts: dict[str, dict[tuple[int, Spans], None]] = {}  # turn -> (tokens before it, versions) of each part
+
+    def open_turn(self, turn: str, context: int) -> int:
+        """How long the context of this turn was when it began, which is now if nobody has said so."""
+        opened = self.opened.setdefault(turn, context)
+        if len(self.opened) > TURNS:
+            self.opened.popitem(last=False)
+        return opened
 
     def record_part(self, turn: str, before: int, versions: VersionSpans) -> None:
         """A part of a turn was said by a worker that does not continue it."""
@@ -459,7 +468,7 @@ class SimWorker:
 
     def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
         """What is left to say."""
-        opened = self._moves.opened.setdefault(_turn(request), len(request.token_ids))
+        opened = self._moves.open_turn(_turn(request), len(request.token_ids))
         said = len(request.token_ids) - opened
         context = request.token_ids[:opened] if said else request.token_ids
         most = min(limit + said, self._speech.most)

@@ -34,7 +34,7 @@ class TaskMix:
         self._seed = config.run.seed
         self._batch = config.rollout.groups_per_step
         self._weights = [task.weight for task in self.tasks]
-        self._draw = lru_cache(maxsize=1 << 15)(self._response)
+        self._draw = lru_cache(maxsize=1 << 12)(self._response)  # of turns that are sent again; each worker has one
         self.beginning = lru_cache(maxsize=1 << 10)(self._beginning)  # the members of a group have the same
 
     @property

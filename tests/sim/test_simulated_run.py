@@ -25,7 +25,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.policies.batching.staleness import StalenessBound
 from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
-from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.simulated_worker import SimWorker, TurnMoves
 from orchestrator.sim.twins import SimTrainer
 from scripts.bench.micro import ledger_faults
 
@@ -396,3 +396,12 @@ def test_events_carry_virtual_time() -> None:
     times = [json.loads(line)["t"] for line in result.events.decode().splitlines()]
     assert times == sorted(times)
     assert times[-1] == result.summary["seconds"]
+
+
+def test_what_is_known_of_turns_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.sim.simulated_worker.TURNS", 3)
+    moves = TurnMoves()
+    for number in range(10):
+        assert moves.open_turn(str(number), number) == number
+        assert moves.open_turn(str(number), number + 7) == number
+    assert list(moves.opened) == ["7", "8", "9"]
