@@ -18,7 +18,7 @@ from orchestrator.api import ConfigError
 from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish
 from tests.vllm.test_weight_updates_in_place import Server
-from vllm_rlplugin.worker.inprocess_engine import prepare_process
+from vllm_rlplugin.worker.inprocess_engine import EngineOptions, engine_config, prepare_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -256,3 +256,15 @@ class Peak:
 
     def _now(self) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_an_engine_of_a_run_takes_the_kernels_of_mla_that_keep_weights(started: None, tmp_path: Path) -> None:
+    write_model(tmp_path / "1", mla_config(), 1)
+    write_model(tmp_path / "2", moe_config(64, 4), 1)
+    chosen = [
+        engine_config(EngineOptions(model=str(tmp_path / name), max_model_len=256, kv_cache_mb=2))[
+            0
+        ].attention_config.backend
+        for name in ("1", "2")
+    ]
+    assert [one and one.name for one in chosen] == ["CPU_MLA", None]

@@ -150,9 +150,9 @@ def engine_config(options: EngineOptions) -> tuple[Any, bool]:
     require_loaded()
     register_backend()  # where VLLM_PLUGINS or a source checkout kept the entry point from being loaded
     ours: dict[str, Any] = {"enforce_eager": on_cpu, "enable_prefix_caching": True}
-    if on_cpu and "attention_backend" not in options.passed_on and _has_mla(options.model):
-        ours["attention_config"] = {"backend": "CPU_MLA"}  # AMX's takes bfloat16 alone, and lets go of weights
     try:
+        if on_cpu and "attention_backend" not in options.passed_on and _has_mla(options.model):
+            ours["attention_config"] = {"backend": "CPU_MLA"}  # AMX's takes bfloat16 alone, and lets go of weights
         config = EngineArgs(
             **{**ours, **options.vllm_arguments()},
             model=options.model,
