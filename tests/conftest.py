@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path not in engine, item.path not in slow))  # stable: a file's order stays
 
 
-_freeze = gc.freeze
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 atexit.register(gc.unfreeze)  # else libraries say at the end that what they had was leaked
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Callable
 
+_PORTS = range(20_000, 32_000)  # below those that a kernel gives to whoever asks for any: connections of other tests
+
 
 def free_port() -> int:
-    """Of the loopback interface; nothing keeps it free."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
+    """Of the loopback interface; nothing keeps it free, and nobody is given it who does not ask for it by its number."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError(f"none of 100 ports of {_PORTS} is free")
 
 
 def wait_for(true: Callable[[], object], seconds: float = 30.0, every: float = 0.005) -> None:
