@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import load_config
+from orchestrator.config import load_config, parse_config
+from orchestrator.sim.cost_model import LinearCosts
+from orchestrator.sim.recorded_traces import EpisodeTrace, EpisodeTraces, TracedTurn
+from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from scripts.bench import virtual_run
 from scripts.bench.micro import (
     batch_handover,
     checkpoint_stall,
@@ -107,12 +111,37 @@ def test_ratios_are_of_the_same_repetition() -> None:
     rows = []
     for number, fast in enumerate((1.0, 2.0, 4.0)):
         for deviation, times in ((0.1, 1.5), (1.0, 2.5)):
-            rows.append({"repetition": number, "deviation": deviation, "way": "batch", "seconds": times * fast})
-            rows.append({"repetition": number, "deviation": deviation, "way": "trajectory", "seconds": fast})
+            for way, seconds, guess in (("batch", times * fast, 2.7 * fast), ("trajectory", fast, 1.5 * fast)):
+                part = {"repetition": number, "deviation": deviation, "way": way}
+                rows.append({**part, "seconds": seconds, "predicted": guess})
+        rows.append({"repetition": number, "way": "costs", "step": 0.01, "sequence": 0.0, "token": 0.0})
     found = trajectory_vs_batch.result(rows, False, {})
     assert [entry["ratio"] for entry in found["detail"]["table"]] == [1.5, 2.5]
+    assert [entry["predicted_off"][0] for entry in found["detail"]["table"]] == [0.2, -0.28]
+    assert found["detail"]["predicted_off_most"] == pytest.approx(0.28)
+    assert found["detail"]["prediction_holds"] is False
     assert found["holds"]
-    assert not trajectory_vs_batch.result([r for r in rows if r["deviation"] == 0.1], False, {})["holds"]
+    assert not trajectory_vs_batch.result([r for r in rows if r.get("deviation") == 0.1], False, {})["holds"]
+
+
+def test_what_a_simulated_engine_costs_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"step": 0.005, "sequence": 2e-4, "token": 3e-5}
+    config = parse_config({"rollout": {"engine": {"max_num_seqs": 128, "max_model_len": 256}}})
+    says = EpisodeTraces((EpisodeTrace((TracedTurn(16, 32, 0.0),), 0.0, None),), ((0,),))
+    worker = SimWorker("sim-0", config, SimWeights(), traces=says, costs=LinearCosts(**given, update=0.0))
+    found = virtual_run.run(trajectory_vs_batch.engine_costs(worker, 0))
+    assert {name: found[name] / given[name] for name in given} == pytest.approx(dict.fromkeys(given, 1.0), rel=0.05)
+
+
+def test_the_policy_that_the_simulator_never_saw_gains_more_as_times_vary_more() -> None:
+    load = trajectory_vs_batch.Load(32, 4, 0.5, ())
+    costs = {"step": 0.005, "sequence": 1e-4, "token": 1e-5}
+    gains = [
+        trajectory_vs_batch.predicted(load, deviation, 0, costs, batch=True)
+        / trajectory_vs_batch.predicted(load, deviation, 0, costs, batch=False)
+        for deviation in (0.1, 1.0)
+    ]
+    assert 1.0 < gains[0] < 1.3 < gains[1]
 
 
 def test_shapes_of_fault_runs_cover_what_there_is() -> None:
