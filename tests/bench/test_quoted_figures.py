@@ -150,8 +150,22 @@ def one_class(found: Any) -> tuple[float, ...]:
     return tuple(rows[f"{size}: step time, {fleet} only over affinity"] for fleet in ("h800", "h20") for size in sizes)
 
 
+def over_sync(found: Any) -> tuple[float, ...]:
+    """Async with affinity over sync at 8B, 14B, 32B: mean of five seeds and interval of each."""
+    rows = {row["what"]: row for row in found["detail"]["rows"]}
+    each = [rows[f"{size}: throughput of affinity over sync"] for size in ("8B", "14B", "32B")]
+    return tuple(figure for row in each for figure in (row["simulated"], *row["interval"]))
+
+
 def both_ways(found: Any) -> tuple[float, ...]:
     return tuple(way["seconds_per_step"] for way in found["ways"].values())
+
+
+def own_pace(found: Any) -> tuple[float, ...]:
+    """The least and the most of the seeds."""
+    batch, own = (way["by_seed"] for way in found["ways"].values())
+    gains = [slow / fast for slow, fast in zip(batch, own, strict=True)]
+    return min(gains), max(gains)
 
 
 def papers_off(found: Any) -> tuple[float, ...]:
@@ -171,6 +185,7 @@ def answers(found: Any) -> tuple[float, ...]:
 QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "**{:.3f} -> {:.3f}** (real; mean {:.3f}, each within {:.1f} minutes", "demo-seeds", worst_seed),
     ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
+    ("README", "*Simulated, the first of five seeds ({:.2f} to {:.2f} times as fast);", "step", own_pace),
     ("README", "takes {:.2f} to {:.2f} times as long batch by batch", "trajectory-vs-batch", widest),
     (
         "results/README",
@@ -214,6 +229,20 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "learns",
         lambda r: tuple(sorted(r["detail"]["success_end"])),
     ),
+    ("results/README", "| {:.3f} -> {:.3f}; {:.3f} | `demo-seeds`", "demo-seeds", lambda r: worst_seed(r)[:3]),
+    (
+        "results/README",
+        "| {:.2f} ({:.2f} to {:.2f}), {:.2f} ({:.2f} to {:.2f}), {:.2f} ({:.2f} to {:.2f}) | `modes`",
+        "modes",
+        over_sync,
+    ),
+    (
+        "results/README",
+        "| over H800 {:.2f}, {:.2f}, {:.2f}, not shown; over H20 {:.2f}, {:.2f} (shown), {:.2f} | `affinity`",
+        "affinity",
+        one_class,
+    ),
+    ("results/README", "| {:.0f}, {:.0f} | `peers`", "peers", peers),
     ("comparison", "is: {:.0f} trajectories per second for our {:.0f}", "peers", peers),
     (
         "limits",
@@ -397,13 +426,27 @@ def test_a_figure_that_changed_would_be_noticed() -> None:
 ANOTHER = {"stream-equality", "trajectory-vs-batch", "transfer-limit"}
 
 
+LONGEST = 240  # characters of a cell, some three lines
+
+
 def results() -> Iterator[tuple[str, str]]:
-    """Name and column of values of each row of the page of results whose file has a figure."""
+    """Name and column of values of each row of the page of results whose file has a figure; then what the page of figures in full
+    found of it."""
     for line in page("results/README").splitlines():
         file = re.search(r"\[json\]\(([\w-]+)\.json\)", line)
-        data = json.loads((ROOT / f"docs/results/{file[1]}.json").read_text(encoding="utf-8")) if file else []
-        if file and isinstance(data, dict) and data.get("value") is not None:
+        if file and _has_value(file[1]):
             yield file[1], line.split(" | ")[2]
+    for name, found in re.findall(
+        r"^## ([\w-]+)\n(?:(?!## ).*\n)*?\*\*Found\*\*: ((?:.+\n)+)", page("results/in_full"), re.M
+    ):
+        if _has_value(name):
+            yield name, found
+
+
+def _has_value(name: str) -> bool:
+    file = ROOT / f"docs/results/{name}.json"
+    data = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return isinstance(data, dict) and data.get("value") is not None
 
 
 @pytest.mark.parametrize(("name", "said"), list(results()))
@@ -416,3 +459,15 @@ def test_a_row_of_the_page_of_results_has_the_figure_of_its_file(name: str, said
         assert f"{figure:.2f}" in said or f"{figure:.1e}".replace("e-0", "e-") in said
     else:
         assert first[0].removesuffix(" %") == shown, f"docs/results/{name}.json has {figure}"
+
+
+def test_a_row_of_the_page_of_results_can_be_read() -> None:
+    rows = [line for line in page("results/README").splitlines() if line.startswith("| `")]
+    cells = [cell for row in rows for cell in row.strip("| ").split(" | ")]
+    assert len(rows) > 50
+    assert [cell for cell in cells if len(cell) > LONGEST] == [], "the long story is docs/results/in_full.md's"
+
+
+def test_what_a_row_leaves_out_is_in_full() -> None:
+    linked = re.findall(r"in_full\.md#([\w-]+)", page("results/README"))
+    assert sorted(linked) == sorted(re.findall(r"^## ([\w-]+)$", page("results/in_full"), re.M))
