@@ -1,11 +1,11 @@
-"""Published speeds of engines on GPUs over what the simulator's roofline says of them: its own error, of which no constant was
-taken.
+"""How far the simulator's roofline is off speeds of engines on GPUs that others published: its own error.
 
-Decode throughput of four Qwen3 models in bf16: on H100, one and two GPUs, 8 to 1,000 sequences at a time (ML.ENERGY, vLLM; of
-each setting the rows of 8, 32, 128, 512 sequences and of the most); with prompts of known length (silybench, vLLM 0.30, the most
-users within its SLOs), with the room for KV; and of a single sequence on H20, prompts of 1 to 129,042 tokens (Qwen's own table,
-SGLang). A step is that of the mean context, with the share of prefilling that its sequences need. ML.ENERGY's table does not say
-how long prompts are: 100 tokens in a chat and 300 of GPQA are ASSUMED.
+No constant was taken from them. Decode throughput of four Qwen3 models in bf16: on H100, one and two GPUs, 8 to 1,000
+sequences at a time (ML.ENERGY, vLLM; of each setting the rows of 8, 32, 128, 512 sequences and of the most); with
+prompts of known length (silybench, vLLM 0.30, the most users within its SLOs), with the room for KV; and of a single
+sequence on H20, prompts of 1 to 129,042 tokens (Qwen's own table, SGLang). A step is that of the mean context, with
+the share of prefilling that its sequences need. ML.ENERGY's table does not say how long prompts are: 100 tokens in a
+chat and 300 of GPQA are ASSUMED.
 
 The value is the median of the absolute errors; ``groups`` has each setting's median and worst, ``second_gpu`` how far the gain of
 a second GPU is off. Nothing runs: it is arithmetic, on any machine. There is no bar: it says how far figures that are played with
