@@ -22,7 +22,7 @@ FEATURES = sorted(path.stem for path in ROOT.glob("docs/*.md") if "| in short |"
 # What a row says of its conditions, not of what was found.
 CONDITIONS = re.compile(
     r"\(?paper: [^)]*|2 cores of an AMD EPYC|two cores|vLLM 0\.32\.0 CPU|Megatron-Core 0\.16\.1 and 0\.19\.2|"
-    r"[Pp]99|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b|80 steps"
+    r"[Pp]99|\bH100 and H20\b|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b|80 steps"
 )
 Figures = Callable[[Any], tuple[float, ...]]
 
@@ -175,6 +175,11 @@ def papers_off(found: Any) -> tuple[float, ...]:
     return tuple(100 * median(abs(row["error"]) for row in kind) for kind in kinds)
 
 
+def roofline(*groups: str) -> Figures:
+    """The median of all, then of some of its groups."""
+    return lambda found: (found["value"], *(found["detail"]["groups"][group]["median"] for group in groups))
+
+
 def answers(found: Any) -> tuple[float, ...]:
     """Right while training, in the first and the fourth ten steps; held out, at the start and at the end."""
     rewards = [row["reward_mean"] for row in found["steps_table"]]
@@ -243,6 +248,20 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         one_class,
     ),
     ("results/README", "| {:.0f}, {:.0f} | `peers`", "peers", peers),
+    (
+        "results/README",
+        "| {:.2f}; {:.2f}, {:.2f}, {:.2f} | `roofline-error`",
+        "roofline-error",
+        roofline("dense, H100", "mixture of experts, H100", "one sequence, H20"),
+    ),
+    ("simulator", "another model: {:.0f} % off speeds", "roofline-error", lambda r: (100 * r["value"],)),
+    (
+        "limits",
+        "another model: {:.0f} % off published speeds of engines on H100 and H20 in the median, of a mixture of experts {:.0f} % "
+        "too slow, of a single sequence on H20 {:.0f} % too fast",
+        "roofline-error",
+        lambda r: tuple(100 * part for part in roofline("mixture of experts, H100", "one sequence, H20")(r)),
+    ),
     ("comparison", "is: {:.0f} trajectories per second for our {:.0f}", "peers", peers),
     (
         "limits",
