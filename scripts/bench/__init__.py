@@ -72,6 +72,7 @@ BENCHES = {
     "delta-peers": Bench("scripts.bench.micro.delta_peers", "2 min", VLLM),
     "kv-migrate": Bench("scripts.bench.micro.kv_migrate", "1 min", VLLM),
     "sim-error": Bench("scripts.bench.papers.sim_error", "8 min", VLLM),
+    "roofline-error": Bench("scripts.bench.papers.roofline_error", "a second"),
     "sim-speed": Bench("scripts.bench.micro.sim_speed", "1 min"),
     "modes": Bench("scripts.bench.papers.modes", "15 min, 315 cells"),
     "affinity": Bench("scripts.bench.papers.affinity", "7 min, 180 cells"),
