@@ -38,6 +38,7 @@ from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.tail_batching import Rounds, longest
 
 FAILED_IN_ROW = 100  # trajectories, and
+MANY_VERSIONS = 100  # of one task's environments: of more nothing is said
 FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
 
 
@@ -341,7 +342,7 @@ class Rollout:
     def _note_version(self, episode: Episode) -> None:
         """An environment that changes in mid-run changes what is learned: say so, once for each new version."""
         known = self._environment_versions.setdefault(episode.prompt.task, [episode.env_version])
-        if episode.env_version not in known:
+        if episode.env_version not in known and len(known) < MANY_VERSIONS:
             detail = f"task {episode.prompt.task}: {episode.env_version!r} beside {', '.join(map(repr, known))}"
             self.events.emit("alarm", what="environment_version", detail=detail[:300])
             known.append(episode.env_version)

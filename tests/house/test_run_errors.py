@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,16 @@ def test_whatever_is_raised_there_costs_one_trajectory(seam: str, shards: int, m
     result = run(f"rollout.shards={shards}")
     assert steps_of(result) == 3
     assert raising.met == len(raising.wrong)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_environment_that_says_no_text_as_its_version_costs_one_trajectory(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    said = property(lambda self: "sim 1" if next(calls) % 8 else "\ud800")
+    monkeypatch.setattr(SimEnvironment, "version", said)
+    assert steps_of(run(f"rollout.shards={shards}")) == 3
 
 
 def test_a_reward_may_end_the_run_only_by_a_run_error(monkeypatch: pytest.MonkeyPatch) -> None:
