@@ -48,6 +48,7 @@ from orchestrator.api import (
     urls,
 )
 from orchestrator.api import http as wire
+from orchestrator.api.jsontext import parse_object
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.transfer import RelayEndpoint
 from orchestrator.transfer.turns import ContextSession, decode_completions
@@ -577,10 +578,9 @@ def _place(status: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _object(payload: bytes) -> dict[str, Any] | None:
     try:
-        answer = json.loads(payload)
-    except (ValueError, RecursionError):
+        return parse_object(payload)
+    except ValueError:
         return None
-    return answer if isinstance(answer, dict) else None
 
 
 def _read(parse: Callable[[_Answer], _T], answer: _Answer, path: str) -> _T:
