@@ -85,7 +85,7 @@ class Conversation:
             if begins and longest < past < len(prompt):
                 best, longest = answer, past
         rest = prompt[longest:]
-        return Opening(best, self._chat.encode(rest) if isinstance(rest, str) else tuple(rest))
+        return Opening(best, self._chat.encode_prompt(rest) if isinstance(rest, str) else tuple(rest))
 
     def add(
         self, opening: Opening, completion: Completion, said: Message | None, text: str, asked: float, answered: float

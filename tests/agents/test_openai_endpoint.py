@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -543,6 +544,54 @@ def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(toke
         return [answered.choices[0].reason for answered, _ in answers]
 
     assert asyncio.run(run()) == ["stop"] * 12
+
+
+@pytest.mark.parametrize("path", ["chat", "plain"])
+def test_a_long_text_that_is_tokenized_holds_up_neither_the_loop_nor_short_ones(
+    path: str, tokenizer_folder: Path
+) -> None:
+    chat, begun, loop_went_on = ModelChat(str(tokenizer_folder)), threading.Event(), threading.Event()
+    right, seen = type(chat._tokenizer).encode, list[bool]()
+
+    def encode(self: Any, text: str, **options: Any) -> Any:
+        if "long" in text:
+            begun.set()
+            seen.append(loop_went_on.wait(10))
+        return right(self, text, **options)
+
+    async def run() -> None:
+        policy = ScriptedPolicy()
+        session = session_of(policy)
+        session.chat_format = session.conversation._chat = chat
+        if path == "plain":
+            wanted: Any = openai_protocol.plain_request(json.dumps({"prompt": "the long cat"}))
+        else:
+            wanted = openai_protocol.chat_request(json.dumps({"messages": [user("the long cat")]}))
+        asked = [asyncio.ensure_future(session.answer(wanted)) for _ in range(2)]
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert chat.text(chat.encode("the cat")) == "the cat"
+        asked.pop().cancel()  # gone: what it began is waited for all the same
+        loop_went_on.set()
+        await asyncio.gather(*asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(chat._tokenizer), "encode", encode)
+        asyncio.run(run())
+    assert all(seen)
+
+
+@pytest.mark.parametrize("body", [{"messages": [user("x" * 9000)]}, {"prompt": "x" * 9000}], ids=["chat", "plain"])
+def test_what_is_longer_than_the_context_in_characters_is_not_tokenized(
+    body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
+        monkeypatch.setattr(VocabularyChat, "encode", None)
+        status, told = await post(door, client, body, "/chat/completions" if "messages" in body else "/completions")
+        assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+
+    _, session = with_server(ScriptedPolicy(), talk)
+    assert session.truncated
 
 
 def test_where_the_answer_is_what_the_tokenizer_would_write_the_prompt_is_the_templates_own(
