@@ -310,7 +310,7 @@ def environment_reply(folder: Path) -> Drawn:
     def check(data: bytes) -> None:
         from orchestrator.environments.tool_functions import ToolTally
 
-        note = ToolTally().of_process()
+        note = ToolTally(["calculator"]).of_process()
         found = inputs.survives(
             lambda: environment_wire.read_step(environment_wire.reply_of(data, 4, note)), TrajectoryError
         )
