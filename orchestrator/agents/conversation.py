@@ -90,7 +90,11 @@ class Conversation:
     def add(
         self, opening: Opening, completion: Completion, said: Message | None, text: str, asked: float, answered: float
     ) -> Answer:
-        """An answer was generated. ``text``: for a plain completion, its prompt and what it says."""
+        """An answer was generated. ``text``: for a plain completion, its prompt and what it says. What it went on from was told,
+        though it was withdrawn meanwhile."""
+        for past in self._chain(opening.parent) if opening.parent is not None else ():
+            if past not in self.answers:
+                self.answers.append(past)
         before = (0, 0)
         if opening.parent is None and self.answers:
             newest = self._chain(self.answers[-1])

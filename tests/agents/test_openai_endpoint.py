@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from orchestrator.agents import openai_protocol
 from orchestrator.agents.agent_session import AgentBounds, AgentSession, calls_in
 from orchestrator.agents.chat_template import Message, ModelChat, VocabularyChat
-from orchestrator.agents.conversation import Conversation
+from orchestrator.agents.conversation import Answer, Conversation, Opening
 from orchestrator.agents.openai_endpoint import AgentAccess, AgentGateway
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, Trajectory, Turn
 from orchestrator.envs import StaleTrajectory
@@ -190,6 +190,34 @@ OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["on", "on", "on", "again", "edit", "restart", "back"]), st.text("ab <>", max_size=6)),
     max_size=9,
 )
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["ask", "answer", "leave"]), st.integers(0, 9)), max_size=24)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_whoever_leaves_while_others_go_on_from_what_it_heard_the_turns_are_those_that_were_heard(
+    steps: list[tuple[str, int]],
+) -> None:
+    """As by an agent that asks on before the answer before it has been told to its end, and hangs up on that."""
+    conversation, heard, open_requests = Conversation(CHAT), list[Answer](), list[Opening]()
+    for number, (what, which) in enumerate(steps):
+        if what == "ask":
+            past = heard[which % len(heard)] if heard and which else None
+            said = () if past is None or past.said is None else (*past.opening.shown, past.said)
+            open_requests.append(conversation.open_chat([*said, Message("user", f"{number}")], ""))
+        elif what == "answer" and open_requests:
+            opening = open_requests.pop(which % len(open_requests))
+            ids = (*CHAT.encode(f"a{number}"), CHAT.end_id)
+            done = Completion(f"r{number}", ids, (0.0,) * len(ids), ((number, len(ids)),), "stop")
+            message = Message("assistant", f"a{number}")
+            heard.append(conversation.add(opening, done, message, "", float(number), float(number)))
+        elif what == "leave" and heard:
+            conversation.withdraw([heard[which % len(heard)]])
+        kept = conversation.answers
+        assert sorted(turn.versions for turn in conversation.turns()) == sorted(a.completion.versions for a in kept)
+        assert all(answer.opening.parent is None or answer.opening.parent in kept for answer in kept)
 
 
 @settings(max_examples=80)
