@@ -57,7 +57,7 @@ class TrajectoryError(CoserveError):
     within limits and such that they can be written down."""
 
     def __init__(self, cause: str, detail: str = "") -> None:
-        cause, detail = writable(cause, MAX_CAUSE), writable(detail, MAX_DETAIL)
+        cause, detail = writable(cause, MAX_CAUSE) or "unnamed", writable(detail, MAX_DETAIL)
         super().__init__(f"{cause}: {detail}" if detail else cause)
         self.cause = cause
         self.detail = detail

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator import rollout
 from orchestrator.agents.agent_manager import AgentManager
 from orchestrator.agents.agent_program import AgentProgram
 from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Sampling, TrajectoryError
@@ -128,6 +129,26 @@ def test_whatever_is_raised_there_costs_one_trajectory(seam: str, shards: int, m
     result = run(f"rollout.shards={shards}")
     assert steps_of(result) == 3
     assert raising.met == len(raising.wrong)
+
+
+def test_whatever_causes_environments_name_they_end_no_run_and_are_not_counted_one_by_one_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, calls = SimEnvironment.step, itertools.count()
+
+    async def step(self: SimEnvironment, action: Any) -> Any:
+        if (number := next(calls)) % 6 == 0:
+            raise TrajectoryError(f"cause_{number}" if number % 12 else "")
+        return await right(self, action)
+
+    monkeypatch.setattr(SimEnvironment, "step", step)
+    monkeypatch.setattr(rollout, "MANY", 4)
+    result = run()
+    assert steps_of(result) == 3
+    causes = result.ledger["failed_by_cause"]
+    assert len(causes) == 5
+    assert causes["other_cause"] > 1
+    assert causes["unnamed"] > 1
 
 
 @pytest.mark.parametrize("shards", [1, 2])
