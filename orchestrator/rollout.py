@@ -38,6 +38,8 @@ from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.tail_batching import Rounds, longest
 
 FAILED_IN_ROW = 100  # trajectories, and
+MANY = 100  # versions of a task's environments, and causes: of more nothing is said, they are not told apart
+OTHER_CAUSE = "other_cause"
 FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
 
 
@@ -95,6 +97,7 @@ class Rollout:
         self._members: dict[str, asyncio.Task[None]] = {}
         self.episodes: dict[str, Episode] = {}
         self._environment_versions: dict[str, list[str]] = {}  # by task
+        self._causes: dict[str, None] = {}  # of failures
         self._end_reason: dict[str, tuple[str, str]] = {}  # why we cancel a member: (state, cause)
         self._replaced: dict[str, None] = {}  # those of them that another member replaces
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of groups
@@ -341,7 +344,7 @@ class Rollout:
     def _note_version(self, episode: Episode) -> None:
         """An environment that changes in mid-run changes what is learned: say so, once for each new version."""
         known = self._environment_versions.setdefault(episode.prompt.task, [episode.env_version])
-        if episode.env_version not in known:
+        if episode.env_version not in known and len(known) < MANY:
             detail = f"task {episode.prompt.task}: {episode.env_version!r} beside {', '.join(map(repr, known))}"
             self.events.emit("alarm", what="environment_version", detail=detail[:300])
             known.append(episode.env_version)
@@ -358,7 +361,7 @@ class Rollout:
         if isinstance(error, StaleTrajectory):
             state, cause, replace = "evicted_stale", "", True
         elif isinstance(error, TrajectoryError):
-            state, cause, replace = "failed", error.cause, True
+            state, cause, replace = "failed", self._told_apart(error.cause), True
             self._note_failure(error)
         elif error is not None:
             self.fail(error if isinstance(error, RunError) else RunError(f"trajectory {trajectory_id}: {error!r}"))
@@ -374,6 +377,13 @@ class Rollout:
         if not self._members:
             self.buffer.reconsider()
         self._room.set()
+
+    def _told_apart(self, cause: str) -> str:
+        """Others may name it, and each name is counted for as long as the run lasts."""
+        if cause not in self._causes and len(self._causes) >= MANY:
+            return OTHER_CAUSE
+        self._causes[cause] = None
+        return cause
 
     def _note_failure(self, error: TrajectoryError) -> None:
         """When nothing ends well any more (the reward's URL is down for good, every environment raises), say why and end,

@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from orchestrator.agents.chat_template import ChatFormat, TemplateRefused
 from orchestrator.agents.conversation import Answer, Conversation, Opening
@@ -61,22 +62,35 @@ class AgentSession:
         """Raises ApiError."""
         if isinstance(wanted, PlainAsked):
             return await self._answer_plain(wanted)
-        try:
-            if self.chat_format.slow:
-                opening = await asyncio.to_thread(self.conversation.open_chat, wanted.messages, wanted.tools)
-            else:
-                opening = self.conversation.open_chat(wanted.messages, wanted.tools)
-        except TemplateRefused as error:
-            raise ApiError(400, str(error), param="messages") from error
-        return await self._answer(wanted.asked, opening, chat=True)
+        self._check_length(sum(len(message.content) for message in wanted.messages) + len(wanted.tools))
+        opening = await self._opened("messages", self.conversation.open_chat, wanted.messages, wanted.tools)
+        return await self._answer(wanted.asked, opening)
 
     async def _answer_plain(self, wanted: PlainAsked) -> tuple[Answered, list[Answer]]:
         prompt = wanted.prompt
         size = len(self.chat_format.vocabulary)
         if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < size:
             raise ApiError(400, f"prompt: token ids must lie in [0, {size})", param="prompt")
-        opening = self.conversation.open_plain(prompt)
-        return await self._answer(wanted.asked, opening, prompt if isinstance(prompt, str) else "", chat=False)
+        self._check_length(len(prompt) if isinstance(prompt, str) else 0)
+        opening = await self._opened("prompt", self.conversation.open_plain, prompt)
+        self._check(wanted.asked, opening)
+        return await self._answer(
+            wanted.asked, opening, prompt if isinstance(prompt, str) else self.chat_format.text(prompt)
+        )
+
+    async def _opened(self, field: str, opens: Callable[..., Opening], *said: Any) -> Opening:
+        """Beside the event loop where that takes long, one at a time: no agent has all threads. Raises ApiError."""
+        try:
+            if (turn := self.chat_format.thread) is None:
+                return opens(*said)
+            async with turn:
+                work = asyncio.ensure_future(asyncio.to_thread(opens, *said))
+                try:
+                    return await asyncio.shield(work)
+                finally:
+                    await asyncio.wait([work])  # whoever asked may be gone
+        except TemplateRefused as error:
+            raise ApiError(400, str(error), param=field) from error
 
     def end_with(self, error: BaseException) -> None:
         """The trajectory cannot go on."""
@@ -91,9 +105,8 @@ class AgentSession:
         why = f": {str(error) or type(error).__name__}" if error is not None else ""
         return ApiError(403, f"the trajectory is over{why}", kind="permission_denied", code="trajectory_over")
 
-    async def _answer(
-        self, asked: Asked, opening: Opening, prompt: str = "", *, chat: bool
-    ) -> tuple[Answered, list[Answer]]:
+    async def _answer(self, asked: Asked, opening: Opening, prompt: str | None = None) -> tuple[Answered, list[Answer]]:
+        """``prompt``: the text of a plain completion, None: it is a chat."""
         self._check(asked, opening)
         loop = asyncio.get_running_loop()
         began, sampling = loop.time(), self._sampling(asked, opening)
@@ -122,11 +135,10 @@ class AgentSession:
             kept, text = self._cut(completion, asked.stop)
             choice = self._choice(kept, text, number, asked)
             choices.append(choice)
-            heard = choice.said if chat else None
-            whole = (prompt or self.chat_format.text(opening.token_ids)) + text  # what a plain completion went on from
+            heard, whole = (choice.said, "") if prompt is None else (None, prompt + text)
             answers.append(self.conversation.add(opening, kept, heard, whole, began, loop.time()))
         made = sum(len(answer.completion.token_ids) for answer in answers)
-        identity = f"{'chatcmpl' if chat else 'cmpl'}-{self.request.trajectory_id}-{numbers[0]}"
+        identity = f"{'chatcmpl' if prompt is None else 'cmpl'}-{self.request.trajectory_id}-{numbers[0]}"
         return Answered(identity, len(opening.token_ids), made, tuple(choices)), answers
 
     def _check(self, asked: Asked, opening: Opening) -> None:
@@ -144,9 +156,19 @@ class AgentSession:
             text = f"this trajectory has {len(turns)} answers: at most {bounds.max_turns}"
             raise ApiError(403, text, kind="permission_denied", code="turn_limit_reached")
         if len(opening.token_ids) >= bounds.max_context_tokens:
-            self.truncated = True
-            text = f"the context has {len(opening.token_ids)} tokens: the longest with its answer is {bounds.max_context_tokens}"
-            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+            raise self._too_long(f"{len(opening.token_ids)} tokens")
+
+    def _check_length(self, characters: int) -> None:
+        """Before they are tokenized: whatever they are, they are too many tokens."""
+        if characters > self.bounds.max_context_tokens * self.chat_format.longest:
+            if (over := self.end_error()) is not None:
+                raise over
+            raise self._too_long(f"{characters} characters")
+
+    def _too_long(self, size: str) -> ApiError:
+        self.truncated = True
+        text = f"the context has {size}: the longest with its answer is {self.bounds.max_context_tokens} tokens"
+        return ApiError(400, text, param="messages", code="context_length_exceeded")
 
     def _sampling(self, asked: Asked, opening: Opening) -> Sampling:
         bounds, run = self.bounds, self.request.sampling

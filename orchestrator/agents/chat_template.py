@@ -8,6 +8,8 @@ in the context).
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -42,9 +44,11 @@ class TemplateRefused(Exception):
 
 
 class ChatFormat(Protocol):
-    """``stop_ids``: any of them ends an answer. ``slow``: long conversations take milliseconds, and are left to a thread."""
+    """``stop_ids``: any of them ends an answer. ``thread``: who has it leaves what opens an answer to a thread, as that may take
+    long; None: it does not. ``longest``: characters of a token at most."""
 
-    slow: bool
+    thread: asyncio.Lock | None
+    longest: int
     vocabulary: Sequence[str]
     pad_id: int
     end_id: int
@@ -58,8 +62,11 @@ class ChatFormat(Protocol):
     ) -> tuple[int, ...] | None:
         """Ids that follow the ids of ``answer``, which answered ``before``. None: the template cannot say."""
 
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Ids of plain text that an answer follows. Raises TemplateRefused."""
+
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of plain text. Raises TemplateRefused for text outside of the vocabulary."""
+        """Ids of a short text, at once. Raises TemplateRefused for text outside of the vocabulary."""
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What an agent reads: without the tokens that mark roles and ends."""
@@ -69,7 +76,8 @@ class VocabularyChat:
     """Printable characters and five marks: for models without a tokenizer. ``<user>hello<end><assistant>``."""
 
     roles = ("system", "user", "assistant", "tool")
-    slow = False
+    thread = None
+    longest = 1
 
     def __init__(self) -> None:
         self._words = Vocabulary([*(f"<{role}>" for role in self.roles), "\n", *map(chr, range(32, 127))], "")
@@ -89,6 +97,9 @@ class VocabularyChat:
         closing = () if answer and answer[-1] == self.end_id else (self.end_id,)
         return (*closing, *self.encode_conversation(new, ""))
 
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        return self.encode(text)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """See the protocol; a character that is not there becomes ``?``."""
         return self._words.encode(printable(text))
@@ -105,10 +116,8 @@ class VocabularyChat:
 
 
 class ModelChat:
-    """The tokenizer and the chat template of a Hugging Face folder. Nothing of the folder is run, nothing is downloaded. May be
-    used by several threads, one after the other."""
-
-    slow = True
+    """The tokenizer and the chat template of a Hugging Face folder. Nothing of the folder is run, nothing is downloaded. What
+    opens an answer has a tokenizer of its own, which threads use one after the other: short texts wait for no long one."""
 
     def __init__(self, folder: str, field: str = "task.agent.tokenizer") -> None:
         """Raises ConfigError."""
@@ -126,15 +135,18 @@ class ModelChat:
             raise ConfigError(field, folder, "its tokenizer has no chat template: take an instruction-tuned model")
         if found.eos_token_id is None:
             raise ConfigError(field, folder, "its tokenizer names no end of turn (eos_token)")
+        self.thread = asyncio.Lock()
         self._tokenizer: Any = found
-        self._one = threading.Lock()  # tokenizers refuse two borrowers
+        self._long: Any = copy.deepcopy(found)
+        self._one, self._one_long = threading.Lock(), threading.Lock()  # tokenizers refuse two borrowers
         self.vocabulary: Sequence[str] = tuple(found.convert_ids_to_tokens(range(len(found))))
+        self.longest = max(map(len, filter(None, self.vocabulary)))
         self.end_id = int(found.eos_token_id)
         self.pad_id = int(found.pad_token_id if found.pad_token_id is not None else found.eos_token_id)
         self.stop_ids: tuple[int, ...] = (self.end_id,)
 
     def encode_conversation(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
-        return self.encode(self._render(messages, tools))
+        return self.encode_prompt(self._render(messages, tools))
 
     def encode_continuation(
         self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
@@ -148,17 +160,17 @@ class ModelChat:
         _, *after = shown.split(_ANSWER)
         if len(after) != 1:
             return None
-        ids = self.encode(after[0])
+        ids = self.encode_prompt(after[0])
         ended = bool(answer) and bool(ids) and answer[-1] in self.stop_ids and answer[-1] == ids[0]
         return ids[1:] if ended else ids
 
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        with self._one_long:
+            return _encoded(self._long, text)
+
     def encode(self, text: str) -> tuple[int, ...]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TemplateRefused("holds half of a surrogate pair, which is no text") from error
         with self._one:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            return _encoded(self._tokenizer, text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         with self._one:
@@ -170,9 +182,17 @@ class ModelChat:
         given: Mapping[str, Any] = {"tools": json.loads(tools)} if tools else {}
         try:
             return str(
-                self._tokenizer.apply_chat_template(
+                self._long.apply_chat_template(
                     [message.shown() for message in messages], add_generation_prompt=True, tokenize=False, **given
                 )
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise TemplateRefused(f"the chat template refuses these messages: {error}") from error
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TemplateRefused("holds half of a surrogate pair, which is no text") from error
+    return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -85,12 +85,16 @@ class Conversation:
             if begins and longest < past < len(prompt):
                 best, longest = answer, past
         rest = prompt[longest:]
-        return Opening(best, self._chat.encode(rest) if isinstance(rest, str) else tuple(rest))
+        return Opening(best, self._chat.encode_prompt(rest) if isinstance(rest, str) else tuple(rest))
 
     def add(
         self, opening: Opening, completion: Completion, said: Message | None, text: str, asked: float, answered: float
     ) -> Answer:
-        """An answer was generated. ``text``: for a plain completion, its prompt and what it says."""
+        """An answer was generated. ``text``: for a plain completion, its prompt and what it says. What it went on from was told,
+        though it was withdrawn meanwhile."""
+        for past in self._chain(opening.parent) if opening.parent is not None else ():
+            if past not in self.answers:
+                self.answers.append(past)
         before = (0, 0)
         if opening.parent is None and self.answers:
             newest = self._chain(self.answers[-1])

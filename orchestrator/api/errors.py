@@ -13,6 +13,14 @@
 
 from __future__ import annotations
 
+MAX_CAUSE = 64  # characters
+MAX_DETAIL = 2000
+
+
+def writable(text: object, most: int) -> str:
+    """Up to so many characters of it; of half a surrogate pair, which no file or pipe takes, its escape."""
+    return str(text)[:most].encode("utf-8", "backslashreplace").decode()
+
 
 class CoserveError(Exception):
     """Base of all errors that rl-coserve raises on purpose."""
@@ -45,9 +53,11 @@ class MachineGone(RetryableError):
 
 
 class TrajectoryError(CoserveError):
-    """One trajectory cannot go on. ``cause`` is a short stable word that the ledger counts by."""
+    """One trajectory cannot go on. ``cause`` is a short stable word that the ledger counts by, ``detail`` what others said, both
+    within limits and such that they can be written down."""
 
     def __init__(self, cause: str, detail: str = "") -> None:
+        cause, detail = writable(cause, MAX_CAUSE) or "unnamed", writable(detail, MAX_DETAIL)
         super().__init__(f"{cause}: {detail}" if detail else cause)
         self.cause = cause
         self.detail = detail

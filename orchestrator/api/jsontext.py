@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -13,14 +14,20 @@ PIECE = 4096  # numbers in a piece: some 3 ms, in which nobody else has the inte
 
 def parse(text: str | bytes, *, finite: bool = False) -> Any:
     """The value. Raises ValueError, and nothing else: also for text that is nested over :data:`DEPTH` levels, has a number of
-    thousands of digits or is no UTF-8. ``finite``: NaN and infinities, which are no JSON, are refused too."""
+    thousands of digits or half of a surrogate pair, which nothing could write down, or is no UTF-8. ``finite``: NaN and
+    infinities, which are no JSON, are refused too."""
+    if isinstance(text, bytes):
+        text = text.removeprefix(codecs.BOM_UTF8).decode()
+    elif not text.isascii():
+        text.encode()
     try:
         value = json.loads(text, parse_constant=_refuse) if finite else json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if opened > DEPTH and _is_deep(value):
+    if text.count("[") + text.count("{") > DEPTH and _is_deep(value):
         raise ValueError(f"nested over {DEPTH} levels")
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 

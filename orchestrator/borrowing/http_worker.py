@@ -48,6 +48,7 @@ from orchestrator.api import (
     urls,
 )
 from orchestrator.api import http as wire
+from orchestrator.api.jsontext import parse_object
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.transfer import RelayEndpoint
 from orchestrator.transfer.turns import ContextSession, decode_completions
@@ -58,6 +59,8 @@ CONNECT_SECONDS = 120.0  # for the server's processes to connect to a relay
 OTHERS_SECONDS = 30.0  # that requests of an earlier run may take to end, when this one starts
 POLL_SECONDS = 20.0  # that the server may hold back an answer without completions
 POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
+MAX_ANSWER_BYTES = 4 << 20  # JSON
+MAX_TURNS_BYTES = 256 << 20  # completions: of a quarter of a million tokens with the experts of sixty layers
 LEASE_SECONDS = 60.0
 _RENEWALS = 3  # within the time of a lease
 _ERRORS = (CommandError, ConfigError, RetryableError)
@@ -201,7 +204,7 @@ class HttpWorker:
 
     async def kv_place(self) -> str:
         """See :class:`orchestrator.api.KvWorker`."""
-        return str((await self._ask("GET", wire.KV_PLACE))["place"])
+        return _read(lambda answer: str(answer["place"]), await self._ask("GET", wire.KV_PLACE), wire.KV_PLACE)
 
     async def fetch_kv(self, move: KvMove) -> KvMoved:
         """See :class:`orchestrator.api.KvWorker`."""
@@ -419,7 +422,7 @@ class HttpWorker:
                 ) as response,
             ):
                 status, seen = response.status, response.headers
-                payload = await response.read()
+                payload = await self._body(response, path, MAX_TURNS_BYTES if accept else MAX_ANSWER_BYTES)
         except TimeoutError as error:
             if self._closed:
                 raise self._lost(path, error) from error
@@ -444,6 +447,14 @@ class HttpWorker:
                 raise RetryableError(f"{self.name}: {_ANOTHER}")
             self._instance = instance
         return payload
+
+    async def _body(self, response: aiohttp.ClientResponse, path: str, most: int) -> bytes:
+        payload = bytearray()
+        async for chunk in response.content.iter_any():
+            payload += chunk
+            if len(payload) > most:
+                raise RetryableError(f"{self.name}: the answer to {path} has over {most} bytes")
+        return bytes(payload)
 
     @asynccontextmanager
     async def _call(self, limit: float) -> AsyncIterator[None]:
@@ -501,7 +512,8 @@ class HttpWorker:
                 # vLLM's server closes a connection that was idle for 5 s: one used in that moment is lost with its call.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=self._tls or True),
                 timeout=aiohttp.ClientTimeout(total=None),
-                headers=self._headers,
+                headers={**self._headers, "Accept-Encoding": "identity"},
+                auto_decompress=False,  # a few bytes may be very many then
                 trust_env=False,  # no proxy gets the token
             )
         return self._session
@@ -577,10 +589,9 @@ def _place(status: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _object(payload: bytes) -> dict[str, Any] | None:
     try:
-        answer = json.loads(payload)
-    except (ValueError, RecursionError):
+        return parse_object(payload)
+    except ValueError:
         return None
-    return answer if isinstance(answer, dict) else None
 
 
 def _read(parse: Callable[[_Answer], _T], answer: _Answer, path: str) -> _T:

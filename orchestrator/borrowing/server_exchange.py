@@ -20,14 +20,13 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
-from orchestrator.api.http import MAX_IDS, MAX_LEASE_SECONDS
+from orchestrator.api.http import MAX_ID_LENGTH, MAX_IDS, MAX_LEASE_SECONDS
 from orchestrator.config.rollout_keys import BorrowedSection, RoutingSection
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import ANY, LEAST_UTILIZED, Seat
@@ -36,6 +35,8 @@ from orchestrator.policies.serving.server_borrowing import GONE, BorrowDemand, B
 from orchestrator.proxy.membership import Membership
 
 LOOK_SECONDS = 5.0  # that a server may take to say how it is
+MOST_CLAIMS = 64  # that a server is heard with
+_LARGEST = 1e300  # a whole number of JSON may be larger than any float
 _OURS = ("", "")  # beside other jobs, which have names
 OTHERS, DROPPED = "another job has it", "no candidate any more"
 _LOST = (RetryableError, CommandError, ConfigError, TimeoutError)
@@ -331,16 +332,17 @@ def offer_of(url: str, status: Mapping[str, object], mine: Job, why: str = "") -
 def _claims_of(said: object, mine: Job) -> tuple[Claim, ...]:
     """Of other jobs. What cannot be counts for nothing."""
     found = list[Claim]()
-    for one in said if isinstance(said, list) else ():
+    for one in said[:MOST_CLAIMS] if isinstance(said, list) else ():
         if isinstance(one, dict):
-            job, wanted, weight = (str(one.get("job")), str(one.get("place"))), one.get("wanted"), one.get("weight")
+            job = str(one.get("job"))[:MAX_ID_LENGTH], str(one.get("place"))
+            wanted, weight = one.get("wanted"), one.get("weight")
             if type(wanted) is int and 0 < wanted <= MAX_IDS and _number(weight) and weight > 0 and job != mine:
                 found.append(Claim(job, wanted, float(weight)))
     return tuple(found)
 
 
 def _number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _share(value: object) -> TypeGuard[float]:

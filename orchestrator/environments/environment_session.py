@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchestrator.api import Environment, EnvironmentTemplate, Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.environments.environment_wire import version_of
 
 Waiting = Callable[[str], None]  # told what an acquire waits for
 ANY = EnvironmentTemplate()  # where all prompts begin from the same
@@ -91,8 +92,8 @@ class RenewableEnvironment:
 
     @property
     def version(self) -> str:
-        """The environment's; raises whatever asking for it raises."""
-        return str(self.environment.version)
+        """The environment's; raises whatever asking for it raises, and TrajectoryError."""
+        return version_of(str(self.environment.version))
 
     async def prepare(self) -> None:
         """Before its first episode. Raises TrajectoryError ``environment_template`` for an environment that does not know how."""

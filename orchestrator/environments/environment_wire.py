@@ -23,9 +23,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.api import Observation, StepResult, TrajectoryError, jsontext
+from orchestrator.api.errors import writable
 
 PROTOCOL = 1
 MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
+MAX_VERSION = 200  # characters of what an environment says that it is
 _DETAIL = 2000  # characters
 _STEP = ("reward", "done", "truncated", "invalid_action")  # fields of a StepResult, beside the observation
 # What code of others may raise; not what ends this process.
@@ -110,6 +112,15 @@ def error_text(error: BaseException) -> str:
         return repr(error)
     except THIRD_PARTY:
         return type(error).__name__
+
+
+def version_of(answer: object) -> str:
+    """What an environment says that it is, which is kept with each of its trajectories. Raises TrajectoryError."""
+    if not isinstance(answer, str) or answer != writable(answer, MAX_VERSION):
+        raise TrajectoryError(
+            "environment_protocol", f"the version must be text of at most {MAX_VERSION} characters, is {answer!r:.40}"
+        )
+    return answer
 
 
 def observation_of(answer: object, what: str) -> Observation:

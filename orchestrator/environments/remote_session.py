@@ -55,8 +55,10 @@ class RemoteSession:
         result = await self._ask("start", target=target, arguments=arguments, limits=limits, tools=tools, setup=setup)
         theirs = (result.get("protocol"), result.get("distribution"))
         if theirs != (environment_wire.PROTOCOL, orchestrator.__version__):
-            fix = f"it has rl-coserve {theirs[1]} (protocol {theirs[0]}), this is {orchestrator.__version__}: use the same there"
-            raise ConfigError("environment", self.name, fix)
+            said = f"it has rl-coserve {theirs[1]!s:.40} (protocol {theirs[0]!s:.40})"
+            raise ConfigError(
+                "environment", self.name, f"{said}, this is {orchestrator.__version__}: use the same there"
+            )
         self._take_version(result)
 
     async def reset(self, prompt: Prompt) -> Observation:
@@ -93,7 +95,4 @@ class RemoteSession:
         return result
 
     def _take_version(self, result: Mapping[str, Any]) -> None:
-        version = result.get("version")
-        if not isinstance(version, str):
-            raise TrajectoryError("environment_protocol", f"the version must be text, is {version!r:.40}")
-        self.version = version
+        self.version = environment_wire.version_of(result.get("version"))

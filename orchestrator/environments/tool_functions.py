@@ -9,7 +9,7 @@ reward: ``tool_unavailable`` (no try reached it, no answer, too many calls), ``t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,24 +83,23 @@ class ToolClient:
 
 
 class ToolTally:
-    """Calls of tools in all processes: of each environment's process what it said last, and those of this one.
+    """Calls of ``tools`` in all processes: of each environment's process what it said last, and those of this one.
 
     What a process did after its last answer (it died in a call) is not in it.
     """
 
     _FIELDS = tuple(asdict(FunctionCalls()))
 
-    def __init__(self) -> None:
-        self._sums: dict[str, dict[str, float]] = {}
+    def __init__(self, tools: Iterable[str]) -> None:
+        self._sums = {name: dict.fromkeys(self._FIELDS, 0.0) for name in tools}
 
     def of_process(self) -> Callable[[object], None]:
         """What a new process' counters, which only grow, are to be told to. Raises TrajectoryError for what are none."""
         last: dict[str, dict[str, float]] = {}
 
         def note(said: object) -> None:
-            for name, counted in _counters(said, self._FIELDS).items():
-                before = last.get(name, {})
-                sums = self._sums.setdefault(name, dict.fromkeys(self._FIELDS, 0))
+            for name, counted in _counters(said, self._sums, self._FIELDS).items():
+                before, sums = last.get(name, {}), self._sums[name]
                 for field, value in counted.items():
                     sums[field] += max(0, value - before.get(field, 0))
                 last[name] = counted
@@ -122,9 +121,9 @@ class ToolTally:
 _MOST = 1e15  # of a counter; a float holds every whole number below it
 
 
-def _counters(said: object, fields: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """By tool. It was written by a process that may say anything: at most 100 tools, finite numbers. Raises TrajectoryError."""
-    if isinstance(said, dict) and len(said) <= 100:
+def _counters(said: object, tools: Container[str], fields: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """By tool. A process said it that may say anything: tools that there are, finite numbers. Raises TrajectoryError."""
+    if isinstance(said, dict) and all(name in tools for name in said):
         values = {
             name: {field: counted.get(field, 0) for field in fields}
             for name, counted in said.items()

@@ -33,11 +33,11 @@ import msgpack
 
 from orchestrator.api import Prompt, Sampling
 from orchestrator.api import http as wire
+from orchestrator.api.errors import MAX_DETAIL, writable
 from orchestrator.api.jsontext import parse_object
 from orchestrator.shards.shard_folder import LaidTrajectory
 
 MAX_MESSAGE = 256 << 20  # bytes; a trajectory that comes by value is the largest
-MAX_DETAIL = 2000  # characters of an error's text
 BEGIN, SCORE, END, TAKEN, ANSWER, STALE, RESIZE = b"BSEACRZ"
 TURNS, DROP, PLAYED, DONE, TOLD, ALIVE = b"TXPDVQ"
 OUTCOMES = ("scored", "failed", "stale", "cancelled", "fatal")
@@ -125,8 +125,7 @@ class EpisodeEnd:
     def message(self) -> bytes:
         """As it travels."""
         laid = None if self.laid is None else self.laid.row()
-        texts = (self.cause[:MAX_DETAIL], self.detail[:MAX_DETAIL], self.env_version)
-        said = (text.encode("utf-8", "backslashreplace").decode() for text in texts)  # others wrote it
+        said = (writable(text, MAX_DETAIL) for text in (self.cause, self.detail, self.env_version))  # others wrote it
         return pack(DONE, self.id, self.outcome, *said, self.truncated, self.reward, self.scored_at, laid)
 
     @classmethod

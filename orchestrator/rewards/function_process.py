@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from orchestrator.api.errors import MAX_CAUSE, MAX_DETAIL, writable
 from orchestrator.process_watcher import fork_under_watch, take_pipes
 from orchestrator.rewards.function_protocol import BAD_RESULT, IMPORT_FAILED, NOT_FINITE
 
@@ -70,7 +71,7 @@ def main(target: str) -> None:
 
 
 def _error(request: int, kind: str, message: str) -> dict[str, Any]:
-    return {"id": request, "errorType": kind, "errorMessage": message[:2000]}
+    return {"id": request, "errorType": writable(kind, MAX_CAUSE), "errorMessage": writable(message, MAX_DETAIL)}
 
 
 if __name__ == "__main__":

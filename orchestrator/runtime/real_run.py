@@ -376,8 +376,8 @@ class _Assembly:
             cold = ", ".join(tools.cold)
             self.display.message(f"no way to warm up tools {cold}: their first calls will be cold")
         log = self.folder.logs / "environments.log"
-        owner, tally = environment_owner(self.folder.path), ToolTally()
         settings = None if tools is None else tools.settings
+        owner, tally = environment_owner(self.folder.path), ToolTally(settings["urls"] if settings else ())
         shards: LocalShards | SpreadShards | None = None
         if config.rollout.shards_on == "nodes":
             asked = config, rewards.call, rewards.host, records.shards, owner, self.folder.logs

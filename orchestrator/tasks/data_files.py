@@ -136,6 +136,7 @@ def _table(field: str, file: Path, columns: Sequence[str]) -> Iterator[DataRow |
                 fix = f"has no column {', '.join(missing)}; it has: {', '.join(names[:10])}"
                 raise ConfigError(field, str(file), fix)
             for batch in batches:
+                batch.validate(full=True)
                 for part in range(0, batch.num_rows, _BATCH):
                     for values in batch.select(list(columns)).slice(part, _BATCH).to_pylist():
                         number += 1

@@ -3,7 +3,8 @@
 Guarantees:
 
 * Nothing is unpickled, nothing is read beyond what was announced, and every exchange ends at its deadline.
-* The token never travels: both sides prove it by HMAC-SHA256 over a nonce of the other side and their own header.
+* The token never travels: both sides prove it by HMAC-SHA256 over a nonce of the other side and their own header. A nonce has
+  one length: else who asks could be had to prove, by a longer one, the beginning of a header that it never said.
 * With a certificate the server speaks TLS, and says so in its place (``tls://host:port``); the client then checks chain, dates
   and host name before it says anything. In a network nobody listens or asks in the clear unless that is allowed.
 * At most ``clients`` clients have a thread of the server; who has proved nothing for ``PROOF_SECONDS``, or is the oldest such
@@ -36,6 +37,7 @@ from orchestrator.api.urls import is_loopback
 TLS = "tls://"  # before a place
 HEADER_BYTES = 4 << 20  # of a frame at most: a million token ids, or digests of 200,000 blocks
 GREETING_BYTES = 256
+NONCE_BYTES = 16
 PROOF_SECONDS = 10.0
 SEND_BYTES = 1 << 20  # in one call
 _LENGTH = struct.Struct(">I")
@@ -105,7 +107,7 @@ class FramedStream:
 
     def ask(self, token: str, header: Mapping[str, Any]) -> dict[str, Any]:
         """The client's side: the header of the answer, from who has the token. A refusal is raised as what it is."""
-        theirs, ours = bytes_of(self.read_map(GREETING_BYTES), "nonce"), secrets.token_bytes(16)
+        theirs, ours = nonce_of(self.read_map(GREETING_BYTES)), secrets.token_bytes(NONCE_BYTES)
         packed: bytes = msgpack.packb(dict(header))
         self.write({"header": packed, "nonce": ours, "proof": prove(token, b"ask", theirs, packed)})
         try:
@@ -145,6 +147,14 @@ def bytes_of(values: Mapping[str, Any], name: str) -> bytes:
     if not isinstance(value, bytes):
         raise LinkRefused("malformed", f"no {name}")
     return value
+
+
+def nonce_of(values: Mapping[str, Any]) -> bytes:
+    """Of the other side. Raises LinkRefused."""
+    nonce = bytes_of(values, "nonce")
+    if len(nonce) != NONCE_BYTES:
+        raise LinkRefused("malformed", f"a nonce of {len(nonce)} bytes")
+    return nonce
 
 
 def parse_place(place: str) -> tuple[str, int]:
@@ -297,10 +307,10 @@ class LinkServer:
             self._slots.release()
 
     def _hear(self, stream: FramedStream) -> None:
-        ours = secrets.token_bytes(16)
+        ours = secrets.token_bytes(NONCE_BYTES)
         stream.write({"nonce": ours})
         message = stream.read_map(HEADER_BYTES)
-        packed, theirs = bytes_of(message, "header"), bytes_of(message, "nonce")
+        packed, theirs = bytes_of(message, "header"), nonce_of(message)
         shown, tokens = bytes_of(message, "proof"), self._token.accepted()
         token = next((one for one in tokens if hmac.compare_digest(shown, prove(one, b"ask", ours, packed))), "")
         if not token:

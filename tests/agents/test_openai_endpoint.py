@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from orchestrator.agents import openai_protocol
 from orchestrator.agents.agent_session import AgentBounds, AgentSession, calls_in
 from orchestrator.agents.chat_template import Message, ModelChat, VocabularyChat
-from orchestrator.agents.conversation import Conversation
+from orchestrator.agents.conversation import Answer, Conversation, Opening
 from orchestrator.agents.openai_endpoint import AgentAccess, AgentGateway
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, Trajectory, Turn
 from orchestrator.envs import StaleTrajectory
@@ -189,6 +190,34 @@ OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["on", "on", "on", "again", "edit", "restart", "back"]), st.text("ab <>", max_size=6)),
     max_size=9,
 )
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["ask", "answer", "leave"]), st.integers(0, 9)), max_size=24)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_whoever_leaves_while_others_go_on_from_what_it_heard_the_turns_are_those_that_were_heard(
+    steps: list[tuple[str, int]],
+) -> None:
+    """As by an agent that asks on before the answer before it has been told to its end, and hangs up on that."""
+    conversation, heard, open_requests = Conversation(CHAT), list[Answer](), list[Opening]()
+    for number, (what, which) in enumerate(steps):
+        if what == "ask":
+            past = heard[which % len(heard)] if heard and which else None
+            said = () if past is None or past.said is None else (*past.opening.shown, past.said)
+            open_requests.append(conversation.open_chat([*said, Message("user", f"{number}")], ""))
+        elif what == "answer" and open_requests:
+            opening = open_requests.pop(which % len(open_requests))
+            ids = (*CHAT.encode(f"a{number}"), CHAT.end_id)
+            done = Completion(f"r{number}", ids, (0.0,) * len(ids), ((number, len(ids)),), "stop")
+            message = Message("assistant", f"a{number}")
+            heard.append(conversation.add(opening, done, message, "", float(number), float(number)))
+        elif what == "leave" and heard:
+            conversation.withdraw([heard[which % len(heard)]])
+        kept = conversation.answers
+        assert sorted(turn.versions for turn in conversation.turns()) == sorted(a.completion.versions for a in kept)
+        assert all(answer.opening.parent is None or answer.opening.parent in kept for answer in kept)
 
 
 @settings(max_examples=80)
@@ -543,6 +572,54 @@ def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(toke
         return [answered.choices[0].reason for answered, _ in answers]
 
     assert asyncio.run(run()) == ["stop"] * 12
+
+
+@pytest.mark.parametrize("path", ["chat", "plain"])
+def test_a_long_text_that_is_tokenized_holds_up_neither_the_loop_nor_short_ones(
+    path: str, tokenizer_folder: Path
+) -> None:
+    chat, begun, loop_went_on = ModelChat(str(tokenizer_folder)), threading.Event(), threading.Event()
+    right, seen = type(chat._tokenizer).encode, list[bool]()
+
+    def encode(self: Any, text: str, **options: Any) -> Any:
+        if "long" in text:
+            begun.set()
+            seen.append(loop_went_on.wait(10))
+        return right(self, text, **options)
+
+    async def run() -> None:
+        policy = ScriptedPolicy()
+        session = session_of(policy)
+        session.chat_format = session.conversation._chat = chat
+        if path == "plain":
+            wanted: Any = openai_protocol.plain_request(json.dumps({"prompt": "the long cat"}))
+        else:
+            wanted = openai_protocol.chat_request(json.dumps({"messages": [user("the long cat")]}))
+        asked = [asyncio.ensure_future(session.answer(wanted)) for _ in range(2)]
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert chat.text(chat.encode("the cat")) == "the cat"
+        asked.pop().cancel()  # gone: what it began is waited for all the same
+        loop_went_on.set()
+        await asyncio.gather(*asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(chat._tokenizer), "encode", encode)
+        asyncio.run(run())
+    assert all(seen)
+
+
+@pytest.mark.parametrize("body", [{"messages": [user("x" * 9000)]}, {"prompt": "x" * 9000}], ids=["chat", "plain"])
+def test_what_is_longer_than_the_context_in_characters_is_not_tokenized(
+    body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
+        monkeypatch.setattr(VocabularyChat, "encode", None)
+        status, told = await post(door, client, body, "/chat/completions" if "messages" in body else "/completions")
+        assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+
+    _, session = with_server(ScriptedPolicy(), talk)
+    assert session.truncated
 
 
 def test_where_the_answer_is_what_the_tokenizer_would_write_the_prompt_is_the_templates_own(

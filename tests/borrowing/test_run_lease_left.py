@@ -147,3 +147,10 @@ def test_no_file_of_another_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "pool.lease.lock").symlink_to(victim)
     with pytest.raises(RetryableError, match="cannot be opened"):
         book.grant("job", "", "the-key-of-the-job", 60)
+
+
+def test_a_pipe_in_the_place_of_the_record_holds_up_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pool.lease")
+    book = LeaseBook("server", tmp_path / "pool.lease")
+    with pytest.raises(RetryableError, match="cannot be read"):
+        book.current_lease()

@@ -4,6 +4,7 @@ Real clients, proxy, market, endpoints and workers on a twin of vLLM's engine cl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ import pytest
 pytest.importorskip("fastapi")
 
 from orchestrator.api import ConfigError, RetryableError, RunError
+from orchestrator.borrowing import http_worker
 from orchestrator.borrowing.discovery import Market
 from orchestrator.borrowing.http_worker import HttpWorker
-from orchestrator.borrowing.server_exchange import offer_of
+from orchestrator.borrowing.server_exchange import MOST_CLAIMS, offer_of
 from orchestrator.proxy.membership import Membership
 from orchestrator.transfer import RelayEndpoint
 from tests.borrowing.test_server_exchange import Run, config_of, play
@@ -37,12 +39,50 @@ LIES: list[dict[str, Any]] = [
     {"serving_use": True},
     {"serving_use": None},
     {"serving_use": 0.1, "lends": "yes"},
+    {"serving_use": 10**400},
+    {"serving_use": 0.1, "seconds": 10**400},
 ]
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_a_device_cannot_be_is_why_its_server_cannot_be_had(lie: dict[str, Any]) -> None:
     assert "cannot be" in offer_of("url", {"device": lie}, ("run", "")).why
+
+
+def test_claims_that_cannot_be_count_for_nothing_and_there_are_not_too_many() -> None:
+    right = {"place": "", "wanted": 1, "weight": 1.0}
+    lies = [{"weight": 10**400}, {"weight": 0}, {"weight": -1.0}, {"weight": float("nan")}, {"wanted": 10**400}]
+    said = [{**right, "job": "liar", **lie} for lie in lies] + [{**right, "job": f"{n}" * 9000} for n in range(1000)]
+    claims = offer_of("url", {"claims": said}, ("run", "")).claims
+    assert len(claims) == MOST_CLAIMS - len(lies)
+    assert all(len(claim.job[0]) <= 256 for claim in claims)
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b'{"x": "' + b"y" * 100_000], ids=["deep", "long"])
+def test_an_answer_without_end_is_not_read_to_its_end(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_worker, "MAX_ANSWER_BYTES", 1 << 20)
+    sent = 0
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while sent < 256 << 20:
+                writer.write(answer)
+                await writer.drain()
+                sent += len(answer)
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(hear, "127.0.0.1", 0) as server:
+            worker = HttpWorker(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", TOKEN)
+            with pytest.raises(RetryableError, match="has over"):
+                await worker.status()
+            await worker.disconnect()
+
+    asyncio.run(scenario())
+    assert sent < 64 << 20
 
 
 def test_a_server_that_lies_is_not_had_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

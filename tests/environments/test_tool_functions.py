@@ -144,7 +144,7 @@ def test_a_tool_that_is_not_reached_masks_the_trajectory(tmp_path: Path, url: st
 
 def test_an_environment_in_another_process_calls_tools_and_they_are_counted(tmp_path: Path) -> None:
     async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
-        tally, own = ToolTally(), ToolClient(settings)
+        tally, own = ToolTally(settings.urls), ToolClient(settings)
         backend = SubprocessBackend("tools_under_test:Calculating", {}, tools=vars(settings), tally=tally)
         sessions = [await backend.start(name) for name in ("e1", "e2")]
         for session in sessions:
@@ -169,14 +169,23 @@ def test_an_environment_in_another_process_calls_tools_and_they_are_counted(tmp_
 
 
 @pytest.mark.parametrize(
-    "said", ["many", {"add": 3}, {"add": {"calls": float("nan")}}, {"add": {"calls": -1}}, {"add": {"calls": "1"}}]
+    "said",
+    [
+        "many",
+        {"add": 3},
+        {"add": {"calls": float("nan")}},
+        {"add": {"calls": -1}},
+        {"add": {"calls": "1"}},
+        {"add": {"calls": 1}, "no such tool": {"calls": 1}},
+    ],
 )
 def test_counters_of_a_process_that_says_anything_are_refused(said: object) -> None:
-    tally = ToolTally()
+    tally = ToolTally(["add"])
     with pytest.raises(TrajectoryError) as refused:
         tally.of_process()(said)
     assert refused.value.cause == "environment_protocol"
-    assert tally.stats({}) == {}
+    assert list(tally.stats({})) == ["add"]
+    assert not any(tally.stats({})["add"].values())
 
 
 def test_the_report_shows_what_tools_and_rewards_were_called_for(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 An input that fails is printed as a line for its corpus, with what it did; exit code 1. ``--out FILE`` keeps the figures, in the
 form of ``docs/results``; with ``--until MINUTES`` it adds to those that are there, slice by slice and the least fuzzed first,
 until each harness has had so many minutes of processor time; one with a finding rests until it is named, as mended. It may be
-stopped at any moment. ``--collect`` begins the corpora
-of harnesses that have none; ``--page`` writes ``docs/fuzzing.md``.
+stopped at any moment. ``--reach INPUTS`` says how soon drawn inputs reach the lines of the parsers that they reach at all.
+``--collect`` begins the corpora of harnesses that have none; ``--page`` writes ``docs/fuzzing.md``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from scripts.bench.result import frame, now, source
 from tests.fuzz import native
-from tests.fuzz.harness import HARNESSES, FuzzResult, collect, fuzz
+from tests.fuzz.harness import HARNESSES, FuzzResult, collect, fuzz, reach
 from tests.fuzz.table import PAGE, everything, written
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "2"))
@@ -65,6 +65,9 @@ def main() -> int:
     parser.add_argument("--until", type=float, metavar="MINUTES", help="add to --out until each has had so many")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--collect", type=int, default=0, metavar="N", help="begin corpora, from N inputs each")
+    parser.add_argument(
+        "--reach", type=int, default=0, metavar="INPUTS", help="add to --out which input reached new lines last"
+    )
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(everything())):
@@ -75,6 +78,10 @@ def main() -> int:
     names = options.names or list(everything())
     if options.collect:
         return begin_corpora(names, options.collect)
+    if options.reach:
+        if options.out is None:
+            parser.error("--reach adds to the figures of --out FILE")
+        return note_reach(names, options.reach, options.seed, options.out)
     if options.here:
         (name,) = names
         print(json.dumps(asdict(fuzz_one(name, options.seconds, options.seed, options.least))))
@@ -122,6 +129,21 @@ def fuzz_until(minutes: float, names: list[str], seconds: float, seed: int, out:
         row["commits"] = sorted({*row["commits"], commit})
         keep(out, figures(list(rows.values()), seed, begun, minutes))
     return int(any(row["finding"] for row in rows.values()))
+
+
+def note_reach(names: list[str], inputs: int, seed: int, out: Path) -> int:
+    """Of each harness in Python: the lines of its parsers that so many inputs reach, those that the second half of them reaches
+    first, and which input reached a new one last."""
+    kept = json.loads(out.read_text(encoding="utf-8"))
+    rows = {row["harness"]: row for row in kept["detail"]["harnesses"]}
+    for name in (name for name in names if name in HARNESSES):
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+            firsts = reach(HARNESSES[name], Path(folder), inputs, seed)
+        late = sum(first > inputs // 2 for first in firsts)
+        rows[name]["reach"] = {"inputs": inputs, "lines": len(firsts), "late": late, "last": max(firsts, default=0)}
+        print(f"{name}: {rows[name]['reach']}", flush=True)
+        keep(out, kept)
+    return 0
 
 
 def keep(out: Path, result: dict[str, Any]) -> None:

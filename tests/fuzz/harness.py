@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,11 +86,11 @@ class FuzzResult:
 
 def fuzz(one: Harness, folder: Path, seconds: float, first_seed: int) -> FuzzResult:
     """Its corpus, then drawn inputs of new seeds until the time is over, or one fails."""
-    count, last, begun = 0, None, time.monotonic()
+    tried, last, begun = 0, None, time.monotonic()
 
     def attempt(value: Any) -> None:
-        nonlocal count, last
-        count, last = count + 1, value
+        nonlocal tried, last
+        tried, last = tried + 1, value
         with in_time(size_of(value)):
             check(value)
 
@@ -116,8 +117,8 @@ def fuzz(one: Harness, folder: Path, seconds: float, first_seed: int) -> FuzzRes
         if isinstance(error, KeyboardInterrupt):
             raise
         text = "\n".join(line[:300] for line in "".join(traceback.format_exception(error)).splitlines()[-60:])
-        return FuzzResult(count, time.monotonic() - begun, write_line("found", last), text)
-    return FuzzResult(count, time.monotonic() - begun)
+        return FuzzResult(tried, time.monotonic() - begun, write_line("found", last), text)
+    return FuzzResult(tried, time.monotonic() - begun)
 
 
 # -- corpora -------------------------------------------------------------------------------------------------------------
@@ -143,21 +144,53 @@ def write_line(why: str, value: Any) -> str:
 
 def collect(one: Harness, folder: Path, most: int, first_seed: int = 0) -> list[str]:
     """Lines of a corpus: of the inputs that are drawn, those that reach a line of the parsers that none before them did."""
-    files = {str(ROOT / file) for file in one.reads}
-    seen: set[tuple[str, int]] = set()
     kept: list[str] = []
+
+    def reached(value: Any, new: set[Place]) -> bool:
+        line = write_line("drawn", value)
+        if not new or len(line) > LARGEST or len(kept) == COLLECTED or line in kept:
+            return False
+        kept.append(line)
+        return True
+
+    follow(one, folder, most, first_seed, reached)
+    return kept
+
+
+def reach(one: Harness, folder: Path, inputs: int, first_seed: int) -> list[int]:
+    """Of each line of the parsers that so many drawn inputs reach, which input was the first."""
+    firsts: list[int] = []
+    numbers = count(1)
+
+    def reached(_: Any, new: set[Place]) -> bool:
+        firsts.extend([next(numbers)] * len(new))  # one number an input, whatever is new
+        return True
+
+    follow(one, folder, inputs, first_seed, reached)
+    return firsts
+
+
+Place = tuple[str, int]  # a file and a line of it
+
+
+def follow(
+    one: Harness, folder: Path, inputs: int, first_seed: int, reached: Callable[[Any, set[Place]], bool]
+) -> None:
+    """Draw inputs; ``reached`` is told each, with the lines of the parsers that it reached and none before that counts, and says
+    whether it counts."""
+    files = {str(ROOT / file) for file in one.reads}
+    seen, now = set[Place](), set[Place]()
 
     def local(frame: Any, event: str, _: object) -> Any:
         if event == "line":
-            reached.add((frame.f_code.co_filename, frame.f_lineno))
+            now.add((frame.f_code.co_filename, frame.f_lineno))
         return local
 
     def trace(frame: Any, *_: object) -> Any:
         return local if frame.f_code.co_filename in files else None
 
     def attempt(value: Any) -> None:
-        nonlocal reached
-        reached = set()
+        now.clear()
         threading.settrace(trace)
         sys.settrace(trace)
         try:
@@ -165,14 +198,11 @@ def collect(one: Harness, folder: Path, most: int, first_seed: int = 0) -> list[
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
-        line = write_line("drawn", value)
-        if not reached <= seen and len(line) <= LARGEST and len(kept) < COLLECTED and line not in kept:
-            kept.append(line)
-            seen.update(reached)
+        if reached(value, now - seen):
+            seen.update(now)
 
-    reached: set[tuple[str, int]] = set()
     options = settings(
-        max_examples=most,
+        max_examples=inputs,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -180,7 +210,6 @@ def collect(one: Harness, folder: Path, most: int, first_seed: int = 0) -> list[
     )
     with one.build(folder) as (strategy, check):
         seed(first_seed)(options(given(strategy)(attempt)))()
-    return kept
 
 
 _RUN = re.compile(r"(.{1,8}?)\1{15,}", re.DOTALL)

@@ -19,9 +19,9 @@ DEEP = 100_000  # levels of nesting: beyond every stack
 
 # What a field may hold instead of what it should. JSON's and msgpack's own types; not every form can carry all of them.
 JUNK: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 7, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63), 1 << 200, 0.5, -0.0, 1e308,
-    float("inf"), float("-inf"), float("nan"), "", "x", "0", "\x00", "\ud800", "/../..", "x" * 5000, b"", b"\xff", [], [[]],
-    {}, {"x": 1}, [0] * 1000, {"format": 99}, [None, None],
+    None, True, False, 0, -1, 1, 7, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63), 1 << 200, 10**400,
+    0.5, -0.0, 1e308, float("inf"), float("-inf"), float("nan"), "", "x", "0", "\x00", "\ud800", "/../..", "x" * 5000,
+    b"", b"\xff", [], [[]], {}, {"x": 1}, [0] * 1000, {"format": 99}, [None, None],
 )  # fmt: skip
 
 

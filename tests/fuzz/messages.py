@@ -34,6 +34,7 @@ from orchestrator.api import (
 )
 from orchestrator.api import http as api_http
 from orchestrator.borrowing.http_worker import HttpWorker, _object, _place, _read
+from orchestrator.borrowing.server_exchange import offer_of
 from orchestrator.environments import environment_wire
 from orchestrator.environments.pod_watch import PodWatch
 from orchestrator.manager_shards import shard_messages
@@ -162,10 +163,23 @@ ANSWERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         api_http.kv_moved_from_json,
     ),
     "status": ({"instance": "a.1", "history": {"job": "x", "metadata": "y"}}, _place),
+    "offer": (
+        {
+            "lease": {"job": "x", "place": "y"},
+            "device": {"serving_use": 0.25, "serving_now": 0.5, "seconds": 9.0, "lends": True},
+            "claims": [{"job": "z", "place": "y", "wanted": 2, "weight": 1.5}],
+        },
+        lambda status: offer_of("http://a", status, ("a", "b")),
+    ),
 }
 
 
-@harness("orchestrator/api/http.py", "orchestrator/borrowing/http_worker.py", refuses="RetryableError")
+@harness(
+    "orchestrator/api/http.py",
+    "orchestrator/borrowing/http_worker.py",
+    "orchestrator/borrowing/server_exchange.py",
+    refuses="RetryableError",
+)
 def server_answer(folder: Path) -> Drawn:
     """An answer of a served worker is a record whose fields have their types, its counts agreeing, or refused."""
     yield merged({name: _server_answer(name) for name in ANSWERS})
@@ -181,7 +195,10 @@ def _server_answer(name: str) -> tuple[st.SearchStrategy[Any], Check]:
             return None if answer is None else _read(parse, answer, name)
 
         found = inputs.survives(read, RetryableError)
-        if found is not None and name != "status":
+        if name == "offer" and found is not None:
+            assert all(0 <= one < float("inf") for one in (found.share, *found.before))
+            assert all(0 < claim.weight < float("inf") for claim in found.claims)
+        elif found is not None and name != "status":
             check_types(found, name)
 
     return inputs.texts(valid), check
@@ -303,14 +320,14 @@ def address(folder: Path) -> Drawn:
     refuses="TrajectoryError",
 )
 def environment_reply(folder: Path) -> Drawn:
-    """A reply of an environment is a step with a finite reward and integer tokens, or ends its trajectory."""
-    step = StepResult(Observation((3, 4)), 0.5, done=True)
-    valid = {"id": 4, "result": environment_wire.step_fields(step), "tools": {"calculator": {"calls": 3, "failed": 0}}}
+    """A reply of an environment is a step with a finite reward and integer tokens, or ends its trajectory; its version can be kept."""
+    step = {**environment_wire.step_fields(StepResult(Observation((3, 4)), 0.5, done=True)), "version": "nim 1"}
+    valid = {"id": 4, "result": step, "tools": {"calculator": {"calls": 3, "failed": 0}}}
 
     def check(data: bytes) -> None:
         from orchestrator.environments.tool_functions import ToolTally
 
-        note = ToolTally().of_process()
+        note = ToolTally(["calculator"]).of_process()
         found = inputs.survives(
             lambda: environment_wire.read_step(environment_wire.reply_of(data, 4, note)), TrajectoryError
         )
@@ -321,6 +338,10 @@ def environment_reply(folder: Path) -> Drawn:
         inputs.survives(
             lambda: environment_wire.read_observation(environment_wire.reply_of(data, 4), "reset"), TrajectoryError
         )
+        said = inputs.survives(
+            lambda: environment_wire.version_of(environment_wire.reply_of(data, 4).get("version")), TrajectoryError
+        )
+        assert said is None or len(said.encode()) <= 4 * environment_wire.MAX_VERSION
 
     yield inputs.texts(valid), check
 

@@ -113,7 +113,7 @@ def tool_calls(folder: Path) -> Drawn:
 
 @harness("orchestrator/api/jsontext.py", refuses="ValueError")
 def json_text(folder: Path) -> Drawn:
-    """JSON is at most 64 levels deep, finite where that was asked, and written in pieces as it is written whole; or refused."""
+    """JSON is at most 64 levels deep, finite where that was asked, and written as UTF-8, in pieces too; or refused."""
 
     def depth(value: Any) -> int:
         found = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
@@ -128,6 +128,7 @@ def json_text(folder: Path) -> Drawn:
                 return
         assert depth(value) <= jsontext.DEPTH
         assert "".join(jsontext.pieces(value)) == json.dumps(value)
+        json.dumps(value, ensure_ascii=False).encode()
         if finite:
             assert "NaN" not in data.decode("utf-8", "replace") or b'"' in data
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator import rollout
 from orchestrator.agents.agent_manager import AgentManager
 from orchestrator.agents.agent_program import AgentProgram
 from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Sampling, TrajectoryError
@@ -127,6 +129,36 @@ def test_whatever_is_raised_there_costs_one_trajectory(seam: str, shards: int, m
     result = run(f"rollout.shards={shards}")
     assert steps_of(result) == 3
     assert raising.met == len(raising.wrong)
+
+
+def test_whatever_causes_environments_name_they_end_no_run_and_are_not_counted_one_by_one_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, calls = SimEnvironment.step, itertools.count()
+
+    async def step(self: SimEnvironment, action: Any) -> Any:
+        if (number := next(calls)) % 6 == 0:
+            raise TrajectoryError(f"cause_{number}" if number % 12 else "")
+        return await right(self, action)
+
+    monkeypatch.setattr(SimEnvironment, "step", step)
+    monkeypatch.setattr(rollout, "MANY", 4)
+    result = run()
+    assert steps_of(result) == 3
+    causes = result.ledger["failed_by_cause"]
+    assert len(causes) == 5
+    assert causes["other_cause"] > 1
+    assert causes["unnamed"] > 1
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_environment_that_says_no_text_as_its_version_costs_one_trajectory(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    said = property(lambda self: "sim 1" if next(calls) % 8 else "\ud800")
+    monkeypatch.setattr(SimEnvironment, "version", said)
+    assert steps_of(run(f"rollout.shards={shards}")) == 3
 
 
 def test_a_reward_may_end_the_run_only_by_a_run_error(monkeypatch: pytest.MonkeyPatch) -> None:

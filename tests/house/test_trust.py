@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import ValidationError
@@ -22,15 +22,29 @@ from orchestrator.agents import openai_endpoint, openai_protocol
 from orchestrator.agents.agent_session import AgentBounds, AgentSession
 from orchestrator.agents.chat_template import VocabularyChat
 from orchestrator.agents.openai_endpoint import AgentGateway
-from orchestrator.api import GenerationRequest, RetryableError, RunError, Sampling, TrajectoryError, bearer, jsontext
+from orchestrator.api import (
+    GenerationRequest,
+    Prompt,
+    RetryableError,
+    RunError,
+    Sampling,
+    Trajectory,
+    TrajectoryError,
+    Turn,
+    bearer,
+    jsontext,
+)
 from orchestrator.api import http as wire
 from orchestrator.api.listener_limits import HttpListener
 from orchestrator.environments import environment_wire
 from orchestrator.environments.environment_process import EnvironmentService
+from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.envs import StaleTrajectory
 from orchestrator.rewards.function_client import FunctionClient
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool
 from orchestrator.runtime.loop_watch import LoopWatch
+from orchestrator.shards.shard_folder import ShardFolder
+from orchestrator.store import TrajectoryStore
 from orchestrator.tasks import reasoning_gym
 from orchestrator.tasks.scoring import score_apart
 from tests.support.waiting import wait_for
@@ -168,6 +182,42 @@ def test_json_has_a_depth() -> None:
         with pytest.raises(ValueError, match="nested"):
             jsontext.parse(text)
     assert len(jsontext.parse("[" + "[]," * 1000 + "[]]")) == 1001
+
+
+HALF = '"\\ud800"'  # of a surrogate pair: JSON can say it, no file or pipe takes it
+
+
+def test_json_has_no_text_that_cannot_be_written_down() -> None:
+    assert jsontext.parse('"\\ud83d\\ude00 \\\\ud800"') == "\U0001f600 \\ud800"
+    assert jsontext.parse(b"\xef\xbb\xbf[]") == []
+    for text in (HALF, HALF.encode(), f'{{"a": [{{{HALF}: 1}}]}}', '"\\uDFFF"', '"\udc80"', b'"\xed\xa0\x80"'):
+        with pytest.raises(ValueError, match="codec can't"):
+            jsontext.parse(text)
+
+
+def test_what_others_say_of_a_trajectory_can_be_kept(tmp_path: Path) -> None:
+    said = [TrajectoryError("strange", "\ud800"), TrajectoryError("\ud800" * 100, "x" * 10_000)]
+    with pytest.raises(TrajectoryError) as refused:
+        environment_wire.reply_of(f'{{"id": 1, "error": {{"cause": "x", "detail": {HALF}}}}}'.encode(), 1)
+    turn = Turn((1,), (2,), (-0.5,), ((0, 1),))
+    for error in (*said, refused.value):
+        assert len(error.cause) <= 64 * 6
+        assert len(error.detail) <= 2000
+        kept = Trajectory("t", "g", "x", Prompt("k", "x", 0, ""), (turn,), None, "v", 0, False, (str(error),))
+        folder = ShardFolder(tmp_path / "shards")
+        store = TrajectoryStore(tmp_path / "store", finish=folder.finish)
+        store.append(kept, 0, f"failed: {error.cause}")
+        store.close()
+        folder.close()
+
+
+@pytest.mark.parametrize("version", ["\ud800", "x" * 10_000, None, 7])
+def test_an_environments_version_is_text_that_can_be_kept(version: object) -> None:
+    session = RemoteSession(cast("Any", None), "e0")
+    with pytest.raises(TrajectoryError, match="version must be text"):
+        session._take_version({"version": version})
+    session._take_version({"version": "nim 1"})
+    assert session.version == "nim 1"
 
 
 # -- scores and rewards --------------------------------------------------------------------------------------------------

@@ -468,6 +468,14 @@ def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_wi
     other.close()
 
 
+def test_a_pipe_in_the_place_of_a_keepers_log_holds_up_nobody(tmp_path: Path) -> None:
+    log = tmp_path / "keeper.log"
+    os.mkfifo(log)
+    code = "import sys, pathlib; from vllm_rlplugin.kvpool.pages import page_keeper as k; k._write_to(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", f"{code}; print('said')", str(log)], check=True, timeout=60)
+    assert log.read_text() == "said\n"
+
+
 def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
     path: Path, driver: CudaDriver, library: Path
 ) -> None:

@@ -294,7 +294,7 @@ def test_the_pages_list_and_trajectory_need_the_token_and_say_what_was_wrong(run
                 one = await (await client.get(f"{base}trajectory.json?id=t2")).json()
                 assert one["turns"][1]["action"][0]["text"] == "left \x1b[2J"
                 assert one["missing"] == ""
-                for bad in ("step=x", "order=strange", "least=--"):
+                for bad in ("step=x", "order=strange", "least=--", f"step={10**30}", f"first={'9' * 5000}"):
                     assert (await client.get(f"{base}trajectories.json?{bad}")).status == 400
                 assert (await client.get(f"{base}trajectory.json?id=t9")).status == 404
         finally:

@@ -58,6 +58,10 @@ def act(event):
                 os.write(descriptor, b'{"id": 12345, "result": {"reward": 99}}\\n')
             except OSError:
                 pass
+    if what == "raise half of a pair":
+        raise ValueError("\\ud800")
+    if what == "half of a pair":
+        return {"reward": 1.0, "text": "\\ud800"}
     if what == "nan":
         return {"reward": float("nan")}
     if what == "object":
@@ -173,6 +177,8 @@ def test_whatever_a_function_does_wrong_is_an_error_and_the_next_call_works(shar
     async def scenario(session: Session) -> None:
         for what, kind in (
             ("raise", "ValueError"),
+            ("raise half of a pair", "ValueError"),
+            ("half of a pair", "Runtime.MarshalError"),
             ("exit", "Runtime.ExitError"),
             ("sys.exit", "Runtime.ExitError"),
             ("nan", "Runtime.NotFinite"),

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgpack
 import numpy as np
@@ -136,6 +136,38 @@ def test_a_server_without_the_token_is_not_believed() -> None:
 
     with peer(talk) as place:
         assert reason_of(place) == "unauthorized"
+
+
+def test_who_asks_cannot_be_had_to_prove_a_question_that_it_did_not_ask() -> None:
+    """Somebody between the two, without the token, gives the server's nonce on with the beginning of a header of its own."""
+    heard: list[bytes] = []
+    asked = threading.Event()
+    header = msgpack.packb({"what": "mine"})
+    forged = msgpack.packb({"what": "theirs", "rest": header})[: -len(header)]
+
+    def note(question: proven_link.ProvenAsk) -> None:
+        heard.append(question.header)
+
+    def between(client: socket.socket) -> None:
+        with socket.create_connection(proven_link.parse_place(server.place)) as theirs:
+            right = proven_link.FramedStream(theirs, time.monotonic() + 5)
+            left = proven_link.FramedStream(client, time.monotonic() + 5)
+            nonce = right.read_map(proven_link.GREETING_BYTES)["nonce"]
+            left.write({"nonce": nonce + forged})
+            with suppress(proven_link.LinkRefused):  # it hung up
+                said = left.read_map(proven_link.HEADER_BYTES)
+                right.write({**said, "header": forged + said["header"]})
+                asked.set()
+                right.until_closed()
+
+    server = proven_link.LinkServer(note, TOKEN, "127.0.0.1", 0, field="x", clients=2, limit=5.0)
+    try:
+        with peer(between) as place, pytest.raises(proven_link.LinkRefused):
+            proven_link.connect(place, 5.0, lambda stream: stream.ask(TOKEN, {"what": "mine"}))
+        asked.wait(0.5)
+    finally:
+        server.close()
+    assert heard == []
 
 
 def test_the_token_never_travels() -> None:

@@ -121,8 +121,9 @@ class LeaseBook:
     def _read(self) -> LeaseRecord | None:
         if self._path is None:
             return self._own
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of another user's holds up nobody
         try:
-            with os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="utf-8") as stream:
+            with os.fdopen(os.open(self._path, flags), encoding="utf-8") as stream:
                 self._own_file(stream.fileno())
                 found = parse_object(stream.read())
             ends = {str(server): float(end) for server, end in found["until"].items()}

@@ -41,7 +41,7 @@ class TrajectoryRoutes:
             first = max(0, int(query.get("first") or 0))
             async with self._one:
                 found, total = await asyncio.to_thread(self._read, chosen, query.get("order") or "newest", first)
-        except (ConfigError, ValueError) as error:
+        except (ConfigError, ValueError, OverflowError) as error:  # the last: of a step with many digits
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         return {"trajectories": found, "total": total, "first": first, "most": LINES}
 

@@ -334,7 +334,8 @@ def main() -> int:
 
 def _write_to(log: Path) -> Path:
     """Let go of the starter's pipes: it waits for their end. What is said from here on is for whoever looks why we died."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    log.unlink(missing_ok=True)  # what is not ours stays, and this process ends
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
