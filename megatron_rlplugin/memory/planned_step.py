@@ -25,6 +25,7 @@ from megatron_rlplugin.memory.rank_memory import (
     GRADIENTS,
     LOGITS,
     OPTIMIZER,
+    PUBLISHED,
     WEIGHTS,
     RankMemory,
     StepRequest,
@@ -148,8 +149,12 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     totals = {phase: sum(peak.values()) for phase, peak in peaks.items()}
     for phase in ("exchange of weights", "forward and backward"):  # in the first step Adam's moments come after these
         totals[phase] += static[OPTIMIZER] - peaks[phase][OPTIMIZER]
-    # The copy that finds what a step changes, of what this rank publishes.
-    watched = serving_bytes(learner.chunks, PART_BYTES) if request.differences else 0
+    # Of what this rank publishes: on its host what was published last, or is being sent (with differences that is the same copy);
+    # on the device the one that finds what a step changes.
+    published = serving_bytes(learner.chunks, PART_BYTES)
+    if request.differences or request.overlap:
+        host[PUBLISHED] = published
+    watched = published if request.differences else 0
     totals["optimizer step"] += watched
     phase = max(totals, key=totals.__getitem__)
     moving = Counter({tag: size for tag, size in peaks[phase].items() if tag not in static})
