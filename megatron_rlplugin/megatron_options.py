@@ -100,7 +100,46 @@ OWNED = {
     "mtp_detach_heads": "must be unset: what heads learn reaches the layers before them, as in pretraining",
     "mtp_hybrid_override_pattern": "must be unset: a head is a layer like the model's last one",
     "moe_enable_routing_replay": _RATES.format("routing_replay"),
+    "expert_tensor_parallel_size": "must be unset: an expert is split as other layers are, by trainer.tensor_parallel",
+    **dict.fromkeys(
+        ("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+        "must be unset: ranks share rows by trainer.context_parallel alone",
+    ),
+    **dict.fromkeys(
+        (
+            "apply_residual_connection_post_layernorm",
+            "attention_output_gate",
+            "experimental_attention_variant",
+            "heterogeneous_block_specs",
+            "is_hybrid_model",
+            "linear_attention_freq",
+            "moe_apply_probs_on_input",
+            "moe_expert_capacity_factor",
+            "moe_expert_rank_capacity_factor",
+            "moe_input_jitter_eps",
+            "moe_latent_size",
+            "moe_pad_expert_input_to_capacity",
+            "moe_router_force_biased",
+            "moe_router_force_load_balancing",
+            "moe_router_topk_limited_devices",
+            "moe_token_dropping",
+            "mrope_section",
+            "no_rope_freq",
+            "qk_l2_norm",
+            "test_mode",
+            "use_mup",
+        ),
+        "must be unset: the trainer would compute another model than the one that sampled",
+    ),
 }
+# By which pipeline stages may have different numbers of layers.
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
 # What decides how ranks are grouped: known before a model is built.
 _LAYOUT = ("sequence_parallel", "virtual_pipeline_model_parallel_size")
 
@@ -127,8 +166,8 @@ def sort_options(given: Mapping[str, Any], arguments: Mapping[str, Any] | None =
             fix = f"trainer.arguments says {more[key]!r}: leave one of the two out"
             raise ConfigError(f"{TABLE}.{key}", given[key], fix)
     given = {**more, **given}
-    if not given:
-        return MegatronOptions(agreed=agreed)
+    if not given and not agreed:
+        return MegatronOptions()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -137,13 +176,16 @@ def sort_options(given: Mapping[str, Any], arguments: Mapping[str, Any] | None =
     known = {name: {item.name: item for item in dataclasses.fields(cls)} for name, cls in classes.items()}
     sorted_: dict[str, dict[str, Any]] = {name: {} for name in classes}
     layout: dict[str, Any] = {}
+    names = {each for fields in known.values() for each in fields}
+    for key in agreed.keys() - names:
+        raise ConfigError(f"trainer.arguments: {key}", agreed[key], _unknown(key, names))
     for key, value in given.items():
         name = f"trainer.arguments: {key}" if key in more else f"{TABLE}.{key}"
         if key in OWNED:
             raise ConfigError(name, value, OWNED[key])
         owners = [owner for owner, fields in known.items() if key in fields]
         if not owners:
-            raise ConfigError(name, value, _unknown(key, {each for fields in known.values() for each in fields}))
+            raise ConfigError(name, value, _unknown(key, names))
         if callable(getattr(classes[owners[0]], key, None)) or "Callable" in str(known[owners[0]][key].type):
             raise ConfigError(name, value, "is a function, which a config file cannot hold; leave it out")
         checked = _checked(name, value, known[owners[0]][key].type)

@@ -62,9 +62,12 @@ def measure(request: StepRequest) -> RankMemory:
     options = {key: value for key, value in asked.items() if key not in _BY_BYTES and key[:3] not in _LOW}
     settings = TrainerSection.from_dict({**given, "megatron": options})
     chosen = read_shape(request.folder).num_experts_per_tok
-    with fake_device(
-        request.rank, request.world, experts_per_token=chosen, imbalance=request.imbalance, as_run=request.as_run
-    ) as ledger:
+    how: dict[str, Any] = {
+        "imbalance": request.imbalance,
+        "context": settings.context_parallel,
+        "as_run": request.as_run,
+    }
+    with fake_device(request.rank, request.world, experts_per_token=chosen, **how) as ledger:
         found = _run(request, settings, ledger)
     if asked.keys() & set(_BY_BYTES):
         on_device, on_host = optimizer_bytes(asked, found["sharded"], request.dtype)

@@ -129,11 +129,17 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     ppo = replace(tensor, settings={**tensor.settings, "objective": "ppo"})
     asked = [tensor, replace(tensor, rows=2, differences=True), piped, replace(piped, imbalance=2.0)]
     asked += [replace(tensor, folder=odd), ppo, replace(piped, resting=True), replace(tensor, overlap=True)]
+    asked += [
+        replace(tensor, settings=each, world=each.get("context_parallel", 1), rank=0)
+        for each in ({}, {"context_parallel": 2})
+    ]
 
     ended = [run_forked(request) for request in asked]
     with pytest.raises(ConfigError) as refused:
         answer_of(ended[4].out)
-    one, two, even, uneven, critic, resting, beside = (answer_of(each.out) for each in [*ended[:4], *ended[5:]])
+    one, two, even, uneven, critic, resting, beside, alone, shared = (
+        answer_of(each.out) for each in [*ended[:4], *ended[5:]]
+    )
 
     hidden = 64  # a rank has half of the vocabulary and of the layers, and all norms
     layer = (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) // 2 + 2 * hidden + 2 * 16
@@ -153,6 +159,10 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     assert 0.99 * 2 * parameters < copied < 2 * parameters
     assert two.host[PUBLISHED] == copied == beside.host[PUBLISHED]  # of the version before, or that is being sent
     assert beside.device == one.device
+    assert [shared.device[part] for part in ("weights", "gradients", "optimizer")] == [
+        pytest.approx(alone.device[part], rel=0.001) for part in ("weights", "gradients", "optimizer")
+    ]
+    assert shared.device["activations"] < 0.6 * alone.device["activations"]  # of half of each row
     assert PUBLISHED not in one.host
     assert [two.device[name] for name in ("gradients", "optimizer")] == [
         one.device["gradients"],
@@ -360,10 +370,10 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     ]
     assert "over by 0.8: raise rollout.engine.tensor_parallel_size" in line or "over" not in line
     more = ("run.mode=async", "rollout.weights_overlap=true", "trainer.kl_coefficient=0.1", "trainer.data_parallel=2")
-    more += ("trainer.megatron={optimizer_cpu_offload=true, optimizer_offload_fraction=1.0}",)
+    offload = "trainer.megatron={optimizer_cpu_offload=true, optimizer_offload_fraction=1.0}"
     run = twin(GB, GB)
     monkeypatch.setattr(trainer_plan, "run_request", run)
-    config = large(tmp_path, *more)
+    config = large(tmp_path, *more, offload)
     assert memory_plan.memory_rows(config, config.model.path)[1].parts["checkpoint"] == (2 * 8 + 12 * 4) * GB
     assert [(request.overlap, request.differences) for request in run.seen] == [(True, False)]
     shared = ("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true")
