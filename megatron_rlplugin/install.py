@@ -48,8 +48,8 @@ class RLTraining:
             setattr(core, UNPADDED, vocabulary_from(args, core.vocab_size))
         self._relay = relay_from(args)
         if self._relay is not None and converter is None:
-            for _ in tensor_pieces(self.model):  # a parameter without a place is told here, not by the first publish
-                pass
+            for piece in tensor_pieces(self.model):  # what cannot be published is told here, not by the first publish
+                piece.check()
         self._publisher: WeightPublisher | None = None
         self._moving = 0.0  # seconds that gradients last took to the host and back
         self._waited = 0.0  # seconds that the source last let us wait

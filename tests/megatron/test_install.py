@@ -191,6 +191,17 @@ def test_a_parameter_that_publish_would_not_know_is_told_when_the_model_is_wrapp
         del layer.adapter
 
 
+def test_heads_that_publish_could_not_cut_are_told_when_the_model_is_wrapped(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built.config, "num_query_groups", 1)  # as where tensor-parallel ranks share a head
+    with pytest.raises(
+        ConfigError, match=r"^model = '.*layers\.0\.self_attn\.q_proj\.weight': .*multiple of tensor parallelism"
+    ):
+        wrap(built.chunks, built.optimizer, parse("--rl-weight-relay", json.dumps(RELAY)))
+    wrap(built.chunks, built.optimizer, parse())  # nothing is published
+
+
 def test_publishing_without_a_relay_is_refused(built: learner.Learner) -> None:
     with pytest.raises(ConfigError, match="--rl-weight-relay"):
         wrap(built.chunks, built.optimizer, parse()).publish(1)
