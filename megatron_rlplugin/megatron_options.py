@@ -10,11 +10,12 @@ A dtype is written by its name in torch ("bfloat16"), a member of an enum by its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RunError
 
 TABLE = "trainer.megatron"
 
@@ -100,6 +101,7 @@ OWNED = {
     "mtp_detach_heads": "must be unset: what heads learn reaches the layers before them, as in pretraining",
     "mtp_hybrid_override_pattern": "must be unset: a head is a layer like the model's last one",
     "moe_enable_routing_replay": _RATES.format("routing_replay"),
+    "transformer_impl": "is Transformer Engine where it is installed and there is CUDA: leave it out",
     "expert_tensor_parallel_size": "must be unset: an expert is split as other layers are, by trainer.tensor_parallel",
     **dict.fromkeys(
         ("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
@@ -212,14 +214,37 @@ def check_agreed(agreed: Mapping[str, Any], *configs: Any) -> None:
 
 def make_config(constructor: Callable[..., Any], ours: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """One of the dataclasses, from what we set and, over it, what the user set. What Megatron refuses is a ConfigError."""
-    try:
+    with refusals(options):
         return constructor(**{**ours, **options})
-    except (ValueError, TypeError, AssertionError, ImportError) as error:
+
+
+@contextlib.contextmanager
+def refusals(options: Mapping[str, Any]) -> Iterator[None]:
+    """What Megatron-Core raises in here, of whatever type, because of what the user set, is a ConfigError: of the option that it
+    names, else of all of them. Lost ranks and lack of memory are no refusals."""
+    try:
+        yield
+    except (ConfigError, RunError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except Exception as error:
         if not options:
             raise
-        named = sorted(key for key in options if key in str(error)) or sorted(options)
+        named = sorted(key for key in options if key in str(error)) or (sorted(options) if len(options) == 1 else [])
+        field, value = (f"{TABLE}.{named[0]}", options[named[0]]) if named else (TABLE, dict(options))
         fix = f"Megatron-Core refuses it: {str(error) or type(error).__name__}"
-        raise ConfigError(f"{TABLE}.{named[0]}", options[named[0]], fix) from error
+        raise ConfigError(field, value, fix) from error
+
+
+def check_optimizer(options: MegatronOptions, *, distributed: bool) -> None:
+    """Refuse what Megatron-Core's optimizer would, or would pass over, before there is a device. Raises ConfigError."""
+    given = {**options.ddp, **options.optimizer}
+    for name in ("use_precision_aware_optimizer", "overlap_param_gather"):
+        if given.get(name) and not distributed:
+            raise ConfigError(f"{TABLE}.{name}", given[name], "needs trainer.distributed_optimizer = true")
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if given.get(name, torch.float32) != torch.float32 and not given.get("use_precision_aware_optimizer"):
+            fix = f"needs {TABLE}.use_precision_aware_optimizer = true"
+            raise ConfigError(f"{TABLE}.{name}", str(given[name]).removeprefix("torch."), fix)
 
 
 def _unknown(key: str, known: set[str]) -> str:

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from megatron_rlplugin.context_parallel import RowPart
 from megatron_rlplugin.expert_routing import RecordedRouting, check_router_options, follows_load
-from megatron_rlplugin.megatron_options import MegatronOptions, check_agreed, make_config, sort_options
+from megatron_rlplugin.megatron_options import (
+    MegatronOptions,
+    check_agreed,
+    check_optimizer,
+    make_config,
+    refusals,
+    sort_options,
+)
 from megatron_rlplugin.model import (
     DTYPES,
     ModelShape,
@@ -117,12 +124,14 @@ class Learner:
         )
         self._deferred = prepare is None
         self.replays = replay
+        check_optimizer(self.options, distributed=settings.distributed_optimizer)
         check_router_options(self.options.transformer, self.shape.num_experts, replay=replay)
         check_multi_token(self.options.transformer, self.shape, self.layout)
         built = {**self.options.transformer, **({"moe_enable_routing_replay": True} if replay else {})}
         if prepare is not None:  # a critic predicts no token
             built = {name: value for name, value in built.items() if not name.startswith("mtp_")}
-        modules = build_model(self.shape, dtype, self.layout, options=built)
+        with refusals(self.options.transformer):
+            modules = build_model(self.shape, dtype, self.layout, options=built)
         hf_bridge.load_hf(modules, folder)
         (prepare or defer_output_layer)(modules)
         self.config = modules[0].config
@@ -202,9 +211,9 @@ class Learner:
             "params_dtype": DTYPES[self.dtype],
             "use_distributed_optimizer": self.layout.distributed_optimizer,
         }
-        self.optimizer = get_megatron_optimizer(
-            make_config(OptimizerConfig, ours, self.options.optimizer), self.chunks, use_gloo_process_groups=False
-        )
+        config = make_config(OptimizerConfig, ours, self.options.optimizer)
+        with refusals(self.options.optimizer):
+            self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -388,6 +397,7 @@ def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     ("": a model that the run makes, of which only the options are checked). Raises ConfigError."""
     options = sort_options(settings.megatron, settings.megatron_arguments)
     token_loss_of(settings)
+    check_optimizer(options, distributed=settings.distributed_optimizer)
     if not folder:
         return
     shape = read_shape(folder)

@@ -11,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron_rlplugin import parallel_layout  # noqa: E402
 from megatron_rlplugin.megatron_options import OWNED, sort_options  # noqa: E402
-from megatron_rlplugin.trainer.learner import check_trainer  # noqa: E402
+from megatron_rlplugin.trainer.learner import Learner, check_trainer  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.settings.trainer_settings import TrainerSection  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import tiny_folder  # noqa: E402
@@ -62,6 +63,7 @@ def test_options_reach_every_config_that_has_them() -> None:
         ("moe_router_force_load_balancing", True, "another model than the one that sampled"),
         ("expert_tensor_parallel_size", 1, "by trainer.tensor_parallel"),
         ("hybrid_context_parallel", True, "by trainer.context_parallel alone"),
+        ("transformer_impl", "local", "leave it out"),
         ("timers", "x", "a function"),
         ("overlap_grad_reduce", "maybe", "must be boolean"),
         ("recompute_granularity", "half", "must be 'full' or 'selective'"),
@@ -107,6 +109,21 @@ def test_what_is_decided_elsewhere_exists_in_some_version() -> None:
         ({"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "layout.virtual", "pipeline parallelism"),
         ({"tensor_parallel": 3}, "model.num_key_value_heads", "TP = 3"),
         ({"pipeline_parallel": 4}, "model.num_hidden_layers", "4 pipeline stages"),
+        (
+            {"megatron": {"use_precision_aware_optimizer": True}},
+            "trainer.megatron.use_precision_aware_optimizer",
+            "needs trainer.distributed_optimizer = true",
+        ),
+        (
+            {"megatron": {"exp_avg_dtype": "bfloat16"}},
+            "trainer.megatron.exp_avg_dtype",
+            "'bfloat16': needs trainer.megatron.use_precision_aware_optimizer = true",
+        ),
+        (
+            {"megatron": {"overlap_param_gather": True}},
+            "trainer.megatron.overlap_param_gather",
+            "distributed_optimizer",
+        ),
         ({"loss": "math:sqrt"}, "trainer.loss", "tried with 5 tokens"),
         ({"expert_parallel": 2, "data_parallel": 2}, "layout.expert", "no experts"),
     ],
@@ -118,6 +135,27 @@ def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(
         check_trainer(tiny_folder(tmp_path), TrainerSection.from_dict(settings), "float32")
     assert error.value.field == field
     assert says in str(error.value)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"gradient_accumulation_fusion": True}, "trainer.megatron.gradient_accumulation_fusion"),
+        ({"optimizer": "muon"}, "trainer.megatron.optimizer"),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}, "trainer.megatron"),  # there is no CUDA
+    ],
+)
+def test_what_megatron_core_raises_when_it_builds_is_an_error_of_the_option(
+    options: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    section = TrainerSection.from_dict({"megatron": options})
+    try:
+        with pytest.raises(ConfigError, match="Megatron-Core refuses it") as error:
+            Learner(tiny_folder(tmp_path), section, 4, "float32", options=sort_options(section.megatron))
+    finally:
+        parallel_layout.shutdown_parallel()
+    assert error.value.field == field
 
 
 def test_stages_have_numbers_of_layers_that_were_given(tmp_path: Path) -> None:
