@@ -709,7 +709,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         print(f"{result['name']} ({result['kind']}): {result['value']} {result['unit']}; bar {result['bar']}")
         for line in result.get("detail", {}).get("lines", ()):  # what a bench has to say beside its value
             print(line)
-        print({None: "no bar is claimed: see detail.shrunk", True: "holds"}.get(result["holds"], "DOES NOT HOLD"))
+        print({None: "no bar is claimed", True: "holds"}.get(result["holds"], "DOES NOT HOLD"))
     return 1 if result["holds"] is False else 0
 
 
