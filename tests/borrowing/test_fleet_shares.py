@@ -193,7 +193,9 @@ import asyncio, sys
 from tests.borrowing.test_fleet_shares import soak_run
 asyncio.run(soak_run(*sys.argv[1:]))
 """
-SOAK_SECONDS, LEASE = float(os.environ.get("RL_COSERVE_SOAK_SECONDS", "60")), 2.0
+SOAK_SECONDS = float(os.environ.get("RL_COSERVE_SOAK_SECONDS", "60"))
+EACH = float(os.environ.get("RL_COSERVE_SOAK_KILL_EACH", "0"))  # seconds that the killed run has of each life, at least
+LEASE, THINK = (10.0, 1.0) if EACH else (2.0, 0.0)  # seconds of a lease, and between two turns of a lane
 ROOT = Path(__file__).parents[2]
 
 
@@ -215,6 +217,7 @@ async def soak_run(job: str, resumed: str, *urls: str) -> None:
             assert (done.request_id, len(done.token_ids), run.fatal) == (name, 20, [])
             assert all(version <= run.proxy.version for version, _ in done.versions)
             print(name, flush=True)
+            await asyncio.sleep(THINK)
 
     async def versions() -> None:
         version = 0
@@ -302,6 +305,8 @@ async def soak(servers: list[TwinServer], steady: SoakRun, killed: SoakRun) -> i
             await until(lambda: holders(servers) == ["killed", "killed", "steady", "steady"])
             await steady.more()
             await killed.more()
+        await asyncio.sleep(EACH)
+        assert holders(servers) == ["killed", "killed", "steady", "steady"], "nothing moved meanwhile"
         assert {server.worker.cycle.history.to_dict()["job"] for server in servers} == {"steady", "killed"}
         assert await killed.kill(), "it had not ended by itself"
         kills += 1
