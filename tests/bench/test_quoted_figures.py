@@ -37,6 +37,29 @@ def worst_seed(found: Any) -> tuple[float, ...]:
     return worst["success_start"], worst["success_end"], found["value"], found["detail"]["longest"] / 60
 
 
+def turn_seconds(found: Any) -> tuple[float, ...]:
+    """Milliseconds of a turn, and how many fit into a second."""
+    turns = found["detail"]["turns_per_processor_second"]["32000"]
+    return 1000 / turns, turns
+
+
+def checkpoint(found: Any) -> tuple[float, ...]:
+    return found["value"], found["detail"]["whole"]["seconds"]
+
+
+def handover(found: Any) -> tuple[float, ...]:
+    return found["value"], found["detail"]["copied_over_share"]
+
+
+def ten_thousand(found: Any) -> tuple[float, ...]:
+    run = found["detail"]["sharded"]
+    return run["ledger"]["started"], run["steps"], found["value"], found["detail"]["most_ms"]
+
+
+def site(found: Any) -> tuple[float, ...]:
+    return found["value"], found["detail"]["time_ratio"]["worst"]
+
+
 def level_ratios(found: Any) -> tuple[float, ...]:
     """Batch-level over trajectory-level, by deviation of the environments' times."""
     return tuple(row["ratio"] for row in found["detail"]["table"])
@@ -323,6 +346,25 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "routing",
         routing,
     ),
+    ("scale", "| {:.2f} ms ({:,.0f} turns per second) |", "turn-cost", turn_seconds),
+    (
+        "scale",
+        "300 new tokens | {:,.0f}, whatever the context's length |",
+        "turn-cost",
+        lambda r: (r["detail"]["bytes_per_turn"]["1000"],),
+    ),
+    ("scale", "p99 of the slowest case | {:.3f} ms |", "routing", value),
+    ("scale", "what the loop itself stands still | {1:.1f} s; {0:.0f} ms at most |", "checkpoint-stall", checkpoint),
+    ("scale", "bytes per rank over its share | {:.0f} ms; {:.2f} |", "batch-handover", handover),
+    (
+        "scale",
+        "10,000 for 30 minutes; {:,} trajectories, {} steps, ledger closed; p99 of a loop's busy time {:.1f} ms, the "
+        "longest {:,.0f} ms",
+        "environments",
+        ten_thousand,
+    ),
+    ("scale", "whatever its number of engines | {:.3f} copies, {:.2f} of the link's time", "site-fanout", site),
+    ("scale", "difference per changed weight | {:.2f} at most |", "delta-bytes", value),
     ("simulator", "{:.1f} % at worst", "sim-error", lambda r: (100 * r["value"],)),
     ("simulator", "{:.0f} % off the papers'", "sim-error", lambda r: (100 * r["detail"]["papers"]["median_error"],)),
     ("simulator", "({:.0f} % without sizes of models, {:.0f} % of those in seconds)", "sim-error", papers_off),
