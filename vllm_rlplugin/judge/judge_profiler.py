@@ -149,7 +149,7 @@ class JudgeProfiler:
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             work()
-            return int(torch.cuda.max_memory_allocated(device)) - before
+            return int(torch.cuda.max_memory_allocated(device) - before)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             work()
         recorded: Any = seen.profiler
