@@ -190,6 +190,9 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--out", metavar="FILE", help="default: one in profiles/, named after model, engine and device"
     )
+    profile.add_argument(
+        "--judge", nargs="?", const="", metavar="TASK", help="measure the run's own judge instead, of this task"
+    )
     profile.add_argument("--json", action="store_true", help="print where the file is, and what it is of, as JSON")
     profile.set_defaults(run=_profile)
 
@@ -654,20 +657,30 @@ def _profile(arguments: argparse.Namespace) -> int:
     from orchestrator.hooks import tested_versions
     from orchestrator.ops import profile_command as profile
     from orchestrator.profiler.measurement import ProfileProgress
+    from orchestrator.runtime import judge_setup
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
     tested_versions.check_version(tested_versions.VLLM)
-    profile.check_sizes(config, wanted)
+    if arguments.judge is None:
+        profile.check_sizes(config, wanted)
+    else:
+        profile.own_judge(config, arguments.judge, wanted)
+        judge_setup.check(config)
     start_ray(config)
 
     def say(now: ProfileProgress) -> None:
         print(f"{now.done}/{now.total}  about {now.left:.0f} s left  {now.text}", file=sys.stderr, flush=True)
 
     try:
-        file = asyncio.run(profile.profile_model(config, wanted, say))
+        work = (
+            profile.profile_model(config, wanted, say)
+            if arguments.judge is None
+            else profile.profile_judge(config, arguments.judge, wanted, say)
+        )
+        file = asyncio.run(work)
     finally:
         import ray
 
