@@ -7,6 +7,7 @@ result of :func:`scripts.bench.result.frame`; a simulated figure is declared, as
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any, NamedTuple
 
@@ -102,7 +103,9 @@ def run(name: str, *, quick: bool, nonce: str, model: str = "") -> dict[str, Any
     """Measure. ``model``: a Hugging Face folder, where the benchmark can take one (``TAKES_MODEL``). Raises ConfigError for an
     unknown name, or a model that it does not take."""
     if name not in BENCHES:
-        raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(BENCHES))}")
+        near = [one for one in BENCHES if name and name in one] or difflib.get_close_matches(name, BENCHES, 5)
+        hint = f"did you mean {' or '.join(near[:5])}?" if near else "see rl-coserve bench --list"
+        raise ConfigError("bench", name, f"no such benchmark; {hint}")
     module = importlib.import_module(BENCHES[name].module)
     if model and not getattr(module, "TAKES_MODEL", False):
         raise ConfigError("bench --model", model, f"{name} is not measured with a model of yours: leave it out")
