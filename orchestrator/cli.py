@@ -45,6 +45,7 @@ _ORCHESTRATOR = {
     "rich": "rich",
     "matplotlib": "matplotlib",
     "jinja2": "jinja2",
+    "markupsafe": "jinja2",
     "prometheus_client": "prometheus-client",
 }
 
