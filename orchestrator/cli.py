@@ -614,19 +614,19 @@ def _cost(arguments: argparse.Namespace) -> int:
     from orchestrator.ops.cost import estimate_cost
 
     config = _config(arguments)
-    found = estimate_cost(config)
-    values, text = found.as_dict(), found.text()
     if arguments.source:
-        from orchestrator.ops.calibration import read_calibration
+        from orchestrator.ops.calibration import predicted, read_calibration
 
         known = read_calibration(_run_path(arguments.source))
+        found = predicted(config)
         wall = known.wall_seconds(config, found.seconds_per_step)
-        values |= {"wall_seconds": round(wall, 3), "calibrated_with": known.run}
-        text += (
-            f"\nin all {wall / 60:.1f} min, start-up, warm-up and evaluations included (as {known.run} took for them)"
-        )
+        values = found.as_dict() | {"wall_seconds": round(wall, 3), "calibrated_with": known.run}
+        beside = f"start-up, warm-up and evaluations included (as {known.run} took for them)"
+        text = f"{found.text(known.run)}\nin all {wall / 60:.1f} min, {beside}"
     else:
-        text += "\nthe durations are assumptions of [sim]; `--from RUN` takes those of a run (rl-coserve calibrate RUN)"
+        found = estimate_cost(config)
+        values, hint = found.as_dict(), "`--from RUN` takes the durations of a run of yours (rl-coserve calibrate RUN)"
+        text = f"{found.text()}\n{hint}"
     print(json.dumps(values, sort_keys=True) if arguments.json else text)
     return 0
 

@@ -231,7 +231,20 @@ def test_the_doctor_of_an_installed_wheel_says_what_is_missing(fresh: Path, tmp_
 
 @pytest.mark.parametrize(
     "words",
-    ["sim C", "cost C", "train C", "plan C", "model m C", "profile C", "report", "view", "top", "show", "play", "calibrate R"],
+    [
+        "sim C",
+        "cost C",
+        "train C",
+        "plan C",
+        "model m C",
+        "profile C",
+        "report",
+        "view",
+        "top",
+        "show",
+        "play",
+        "calibrate R",
+    ],
 )
 def test_a_command_that_needs_the_extra_says_so_in_one_line(words: str, fresh: Path, tmp_path: Path) -> None:
     (tmp_path / "runs/latest").mkdir(parents=True)
