@@ -576,8 +576,8 @@ def _simulated(config: Config, found: Mapping[str, Any]) -> str:
     return (
         f"{found['name']}, simulated: {found['steps']} steps in {found['seconds']:,.0f} simulated seconds, "
         f"{found['seconds_per_step']:.2f} s per step, {found['tokens_per_s']:,.0f} tokens per second\n"
-        f"{config.rollout.workers} engines, {config.rollout.environments} environments, at most {config.rollout.alpha} "
-        f"versions of lag\ntrajectories: {ended}"
+        f"engines: {config.rollout.workers}, environments: {config.rollout.environments}, versions of lag: at most "
+        f"{config.rollout.alpha}\ntrajectories: {ended}"
     )
 
 

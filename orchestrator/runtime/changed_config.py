@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.checkpoint import Checkpoints
@@ -68,8 +69,11 @@ def config_to_continue(folder: RunFolder, overrides: Sequence[str]) -> Config:
     config = folder.config()
     data = json.loads(to_json(config))
     for override in overrides:
-        apply_override(data, override)
         name = override.partition("=")[0].strip()
+        there = _has(data, name)
+        apply_override(data, override)
+        if not there:
+            parse_config(data)  # says what was meant
         if not any(name == key or (key.endswith(".") and name.startswith(key)) for key in CHANGEABLE):
             known = ", ".join(key + "*" * key.endswith(".") for key in CHANGEABLE)
             raise ConfigError(
@@ -83,6 +87,14 @@ def config_to_continue(folder: RunFolder, overrides: Sequence[str]) -> Config:
             fix += " (it ended early, as its groups had next to nothing to teach)"
         raise ConfigError("--resume", str(folder.path), fix)
     return changed
+
+
+def _has(data: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return False
+        data = data[part]
+    return True
 
 
 def _wanted(config: Config, changed: Config, done: int, end: _End | None) -> list[str]:

@@ -57,6 +57,13 @@ def test_what_shaped_the_training_is_refused_by_name(folder: RunFolder, override
     assert caught.value.field == override.partition("=")[0]
 
 
+def test_a_key_that_does_not_exist_is_answered_with_the_one_that_was_meant(folder: RunFolder) -> None:
+    did(folder, 40)
+    for override, meant in (("run.step=60", r"run\.steps\?"), ("lr=1", r"trainer\.learning_rate\?")):
+        with pytest.raises(ConfigError, match=f"no such key; did you mean {meant}"):
+            config_to_continue(folder, [override])
+
+
 def test_a_complete_run_is_not_started_again_unless_it_is_given_more(folder: RunFolder) -> None:
     did(folder, 40)
     with pytest.raises(ConfigError, match=r"40 of 40 steps are done; extend it with run\.steps=80"):
