@@ -38,7 +38,7 @@ BENCHES = {
     "power-cuts": Bench("scripts.bench.micro.power_cuts", "4 min"),
     "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
     "demo-seeds": Bench("scripts.bench.papers.demo_seeds", "40 min", RUN),
-    "pretrained": Bench("scripts.bench.papers.pretrained_learns", "12 h", f"{RUN}; models/smollm2"),
+    "pretrained": Bench("scripts.bench.papers.pretrained_learns", "2 h", f"{RUN}; models/smollm2"),
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min", "bubblewrap"),
     "turn-cost": Bench("scripts.bench.micro.turn_cost", "1 min"),
     "scale-out": Bench("scripts.bench.micro.scale_out", "4 min", "root, iproute2"),
