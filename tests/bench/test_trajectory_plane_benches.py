@@ -233,6 +233,7 @@ def test_sessions_in_shard_processes_train_and_are_accounted_for() -> None:
         assert set(found["detail"][part]["loops"]) == loops
         assert found["detail"][part]["steps"] >= 2
         assert found["detail"][part]["ledger"]["failed"] == 0
+        assert all(one["own"] >= 0.1 for one in found["detail"][part]["stalls"]), "who held the loop up is told"
 
 
 @pytest.mark.long
