@@ -53,6 +53,26 @@ def edit_events(folder: Path, change: Any) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_ended_before_its_last_step_says_why(finished: Path) -> None:
+    def plan(event: dict[str, Any]) -> None:
+        if event["kind"] == "run_start":
+            event["steps"] = 80
+
+    assert load_run(finished).ended_early == ""
+    edit_events(finished, plan)
+    assert load_run(finished).ended_early == ""
+    config = json.loads((finished / "config.json").read_text())
+    config["run"]["minutes"] = 0.05
+    (finished / "config.json").write_text(json.dumps(config))
+    assert "ended early: its time was over, run.minutes = 0.05" in words(read_document(write_report(finished)))
+    config["run"]["minutes"] = 1000
+    (finished / "config.json").write_text(json.dumps(config))
+    with (finished / "events.jsonl").open("a") as log:
+        log.write('{"kind":"alarm","t":1.0,"what":"signal","detail":"3 % of the groups"}\n')
+    assert "ended early: its groups had next to nothing to teach" in words(read_document(write_report(finished)))
+
+
 @pytest.mark.slow
 def test_the_page_is_well_formed_and_says_what_happened(drawn: Path) -> None:
     page = read_document(drawn)
