@@ -52,7 +52,12 @@ _ORCHESTRATOR = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and hasattr(arguments, "overrides") and all(re.match(r"[^-=]+=", word) for word in rest):
+        arguments.overrides += rest  # values behind an option, which argparse gives to no list
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     bearer.take_variables()
     try:
         code = int(arguments.run(arguments))
