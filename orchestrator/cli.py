@@ -430,8 +430,11 @@ def _chosen(config: Config) -> Config:
 def _about(config: Config) -> str:
     from orchestrator.runtime import memory_plan
 
-    with _model_to_plan(config) as path:
-        return memory_plan.about(config, path)
+    try:
+        with _model_to_plan(config) as path:
+            return memory_plan.about(config, memory_plan.memory_rows(config, path))
+    except RunError:  # without Megatron-Core here
+        return memory_plan.about(config, [])
 
 
 @contextmanager
@@ -481,6 +484,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps({"memory": [asdict(row) | {"over": row.over} for row in memory], **places}))
     elif rows:
         print("\n".join(device_plan.describe(rows)))
+        if not any(row.over for row in memory):
+            print(f"OK: {memory_plan.about(config, memory)}")
     return 0
 
 

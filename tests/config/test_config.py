@@ -129,7 +129,7 @@ def test_dry_run_prints_the_resolved_config_then_the_plan_and_starts_nothing() -
     places, _, ok = done.stderr.removesuffix("\n").rpartition("\n")
     assert re.fullmatch(r"OK: 1 engine, 1 trainer, about \d\.\d GB", ok)
     assert "trainer, vllm-0" in places
-    assert command("plan", *words).stdout.endswith(f"{places}\n")
+    assert command("plan", *words).stdout.endswith(f"{places}\n{ok}\n")
 
 
 def test_values_may_stand_before_and_behind_options(
