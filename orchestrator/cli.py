@@ -52,7 +52,12 @@ _ORCHESTRATOR = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and hasattr(arguments, "overrides") and all(re.match(r"[^-=]+=", word) for word in rest):
+        arguments.overrides += rest  # values behind an option, which argparse gives to no list
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     bearer.take_variables()
     try:
         code = int(arguments.run(arguments))
@@ -428,8 +433,11 @@ def _chosen(config: Config) -> Config:
 def _about(config: Config) -> str:
     from orchestrator.runtime import memory_plan
 
-    with _model_to_plan(config) as path:
-        return memory_plan.about(config, path)
+    try:
+        with _model_to_plan(config) as path:
+            return memory_plan.about(config, memory_plan.memory_rows(config, path))
+    except RunError:  # without Megatron-Core here
+        return memory_plan.about(config, [])
 
 
 @contextmanager
@@ -479,6 +487,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps({"memory": [asdict(row) | {"over": row.over} for row in memory], **places}))
     elif rows:
         print("\n".join(device_plan.describe(rows)))
+        if not any(row.over for row in memory):
+            print(f"OK: {memory_plan.about(config, memory)}")
     return 0
 
 

@@ -161,7 +161,13 @@ class Pipeline:
         try:
             await self._control.run_unless_ended(self._prepare())
             while not self._control.stopped and self.position.step + self._steps_training() < self.settings.steps:
-                if self._time_is_up() or self._exhausted:
+                if self._time_is_up():
+                    done, all_ = self.position.step + self._steps_training(), self.settings.steps
+                    self.parts.display.message(
+                        f"run.minutes = {self.settings.minutes:g} are over after step {done}/{all_}"
+                    )
+                    break
+                if self._exhausted:
                     break
                 await self._control.run_unless_ended(self._iteration(self.position.step + self._steps_training()))
             await self._control.run_unless_ended(self._conclude())

@@ -39,8 +39,8 @@ USAGE: Mapping[str, Usage] = {
     ),
     "plan": Usage(
         "Say what memory each device needs, by running the trainer's own step on fake tensors, and where the processes of a\n"
-        "run would go, and end: Ray reserves every place, here or in the cluster of ray.address, and has it back. What cannot\n"
-        "be placed is one error with the numbers; what does not fit names the key that cures it.",
+        "run would go, and end in OK: Ray reserves every place, here or in the cluster of ray.address, and has it back. What\n"
+        "cannot be placed is one error with the numbers; what does not fit names the key that cures it.",
         ("plan examples/frozenlake.toml", "plan examples/frozenlake.toml --memory --json"),
         "install.md",
     ),

@@ -73,16 +73,16 @@ def memory_rows(config: Config, path: str) -> list[MemoryRow]:
     return [*_trainer(config, path), *_engines(config, path)]
 
 
-def about(config: Config, path: str) -> str:
-    """What starts, in a line: ``2 engines, 1 trainer, about 3.1 GB``, host memory of trainers included."""
+def about(config: Config, rows: Sequence[MemoryRow]) -> str:
+    """What starts, in a line: ``2 engines, 1 trainer, about 3.1 GB``, host memory of trainers included. ``rows``: as
+    :func:`memory_rows` has them; none where nothing can be planned, and the line is without its bytes."""
     ranks, engines = trainer_ranks(config), config.rollout.workers
     counted = [(engines, "engine"), (len(config.rollout.served), "served engine"), (ranks, "trainer")]
     parts = [f"{number} {what}{'s' if number > 1 else ''}" for number, what in counted if number]
-    try:
-        trainer, cut = _trainer(config, path), _engines(config, path)
-    except RunError:  # without Megatron-Core here
+    if not rows:
         return ", ".join(parts)
-    stages, host = trainer[:-1], trainer[-1].total
+    last = next(place for place, row in enumerate(rows) if row.hardware == "host")
+    stages, host, cut = rows[:last], rows[last].total, rows[last + 1 :]
     total = ranks * (sum(row.total for row in stages) / len(stages) + host)
     total += engines * sum(row.total for row in cut) / max(1, len(cut))
     return f"{', '.join(parts)}, about {total / GB:.1f} GB"

@@ -131,7 +131,7 @@ class DatasetTask:
                     fix = f"is over {MOST_ROWS:,} rows or {MOST_BYTES >> 30} GiB, which are kept in memory: take a part of it"
                     raise ConfigError(field, name, fix)
         if bad:
-            raise ConfigError(field, name, "\n  ".join(["has rows that are none (the first):", *bad]))
+            raise ConfigError(field, name, "\n  ".join(["has rows that cannot be used; the first:", *bad]))
         return rows
 
     def _prompt(self, row: DataRow) -> Prompt | BadRow | None:

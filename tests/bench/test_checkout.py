@@ -55,7 +55,7 @@ def test_every_benchmark_is_listed_with_what_it_measures(capsys: pytest.CaptureF
 
 def test_an_unknown_benchmark_or_a_model_that_it_does_not_take_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "no-such-bench"]) == 2
-    assert "event-loop" in capsys.readouterr().err
+    assert "see rl-coserve bench --list" in capsys.readouterr().err
     assert cli.main(["bench", "routing", "--model", "some/folder"]) == 2
     assert "leave it out" in capsys.readouterr().err
 

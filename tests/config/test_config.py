@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from orchestrator import cli
 from orchestrator.api import ConfigError
 from orchestrator.cli import main
 from orchestrator.config import Config, load_config, parse_config, to_json
@@ -128,7 +129,32 @@ def test_dry_run_prints_the_resolved_config_then_the_plan_and_starts_nothing() -
     places, _, ok = done.stderr.removesuffix("\n").rpartition("\n")
     assert re.fullmatch(r"OK: 1 engine, 1 trainer, about \d\.\d GB", ok)
     assert "trainer, vllm-0" in places
-    assert command("plan", *words).stdout.endswith(f"{places}\n")
+    assert command("plan", *words).stdout.endswith(f"{places}\n{ok}\n")
+
+
+def test_values_may_stand_before_and_behind_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_placed", lambda config: [])
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
+    demo = str(ROOT / "examples/frozenlake.toml")
+    for words in (
+        [demo, "run.seed=7", "--dry-run", "run.steps=9"],
+        ["--dry-run", demo, "run.seed=7", "run.steps=9"],
+        [demo, "--dry-run", "run.seed=7", "--view", "run.steps=9"],
+    ):
+        assert main(["train", *words]) == 0
+        run = json.loads(capsys.readouterr().out)["run"]
+        assert (run["seed"], run["steps"]) == (7, 9)
+    for wrong in (
+        ["train", demo, "--dry-run", "more"],
+        ["train", demo, "--dry-runn", "run.seed=7"],
+        ["top", "a", "b=1"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(wrong)
+        assert caught.value.code == 2
+        assert "unrecognized arguments" in capsys.readouterr().err
 
 
 def test_dry_run_says_all_that_is_wrong_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,3 +251,13 @@ def test_a_run_that_evaluates_says_that_it_waits_for_the_evaluation(monkeypatch:
     far = [int(found[1]) for line in said if (found := re.fullmatch(r"the evaluation: (\d+) of 40 held-out .*", line))]
     assert min(far) < 20 < max(far)
     assert any(line and not line.startswith("the evaluation") for line in said)  # and before and after, something else
+
+
+def test_a_run_whose_time_is_over_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(SimDisplay, "message", lambda self, text: said.append(text))
+    small = ["run.steps=50", "rollout.groups_per_step=2", "rollout.environments=16", "evaluation.prompts=2"]
+    steps = simulate(load_config(None, [*small, "run.minutes=0.5"])).summary["steps"]
+    assert said == [f"run.minutes = 0.5 are over after step {steps}/50"]
+    simulate(load_config(None, [*small, "run.steps=2"]))
+    assert len(said) == 1

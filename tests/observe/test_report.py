@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
 from orchestrator.observe.report.timeline import LANES, clip, per_step, shares, typical_window
 from tests.support import report_runs as runs
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -51,6 +56,43 @@ def edit_events(folder: Path, change: Any) -> None:
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_needs_no_library_that_its_extra_lacks(finished: Path) -> None:
+    runs.write_trajectories(finished, {"trained": 2, "failed: env_timeout": 1})
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {name: {re.split(r"[\[><=]", one)[0] for one in extras[name]} for name in ("orchestrator", "report")}
+    modules = {word.replace("-", "_") for word in named["orchestrator"] - named["report"]}
+    assert {"ray", "aiohttp"} <= modules
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({sorted(modules)!r}))\n"
+        "from orchestrator.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    for words in ([], ["--json"]):
+        asked = [sys.executable, "-c", code, "report", str(finished), *words]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert "What did the agent say?" in (finished / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_ended_before_its_last_step_says_why(finished: Path) -> None:
+    def plan(event: dict[str, Any]) -> None:
+        if event["kind"] == "run_start":
+            event["steps"] = 80
+
+    assert load_run(finished).ended_early == ""
+    edit_events(finished, plan)
+    assert load_run(finished).ended_early == ""
+    config = json.loads((finished / "config.json").read_text())
+    config["run"]["minutes"] = 0.05
+    (finished / "config.json").write_text(json.dumps(config))
+    assert "ended early: its time was over, run.minutes = 0.05" in words(read_document(write_report(finished)))
+    config["run"]["minutes"] = 1000
+    (finished / "config.json").write_text(json.dumps(config))
+    with (finished / "events.jsonl").open("a") as log:
+        log.write('{"kind":"alarm","t":1.0,"what":"signal","detail":"3 % of the groups"}\n')
+    assert "ended early: its groups had next to nothing to teach" in words(read_document(write_report(finished)))
 
 
 @pytest.mark.slow

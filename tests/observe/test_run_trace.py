@@ -164,6 +164,19 @@ def test_the_terminals_screen_needs_80_columns_and_cuts_no_value(tmp_path: Path)
     assert place["reward"] < place["success"] < place["rollout"]
 
 
+def test_what_happened_is_told_with_its_time_and_kind_in_80_columns(tmp_path: Path) -> None:
+    hub = Hub(runs.write_unfinished(tmp_path / "frozenlake-001"))
+    asyncio.run(hub.look())
+    detail = "4 of 8 groups of step 2 have equal rewards: rollout.max_filtered_groups = 24 was reached"
+    row = {"t": 118.0, "kind": "alarm", "what": "dynamic_sampling", "detail": detail}
+    said = drawn(json.loads(hub.picture) | {"incidents": [row, row | {"detail": detail * 9}]}, 80)
+    at = next(number for number, line in enumerate(said) if line.startswith("when"))
+    assert said[at + 1].split()[:3] == ["1:58", "alarm", "dynamic_sampling"]
+    assert " ".join(" ".join(line.split()[-12:]) for line in said[at + 1 : at + 3]).endswith("= 24 was reached")
+    assert any("…" in line for line in said[at:]), "a long story is cut"
+    assert len(said) - at < 10
+
+
 def drawn(now: dict[str, Any], width: int) -> list[str]:
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:

@@ -147,6 +147,17 @@ class RunLog:
         return self.figures.planned_steps if self.starts else int(self._of_config("run", "steps", 0))
 
     @property
+    def ended_early(self) -> str:
+        """Why a run that is complete has not done all its steps, in words; "" for others."""
+        minutes = self._of_config("run", "minutes", None)
+        if self.status != "completed" or self.done_steps >= self.planned_steps:
+            return ""
+        if isinstance(minutes, int | float) and self.seconds >= 60 * minutes:
+            return f"its time was over, run.minutes = {minutes:g}"
+        silent = any(one.kind == "alarm" and one.what == "signal" for one in self.incidents)
+        return "its groups had next to nothing to teach, run.signal_share" if silent else ""
+
+    @property
     def ledger(self) -> LedgerCounts:
         """As the run ended with; killed, or still running: the journal is ahead of the last step's totals."""
         return self.figures.ledger if self.figures.over or self.journal is None else self.journal

@@ -21,6 +21,7 @@ from orchestrator.observe.run_figures import lag_words
 _CURVE = 48  # points of a sparkline
 _LANE = 60  # characters of a timeline
 _ROWS = 8  # of a table
+_DETAIL = 120  # characters of what happened
 _COLOURS = {  # of a page (page.css) -> of a terminal
     "c0": "bright_black", "c1": "blue", "c2": "dark_orange", "c3": "green", "c4": "magenta", "c5": "cyan", "c6": "yellow",
     "c7": "bright_magenta",
@@ -162,13 +163,16 @@ def _beside(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def _incidents(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("when", "kind", "what", "detail"):
-        rows.add_column(name, no_wrap=True, overflow="ellipsis")
-    for row in found[:_ROWS]:
+    shown = found[:_ROWS]
+    for name, least in (("when", 5), ("kind", max(len(row["kind"]) for row in shown)), ("what", 4)):
+        rows.add_column(name, min_width=least, overflow="fold")
+    rows.add_column("detail", overflow="fold", ratio=1)
+    for row in shown:
         colour = {"recovered": "green", "borrowed": "green", "returned": "yellow", "scaled": "cyan"}.get(
             row["kind"], "red"
         )
-        detail = str(row["detail"]).splitlines()[0][:200] if row["detail"] else ""
+        detail = str(row["detail"]).splitlines()[0] if row["detail"] else ""
+        detail = detail if len(detail) <= _DETAIL else f"{detail[:_DETAIL]}…"
         rows.add_row(clock(float(row["t"])), Text(row["kind"], colour), Text(row["what"]), Text(detail))
     return rows
 
