@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from orchestrator.api import ConfigError, bearer
 from orchestrator.hooks.tested_versions import VLLM, InstalledComponent, check_version
-from vllm_rlplugin.engine_activation import activate, check_adapters, check_drafts, is_cpu_build
+from vllm_rlplugin.engine_activation import activate, check_adapters, check_drafts, check_experts, is_cpu_build
 from vllm_rlplugin.kvpool.engine.pool_processes import check_workers, pool_executor
 from vllm_rlplugin.options import (
     BACKEND,
@@ -99,6 +99,7 @@ def _apply(args: argparse.Namespace) -> None:
     _refuse_conflicts(args, wanted)
     drafts = [getattr(args, name, None) for name in ("speculative_config", "spec_method", "spec_model")]
     check_drafts(next(filter(None, drafts), None), is_cpu_build(installed))
+    check_experts(bool(getattr(args, "enable_expert_parallel", False)), is_cpu_build(installed))
     check_adapters(bool(getattr(args, "enable_lora", False)), installed)
     if options.kv_pool_mps:
         from vllm_rlplugin.kvpool.serving import mps_client

@@ -62,6 +62,17 @@ def check_drafts(drafts: object, on_cpu: bool) -> None:
         raise ConfigError("--speculative-config", drafts, fix)
 
 
+def check_experts(asked: bool, on_cpu: bool) -> None:
+    """``asked``: whether devices are to share out whole experts. Raises ConfigError: vLLM's CPU backend computes that wrongly.
+    Its experts (0.32.0, ``CPUUnquantizedExperts.apply`` in ``fused_moe/experts/cpu_moe.py``) drop ``expert_map``, so that
+    numbers of all experts are taken for those of a rank's own."""
+    if asked and on_cpu:
+        fix = (
+            "vLLM's CPU backend takes the numbers of all experts for those of a rank's own: leave it out, or use a GPU"
+        )
+        raise ConfigError("--enable-expert-parallel", asked, fix)
+
+
 def check_adapters(asked: bool, installed: InstalledComponent) -> None:
     """``asked``: whether users may name LoRA adapters. Raises ConfigError: on the CPU backend of vLLM 0.32 what is in one step
     with a user of an adapter gets that adapter, too. Its ``bgmv_shrink`` (``vllm/lora/ops/torch_ops/lora_ops.py``) takes the

@@ -10,8 +10,8 @@ go into a linear head; the head, the last norm and the last ``tuned`` layers are
 last ``kept`` rows. :class:`FrozenModelEncoder` leaves the model as it is: a ridge regression reads the mean of its hidden
 states over the tokens, which is computed once for what was asked before; that is what a CPU has time for.
 
-Both take a GPU where there is one, and were tested on CPUs only, with a model of some ten thousand parameters: how good they
-are at 0.6B, and what they cost there, was not measured.
+Both take a GPU where there is one, and were tested on CPUs only: with a model of some ten thousand parameters, and with one of
+Qwen3-0.6B's sizes and made-up weights. How good they are at 0.6B was not measured.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from orchestrator.api import ConfigError
 from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_lm import FrozenModelEncoder, LanguageModelEncoder, TokenStates
-from orchestrator.policies.prediction.length_features import DENSE, TrajectoryProgress
+from orchestrator.policies.prediction.length_features import DENSE, PROMPT_TOKENS, TAIL_TOKENS, TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthOutcome, ProgressivePredictor, is_usable
 
 pytestmark = pytest.mark.engine  # torch and transformers
@@ -119,6 +120,51 @@ def test_a_frozen_one_that_was_saved_goes_on_as_it_was(folder: str) -> None:
     assert first.forecast(row(197, True)).tokens > 2.0 * first.forecast(row(198, False)).tokens
     with pytest.raises(ValueError, match="of another kind: encoder"):
         ProgressivePredictor(50.0, seed=2, encoder=LanguageModelEncoder(folder, seed=2)).load(first.dump())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_at_the_papers_size_both_encoders_read_and_learn(tmp_path: Path) -> None:
+    """Qwen3-0.6B's sizes, made-up weights: how good it is they do not say; `-s` prints what it costs."""
+    import torch
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen3Model(config).to(torch.bfloat16)
+    assert 0.59e9 < sum(parameter.numel() for parameter in model.parameters()) < 0.61e9
+    model.save_pretrained(tmp_path)
+    del model
+    tokens = tuple(range(100, 100 + PROMPT_TOKENS + TAIL_TOKENS))
+    long = TrajectoryProgress("t", "made-up", "p", tokens[:PROMPT_TOKENS], tokens, (4,), (), ())
+    rows, numbers = [row(number, number % 2 == 0) for number in range(8)], np.zeros((8, DENSE))
+    targets = np.array([[1.0 if number % 2 == 0 else -1.0, 0.0] for number in range(8)])
+    tuned, frozen = LanguageModelEncoder(str(tmp_path), seed=1), FrozenModelEncoder(TokenStates(str(tmp_path)))
+    kinds: tuple[LanguageModelEncoder | FrozenModelEncoder, ...] = (tuned, frozen)
+    for encoder in kinds:
+        begun = time.process_time()
+        assert np.isfinite(encoder.predict([long], numbers[:1])).all()
+        read, begun = time.process_time() - begun, time.process_time()
+        encoder.learn(rows, numbers, targets, 1.0)
+        learned = time.process_time() - begun
+        kept = sum(array.nbytes for array in encoder.arrays().values())
+        print(f"{encoder.kind}: a boundary {read:.1f} s, a lesson of 8 {learned:.1f} s, {kept >> 20} MiB kept")
+    assert tuned.steps == 1
+    said = tuned.predict(rows[:2], numbers[:2])
+    assert np.isfinite(said).all()
+    assert np.abs(said).max() > 0.0
+    again = LanguageModelEncoder(str(tmp_path), seed=1)
+    again.restore(tuned.arrays())
+    assert np.array_equal(again.predict(rows[:2], numbers[:2]), said)
 
 
 def test_any_tokens_give_a_forecast(folder: str) -> None:

@@ -99,6 +99,7 @@ _CONFLICTS = {
     "token": (["--rl-token-file", "/nothing/there"], "--rl-token-file = '/nothing/there'"),
     "api_servers": (["--api-server-count", "2"], "--api-server-count = 2"),
     "drafts": (["--spec-method", "ngram"], "--speculative-config = 'ngram': vLLM's CPU backend loses the temperatures"),
+    "experts": (["--enable-expert-parallel"], "--enable-expert-parallel = True: vLLM's CPU backend takes the numbers"),
     "adapters": (["--enable-lora"], "--enable-lora = True: vLLM 0.32 computes rollouts beside an adapter's user"),
     "replicas": (["--data-parallel-size", "2"], "--data-parallel-size = 2"),
     "relay": (["--rl-relay", '{"job": "j", "kind": "memory", "colour": 1}'], "relay.colour = 1"),

@@ -38,6 +38,7 @@ FEATURES = {
     "LoRA adapters of users",
     "multi-modal inputs",
     "prefill and decode apart, another KV connector",
+    "whole experts on each rank (`--enable-expert-parallel`)",
     "expert load balancing",
     "quantised weights",
     "MLA on a processor with AMX",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -268,3 +269,14 @@ def test_an_engine_of_a_run_takes_the_kernels_of_mla_that_keep_weights(started: 
         for name in ("1", "2")
     ]
     assert [one and one.name for one in chosen] == ["CPU_MLA", None]
+
+
+def test_whole_experts_are_refused_where_vllms_backend_computes_them_wrongly(started: None, tmp_path: Path) -> None:
+    write_model(tmp_path, moe_config(64, 4), 1)
+    options = {"model": str(tmp_path), "max_model_len": 256, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    with pytest.raises(ConfigError, match="--enable-expert-parallel = True: vLLM's CPU backend takes the numbers"):
+        engine_config(EngineOptions.from_dict(options))
+    kept = inspect.getsource(CPUUnquantizedExperts.apply).partition("-> None:")[2]
+    assert "expert_map" not in kept, "vLLM passes the map on now: check_experts has no reason left"

@@ -48,7 +48,7 @@ from orchestrator.hooks.tested_versions import VLLM, check_version
 from orchestrator.settings.engine_settings import EngineSettings
 from orchestrator.transfer.turns.routed_experts import pack_experts
 from vllm_rlplugin import status as plugin_status
-from vllm_rlplugin.engine_activation import activate, check_drafts, is_cpu_build, register_backend
+from vllm_rlplugin.engine_activation import activate, check_drafts, check_experts, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.kvpool.engine.pool_processes import RANKED, check_workers
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
@@ -144,6 +144,7 @@ def engine_config(options: EngineOptions) -> tuple[Any, bool]:
     ConfigError."""
     on_cpu = prepare_process(options.threads, bool(options.plugin.get("kv_pool")))
     check_drafts(options.passed_on.get("speculative_config"), on_cpu)
+    check_experts(bool(options.passed_on.get("enable_expert_parallel")), on_cpu)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
 
