@@ -200,7 +200,7 @@ def measure(pair: Pair, trace: list[list[int]], options: argparse.Namespace) -> 
         modes.remove("alone")
     for number in range(options.rounds):
         for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
-            time.sleep(WINDOW + 1.0)  # else budgets open by the peak of the replay before; prefixes that were kept are gone too
+            time.sleep(WINDOW + 1.0)  # else budgets open by the peak of the replay before
             rows.setdefault(mode, []).append(pair.replay(arrivals, mode, slo))
     idle = alone * (1 - sum(row["busy"] for row in rows["alone"]) / len(rows["alone"]))
     return {
