@@ -74,9 +74,16 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "kv budget: a burst of serving cuts nobody",
         "orchestrator/policies/serving/kv_sharing.py",
-        "if budget.pages and self._burst(serving, budget.pages):",
+        "if serving > self.most:",
         "if False:",
         SHARING,
+    ),
+    (
+        "kv budget: a burst is not seen before the next look that is due",
+        "vllm_rlplugin/kvpool/serving/guardian.py",
+        "self._short or used > self._most or",
+        "self._short or",
+        GUARDIAN,
     ),
     (
         "kv budget: whoever does not give back in time lives on",
@@ -144,8 +151,15 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "admission: the serving engine does not say that a prompt waits",
         "vllm_rlplugin/kvpool/serving/serving_slack.py",
-        "sharers, waiting > 0)",
-        "sharers, False)",
+        "sharers, waiting > 0, beside)",
+        "sharers, False, beside)",
+        TIME,
+    ),
+    (
+        "admission: what the next prompt will cost those that decode is not reckoned with",
+        "orchestrator/policies/serving/admission.py",
+        "return min(own, mean - prefill) if mean < math.inf else own",
+        "return own",
         TIME,
     ),
     (

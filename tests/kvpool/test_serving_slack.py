@@ -7,7 +7,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from orchestrator.api import ConfigError, SharedDevice, WorkerStats
 from orchestrator.api.http import stats_from_json
 from orchestrator.policies.parallelism.engine_profile import LearnedCosts
-from orchestrator.policies.serving.admission import ServingState, Slo
+from orchestrator.policies.serving.admission import Admission, ServingState, Slo
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
@@ -627,6 +627,97 @@ def test_after_a_pause_nothing_counts_as_stalled(setup: Setup) -> None:
     assert setup.turns.requests_to_hand_back(set()) == []
     setup.at += 10.0
     assert setup.turns.requests_to_hand_back(set()) == []
+
+
+# -- both, on one device that they share evenly --------------------------------------------------------------------------
+
+
+class Shared:
+    """A serving engine that plays arrivals [(seconds, prompt, answer)], and a rollout engine of eight sequences that decode:
+    while steps of both run, each has half of the device. ``reserve``: whether what the next prompt costs is reckoned with; None:
+    no rollouts. A step takes up to a third longer than its cost."""
+
+    def __init__(self, setup: Setup, arrivals: list[tuple[float, int, int]], slo: Slo, reserve: bool | None) -> None:
+        self.rng, self.slo, self.tokens, self.tpot = random.Random(7), slo, 0, list[float]()
+        self.setup, self.todo, setup.at = setup, list(arrivals), 0.0
+        self.meter = ServingMeter(setup.pool, Known(), slo, "dual", rollouts=lambda: (1,), now=lambda: setup.at)
+        self.reserve, self.admission = reserve, Admission(Known().prefill, lambda batch: 0.004 + batch * 0.0003)
+        self.waiting, self.running, self.firsts = list[Any](), list[Any](), dict[str, float]()
+
+    def lasts(self, cost: float) -> float:
+        return cost * (1 + self.rng.random() / 3)
+
+    def play(self) -> list[float]:
+        """Seconds between tokens, of each request in the mean."""
+        served = rolled = math.inf  # seconds left of the steps that run
+        while self.todo or self.waiting or self.running or served < math.inf:
+            if served == math.inf and (self.waiting or self.running):
+                counts = {one.request_id: 1 for one in self.running} | {
+                    one.request_id: one.num_tokens for one in self.waiting
+                }
+                prompts = sum(one.num_tokens for one in self.waiting)
+                served = self.lasts(Known().prefill(prompts) + Known().decode(len(self.running)))
+                self.running, self.waiting = self.running + self.waiting, []
+                for one in self.running:
+                    one.num_computed_tokens = one.num_tokens
+                self.meter.step_scheduled(step_of(counts))
+            if rolled == math.inf and self.reserve is not None and (seconds := self.admitted()):
+                rolled, self.tokens = self.lasts(seconds), self.tokens + 8
+            part = 0.5 if served < math.inf and rolled < math.inf else 1.0
+            arrival = self.todo[0][0] - self.setup.at if self.todo else math.inf
+            passed = max(0.0, min(arrival, served / part, rolled / part, 0.001))
+            self.setup.at, served, rolled = self.setup.at + passed, served - part * passed, rolled - part * passed
+            while self.todo and self.todo[0][0] <= self.setup.at + 1e-9:
+                at, prompt, answer = self.todo.pop(0)
+                one = request(f"q{len(self.todo)}", prompt, arrival=at)
+                one.answer = answer
+                self.waiting.append(one)
+                self.meter.request_added(one)
+            if served < 1e-9:
+                served = math.inf
+                self.end_step()
+            if rolled < 1e-9:
+                rolled = math.inf
+        return sorted(self.tpot)
+
+    def admitted(self) -> float:
+        state = replace(self.meter.serving_state(self.setup.at), tick=self.meter._tick)
+        if not self.reserve:
+            state = replace(state, arriving_tpot=math.inf)
+        found = self.admission.admit(state, self.setup.at, 0, 8)
+        return found.seconds if found.decode == 8 else 0.0
+
+    def end_step(self) -> None:
+        for one in self.running:
+            one.num_output_tokens, one.num_tokens = one.num_output_tokens + 1, one.num_tokens + 1
+            first = self.firsts.setdefault(one.request_id, self.setup.at)
+            if one.num_output_tokens == one.answer:
+                self.tpot.append((self.setup.at - first) / (one.answer - 1))
+                self.meter.request_gone(one.request_id)
+        self.running = [one for one in self.running if one.num_output_tokens < one.answer]
+        self.meter.step_ended()
+
+
+def test_who_decodes_beside_rollouts_is_late_no_more_often_than_alone_where_the_next_prompt_is_reckoned_with(
+    setup: Setup,
+) -> None:
+    """Equation 2 alone spends what a request can spare on rollouts, and the prompt that comes then delays it too. SLO: 1.5 x
+    P90 of serving alone, so that some are late without rollouts, which lose next to nothing: a few tokens earn it."""
+    late, tokens = dict[bool | None, int](), dict[bool | None, int]()
+    for seed in range(4):
+        rng, arrivals, at = random.Random(seed), list[tuple[float, int, int]](), 0.0
+        for _ in range(100):
+            at += rng.expovariate(3.0)
+            arrivals.append((at, rng.randrange(20, 400), rng.randrange(2, 24)))
+        alone = Shared(setup, arrivals, Slo(60.0, 60.0), None).play()
+        slo = Slo(10.0, 1.5 * alone[9 * len(alone) // 10])
+        for reserve in (None, False, True):
+            played = Shared(setup, arrivals, slo, reserve)
+            late[reserve] = late.get(reserve, 0) + sum(seconds > slo.tpot for seconds in played.play())
+            tokens[reserve] = tokens.get(reserve, 0) + played.tokens
+    assert late[True] <= late[None] + 1
+    assert late[False] > 1.5 * late[None]
+    assert tokens[True] > 0.98 * tokens[False]
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ MODES: dict[str, tuple[str, float, bool]] = {  # ROSE, table 2 and figure 9: adm
 PAGE_KIB = 128
 POOL_MIB = 24  # so small that a burst wants more than half of it
 FACTOR = 1.5  # of P99 alone
+WINDOW = 3.0  # seconds over which serving's peak counts where budgets open
 SPACING = 0.2  # seconds between requests that are timed one by one; each takes about half as long
 BURST = 4.0
 _SHAPES: dict[str, dict[str, int]] = {
@@ -115,7 +117,7 @@ class Pair:
         common |= {"kv_cache_memory_bytes": 256 << 20}
         common |= {"num_gpu_blocks_override": 512, "cpu": core, "load_format": "dummy"}
         roles: dict[str, dict[str, Any]] = {
-            "serving": {"kv_pool_role": "serving", "kv_pool_lent": 1.0, "kv_pool_window": 5.0},
+            "serving": {"kv_pool_role": "serving", "kv_pool_lent": 1.0, "kv_pool_window": WINDOW},
             "rollout": {"kv_pool_budget_mib": pool_mib // 4},
         }
         models = {role: write_model(folder, role) for role in roles}
@@ -198,6 +200,7 @@ def measure(pair: Pair, trace: list[list[int]], options: argparse.Namespace) -> 
         modes.remove("alone")
     for number in range(options.rounds):
         for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
+            time.sleep(WINDOW + 1.0)  # else budgets open by the peak of the replay before
             rows.setdefault(mode, []).append(pair.replay(arrivals, mode, slo))
     idle = alone * (1 - sum(row["busy"] for row in rows["alone"]) / len(rows["alone"]))
     return {
