@@ -155,6 +155,8 @@ class AgentSession:
             self.truncated = True
             text = f"this trajectory has {len(turns)} answers: at most {bounds.max_turns}"
             raise ApiError(403, text, kind="permission_denied", code="turn_limit_reached")
+        if not opening.token_ids:  # which a served engine refuses, and that would look like its end
+            raise ApiError(400, "prompt: the tokenizer makes no token of it", param="prompt")
         if len(opening.token_ids) >= bounds.max_context_tokens:
             raise self._too_long(f"{len(opening.token_ids)} tokens")
 

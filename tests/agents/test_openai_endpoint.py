@@ -609,6 +609,18 @@ def test_a_long_text_that_is_tokenized_holds_up_neither_the_loop_nor_short_ones(
     assert all(seen)
 
 
+def test_a_prompt_without_tokens_reaches_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VocabularyChat, "encode_prompt", lambda self, text: ())
+    policy = ScriptedPolicy()
+
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
+        status, told = await post(door, client, {"prompt": "\x00"}, "/completions")
+        assert (status, told["error"]["param"]) == (400, "prompt")
+
+    with_server(policy, talk)
+    assert policy.requests == []
+
+
 @pytest.mark.parametrize("body", [{"messages": [user("x" * 9000)]}, {"prompt": "x" * 9000}], ids=["chat", "plain"])
 def test_what_is_longer_than_the_context_in_characters_is_not_tokenized(
     body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
