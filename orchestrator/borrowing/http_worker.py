@@ -63,6 +63,7 @@ POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
 MAX_ANSWER_BYTES = 4 << 20  # JSON
 MAX_TURNS_BYTES = 256 << 20  # completions: of a quarter of a million tokens with the experts of sixty layers
 LEASE_SECONDS = 60.0
+_LEAST_LOGPROB = -1e6
 _RENEWALS = 3  # within the time of a lease
 _ERRORS = (CommandError, ConfigError, RetryableError)
 
@@ -188,10 +189,13 @@ class HttpWorker:
                 return [replace(item, request_id=item.request_id[cut:]) for item in ours] if cut else ours
 
     def _check_answer(self, completion: Completion, most: int) -> None:
-        """The trainer takes no other tokens: one that is not there would end the run. Raises RetryableError."""
-        tokens = completion.token_ids
-        if len(tokens) > most or (tokens and not 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)):
-            asked = f"at most {most} tokens of {self._vocabulary} were asked for"
+        """What the trainer cannot take would end the run: tokens that are not there, and numbers that are infinite in float32.
+        Raises RetryableError."""
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        known = not tokens or 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)
+        likely = not logprobs or _LEAST_LOGPROB <= min(logprobs) <= max(logprobs) <= 1.0
+        if not (known and likely and len(tokens) <= most):
+            asked = f"at most {most} tokens of {self._vocabulary} were asked for, with their log-probs"
             raise RetryableError(f"{self.name}: the answer to {completion.request_id} cannot be: {asked}")
 
     async def suspend(self) -> None:

@@ -85,16 +85,20 @@ def test_an_answer_without_end_is_not_read_to_its_end(answer: bytes, monkeypatch
     assert sent < 64 << 20
 
 
-@pytest.mark.parametrize("tokens", [(1, 64), (-1,), (1,) * 5], ids=["beyond", "below", "many"])
+@pytest.mark.parametrize(
+    ("tokens", "logprob"),
+    [((1, 64), -1.0), ((-1,), -1.0), ((1,) * 5, -1.0), ((1,), -1e300), ((1,), 1e300)],
+    ids=["beyond", "below", "many", "less than float32", "more"],
+)
 def test_an_answer_that_the_trainer_would_refuse_is_its_servers_failure(
-    tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    tokens: tuple[int, ...], logprob: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(servers: list[TwinServer]) -> None:
         worker = HttpWorker(servers[0].url, TOKEN)
         await worker._there()
 
         async def poll(seconds: float) -> list[Completion]:
-            return [Completion("r", tokens, (0.0,) * len(tokens), ((0, len(tokens)),), "stop")]
+            return [Completion("r", tokens, (logprob,) * len(tokens), ((0, len(tokens)),), "stop")]
 
         monkeypatch.setattr(worker, "_poll", poll)
         worker._unfinished["r"] = 4
