@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from, vocabulary_from
 from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult, without_nan_check
-from megatron_rlplugin.stream.rank_agreement import agree_on_step
+from megatron_rlplugin.stream.rank_agreement import agree_on_step, counts_in_step
 from megatron_rlplugin.stream.stock_schedule import feed_size, part_size
 from megatron_rlplugin.stream.stream_conditions import check_movable
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
@@ -48,8 +48,8 @@ class RLTraining:
             setattr(core, UNPADDED, vocabulary_from(args, core.vocab_size))
         self._relay = relay_from(args)
         if self._relay is not None and converter is None:
-            for _ in tensor_pieces(self.model):  # a parameter without a place is told here, not by the first publish
-                pass
+            for piece in tensor_pieces(self.model):  # what cannot be published is told here, not by the first publish
+                piece.check()
         self._publisher: WeightPublisher | None = None
         self._moving = 0.0  # seconds that gradients last took to the host and back
         self._waited = 0.0  # seconds that the source last let us wait
@@ -60,9 +60,9 @@ class RLTraining:
         """One optimizer step on these micro-batches, streamed or in one call, and the loss functions' reports.
 
         ``forward_step_func`` returns losses as (SUM, denominator, report). A step whose gradient norm is not finite is
-        not taken. Every rank calls it; a replica may have fewer micro-batches than another with streaming only. With
-        virtual pipeline stages each replica has a multiple of the pipeline's stages; a pipeline wants micro-batches of one shape,
-        unless its config has ``variable_seq_lengths``. What the source or the forward step
+        not taken. Every rank calls it; a replica may have fewer micro-batches than another with streaming only, and not than one
+        with which it shares experts. With virtual pipeline stages each replica has a multiple of the stages; a pipeline
+        wants micro-batches of one shape, unless its config has ``variable_seq_lengths``. What the source or the forward step
         raises drops the gradients of this rank's step and passes through.
         """
         sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
@@ -87,6 +87,7 @@ class RLTraining:
         began = time.perf_counter()
         part = list(islice(source, feed_size(self.model)))
         self._waited = time.perf_counter() - began
+        _check_in_step(len(part))
         return part
 
     def _reload(self) -> None:
@@ -134,6 +135,7 @@ class RLTraining:
         if not micro_batches:
             fix = f"give every replica at least one, or use {STREAM}: then a replica may have none"
             raise ConfigError("micro_batches", 0, fix)
+        _check_in_step(len(micro_batches))
         counted: list[float] = []
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -217,6 +219,14 @@ def _counting(forward_step_func: ForwardStep, counted: list[float]) -> ForwardSt
         return output, noting
 
     return forward_step
+
+
+def _check_in_step(count: int) -> None:
+    """Raises ConfigError on all ranks that share experts, where they have different numbers of micro-batches and would hang."""
+    least, most = counts_in_step(count)
+    if least != most:
+        fix = f"must be as many on all replicas that share experts, and are {least} to {most}: fill up with ones that weigh 0"
+        raise ConfigError("micro_batches", count, fix)
 
 
 def _check_auxiliary(chunks: Sequence[Any], mean: str) -> None:

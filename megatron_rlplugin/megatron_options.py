@@ -10,11 +10,12 @@ A dtype is written by its name in torch ("bfloat16"), a member of an enum by its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RunError
 
 TABLE = "trainer.megatron"
 
@@ -100,7 +101,47 @@ OWNED = {
     "mtp_detach_heads": "must be unset: what heads learn reaches the layers before them, as in pretraining",
     "mtp_hybrid_override_pattern": "must be unset: a head is a layer like the model's last one",
     "moe_enable_routing_replay": _RATES.format("routing_replay"),
+    "transformer_impl": "is Transformer Engine where it is installed and there is CUDA: leave it out",
+    "expert_tensor_parallel_size": "must be unset: an expert is split as other layers are, by trainer.tensor_parallel",
+    **dict.fromkeys(
+        ("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+        "must be unset: ranks share rows by trainer.context_parallel alone",
+    ),
+    **dict.fromkeys(
+        (
+            "apply_residual_connection_post_layernorm",
+            "attention_output_gate",
+            "experimental_attention_variant",
+            "heterogeneous_block_specs",
+            "is_hybrid_model",
+            "linear_attention_freq",
+            "moe_apply_probs_on_input",
+            "moe_expert_capacity_factor",
+            "moe_expert_rank_capacity_factor",
+            "moe_input_jitter_eps",
+            "moe_latent_size",
+            "moe_pad_expert_input_to_capacity",
+            "moe_router_force_biased",
+            "moe_router_force_load_balancing",
+            "moe_router_topk_limited_devices",
+            "moe_token_dropping",
+            "mrope_section",
+            "no_rope_freq",
+            "qk_l2_norm",
+            "test_mode",
+            "use_mup",
+        ),
+        "must be unset: the trainer would compute another model than the one that sampled",
+    ),
 }
+# By which pipeline stages may have different numbers of layers.
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
 # What decides how ranks are grouped: known before a model is built.
 _LAYOUT = ("sequence_parallel", "virtual_pipeline_model_parallel_size")
 
@@ -127,8 +168,8 @@ def sort_options(given: Mapping[str, Any], arguments: Mapping[str, Any] | None =
             fix = f"trainer.arguments says {more[key]!r}: leave one of the two out"
             raise ConfigError(f"{TABLE}.{key}", given[key], fix)
     given = {**more, **given}
-    if not given:
-        return MegatronOptions(agreed=agreed)
+    if not given and not agreed:
+        return MegatronOptions()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -137,13 +178,16 @@ def sort_options(given: Mapping[str, Any], arguments: Mapping[str, Any] | None =
     known = {name: {item.name: item for item in dataclasses.fields(cls)} for name, cls in classes.items()}
     sorted_: dict[str, dict[str, Any]] = {name: {} for name in classes}
     layout: dict[str, Any] = {}
+    names = {each for fields in known.values() for each in fields}
+    for key in agreed.keys() - names:
+        raise ConfigError(f"trainer.arguments: {key}", agreed[key], _unknown(key, names))
     for key, value in given.items():
         name = f"trainer.arguments: {key}" if key in more else f"{TABLE}.{key}"
         if key in OWNED:
             raise ConfigError(name, value, OWNED[key])
         owners = [owner for owner, fields in known.items() if key in fields]
         if not owners:
-            raise ConfigError(name, value, _unknown(key, {each for fields in known.values() for each in fields}))
+            raise ConfigError(name, value, _unknown(key, names))
         if callable(getattr(classes[owners[0]], key, None)) or "Callable" in str(known[owners[0]][key].type):
             raise ConfigError(name, value, "is a function, which a config file cannot hold; leave it out")
         checked = _checked(name, value, known[owners[0]][key].type)
@@ -170,14 +214,37 @@ def check_agreed(agreed: Mapping[str, Any], *configs: Any) -> None:
 
 def make_config(constructor: Callable[..., Any], ours: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """One of the dataclasses, from what we set and, over it, what the user set. What Megatron refuses is a ConfigError."""
-    try:
+    with refusals(options):
         return constructor(**{**ours, **options})
-    except (ValueError, TypeError, AssertionError, ImportError) as error:
+
+
+@contextlib.contextmanager
+def refusals(options: Mapping[str, Any]) -> Iterator[None]:
+    """What Megatron-Core raises in here, of whatever type, because of what the user set, is a ConfigError: of the option that it
+    names, else of all of them. Lost ranks and lack of memory are no refusals."""
+    try:
+        yield
+    except (ConfigError, RunError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except Exception as error:
         if not options:
             raise
-        named = sorted(key for key in options if key in str(error)) or sorted(options)
+        named = sorted(key for key in options if key in str(error)) or (sorted(options) if len(options) == 1 else [])
+        field, value = (f"{TABLE}.{named[0]}", options[named[0]]) if named else (TABLE, dict(options))
         fix = f"Megatron-Core refuses it: {str(error) or type(error).__name__}"
-        raise ConfigError(f"{TABLE}.{named[0]}", options[named[0]], fix) from error
+        raise ConfigError(field, value, fix) from error
+
+
+def check_optimizer(options: MegatronOptions, *, distributed: bool) -> None:
+    """Refuse what Megatron-Core's optimizer would, or would pass over, before there is a device. Raises ConfigError."""
+    given = {**options.ddp, **options.optimizer}
+    for name in ("use_precision_aware_optimizer", "overlap_param_gather"):
+        if given.get(name) and not distributed:
+            raise ConfigError(f"{TABLE}.{name}", given[name], "needs trainer.distributed_optimizer = true")
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if given.get(name, torch.float32) != torch.float32 and not given.get("use_precision_aware_optimizer"):
+            fix = f"needs {TABLE}.use_precision_aware_optimizer = true"
+            raise ConfigError(f"{TABLE}.{name}", str(given[name]).removeprefix("torch."), fix)
 
 
 def _unknown(key: str, known: set[str]) -> str:

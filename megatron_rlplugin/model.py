@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin.megatron_options import make_config
+from megatron_rlplugin.megatron_options import UNEVEN_STAGES, make_config
 from megatron_rlplugin.model_families import ModelShape, read_config, read_shape
 from megatron_rlplugin.parallel_layout import ParallelLayout, device
 from orchestrator.api import ConfigError
@@ -217,7 +217,7 @@ def build_model(
     layout = layout or ParallelLayout()
     if dtype not in DTYPES:
         raise ConfigError("model.dtype", dtype, f"must be one of {', '.join(DTYPES)}")
-    check_layout(shape, layout)
+    check_layout(shape, layout, options)
     for name in ("fp8", "fp4"):  # Megatron-Core itself passes them over in silence
         if (options or {}).get(name) and not uses_transformer_engine():
             fix = "needs CUDA and Transformer Engine, which this process does not have; leave it out here"
@@ -263,8 +263,9 @@ def build_model(
     return chunks
 
 
-def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Raises ConfigError when this model cannot be cut so."""
+def check_layout(shape: ModelShape, layout: ParallelLayout, options: Mapping[str, Any] | None = None) -> None:
+    """Raises ConfigError when this model cannot be cut so. ``options``: as for :func:`build_model`; where they say how many
+    layers a stage has, Megatron-Core checks it."""
     sizes = ["vocab_size", "num_key_value_heads", "num_attention_heads"]
     sizes += ["moe_intermediate_size", "shared_size"] if shape.num_experts else []
     sizes += ["intermediate_size"] if shape.expert_layers < shape.num_hidden_layers else []
@@ -279,8 +280,12 @@ def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
             fix = f"must be 1: {refused} ({shape.architecture}) is not split by tensor parallelism here; use expert or "
             raise ConfigError("layout.tensor", layout.tensor, fix + "pipeline parallelism")
     stages = layout.pipeline * (layout.virtual or 1)
-    if shape.num_hidden_layers % stages:
+    if shape.num_hidden_layers % stages and not any((options or {}).get(name) for name in UNEVEN_STAGES):
         fix = f"must be a multiple of the {stages} pipeline stages (pipeline * virtual)"
+        first = range(shape.num_hidden_layers // stages, 0, -1)
+        even = [number for number in first if not (shape.num_hidden_layers - number) % (stages - 1)]
+        if even and layout.virtual is None:
+            fix += f", or give the first one another number of layers: trainer.megatron.{UNEVEN_STAGES[0]} = {even[0]}"
         raise ConfigError("model.num_hidden_layers", shape.num_hidden_layers, fix)
     if layout.expert > 1 and not shape.num_experts:
         raise ConfigError("layout.expert", layout.expert, f"{shape.architecture} has no experts to split; must be 1")

@@ -47,8 +47,6 @@ class ParallelLayout:
             raise ConfigError("layout.virtual", self.virtual, "needs pipeline parallelism (layout.pipeline >= 2)")
         if self.virtual is not None and self.virtual < 2:
             raise ConfigError("layout.virtual", self.virtual, "must be at least 2 chunks a stage; leave it out for one")
-        if self.context > 1 and self.expert > 1:
-            raise ConfigError("layout.context", self.context, "must be 1 with expert parallelism: never run together")
         if self.sequence and self.tensor < 2:
             raise ConfigError("layout.sequence", self.sequence, "needs tensor parallelism (layout.tensor >= 2)")
 

@@ -207,6 +207,7 @@ def build_rollout(
         keep=keep,
         fail=fail,
         life=position.life,
+        redundancy=position.redundancy,
         groups=position.groups,
         trajectories=position.trajectories,
     )

@@ -53,6 +53,7 @@ class CheckpointState:
     # of the engines (orchestrator.policies.parallelism.degree_reallocation); None: nobody chooses them
     degrees: dict[str, Any] | None = None
     entropies: tuple[float, ...] = ()  # of the first steps (orchestrator.policies.training.learning_alarms)
+    redundancy: float | None = None  # launched over needed from now on; None: what the config says
 
 
 class CheckpointWriter(Protocol):
@@ -280,8 +281,17 @@ def _state_from_json(data: dict[str, Any]) -> CheckpointState:
         rounds=rounds,
         entropies=tuple(float(value) for value in data.get("entropies", ())),
         degrees=_degrees(data.get("degrees")),
+        redundancy=_redundancy(data.get("redundancy")),
         run_times={str(prompt): [float(one) for one in times] for prompt, times in data.get("run_times", {}).items()},
     )
+
+
+def _redundancy(data: Any) -> float | None:
+    if data is None:
+        return None
+    if not (found := float(data)) >= 1:
+        raise ValueError(f"redundancy: {data!r:.60}")
+    return found
 
 
 def _degrees(data: Any) -> dict[str, Any] | None:

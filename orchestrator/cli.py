@@ -45,6 +45,7 @@ _ORCHESTRATOR = {
     "rich": "rich",
     "matplotlib": "matplotlib",
     "jinja2": "jinja2",
+    "markupsafe": "jinja2",
     "prometheus_client": "prometheus-client",
 }
 
@@ -93,6 +94,8 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(bad[1], re.findall(r"\w+", bad[2]), n=1)
             hint = f"did you mean '{near[0]}'?" if near else "see rl-coserve --help"
             message = f"{bad[1]!r} is no command; {hint}"
+        elif message.endswith("required: COMMAND"):
+            message = "give a command; `rl-coserve --help` lists them, `rl-coserve doctor` checks this installation"
         elif (bad := re.search(r"unrecognized arguments: --(\w+\.[\w.]+)(?:[= ](\S+))?", message)) is not None:
             message += f"; a value of the config is written without dashes: {bad[1]}={bad[2] or 'VALUE'}"
         super().error(message)
@@ -111,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument(
         "way", choices=("train", "lend", "megatron"), help="the whole loop, your server, your own script"
     )
-    first.add_argument("file", nargs="?", metavar="FILE", help="what to write (run.toml; megatron: rl_loop.py)")
+    first.add_argument("file", nargs="?", metavar="FILE", help="what to write (run.toml, served.toml, rl_loop.py)")
     first.set_defaults(run=_init)
 
     train = commands.add_parser("train", help="train a model from a TOML config, or resume a run")
@@ -189,6 +192,9 @@ def _parser() -> argparse.ArgumentParser:
         profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=f"{what} to measure")
     profile.add_argument(
         "--out", metavar="FILE", help="default: one in profiles/, named after model, engine and device"
+    )
+    profile.add_argument(
+        "--judge", nargs="?", const="", metavar="TASK", help="measure the run's own judge instead, of this task"
     )
     profile.add_argument("--json", action="store_true", help="print where the file is, and what it is of, as JSON")
     profile.set_defaults(run=_profile)
@@ -312,8 +318,8 @@ def _play(arguments: argparse.Namespace) -> int:
     else:
         config = _config(arguments)
     task = make_task(config)
-    prompt = playing.heldout_prompt(task, config.run.seed, max(0, arguments.prompt))
-    token = Path(arguments.token_file).read_text(encoding="utf-8").strip() if arguments.token_file else ""
+    prompt = playing.heldout_prompt(task, config.run.seed, arguments.prompt)
+    token = playing.token_in(arguments.token_file)
     temperature = config.rollout.temperature if arguments.sample else 0.0
     speaker = playing.speaker_of(weights, token, temperature, config.run.seed)
     console = Console(soft_wrap=True)
@@ -322,7 +328,7 @@ def _play(arguments: argparse.Namespace) -> int:
     def show(kind: str, text: str) -> None:
         console.print(Padding(Text(printable(text), styles[kind]), (0, 0, 0, 0 if kind == "head" else 2), expand=False))
 
-    show("head", f"task {prompt.task}, held-out prompt {max(0, arguments.prompt)}, weights of {weights}")
+    show("head", f"task {prompt.task}, held-out prompt {arguments.prompt}, weights of {weights}")
     reward = asyncio.run(playing.play_episode(config, task, prompt, speaker, show))
     show(
         "head", f"reward {reward:g}" if reward is not None else "not scored: the config's judge or endpoint is a run's"
@@ -541,8 +547,13 @@ def _sim(arguments: argparse.Namespace) -> int:
     for name, key, _ in _TRACE_FLAGS:
         if file := getattr(arguments, name.removeprefix("--")):
             arguments.overrides.append(f"{key}={json.dumps(file)}")
+    for flag, file in (("--events", arguments.events), ("--svg", arguments.svg)):
+        if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):  # said before the minutes
+            raise ConfigError(flag, file, "cannot be written there; name a file in a folder that is yours")
     if arguments.ablate:
         return _ablate(arguments)
+    if not (arguments.config or arguments.source or arguments.overrides):
+        raise ConfigError("config", "", "name a TOML file: `rl-coserve sim examples/sim.toml` takes some seconds")
     from orchestrator.sim.simulated_run import simulate
 
     config = _config(arguments)
@@ -568,8 +579,8 @@ def _simulated(config: Config, found: Mapping[str, Any]) -> str:
     return (
         f"{found['name']}, simulated: {found['steps']} steps in {found['seconds']:,.0f} simulated seconds, "
         f"{found['seconds_per_step']:.2f} s per step, {found['tokens_per_s']:,.0f} tokens per second\n"
-        f"{config.rollout.workers} engines, {config.rollout.environments} environments, at most {config.rollout.alpha} "
-        f"versions of lag\ntrajectories: {ended}"
+        f"engines: {config.rollout.workers}, environments: {config.rollout.environments}, versions of lag: at most "
+        f"{config.rollout.alpha}\ntrajectories: {ended}"
     )
 
 
@@ -606,17 +617,19 @@ def _cost(arguments: argparse.Namespace) -> int:
     from orchestrator.ops.cost import estimate_cost
 
     config = _config(arguments)
-    found = estimate_cost(config)
-    values, text = found.as_dict(), found.text()
     if arguments.source:
-        from orchestrator.ops.calibration import read_calibration
+        from orchestrator.ops.calibration import predicted, read_calibration
 
         known = read_calibration(_run_path(arguments.source))
+        found = predicted(config)
         wall = known.wall_seconds(config, found.seconds_per_step)
-        values |= {"wall_seconds": round(wall, 3), "calibrated_with": known.run}
-        text += (
-            f"\nin all {wall / 60:.1f} min, start-up, warm-up and evaluations included (as {known.run} took for them)"
-        )
+        values = found.as_dict() | {"wall_seconds": round(wall, 3), "calibrated_with": known.run}
+        beside = f"start-up, warm-up and evaluations included (as {known.run} took for them)"
+        text = f"{found.text(known.run)}\nin all {wall / 60:.1f} min, {beside}"
+    else:
+        found = estimate_cost(config)
+        values, hint = found.as_dict(), "`--from RUN` takes the durations of a run of yours (rl-coserve calibrate RUN)"
+        text = f"{found.text()}\n{hint}"
     print(json.dumps(values, sort_keys=True) if arguments.json else text)
     return 0
 
@@ -654,20 +667,30 @@ def _profile(arguments: argparse.Namespace) -> int:
     from orchestrator.hooks import tested_versions
     from orchestrator.ops import profile_command as profile
     from orchestrator.profiler.measurement import ProfileProgress
+    from orchestrator.runtime import judge_setup
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
     tested_versions.check_version(tested_versions.VLLM)
-    profile.check_sizes(config, wanted)
+    if arguments.judge is None:
+        profile.check_sizes(config, wanted)
+    else:
+        profile.own_judge(config, arguments.judge, wanted)
+        judge_setup.check(config)
     start_ray(config)
 
     def say(now: ProfileProgress) -> None:
         print(f"{now.done}/{now.total}  about {now.left:.0f} s left  {now.text}", file=sys.stderr, flush=True)
 
     try:
-        file = asyncio.run(profile.profile_model(config, wanted, say))
+        work = (
+            profile.profile_model(config, wanted, say)
+            if arguments.judge is None
+            else profile.profile_judge(config, arguments.judge, wanted, say)
+        )
+        file = asyncio.run(work)
     finally:
         import ray
 
@@ -709,7 +732,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         print(f"{result['name']} ({result['kind']}): {result['value']} {result['unit']}; bar {result['bar']}")
         for line in result.get("detail", {}).get("lines", ()):  # what a bench has to say beside its value
             print(line)
-        print({None: "no bar is claimed: see detail.shrunk", True: "holds"}.get(result["holds"], "DOES NOT HOLD"))
+        print({None: "no bar is claimed", True: "holds"}.get(result["holds"], "DOES NOT HOLD"))
     return 1 if result["holds"] is False else 0
 
 
@@ -730,6 +753,9 @@ def _run_path(name: str) -> Path:
     """A run folder by path, or `latest`."""
     path = Path("runs/latest") if name == "latest" else Path(name)
     if not (path / "config.json").is_file():
+        if name == "latest":
+            fix = "there is no run here yet: `rl-coserve train CONFIG` makes one, or give the path of a run"
+            raise ConfigError("run", name, fix)
         fix = "see `ls runs`" if Path("runs").is_dir() else "there is no folder runs here; give the path of a run"
         raise ConfigError("run", name, f"is no run folder (it has no config.json); {fix}")
     return path.resolve()

@@ -167,3 +167,4 @@ class Position:
     rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.CheckpointState`
     degrees: dict[str, Any] | None = None  # the same
     entropies: tuple[float, ...] = ()  # the same
+    redundancy: float | None = None  # the same

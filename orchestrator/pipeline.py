@@ -443,6 +443,7 @@ class Pipeline:
             self.parts.timeouts.state() if self.parts.timeouts is not None else {},
             None if self.replanner is None else self.replanner.state(),
             entropies=self._watch.entropies,
+            redundancy=self.rollout.gate.redundancy if self.rollout.settings.dynamic_concurrency else None,
         )
 
     def _checkpoint_due(self, done: int) -> bool:

@@ -78,14 +78,17 @@ class Rollout:
     keep: Callable[[Trajectory, str, str], None]
     fail: Callable[[BaseException], None]
     life: InitVar[int]
+    redundancy: InitVar[float | None]  # launched over needed to begin with, of a run that is resumed
     groups: int  # ever started: numbers go on after a resume
     trajectories: int
 
-    def __post_init__(self, life: int) -> None:
+    def __post_init__(self, life: int, redundancy: float | None) -> None:
         self._life = f"-{life}" if life else ""  # ends each id: what a power cut took from the journal may be elsewhere
         self.gate = self.mode.start_gate(
             self.size.trajectories, self.size.redundancy, self.settings.environments, self.settings.buffer_limit
         )
+        if redundancy is not None and self.settings.dynamic_concurrency:
+            self.gate = replace(self.gate, redundancy=redundancy)
         self.buffer.owner = self
         self._sampling = {
             part.name: Sampling(part.max_response_tokens, self.settings.temperature, stop_token_ids=(self.task.end_id,))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
+from orchestrator.api.machine import processor_name
 from orchestrator.durable_files import JournalFile, describe_byte, sync, write_durably
 
 if TYPE_CHECKING:  # what only looks at a run does without its sections, which take a quarter of a second
@@ -222,13 +223,6 @@ def check_format(folder: Path) -> None:
 
 def describe_machine() -> dict[str, Any]:
     """What the figures were measured on: processor, cores, memory, and the versions of what ran."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
     versions = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -239,7 +233,7 @@ def describe_machine() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     return {
         "machine": {
-            "cpu": model,
+            "cpu": processor_name(),
             "cores": cores,
             "memory_gib": round(memory / 2**30, 1),
             "system": platform.platform(),

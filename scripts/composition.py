@@ -93,7 +93,13 @@ _SPEEDS = {"1": 1.0, "2": 0.7, "4": 0.6}
 _NAMED = [name for name, count in CLASSES.items() for _ in range(count)]
 FEATURES = (
     Feature(
-        "sync", "RollArt 6.2", "run.mode", {"run": {"mode": "sync"}}, kind="mode", test="tests/loop/test_real_run.py"
+        "sync",
+        "RollArt 6.2",
+        "run.mode",
+        {"run": {"mode": "sync"}},
+        kind="mode",
+        test="tests/loop/test_real_run.py",
+        pays="modes",
     ),
     Feature(
         "one-off",
@@ -120,6 +126,7 @@ FEATURES = (
         {"run": {"mode": "areal"}, "rollout": {"alpha": 1}},
         kind="mode",
         test="tests/loop/test_composed_runs.py",
+        pays="modes",
     ),
     Feature(
         "redundant groups",
@@ -136,7 +143,7 @@ FEATURES = (
         rollout(routing={"affinity": {"default": "H20"}}),
         real=rollout(routing={"hardware": {f"vllm-{index}": name for index, name in enumerate(_NAMED)}}),
         simulated={"sim": {"fleet": CLASSES}},
-        test="tests/cluster/test_real_pools.py",
+        test="tests/bench/test_four_papers.py",
         pays="affinity",
         refuses=(
             (
@@ -173,6 +180,14 @@ FEATURES = (
             ("`relay.signing_key`: they come unsigned", "relay.signing_key", {"relay": {"signing_key": "RELAY_KEY"}}),
             ("no engine of the run's own", "rollout.weights", rollout(workers=0, served=[SERVER])),
         ),
+    ),
+    Feature(
+        "weights as differences",
+        "ROSE 4.2",
+        "relay.snapshot_every",
+        {"relay": {"snapshot_every": 4}},
+        test="tests/loop/test_real_run.py",
+        pays="delta-real",
     ),
     Feature(
         "weights beside a step",
@@ -234,7 +249,7 @@ FEATURES = (
         "RollPacker 4.3",
         "reward.timeout",
         {"reward": {"timeout": "adaptive"}},
-        test="tests/rewards/test_adaptive_timeouts_real.py",
+        test="tests/tasks/test_real_run.py",
         pays="reward-timeout",
     ),
     Feature(
@@ -375,7 +390,6 @@ FEATURES = (
         real=rollout(served=[SERVER], borrowed={"most": 1}),
         simulated={"sim": {"costs": "roofline", "borrowed": {"workers": 1, "serving": 2, "exchanged": True}}},
         test="tests/borrowing/test_exchanged_run.py",
-        pays="borrowed",
         refuses=(("fewer servers than it may borrow", "rollout.borrowed.most", rollout(borrowed={"most": 2})),),
     ),
     Feature(

@@ -106,7 +106,7 @@ def six_steps() -> Drawing:
     d.box(500, lane["batch"], 340, h, "violet", "get_batch of the next round", bold=False)
     d.box(110, lane["rollout"], 285, h, "blue", "generation under n - 1 goes on", bold=False)
     d.box(399, lane["rollout"], 97, h, "red", "standstill", bold=False)
-    d.box(500, lane["rollout"], 340, h, "blue", "5 KV computed anew, the same trajectories go on", bold=False)
+    d.box(500, lane["rollout"], 340, h, "blue", "5 KV is recomputed, the same trajectories continue", bold=False)
     d.box(354, lane["weights"], 41, h, "grey", "fetch", bold=False)
     d.box(399, lane["weights"], 97, h, "green", "2 3 4", bold=False)
     d.line(352, 16, 352, 210, True)

@@ -9,15 +9,14 @@ The clock is that of the machine: this is a measurement. It runs in an actor tha
 
 from __future__ import annotations
 
-import platform
 import random
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
+from orchestrator.api.machine import processor_name
 from orchestrator.hooks.tested_versions import VLLM, check_version
 from vllm_rlplugin.engine_activation import is_cpu_build
 from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
@@ -31,7 +30,7 @@ LONGEST_SECONDS = 4.0  # of one point (the paper's); at least one repeat, and on
 def identity(threads: int) -> dict[str, str]:
     """``engine`` and ``device`` of a profile's key, as this process has them."""
     installed = check_version(VLLM)
-    device = f"CPU {_processor()} x {threads}"
+    device = f"CPU {processor_name()} x {threads}"
     if not is_cpu_build(installed):
         import torch
 
@@ -154,11 +153,3 @@ class EngineProfiler:
                 raise ValueError(f"vLLM refuses {tokens} + {most} tokens: {refused.error}")
             names.append(name)
         return names
-
-
-def _processor() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

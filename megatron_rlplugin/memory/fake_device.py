@@ -12,6 +12,7 @@ Guarantees: nothing of what is replaced changes a shape or a byte, but for what 
 |                                                    | backward has an fp32 sum of q's gradient beside its results       |
 | norms (one kernel)                                 | save their input and a number a token                             |
 | tokens that each expert gets                       | ``imbalance`` times its share, on the rank that is looked at      |
+| tokens of the policy that a rank of a context has  | as many as the others                                             |
 | grouped products of experts                        | save their input; the backward has the gradients of all weights   |
 
 ``as_run``: attention, norms and experts' products are those of the CPU, to compare with a real process of this machine.
@@ -38,9 +39,9 @@ from megatron_rlplugin.memory.storage_ledger import StorageLedger
 class FakeDevice(StorageLedger):
     """The ledger, which also answers what only a device could: numbers, and sizes that depend on them."""
 
-    def __init__(self, tag: str, experts_per_token: int) -> None:
+    def __init__(self, tag: str, experts_per_token: int, context: int) -> None:
         super().__init__(tag)
-        self._experts_per_token = experts_per_token
+        self._experts_per_token, self._context = experts_per_token, context
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()
@@ -51,6 +52,8 @@ class FakeDevice(StorageLedger):
             return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
         if name == "aten::masked_select":  # of each token, the experts that it goes to
             return self._note(args[0].new_empty(args[1].shape[-1] * self._experts_per_token))
+        if name == "aten::nonzero":  # of the policy's tokens, those of this rank of a context
+            return self._note(args[0].new_empty((-(-args[0].shape[0] // self._context), 1), dtype=torch.int64))
         if name == "aten::bincount":
             return self._note(args[0].new_empty((kwargs or {}).get("minlength", args[-1])))
         return super().__torch_dispatch__(function, types, args, kwargs)
@@ -58,7 +61,7 @@ class FakeDevice(StorageLedger):
 
 @contextlib.contextmanager
 def fake_device(
-    rank: int, world: int, *, experts_per_token: int = 0, imbalance: float = 1.0, as_run: bool = False
+    rank: int, world: int, *, experts_per_token: int = 0, imbalance: float = 1.0, context: int = 1, as_run: bool = False
 ) -> Iterator[FakeDevice]:
     """This process as ``rank`` of ``world`` ranks, with fake tensors. Gives the ledger of what they would take."""
     from megatron.core.optimizer import clip_grads
@@ -83,7 +86,7 @@ def fake_device(
     _replace_dispatch(imbalance)
     if not as_run:
         _replace_kernels()
-    with FakeTensorMode(allow_non_fake_inputs=True), FakeDevice("weights", experts_per_token) as ledger:
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeDevice("weights", experts_per_token, context) as ledger:
         global _ledger
         _ledger = ledger
         yield ledger

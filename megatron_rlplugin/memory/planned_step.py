@@ -25,6 +25,7 @@ from megatron_rlplugin.memory.rank_memory import (
     GRADIENTS,
     LOGITS,
     OPTIMIZER,
+    PUBLISHED,
     WEIGHTS,
     RankMemory,
     StepRequest,
@@ -61,9 +62,12 @@ def measure(request: StepRequest) -> RankMemory:
     options = {key: value for key, value in asked.items() if key not in _BY_BYTES and key[:3] not in _LOW}
     settings = TrainerSection.from_dict({**given, "megatron": options})
     chosen = read_shape(request.folder).num_experts_per_tok
-    with fake_device(
-        request.rank, request.world, experts_per_token=chosen, imbalance=request.imbalance, as_run=request.as_run
-    ) as ledger:
+    how: dict[str, Any] = {
+        "imbalance": request.imbalance,
+        "context": settings.context_parallel,
+        "as_run": request.as_run,
+    }
+    with fake_device(request.rank, request.world, experts_per_token=chosen, **how) as ledger:
         found = _run(request, settings, ledger)
     if asked.keys() & set(_BY_BYTES):
         on_device, on_host = optimizer_bytes(asked, found["sharded"], request.dtype)
@@ -148,8 +152,12 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
     totals = {phase: sum(peak.values()) for phase, peak in peaks.items()}
     for phase in ("exchange of weights", "forward and backward"):  # in the first step Adam's moments come after these
         totals[phase] += static[OPTIMIZER] - peaks[phase][OPTIMIZER]
-    # The copy that finds what a step changes, of what this rank publishes.
-    watched = serving_bytes(learner.chunks, PART_BYTES) if request.differences else 0
+    # Of what this rank publishes: on its host what was published last, or is being sent (with differences that is the same copy);
+    # on the device the one that finds what a step changes.
+    published = serving_bytes(learner.chunks, PART_BYTES)
+    if request.differences or request.overlap:
+        host[PUBLISHED] = published
+    watched = published if request.differences else 0
     totals["optimizer step"] += watched
     phase = max(totals, key=totals.__getitem__)
     moving = Counter({tag: size for tag, size in peaks[phase].items() if tag not in static})

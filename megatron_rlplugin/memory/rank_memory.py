@@ -14,6 +14,7 @@ from orchestrator.settings.trainer_settings import TrainerSection
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES = "weights", "gradients", "optimizer", "activations", "copies"
 LOGITS = "logits"
+PUBLISHED = "published weights"  # on the host: what a difference is taken from, or travels beside the next step
 # Bytes of what masters and moments may be; Megatron-Core takes no other.
 _WIDTHS: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
@@ -32,6 +33,7 @@ class StepRequest:
     imbalance: float = 1.0
     as_run: bool = False
     differences: bool = False  # weights are published as what the steps change
+    overlap: bool = False  # a version travels beside the next step
     resting: bool = False  # no step is run: what is there between two
 
 

@@ -85,13 +85,14 @@ def plan_trainer(
     capacity: int | None = None,
     differences: bool = False,
     resting: bool = False,
+    overlap: bool = False,
 ) -> TrainerPlan:
     """``longest``: tokens of the longest row; micro-batches hold as many as ``trainer.micro_batch_tokens`` says.
-    ``capacity``: bytes of a device, where they are known. ``differences``: weights are published as what steps change.
-    ``resting``: only what is there between steps, which takes a sixth of the time with experts; nothing is tried that would make
-    it fit. Raises ConfigError as the trainer's start would."""
+    ``capacity``: bytes of a device, where they are known. ``differences``: weights are published as what steps change;
+    ``overlap``: while the next step runs. ``resting``: only what is there between steps, which takes a sixth of the time with
+    experts; nothing is tried that would make it fit. Raises ConfigError as the trainer's start would."""
     settings = flat_settings(settings)
-    more = {"differences": differences, "resting": resting}
+    more = {"differences": differences, "resting": resting, "overlap": overlap}
     ranks = _run(folder, settings, dtype, longest, **more)
     plan = TrainerPlan(ranks)
     if resting or capacity is None or plan.fullest.total <= capacity:
@@ -148,22 +149,18 @@ def _with_optimizer(ranks: Sequence[RankPlan], settings: Mapping[str, Any], dtyp
     return tuple(found)
 
 
-def _run(
-    folder: str, settings: Mapping[str, Any], dtype: str, longest: int, *, differences: bool, resting: bool
-) -> tuple[RankPlan, ...]:
+def _run(folder: str, settings: Mapping[str, Any], dtype: str, longest: int, **published: bool) -> tuple[RankPlan, ...]:
     section = TrainerSection.from_dict(dict(settings))
     shape = read_shape(folder)
     world = section.ranks
     tokens = min(section.pack_tokens or longest, shape.max_position_embeddings)
     rows = 1 if section.pack_tokens else max(1, min(section.micro_batch_tokens // tokens, section.micro_batch_size))
     stages = {"first stage": 0, "last stage": world - 1} if section.pipeline_parallel > 1 else {"all": 0}
-    request = StepRequest(
-        folder, dict(settings), dtype, 0, world, tokens, rows, differences=differences, resting=resting
-    )
+    request = StepRequest(folder, dict(settings), dtype, 0, world, tokens, rows, **published)
     asked = [
         (stage, imbalance, replace(request, rank=rank, imbalance=imbalance or 1.0))
         for stage, rank in stages.items()
-        for imbalance in (IMBALANCES if shape.num_experts and not resting else (0.0,))
+        for imbalance in (IMBALANCES if shape.num_experts and not request.resting else (0.0,))
     ]
     with ThreadPoolExecutor(max_workers=min(len(asked), os.cpu_count() or 1)) as pool:
         answers = list(pool.map(run_request, [request for _, _, request in asked]))
@@ -174,8 +171,8 @@ def _run(
 
 
 def _reserve(section: TrainerSection, memory: RankMemory) -> int:
-    sizes = (section.tensor_parallel, section.pipeline_parallel, section.data_parallel, section.expert_parallel)
-    groups = sum(size > 1 for size in sizes)
+    kinds = ("tensor", "pipeline", "context", "data", "expert")
+    groups = sum(1 for kind in kinds if getattr(section, f"{kind}_parallel") > 1)
     moving = memory.device[ACTIVATIONS] + memory.device["logits"]
     return round(
         RESERVE["CUDA context and kernels"] + groups * RESERVE["NCCL, a group of ranks"] + FRAGMENTATION * moving

@@ -150,13 +150,13 @@ class _VocabSoftmax(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 continue
             by_rows_TX[chunk] = grad_CV @ weight_VX
             if ctx.needs_input_grad[1]:
-                added_VX = grad_CV.T @ rows_TX[chunk]
-                if by_weight_VX is None:
-                    by_weight_VX = added_VX if len(chunks) == 1 else added_VX.to(log_z_T.dtype)
-                else:  # summed in fp32: bf16 sums of many chunks lose digits
-                    by_weight_VX += added_VX
-        if by_weight_VX is not None:
-            by_weight_VX = by_weight_VX.to(rows_TX.dtype)
+                if by_weight_VX is None:  # summed in fp32: bf16 sums of many chunks lose digits
+                    dtype = weight_VX.dtype if len(chunks) == 1 else log_z_T.dtype
+                    by_weight_VX = torch.zeros_like(weight_VX, dtype=dtype)
+                for words in _chunks(*weight_VX.shape):
+                    by_weight_VX[words] += grad_CV[:, words].T @ rows_TX[chunk]
+        if by_weight_VX is not None and weight_VX is not None:
+            by_weight_VX = _narrowed(by_weight_VX, weight_VX.dtype)
         return by_rows_TX, by_weight_VX, None, None, None, None, None
 
 
@@ -166,6 +166,16 @@ def _chunks(rows: int, columns: int) -> Iterator[slice]:
     size = max(-(-rows // count), 1)
     for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
+
+
+def _narrowed(wide_VX: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in ``dtype``, which is no wider, in its own memory: a copy would be as large as the weight."""
+    if wide_VX.dtype == dtype:
+        return wide_VX
+    narrow_VX: Tensor = wide_VX.view(dtype).view(-1)[: wide_VX.numel()].view(wide_VX.shape)
+    for words in _chunks(*wide_VX.shape):  # in order: what is written was read before
+        narrow_VX[words] = wide_VX[words].to(dtype)
+    return narrow_VX
 
 
 def _logits(rows_CX: Tensor, weight_VX: Tensor | None) -> Tensor:

@@ -60,6 +60,19 @@ def agree_on_step(denominator: float, expected: float | None, *, interrupted: bo
     )
 
 
+def counts_in_step(count: int) -> tuple[int, int]:
+    """(least, most) of what the ranks say that share experts: they exchange tokens in every layer, so one that computes more
+    micro-batches than another waits for it. A collective among these, of which there are none without expert parallelism."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return count, count
+    extremes = _numbers([float(count), -float(count)])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+    most, least = extremes.tolist()
+    return int(-least), int(most)
+
+
 def any_rank(flag: bool) -> bool:
     """Whether any rank of the model says so. Raises RuntimeError when a rank cannot be reached."""
     from megatron.core import parallel_state

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from megatron_rlplugin.context_parallel import RowPart
 from megatron_rlplugin.expert_routing import RecordedRouting, check_router_options, follows_load
-from megatron_rlplugin.megatron_options import MegatronOptions, check_agreed, make_config, sort_options
+from megatron_rlplugin.megatron_options import (
+    MegatronOptions,
+    check_agreed,
+    check_optimizer,
+    make_config,
+    refusals,
+    sort_options,
+)
 from megatron_rlplugin.model import (
     DTYPES,
     ModelShape,
@@ -28,6 +35,7 @@ from megatron_rlplugin.model import (
     check_layout,
     read_shape,
     transformer_config,
+    uses_transformer_engine,
 )
 from megatron_rlplugin.objective.deferred_output import defer_output_layer, keeps_dtype, output_rows
 from megatron_rlplugin.objective.multi_token import (
@@ -110,21 +118,20 @@ class Learner:
         if self.layout.data_parallel_size(ranks.world_size) != settings.data_parallel:
             fix = f"must be tensor * pipeline * context * data parallel = {settings.ranks}"
             raise ConfigError("world_size", ranks.world_size, fix)
-        if prepare is not None and self.layout.context > 1:
-            raise ConfigError(
-                "trainer.context_parallel", self.layout.context, "must be 1: a critic's rows are not split"
-            )
+        _check_packing(settings, self.layout)
         initialize_parallel(
             self.layout, ranks.rank, ranks.world_size, ranks.init_method, ranks.timeout, ranks.interface
         )
         self._deferred = prepare is None
         self.replays = replay
+        check_optimizer(self.options, distributed=settings.distributed_optimizer)
         check_router_options(self.options.transformer, self.shape.num_experts, replay=replay)
         check_multi_token(self.options.transformer, self.shape, self.layout)
         built = {**self.options.transformer, **({"moe_enable_routing_replay": True} if replay else {})}
         if prepare is not None:  # a critic predicts no token
             built = {name: value for name, value in built.items() if not name.startswith("mtp_")}
-        modules = build_model(self.shape, dtype, self.layout, options=built)
+        with refusals(self.options.transformer):
+            modules = build_model(self.shape, dtype, self.layout, options=built)
         hf_bridge.load_hf(modules, folder)
         (prepare or defer_output_layer)(modules)
         self.config = modules[0].config
@@ -204,9 +211,9 @@ class Learner:
             "params_dtype": DTYPES[self.dtype],
             "use_distributed_optimizer": self.layout.distributed_optimizer,
         }
-        self.optimizer = get_megatron_optimizer(
-            make_config(OptimizerConfig, ours, self.options.optimizer), self.chunks, use_gloo_process_groups=False
-        )
+        config = make_config(OptimizerConfig, ours, self.options.optimizer)
+        with refusals(self.options.optimizer):
+            self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -390,18 +397,27 @@ def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     ("": a model that the run makes, of which only the options are checked). Raises ConfigError."""
     options = sort_options(settings.megatron, settings.megatron_arguments)
     token_loss_of(settings)
+    check_optimizer(options, distributed=settings.distributed_optimizer)
     if not folder:
         return
     shape = read_shape(folder)
     check_router_options(options.transformer, shape.num_experts, replay=settings.routing_replay)
     layout = layout_of(settings, shape, options)
-    check_layout(shape, layout)
+    check_layout(shape, layout, options.transformer)
     check_multi_token(options.transformer, shape, layout)
-    if settings.needs_critic and layout.context > 1:
-        raise ConfigError("trainer.context_parallel", layout.context, "must be 1: a critic's rows are not split")
+    _check_packing(settings, layout)
     if settings.reference_path:
         check_same_shape("trainer.reference_path", settings.reference_path, shape)
     check_agreed(options.agreed, transformer_config(shape, DTYPES[dtype], layout, options.transformer))
+
+
+def _check_packing(settings: TrainerSettings, layout: ParallelLayout) -> None:
+    """Raises ConfigError."""
+    if settings.pack_tokens and layout.context > 1 and uses_transformer_engine():
+        fix = (
+            "must be unset with trainer.context_parallel: Transformer Engine splits each packed trajectory, not the row"
+        )
+        raise ConfigError("trainer.pack_tokens", settings.pack_tokens, fix)
 
 
 def check_same_shape(field: str, folder: str, shape: ModelShape) -> None:
@@ -463,7 +479,8 @@ def _forward_step(loss: LossFunction, thd: bool, deferred: bool, routing: Record
                 output = batch.select(output_BSX)
                 output = output_rows(model, output) if deferred else output
             else:
-                output = output_rows(model, *part.select(output_BSX, batch.at_T))
+                rows_PX, own = part.select(output_BSX, batch.at_T)
+                output = output_rows(model, rows_PX, own) if deferred else own.whole(rows_PX[:, 0])
             total, report = loss(output, batch)
             # Every rank of the context knows the whole loss; its gradient is of its own tokens, and one of them counts it.
             counted = batch.tokens.denominator if part is None or part.first else 0

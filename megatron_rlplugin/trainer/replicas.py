@@ -43,12 +43,12 @@ class Replicas:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.index = groups.get_data_parallel_rank(with_context_parallel=False)
         self.count = groups.get_data_parallel_world_size(with_context_parallel=False)
-        self.in_step = groups.get_expert_model_parallel_world_size() > 1
         ranks = groups.get_tensor_model_parallel_world_size() * groups.get_context_parallel_world_size()
         sharing = groups.get_tensor_model_parallel_world_size() * groups.get_expert_model_parallel_world_size()
         self._each = (
             math.lcm(ranks, sharing) // ranks
         )  # replicas of a unit, as stream_units has them: they share experts
+        self.in_step = self._each > 1
         self.present: tuple[int, ...] = tuple(range(self.count))
         first = groups.get_tensor_model_parallel_rank() == 0 and groups.get_context_parallel_rank() == 0
         # One rank a replica has the reports of its last pipeline stage.

@@ -16,6 +16,7 @@ Names of Megatron's own layers and of Transformer Engine's (norms fused into the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,17 @@ class TensorPiece:
         if self.dim < 0:
             return self.shape
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def check(self) -> None:
+        """Whether the parameter can be cut so: nothing is read. Raises ConfigError."""
+        try:
+            size = self.window(self.parameter.detach()).numel()
+        except RuntimeError:  # torch's, of a view that there is not
+            size = -1
+        if size != math.prod(self.held):
+            found = f"of which this rank has {list(self.held)}, cannot be cut out of a parameter {list(self.parameter.shape)}"
+            fix = f"{found}: heads for keys and values must be a multiple of tensor parallelism, layers what their config says"
+            raise ConfigError("model", self.name, fix)
 
     def read(self) -> Tensor:
         """A contiguous tensor of shape ``held``; it may share the parameter's memory."""

@@ -22,6 +22,8 @@ class StreamedJudgeSection(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     memory_mb: Annotated[int, Field(ge=0)] = 0  # what it may have of the device; 0: what is free (a CPU: any)
     layers_file: str = ""  # keep the layers in this file instead of memory (on a CPU)
+    # file of `rl-coserve profile --judge`: what a token takes, and how many questions together are fastest; empty: by its sizes
+    profile: str = ""
     threads: Positive = 1
     restarts: Annotated[int, Field(ge=0)] = 5  # in a row; then the run ends
     start_seconds: PositiveSeconds = 300.0  # until it has read its weights

@@ -377,7 +377,7 @@ class RolloutSection(Section):
 
     @property
     def reshapes(self) -> bool:
-        """Whether the run's own engines are cut anew between steps: by one of the two, never both."""
+        """Whether the run's own engines are cut again between steps: by one of the two, never both."""
         return self.planner.enabled or self.placement.degrees.enabled
 
     @property
@@ -392,9 +392,9 @@ class RolloutSection(Section):
         if self.borrows:
             others = [name for name in others if name != "disaggregation"]
         if others:
-            fix = f"cuts the engines anew, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
+            fix = f"cuts the engines again, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
             if others == ["disaggregation"]:
-                fix = "cuts all engines anew, where each pool has its own: name them in rollout.disaggregation.degrees"
+                fix = "cuts all engines again, where each pool has its own: name them in rollout.disaggregation.degrees"
             yield f"{field}.enabled", True, fix
         if not self.workers:
             yield f"{field}.enabled", True, "cuts the run's own engines, and rollout.workers is 0: set it to false"

@@ -160,6 +160,9 @@ class SimSection(Section):
     # docs/simulator.md); empty: drawn ones
     trace: str = ""
     trace_rows: Positive = 100_000  # at most this many trajectories of a run, rows of a file
+    trace_spread: bool = (
+        False  # groups of a run in an order that takes the first ones from all over it, not from its beginning
+    )
     # file of seconds, of which the environment steps of a file of lengths are drawn; empty: its own
     tool_trace: str = ""
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port

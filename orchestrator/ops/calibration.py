@@ -23,15 +23,15 @@ from orchestrator.config.run_config import apply_override, read_table
 from orchestrator.durable_files import write_durably
 from orchestrator.observe.report.run_log import RunLog, load_run
 from orchestrator.observe.turn_lines import parse_turn
+from orchestrator.ops.cost import CostEstimate, estimate_cost
 from orchestrator.run_folder import TURNS_FILE, RunFolder
-from orchestrator.sim.simulated_run import simulate
 
 FILE = "calibration.json"
 FEWEST_STEPS = 20
-_FILLING = 0.2  # share of the steps at the start that are left out: compilation, an empty buffer
-_SIMULATED_STEPS, _WARM = 14, 4
+SIMULATED_STEPS = 34
+SKIPPED = 4  # steps at the start that count in neither, the run or its simulation: an empty buffer, caches
 _TRIES, _CLOSE = 5, 0.01
-_ROWS = 20_000  # trajectories that are played again
+_ROWS = 50_000  # trajectories that are played again
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,28 +126,23 @@ def config_from(folder: Path, file: str | None, overrides: Sequence[str]) -> Con
 
 def _sim(folder: Path, figures: dict[str, float], factor: float) -> dict[str, Any]:
     scaled = {name: round(value * factor, 9) for name, value in figures.items()}
-    return {"trace": str(folder), "trace_rows": _ROWS, "costs": "linear", **scaled}
+    return {"trace": str(folder), "trace_rows": _ROWS, "trace_spread": True, "costs": "linear", **scaled}
+
+
+def predicted(config: Config) -> CostEstimate:
+    """Of a config with the figures of a calibration: a run's own and any other's are simulated alike."""
+    return estimate_cost(config, SIMULATED_STEPS, SKIPPED)
 
 
 def _simulated_step(config: Config, sim: dict[str, Any]) -> float:
     data = config.model_dump(mode="json")
-    data["run"] |= {"steps": _SIMULATED_STEPS, "minutes": None}
-    data["evaluation"] |= {"every": 0, "prompts": 1}
-    data["rollout"] |= {"workers": config.rollout.workers + len(config.rollout.served), "served": []}
-    data["sim"] = sim
-    ends: list[float] = []
-
-    def take(line: str) -> None:
-        if '"kind":"step"' in line:
-            ends.append(json.loads(line)["t"])
-
-    simulate(parse_config(data), events_sink=take)
-    return (ends[-1] - ends[_WARM - 1]) / (len(ends) - _WARM)
+    data["run"]["steps"] = max(SIMULATED_STEPS, config.run.steps)
+    return predicted(parse_config(data | {"sim": sim})).seconds_per_step
 
 
 def measured_step(run: RunLog) -> float:
     """Seconds per step behind the first ones, without the evaluations between them."""
-    steps = run.steps[int(_FILLING * len(run.steps)) :]
+    steps = run.steps[SKIPPED:]
     between = [(stage.start, stage.end) for stage in run.stages if stage.name == "evaluate"]
     periods = [
         step.period - sum(end - begin for begin, end in between if step.t - step.period <= begin and end <= step.t)

@@ -20,7 +20,7 @@ from orchestrator.observe.report.run_log import RunLog, load_run
 from orchestrator.sim.simulated_run import simulate
 
 SIMULATED_STEPS = 6
-_SKIPPED = 2  # the first steps fill the pipeline
+SKIPPED = 2  # the first steps fill the pipeline
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,12 @@ class CostEstimate:
             "analysis": asdict(self.analysis) if self.analysis else None,
         }
 
-    def text(self) -> str:
-        """For people."""
+    def text(self, durations: str = "[sim]") -> str:
+        """For people. ``durations``: whose they are."""
+        whole = f"{self.hours:.2f} h" if self.hours >= 1 else f"{60 * self.hours:.1f} min"
         lines = [
-            f"{self.steps} steps of {self.seconds_per_step:.1f} s: {self.hours:.2f} h "
-            f"(simulated: {self.simulated_steps} steps with the durations of [sim])"
+            f"{self.steps} steps of {self.seconds_per_step:.3g} s: {whole} "
+            f"(simulated: {self.simulated_steps} steps with the durations of {durations})"
         ]
         for item in self.items:
             label = "  assumed price" if item.assumed else ""
@@ -96,15 +97,16 @@ class CostEstimate:
         return "\n".join(lines)
 
 
-def estimate_cost(config: Config) -> CostEstimate:
-    """Simulate a few steps of ``config`` and count. Raises ConfigError, and SimulationFailed for a config that cannot run."""
-    count = min(config.run.steps, SIMULATED_STEPS)
+def estimate_cost(config: Config, steps: int = SIMULATED_STEPS, skipped: int = SKIPPED) -> CostEstimate:
+    """Simulate ``steps`` of ``config`` and count; of the first ``skipped`` no time is taken. Raises ConfigError, and
+    SimulationFailed for a config that cannot run."""
+    count = min(config.run.steps, steps)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-cost-") as folder:
         simulate(_simulated(config, count), folder)
         run = load_run(folder)
         scored = _scored(Path(folder))
     periods = [step.period for step in run.steps]
-    steady = periods[_SKIPPED:] or periods
+    steady = periods[skipped:] or periods
     seconds = sum(steady) / len(steady)
     hours = seconds * config.run.steps / 3600
     return CostEstimate(

@@ -54,7 +54,7 @@ def checks_for_config(checks: Sequence[Check], config: Config) -> list[Check]:
         elif check.name in names or (check.name == "sandbox" and _needs_sandbox(config)):
             check = replace(check, run=partial(_needed, check.run))
         found.append(check)
-    own = [Check("extras", partial(check_extras, config))]
+    own = [Check("extras", partial(check_extras, config)), Check("processors", partial(_processors, config))]
     own.append(Check("relay", partial(check_relay, config), limit=_RELAY_LIMIT))
     if (folder := relay_folder(config)) is not None:
         own.append(Check("relay disk", partial(machine.check_disk, folder, "relay.master")))
@@ -105,6 +105,14 @@ def shared_memory_wanted(config: Config) -> int:
     """MB in /dev/shm: the object store of a Ray that is started here, and a margin."""
     margin = machine.SHARED_MEMORY_MB - 128  # of the default object store
     return margin + (0 if config.ray.address else config.ray.object_store_mb)
+
+
+def _processors(config: Config) -> Finding:
+    from orchestrator.runtime.pool_requests import trainer_ranks
+    from orchestrator.runtime.preflight import check_processors
+
+    check_processors(config)
+    return Finding("ok", f"engines: {config.rollout.workers}, trainer ranks: {trainer_ranks(config)}")
 
 
 def _needed(run: Callable[[], Finding]) -> Finding:

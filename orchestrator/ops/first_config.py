@@ -9,7 +9,7 @@ from orchestrator.api import ConfigError
 
 WAYS = {  # template, and the name it gets
     "train": ("train.toml", "run.toml"),
-    "lend": ("lend.toml", "run.toml"),
+    "lend": ("lend.toml", "served.toml"),
     "megatron": ("megatron.txt", "rl_loop.py"),
 }
 

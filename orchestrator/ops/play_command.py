@@ -82,7 +82,7 @@ class ServedWeights:
 
     async def say(self, context: Sequence[int], most: int, stop: int) -> tuple[int, ...]:
         if not self._model:
-            self._model = str((await self._asked("GET", "/v1/models", None))["data"][0]["id"])
+            self._model = await self._served_model()
         body = {"model": self._model, "prompt": list(context), "max_tokens": most, "stop_token_ids": [stop]}
         answer = await self._asked("POST", "/v1/completions", body | self._sampling | {"return_token_ids": True})
         try:
@@ -92,6 +92,12 @@ class ServedWeights:
                 "--weights", self._url, "answers without token ids: is it a vLLM of a tested version?"
             ) from error
         return ids
+
+    async def _served_model(self) -> str:
+        try:
+            return str((await self._asked("GET", "/v1/models", None))["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise ConfigError("--weights", self._url, "names no model at /v1/models: is it a vLLM?") from error
 
     async def _asked(self, method: str, path: str, body: Any) -> Any:
         import aiohttp
@@ -105,8 +111,10 @@ class ServedWeights:
                         said = (await response.text())[:300]
                         raise ConfigError("--weights", self._url, f"answers {response.status} to {path}: {said}")
                     return await response.json()
+        except ValueError as error:  # not JSON
+            raise ConfigError("--weights", self._url, f"answers no JSON to {path}: is it a vLLM?") from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RetryableError(f"{self._url} does not answer: {error!r}") from error
+            raise RetryableError(f"{self._url} does not answer: {str(error) or type(error).__name__}") from error
 
 
 async def play_episode(
@@ -166,8 +174,18 @@ async def _scored(config: Config, task: Task, trajectory: Trajectory) -> float |
     return float(answer["reward"])
 
 
+def token_in(file: str) -> str:
+    """Of a server; "" without a file. Raises ConfigError."""
+    try:
+        return Path(file).read_text(encoding="utf-8").strip() if file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--token-file", file, f"cannot be read: {error}") from error
+
+
 def heldout_prompt(task: Task, seed: int, number: int) -> Prompt:
     """The held-out prompt of this number, from 0. Raises ConfigError when there are not so many."""
+    if number < 0:
+        raise ConfigError("--prompt", number, "they count from 0")
     found = next(islice(task.prompts("heldout", seed), number, None), None)
     if found is None:
         raise ConfigError("--prompt", number, "there are fewer held-out prompts than that (task.heldout_maps)")

@@ -1,4 +1,5 @@
-"""``rl-coserve profile``: measures the config's model in this machine's engine, an actor a layout.
+"""``rl-coserve profile``: measures the config's model in this machine's engine, an actor a layout; with ``--judge`` a judge that
+runs start themselves (RollPacker 4.1).
 
 Guarantees: what cannot be asked for is one ConfigError before anything starts (a TP that the model's heads do not divide
 into, a file of another model, engine or device); the actors end with the command.
@@ -17,18 +18,22 @@ from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.cluster import ActorGen
 from orchestrator.config import Config
+from orchestrator.config.reward_keys import JudgeSection
 from orchestrator.policies.parallelism.engine_profile import EngineLayout
+from orchestrator.policies.serving.judge_residency import BATCH
 from orchestrator.profiler.measurement import Prober, ProfileProgress, measure_places, powers_between, profile_grid
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, load_profile, model_name
 from orchestrator.run_folder import describe_machine
 from orchestrator.runtime import tiny_model_setup
 from orchestrator.runtime.engine_actors import VllmEngine
 from orchestrator.runtime.engine_cuts import IDENTITY
-from orchestrator.runtime.own_engines import engine_environment
+from orchestrator.runtime.own_engines import engine_environment, thread_variables
 from orchestrator.tasks import registry
 
 PROFILER = "vllm_rlplugin.engine_profiler:EngineProfiler"
-_SHORTEST = 32  # tokens
+JUDGE_PROFILER = "vllm_rlplugin.judge.judge_profiler:JudgeProfiler"
+JUDGE_IDENTITY = "vllm_rlplugin.judge.judge_profiler:identity"
+_SHORTEST, _LONGEST_QUESTION = 32, 2048  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,52 @@ async def profile_model(config: Config, wanted: Wanted, note: Callable[[ProfileP
 
         await measure_places(file, profile_grid(layouts, batches, lengths), start, note)
     return file
+
+
+async def profile_judge(
+    config: Config, task: str, wanted: Wanted, note: Callable[[ProfileProgress], object]
+) -> ProfileFile:
+    """The same of the judge that :func:`own_judge` names."""
+    judge = own_judge(config, task, wanted)
+    streamed = judge.streamed
+    environment = thread_variables(streamed.threads)
+    place = {"device": streamed.device, "threads": streamed.threads, "memory_mb": streamed.memory_mb}
+    batches = wanted.batches or powers_between(1, BATCH, 4)
+    lengths = wanted.lengths or powers_between(_SHORTEST, _LONGEST_QUESTION, 4)
+    cluster = ActorGen(VllmEngine, {"profile-judge": None}, environment)
+    await cluster.launch()
+    try:
+        here = await cluster.start("function", JUDGE_IDENTITY, place)
+        key = ProfileKey(model=model_name(Path(judge.path), streamed.dtype), **here)
+        path = wanted.out or Path("profiles") / key.file_name()
+        file = load_profile(path, "--out", key) if path.exists() else ProfileFile(path, key)
+        file.about = describe_machine()
+
+        @asynccontextmanager
+        async def start(_: EngineLayout) -> AsyncIterator[Prober]:
+            options = {"model": judge.path, "dtype": streamed.dtype, "file": streamed.layers_file, **place}
+            await cluster.start("create", JUDGE_PROFILER, {**options, "longest": max(lengths)})
+            yield _Engine(cluster)
+            await cluster.start("beyond", "close")
+
+        await measure_places(file, profile_grid([EngineLayout()], batches, lengths), start, note)
+    finally:
+        cluster.close()
+    return file
+
+
+def own_judge(config: Config, task: str, wanted: Wanted) -> JudgeSection:
+    """The judge of ``task`` that a run starts itself; "": of all, or the only one. Raises ConfigError."""
+    own = config.reward.own_judges
+    name = task or next(iter(own), "")
+    if name not in own or (not task and len(own) > 1):
+        fix = f"name one of {', '.join(own)}" if own else "no judge is the run's own: give reward.judge.path"
+        raise ConfigError("--judge", task, fix)
+    if wanted.tp:
+        raise ConfigError("--tp", ",".join(map(str, wanted.tp)), "a judge has one device: leave it out")
+    if wanted.batches and max(wanted.batches) > BATCH:
+        raise ConfigError("--batch", max(wanted.batches), f"a judge computes {BATCH} questions together at most")
+    return own[name]
 
 
 def check_sizes(config: Config, wanted: Wanted) -> None:

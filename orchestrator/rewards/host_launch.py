@@ -22,6 +22,7 @@ from orchestrator.rewards.function_protocol import INVOKE_PATH
 
 TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
 JUDGE_PROGRAM = "vllm_rlplugin.judge.judge_server"
+JUDGE_REFUSED = "the judge cannot start"  # begins the last line that one prints which refuses what it was given
 START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
 PATIENCE = 60.0  # seconds that a client should go on trying to connect: a host which died is restarted meanwhile
 
@@ -151,6 +152,7 @@ class JudgeHost(ServingChild):
         dtype: str = "bfloat16",
         memory_mb: int = 0,
         layers_file: str = "",
+        profile: str = "",
         threads: int = 1,
         start_seconds: float = 300.0,
         beside: Mapping[str, str] | None = None,
@@ -161,6 +163,7 @@ class JudgeHost(ServingChild):
         self._path = path
         self._options = ["--device", device, "--dtype", dtype, "--memory-mb", str(memory_mb)]
         self._options += ["--layers-file", layers_file] if layers_file else []
+        self._options += ["--profile", profile] if profile else []
         self._environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **(beside or {})}
 
     @property
@@ -175,4 +178,6 @@ class JudgeHost(ServingChild):
         return self._environment
 
     def refusal_error(self) -> ConfigError:
-        return ConfigError("reward.judge.path", self._path, f"the judge refused to start{self._hint()}")
+        lines = self._log.read_text(errors="replace").splitlines() if self._log is not None else []
+        said = lines[-1] if lines and lines[-1].startswith(JUDGE_REFUSED) else "the judge refused to start"
+        return ConfigError("reward.judge.path", self._path, f"{said}{self._hint()}")

@@ -1,4 +1,4 @@
-"""What of a run's config may change when it goes on: how long it runs, what it tells and to whom, how patient it is, which
+"""What of a run's config may change when it continues: how long it runs, what it tells and to whom, how patient it is, which
 Ray it is in, and over which ranks the trainer is cut, as its checkpoints are of no layout.
 
 Guarantees: a key that shapes what was trained (model, task, loss, seed, mode, staleness) is refused by name, since the
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config, apply_override, parse_config, to_json
-from orchestrator.events import read_events
+from orchestrator.events import read_events, time_of
 from orchestrator.run_folder import RunFolder
 
 # A name that ends with a dot is all of a section.
@@ -28,11 +30,27 @@ CHANGEABLE = (
 )  # fmt: skip
 
 
-def _has_ended(folder: RunFolder) -> bool:
-    """Whether its last life said that it was complete. One that was killed after its last checkpoint has yet to be evaluated and
-    exported."""
-    said = [one for one in read_events(folder.events_file) if one.get("kind") in ("run_start", "run_end")]
-    return bool(said) and said[-1].get("status") == "completed"
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Of a run whose last life said that it was complete. ``seconds``: of the run by then; ``silent``: too few groups had
+    anything to teach."""
+
+    seconds: float
+    silent: bool
+
+
+def _end_of(folder: RunFolder) -> _End | None:
+    """None: it has not ended. One that was killed after its last checkpoint has yet to be evaluated and exported."""
+    silent, complete, seconds = False, False, 0.0
+    for event in read_events(folder.events_file):
+        kind, seconds = event.get("kind"), max(seconds, time_of(event))
+        if kind == "run_start":
+            silent = complete = False
+        elif kind == "alarm" and event.get("what") == "signal":
+            silent = True
+        elif kind == "run_end":
+            complete = event.get("status") == "completed"
+    return _End(seconds, silent) if complete else None
 
 
 def notes_of(before: Config, after: Config) -> list[str]:
@@ -51,17 +69,48 @@ def config_to_continue(folder: RunFolder, overrides: Sequence[str]) -> Config:
     config = folder.config()
     data = json.loads(to_json(config))
     for override in overrides:
-        apply_override(data, override)
         name = override.partition("=")[0].strip()
+        there = _has(data, name)
+        apply_override(data, override)
+        if not there:
+            parse_config(data)  # says what was meant
         if not any(name == key or (key.endswith(".") and name.startswith(key)) for key in CHANGEABLE):
             known = ", ".join(key + "*" * key.endswith(".") for key in CHANGEABLE)
             raise ConfigError(
                 name, override.partition("=")[2], f"a resume keeps the run's own; what may change: {known}"
             )
     changed = parse_config(data)
-    done = Checkpoints(folder.checkpoints, 1).last_step()
-    if done > changed.run.steps or (done == changed.run.steps and _has_ended(folder)):
-        extend = f"extend it with run.steps={2 * done}, for example"
-        fix = f"the run is complete: {done} of {config.run.steps} steps are done; {extend}"
+    done, end = Checkpoints(folder.checkpoints, 1).last_step(), _end_of(folder)
+    if more := _wanted(config, changed, done, end):
+        fix = f"the run is complete: {done} of {config.run.steps} steps are done; extend it with {' '.join(more)}, for example"
+        if end is not None and end.silent and done < config.run.steps:
+            fix += " (it ended early, as its groups had next to nothing to teach)"
         raise ConfigError("--resume", str(folder.path), fix)
     return changed
+
+
+def _has(data: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return False
+        data = data[part]
+    return True
+
+
+def _wanted(config: Config, changed: Config, done: int, end: _End | None) -> list[str]:
+    """What a run has to be given to do one more step; [] when it has all, or is not complete."""
+    run, more = changed.run, []
+    if done > run.steps or (done == run.steps and end is not None):
+        more.append(f"run.steps={2 * done}")
+    if end is None:
+        return more
+    if run.minutes is not None and end.seconds >= 60 * run.minutes:
+        more.append(f"run.minutes={2 * max(1, round(end.seconds / 60))}")
+    if (
+        end.silent
+        and run.signal_share
+        and run.signal_share >= config.run.signal_share
+        and run.steps <= config.run.steps
+    ):
+        more.append("run.signal_share=0")
+    return more

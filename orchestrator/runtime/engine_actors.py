@@ -49,7 +49,6 @@ from orchestrator.cluster.actor import Actor, FirstReport
 from orchestrator.cluster.cluster import Heard
 from orchestrator.resources import EngineSeat
 from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
-from orchestrator.shards.sample_references import pack
 from orchestrator.transfer.turns import (
     ContextSession,
     HeldContexts,
@@ -460,7 +459,7 @@ class RayTrainer(TrainerPort):
         :class:`orchestrator.cluster.Cluster`."""
         self._target = target
         self._spread = spread
-        self._objects = NodeObjects() if spread else None
+        self._objects = NodeObjects(spread)
         places: Sequence[Placement | None] = placements or [None] * ranks
         named = dict(zip(trainer_names(ranks), places, strict=True))
         self.ranks = TrainerRanks(MegatronRank, named, environment, "trainer", heard)
@@ -493,12 +492,7 @@ class RayTrainer(TrainerPort):
         await self._call("feed", samples if references is None else (), version, references)
 
     async def _references(self, samples: Sequence[TrainSample]) -> BatchReferences | None:
-        parts = pack(samples)
-        if parts is None:
-            return None
-        if self._objects is None:
-            return BatchReferences(parts)
-        return await asyncio.to_thread(self._objects.refer, parts, samples)
+        return await asyncio.to_thread(self._objects.refer, samples)
 
     async def call(self, method: str, *args: Any) -> Any:
         """A method beyond the port (warm-up, export, status), of all ranks; rank 0's answer."""

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +24,7 @@ from orchestrator.config import Config
 from orchestrator.config.reward_keys import JudgeSection
 from orchestrator.events import EventLog
 from orchestrator.ops.mps import MpsControl
+from orchestrator.profiler.profile_file import check_profile, load_profile, model_name
 from orchestrator.rewards.host_launch import JudgeHost
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime.process_keeper import Keeper
@@ -56,6 +58,11 @@ def _check(judge: JudgeSection, field: str) -> None:
     if judge.streamed.layers_file and (device.startswith("cuda") or (device == "auto" and gpu_here())):
         fix = 'layers for a GPU lie in pinned memory: leave it out, or set device = "cpu"'
         raise ConfigError(f"{field}.streamed.layers_file", judge.streamed.layers_file, fix)
+    if judge.streamed.profile:
+        name = f"{field}.streamed.profile"
+        file = load_profile(Path(judge.streamed.profile), name)
+        key = replace(file.key, model=model_name(folder, judge.streamed.dtype))
+        check_profile(file, key, name)  # engine and device: by the judge, when it starts
 
 
 def gpu_here() -> bool:
@@ -105,6 +112,7 @@ async def _start(
         dtype=streamed.dtype,
         memory_mb=streamed.memory_mb,
         layers_file=streamed.layers_file,
+        profile=streamed.profile,
         threads=streamed.threads,
         start_seconds=streamed.start_seconds,
         beside=mps.environment(streamed.mps_share) if mps is not None else None,

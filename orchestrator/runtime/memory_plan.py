@@ -151,8 +151,9 @@ def planned_trainer(config: Config, path: str, *, resting: bool = False) -> Any:
         config.model.dtype,
         config.rollout.widest_context,
         room,
-        bool(config.relay.snapshot_every),
-        resting,
+        differences=bool(config.relay.snapshot_every),
+        overlap=config.rollout.weights_overlap,
+        resting=resting,
     )
 
 
@@ -177,8 +178,17 @@ def _trainer(config: Config, path: str, *, resting: bool = False) -> list[Memory
             owner += f", experts' tokens x {rank.imbalance:g}"
         parts = {**rank.memory.device, "reserve": rank.reserve, **beside}
         rows.append(MemoryRow(owner, hardware if config.resources.pools else "", parts, capacity, cure))
-    rows.append(MemoryRow("trainer, each rank", "host", {**plan.fullest.memory.host, **lent}))
+    memory = plan.fullest.memory
+    rows.append(MemoryRow("trainer, each rank", "host", {**memory.host, **_writing(config, memory), **lent}))
     return rows
+
+
+def _writing(config: Config, memory: Any) -> dict[str, int]:
+    """The copy of weights, masters, moments and reference of which a checkpoint is written."""
+    device, host = memory.device, memory.host
+    models = device["weights"] * (2 if config.trainer.keeps_reference else 1)
+    # What the host has of an optimizer are gradients too, which are not written: a quarter.
+    return {"checkpoint": models + device["optimizer"] + host.get("optimizer", 0) * 3 // 4}
 
 
 def segment_bytes(config: Config) -> int:

@@ -74,7 +74,7 @@ def check(config: Config, task: Task) -> list[str]:
         lambda: _lengths(config, task),
         lambda: _predictor(config, task),
         lambda: _heldout(config),
-        lambda: _processors(config),
+        lambda: check_processors(config),
         lambda: _room(config),
         lambda: _relay(config),
         lambda: site_caches.check(config),
@@ -116,8 +116,8 @@ def _heldout(config: Config) -> None:
         raise ConfigError("evaluation.prompts", config.evaluation.prompts, fix)
 
 
-def _processors(config: Config) -> None:
-    """On a machine without a GPU each engine and each rank of the trainer computes on its processors."""
+def check_processors(config: Config) -> None:
+    """On a machine without a GPU each engine and each rank of the trainer computes on its processors. Raises ConfigError."""
     cores = len(os.sched_getaffinity(0))
     processes = config.rollout.workers + pool_requests.trainer_ranks(config)
     if config.ray.address or Path("/dev/nvidiactl").exists() or processes <= _PER_CORE * cores:

@@ -98,6 +98,7 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Journal, store: Re
         rounds=state.rounds,
         degrees=state.degrees,
         entropies=state.entropies,
+        redundancy=state.redundancy,
     )
     lost = ledger.rolled_back
     return Resumed(folder, position, tuple(damaged), state.elapsed, cut, len(lost), lost.total())

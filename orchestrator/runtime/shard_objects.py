@@ -1,13 +1,14 @@
 """References of a batch as they cross to the trainer's ranks: to files of this machine, or to objects of Ray between machines.
 
-Guarantees: a shard is put into Ray's object store once for all ranks and calls, and leaves it when nothing refers to it here any
-more; a rank fetches the shards that it computes, and reads them where they lie on its node. What cannot be fetched is a RunError
-that names the shard.
+Guarantees: what is said of a batch is packed beside the event loop and put into Ray's object store once, so that a rank's call
+carries some hundred bytes of it, whatever the batch and however many ranks there are; a shard is put there once for all ranks
+and calls, and leaves it when nothing refers to it here any more; a rank fetches the shards that it computes, and reads them where
+they lie on its node. What cannot be fetched is a RunError that names the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,29 +17,28 @@ import numpy as np
 import pyarrow as pa
 
 from orchestrator.api import RunError, TrainSample
-from orchestrator.shards.sample_references import SampleReference, unpack
+from orchestrator.shards.sample_references import SampleReference, pack, unpack
 from orchestrator.shards.shard_folder import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReferences:
-    """``parts``: see :func:`orchestrator.shards.sample_references.pack`. ``objects``: a reference of Ray's to those of its
-    shards, by path; None: they are files of this machine."""
+    """``message``: a reference of Ray's to the parts that :func:`orchestrator.shards.sample_references.pack` made, and to
+    references to the objects of its shards, by path; None in their place: they are files of this machine."""
 
-    parts: Sequence[bytes]
-    objects: Any = None
+    message: Any
 
     def samples(self) -> tuple[TrainSample, ...]:
         """On the other side. Blocks for Ray's answer. Raises RunError where it has them no more."""
-        if self.objects is None:
-            return unpack(self.parts)
         import ray
 
         try:
-            objects = ray.get(self.objects)
+            parts, objects = ray.get(self.message)
         except ray.exceptions.RayError as error:
             raise RunError(f"the references of a batch are lost: {error}") from error
-        return unpack(self.parts, lambda path, size, digest: NodeShard(path, size, digest, objects[path]))
+        if objects is None:
+            return unpack(parts)
+        return unpack(parts, lambda path, size, digest: NodeShard(path, size, digest, objects[path]))
 
 
 class NodeShard(Shard):
@@ -61,26 +61,31 @@ class NodeShard(Shard):
 
 
 class NodeObjects:
-    """What of a run's shards is in Ray's object store. Its methods block: not on the event loop."""
+    """What of a run's shards is in Ray's object store: nothing, but where the trainer is ``spread`` over machines. Its methods
+    block: not on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, spread: bool) -> None:
+        self._spread = spread
         self._references: WeakKeyDictionary[Shard, Any] = WeakKeyDictionary()
 
-    def refer(self, parts: Sequence[bytes], samples: Sequence[TrainSample]) -> BatchReferences:
-        """Put what is not there yet. Raises RunError where a shard is lost or the object store has no room."""
+    def refer(self, samples: Sequence[TrainSample]) -> BatchReferences | None:
+        """Put what is not there yet; None where a sample lies in no shard. Raises RunError where a shard is lost or the object
+        store has no room."""
         import ray
 
-        found: dict[str, Any] = {}
-        for sample in samples:
-            assert isinstance(sample.source, SampleReference)
-            shard = sample.source.shard
-            if shard not in self._references:
-                self._references[shard] = self._put(shard)
-            found[shard.path] = self._references[shard]
+        parts = pack(samples)
+        if parts is None:
+            return None
+        objects = {shard.path: self._object(shard) for shard in _shards(samples)} if self._spread else None
         try:
-            return BatchReferences(parts, ray.put(found))
+            return BatchReferences(ray.put((parts, objects)))
         except ray.exceptions.RayError as error:
             raise RunError(f"the references of a batch find no room in Ray's object store: {error}") from error
+
+    def _object(self, shard: Shard) -> Any:
+        if shard not in self._references:
+            self._references[shard] = self._put(shard)
+        return self._references[shard]
 
     def _put(self, shard: Shard) -> Any:
         import ray
@@ -91,3 +96,9 @@ class NodeObjects:
             raise RunError(f"shard {shard.path} is lost: {error}") from error
         except ray.exceptions.RayError as error:  # it has waited for room, and spilled what it could
             raise RunError(f"shard {shard.path} finds no room in Ray's object store: {error}") from error
+
+
+def _shards(samples: Sequence[TrainSample]) -> Iterator[Shard]:
+    for sample in samples:
+        assert isinstance(sample.source, SampleReference)
+        yield sample.source.shard

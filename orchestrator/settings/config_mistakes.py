@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -89,7 +90,10 @@ def fix_of(item: Any, model: type[BaseModel], prefix: tuple[str, ...]) -> str:
             example = json.dumps([item["input"]] if isinstance(item["input"], str | int | float) else ["..."])
             return f"must be a list: '{'.'.join(place)}={example}'"
         case kind if kind in _WORDS:
-            return _WORDS[kind].format(**item.get("ctx", {}))
+            words, said = _WORDS[kind].format(**item.get("ctx", {})), item["input"]
+            known = re.findall("'([^']+)'", words) if kind == "literal_error" and isinstance(said, str) else []
+            near = difflib.get_close_matches(said, known, n=1) if known else []
+            return f"{words}; did you mean {near[0]!r}?" if near else words
     message = str(item["msg"]).removeprefix("Value error, ")
     return message[0].lower() + message[1:]
 
@@ -108,7 +112,10 @@ def _unknown(place: tuple[str, ...], item: Any, model: type[BaseModel], prefix: 
     near = [f"{above}.{key}".lstrip(".") for key in difflib.get_close_matches(name, fields, n=3)]
     elsewhere = sorted(key for key in keys if key.rpartition(".")[2] == name)
     meant = list(dict.fromkeys((*own, *near, *elsewhere)))[:MOST]
-    return f"no such key; did you mean {' or '.join(meant)}?" if meant else "no such key; docs/config.md lists all"
+    if not meant:
+        return "no such key; docs/config.md lists all"
+    *others, last = meant
+    return f"no such key; did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"
 
 
 def paths_of(model: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -12,8 +12,10 @@ lengthened to that. Reading touches the columns of ``_COLUMNS``, no token of the
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ PREFIX = 4  # tokens
 _BASE = len(VOCABULARY) - 2
 MOST = _BASE**PREFIX  # episodes
 _ETERNITY = 1e12  # seconds
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are even in [0, 1), however many
 _COLUMNS = (
     "group_id",
     "total_reward",
@@ -83,6 +86,13 @@ class EpisodeTraces:
         length = max(1, turns[min(turn, len(turns) - 1)].response)
         words = tuple(2 + (turn + place) % _BASE for place in range(min(length, limit)))
         return (*words[:-1], END) if length <= limit else words
+
+    def spread(self) -> EpisodeTraces:
+        """The same, its groups in an order of which any first part is from all over the recording: a short simulation then
+        plays what the whole run played, not the policy that it began with."""
+        count = len(self.groups)
+        stride = next(step for step in itertools.count(round(count * _GOLDEN)) if math.gcd(step, count) == 1)
+        return replace(self, groups=tuple(self.groups[place * stride % count] for place in range(count)))
 
     @property
     def turns_max(self) -> int:

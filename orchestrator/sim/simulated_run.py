@@ -488,7 +488,8 @@ def _recorded(config: Config) -> EpisodeTraces:
         if sim.tool_trace:
             fix = "is for a file of lengths: a run is played with the times that it took"
             raise ConfigError("sim.tool_trace", sim.tool_trace, fix)
-        return load_traces(sim.trace, sim.trace_rows)
+        found = load_traces(sim.trace, sim.trace_rows)
+        return found.spread() if sim.trace_spread else found
     tools = read_tools(sim.tool_trace) if sim.tool_trace else None
     times = DrawnTimes(config.run.seed, sim.environment_seconds_mean, sim.environment_seconds_sigma, tools)
     return read_lengths(sim.trace, sim.trace_rows, config.rollout.group_size, times)

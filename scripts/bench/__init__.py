@@ -7,6 +7,7 @@ result of :func:`scripts.bench.result.frame`; a simulated figure is declared, as
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ BENCHES = {
     "power-cuts": Bench("scripts.bench.micro.power_cuts", "4 min"),
     "learns": Bench("scripts.bench.papers.learns", "21 min", RUN),
     "demo-seeds": Bench("scripts.bench.papers.demo_seeds", "40 min", RUN),
-    "pretrained": Bench("scripts.bench.papers.pretrained_learns", "12 h", f"{RUN}; models/smollm2"),
+    "pretrained": Bench("scripts.bench.papers.pretrained_learns", "2 h", f"{RUN}; models/smollm2"),
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min", "bubblewrap"),
     "turn-cost": Bench("scripts.bench.micro.turn_cost", "1 min"),
     "scale-out": Bench("scripts.bench.micro.scale_out", "4 min", "root, iproute2"),
@@ -60,7 +61,7 @@ BENCHES = {
     "heddle": Bench("scripts.bench.papers.heddle", "3 h, 570 cells"),
     "all-together": Bench("scripts.bench.papers.all_together", "70 min, 540 cells"),
     "stream-equality": Bench("scripts.bench.micro.stream_equality", "29 min", MEGATRON),
-    "calibrated-prediction": Bench("scripts.bench.micro.calibrated_prediction", "8 min", RUN),
+    "calibrated-prediction": Bench("scripts.bench.micro.calibrated_prediction", "12 min", RUN),
     "stream-step": Bench("scripts.bench.micro.stream_step", "10 min", RUN),
     "padding": Bench("scripts.bench.micro.padding", "10 s", MEGATRON),
     "merge-control": Bench("scripts.bench.micro.merge_control", "8 min", MEGATRON),
@@ -72,6 +73,7 @@ BENCHES = {
     "delta-peers": Bench("scripts.bench.micro.delta_peers", "2 min", VLLM),
     "kv-migrate": Bench("scripts.bench.micro.kv_migrate", "1 min", VLLM),
     "sim-error": Bench("scripts.bench.papers.sim_error", "8 min", VLLM),
+    "roofline-error": Bench("scripts.bench.papers.roofline_error", "a second"),
     "sim-speed": Bench("scripts.bench.micro.sim_speed", "1 min"),
     "modes": Bench("scripts.bench.papers.modes", "15 min, 315 cells"),
     "affinity": Bench("scripts.bench.papers.affinity", "7 min, 180 cells"),
@@ -102,7 +104,9 @@ def run(name: str, *, quick: bool, nonce: str, model: str = "") -> dict[str, Any
     """Measure. ``model``: a Hugging Face folder, where the benchmark can take one (``TAKES_MODEL``). Raises ConfigError for an
     unknown name, or a model that it does not take."""
     if name not in BENCHES:
-        raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(BENCHES))}")
+        near = [one for one in BENCHES if name and name in one] or difflib.get_close_matches(name, BENCHES, 5)
+        hint = f"did you mean {' or '.join(near[:5])}?" if near else "see rl-coserve bench --list"
+        raise ConfigError("bench", name, f"no such benchmark; {hint}")
     module = importlib.import_module(BENCHES[name].module)
     if model and not getattr(module, "TAKES_MODEL", False):
         raise ConfigError("bench --model", model, f"{name} is not measured with a model of yours: leave it out")

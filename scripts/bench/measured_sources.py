@@ -223,12 +223,19 @@ def page(root: Path = ROOT, known: dict[str, str] | None = None) -> str:
             brought = known[file.stem] if known is not None else _brought(root, file)[:8]
             commit = f"{brought}, of its file"
         tree = {True: "clean", False: "with changes", None: "-"}[source.get("clean")]
-        seeds = detail.get("seeds", found.get("seeds"))
+        seeds = detail.get("seeds", found.get("seeds")) or _seeds_of(detail.get("runs"))
         said_seeds = ", ".join(map(str, seeds)) if isinstance(seeds, list) and len(seeds) < 9 else seeds and "many"
         kind = str(found.get("kind", "simulated")).partition(",")[0].partition(";")[0]
         interval = "yes" if _has_interval(data) else "-"
         lines.append(f"| [{file.stem}]({file.name}) | {kind} | {commit} | {tree} | {said_seeds or '-'} | {interval} |")
     return _PAGE + "\n".join(lines) + "\n"
+
+
+def _seeds_of(runs: Any) -> list[int]:
+    """Of a file that names them run by run."""
+    if not isinstance(runs, list):
+        return []
+    return sorted({run["seed"] for run in runs if isinstance(run, dict) and "seed" in run})
 
 
 def _has_interval(found: Any) -> bool:

@@ -56,9 +56,9 @@ def frame(
     pids: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The result, ended now. ``kind``: real or simulated. ``value``: None where nothing could be compared. ``holds``: None where
-    nothing is claimed, as in a quick form that only shows that the measurement works. ``begun``: see :func:`now`. ``nonce`` comes
-    back as it was given. ``pids``: of processes that took part beside this one. ``detail`` may say all these itself, where parts
-    are put together."""
+    nothing is claimed, as in a quick form, which shows that the measurement works and may fail, but claims no bar. ``begun``:
+    see :func:`now`. ``nonce`` comes back as it was given. ``pids``: of processes that took part beside this one. ``detail`` may
+    say all these itself, where parts are put together."""
     return {
         "name": name,
         "kind": kind,
@@ -67,7 +67,7 @@ def frame(
         "reference": reference,
         "reference_value": reference_value,
         "bar": bar,
-        "holds": holds,
+        "holds": None if quick and holds else holds,
         "source": source(name),
         **describe_machine(),
         "detail": {

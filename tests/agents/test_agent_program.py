@@ -158,21 +158,37 @@ def test_a_program_reaches_nothing_but_the_endpoint(tmp_path: Path) -> None:
     source = """
 ask("x")
 with socket.create_server(("127.0.0.1", 0)) as own: pass
+assert [line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]] == ["lo"], "its own network"
 for place in (("127.0.0.1", int(os.environ["OUTSIDE"])), ("1.1.1.1", 80)):
     try:
         socket.create_connection(place, timeout=2)
     except OSError:
         continue
     sys.exit(4)
+with socket.socket(socket.AF_UNIX) as unix:
+    try:
+        unix.connect(chr(0) + os.environ["ABSTRACT"])
+    except OSError:
+        pass
+    else:
+        sys.exit(5)
 assert not os.path.exists("/root") and os.listdir("/box") == sorted([".bridge.py", "agent.py"])
 print(1)
 """
+    abstract = f"rl-coserve-{os.getpid()}"
 
     async def run() -> Episode:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        port = str(server.sockets[0].getsockname()[1])
-        async with server:
-            return await play(task_of(tmp_path, source, variables={"OUTSIDE": port}), EchoProxy())
+        servers = [
+            await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0),
+            await asyncio.start_unix_server(lambda reader, writer: writer.close(), f"\0{abstract}"),
+        ]
+        port = str(servers[0].sockets[0].getsockname()[1])
+        try:
+            variables = {"OUTSIDE": port, "ABSTRACT": abstract}
+            return await play(task_of(tmp_path, source, variables=variables), EchoProxy())
+        finally:
+            for server in servers:
+                server.close()
 
     assert asyncio.run(run()).waiting_for == "the agent"
 

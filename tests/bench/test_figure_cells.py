@@ -29,6 +29,7 @@ from scripts.bench.papers.rose_figures import SIZES
 from scripts.bench.papers.runner import Cells, Figure, Found, Reading, as_kept, each_seed, row, rows_over_seeds
 from scripts.bench.papers.simulated_page import page
 from scripts.bench.papers.sweep import FIGURES, Sweep
+from scripts.bench.result import frame
 
 CLEAN = {"commit": "c", "clean": True, "sources": "one"}
 SEEDS = (0, 1, 2)
@@ -80,6 +81,20 @@ def test_the_value_is_the_worst_seeds_and_rows_have_intervals_over_all() -> None
     assert detail["value_by_seed"]["interval"] == one["interval"]
     quick = figure([]).run(quick=True, nonce="")["detail"]
     assert (quick["seeds"], quick["rows"][0]["interval"]) == ([0], None)
+
+
+@pytest.mark.parametrize(("found", "quick", "whole"), [(True, None, True), (False, False, False), (None, None, None)])
+def test_a_quick_form_may_fail_and_claims_nothing(found: bool | None, quick: bool | None, whole: bool | None) -> None:
+    about: dict[str, Any] = {
+        "value": 1.0,
+        "unit": "s",
+        "reference": "",
+        "reference_value": 1.0,
+        "bar": "",
+        "detail": {},
+    }
+    assert frame("tiny", "real", holds=found, quick=True, **about)["holds"] is quick
+    assert frame("tiny", "real", holds=found, quick=False, **about)["holds"] is whole
 
 
 def test_where_less_is_better_the_worst_seed_is_the_largest() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.bench.papers import demo_seeds, pretrained_learns
 from scripts.bench.papers.pretrained_learns import compared
-from scripts.bench.probes.shuffled_reward import shuffled_sums
+from scripts.bench.probes.shuffled_reward import shuffled
 from scripts.bench.probes.training_run import train_for
 
 STAND_IN = """#!{python}
@@ -96,15 +96,15 @@ def test_shuffled_rewards_are_those_of_other_answers_and_evaluations_are_scored_
 ) -> None:
     from scripts.bench.probes import shuffled_reward
 
-    monkeypatch.setattr(shuffled_reward, "sums_answer", lambda payload: {"reward": payload["right"], "outcome": "x"})
+    monkeypatch.setattr(shuffled_reward, "score", lambda payload: {"reward": payload["right"]})
     shuffled_reward._earned.clear()
     drawn = {True: 0.0, False: 0.0}
     for number in range(2000):
         right = number % 4 == 0
-        drawn[right] += float(shuffled_sums({"trajectory_id": f"t{number:08d}", "right": float(right)})["reward"])
+        drawn[right] += float(shuffled({"trajectory_id": f"t{number:08d}", "right": float(right)})["reward"])
     assert drawn[True] / 500 == pytest.approx(0.25, abs=0.08)
     assert drawn[False] / 1500 == pytest.approx(0.25, abs=0.05)
-    assert shuffled_sums({"trajectory_id": "eval-0-start-3", "right": 1.0})["reward"] == 1.0
+    assert shuffled({"trajectory_id": "eval-0-start-3", "right": 1.0})["reward"] == 1.0
 
 
 def seeds(**changed: Any) -> list[dict[str, Any]]:

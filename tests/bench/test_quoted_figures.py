@@ -22,7 +22,7 @@ FEATURES = sorted(path.stem for path in ROOT.glob("docs/*.md") if "| in short |"
 # What a row says of its conditions, not of what was found.
 CONDITIONS = re.compile(
     r"\(?paper: [^)]*|2 cores of an AMD EPYC|two cores|vLLM 0\.32\.0 CPU|Megatron-Core 0\.16\.1 and 0\.19\.2|"
-    r"[Pp]99|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b|80 steps"
+    r"[Pp]99|\bH100 and H20\b|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b|80 steps"
 )
 Figures = Callable[[Any], tuple[float, ...]]
 
@@ -35,6 +35,29 @@ def worst_seed(found: Any) -> tuple[float, ...]:
     """Before and after RL in it, the mean of all seeds, and the minutes of the longest."""
     worst = min(found["detail"]["runs"], key=lambda run: float(run["success_end"]))
     return worst["success_start"], worst["success_end"], found["value"], found["detail"]["longest"] / 60
+
+
+def turn_seconds(found: Any) -> tuple[float, ...]:
+    """Milliseconds of a turn, and how many fit into a second."""
+    turns = found["detail"]["turns_per_processor_second"]["32000"]
+    return 1000 / turns, turns
+
+
+def checkpoint(found: Any) -> tuple[float, ...]:
+    return found["value"], found["detail"]["whole"]["seconds"]
+
+
+def handover(found: Any) -> tuple[float, ...]:
+    return found["value"], found["detail"]["copied_over_share"]
+
+
+def ten_thousand(found: Any) -> tuple[float, ...]:
+    run = found["detail"]["sharded"]
+    return run["ledger"]["started"], run["steps"], found["value"], found["detail"]["most_ms"]
+
+
+def site(found: Any) -> tuple[float, ...]:
+    return found["value"], found["detail"]["time_ratio"]["worst"]
 
 
 def level_ratios(found: Any) -> tuple[float, ...]:
@@ -150,8 +173,22 @@ def one_class(found: Any) -> tuple[float, ...]:
     return tuple(rows[f"{size}: step time, {fleet} only over affinity"] for fleet in ("h800", "h20") for size in sizes)
 
 
+def over_sync(found: Any) -> tuple[float, ...]:
+    """Async with affinity over sync at 8B, 14B, 32B: mean of five seeds and interval of each."""
+    rows = {row["what"]: row for row in found["detail"]["rows"]}
+    each = [rows[f"{size}: throughput of affinity over sync"] for size in ("8B", "14B", "32B")]
+    return tuple(figure for row in each for figure in (row["simulated"], *row["interval"]))
+
+
 def both_ways(found: Any) -> tuple[float, ...]:
     return tuple(way["seconds_per_step"] for way in found["ways"].values())
+
+
+def own_pace(found: Any) -> tuple[float, ...]:
+    """The least and the most of the seeds."""
+    batch, own = (way["by_seed"] for way in found["ways"].values())
+    gains = [slow / fast for slow, fast in zip(batch, own, strict=True)]
+    return min(gains), max(gains)
 
 
 def papers_off(found: Any) -> tuple[float, ...]:
@@ -159,6 +196,11 @@ def papers_off(found: Any) -> tuple[float, ...]:
     rows = [row for row in found["detail"]["papers"]["rows"] if not row["calibration"]]
     kinds = ([row for row in rows if row["unit"] != "GiB"], [row for row in rows if row["unit"] == "s"])
     return tuple(100 * median(abs(row["error"]) for row in kind) for kind in kinds)
+
+
+def roofline(*groups: str) -> Figures:
+    """The median of all, then of some of its groups."""
+    return lambda found: (found["value"], *(found["detail"]["groups"][group]["median"] for group in groups))
 
 
 def answers(found: Any) -> tuple[float, ...]:
@@ -171,6 +213,7 @@ def answers(found: Any) -> tuple[float, ...]:
 QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "**{:.3f} -> {:.3f}** (real; mean {:.3f}, each within {:.1f} minutes", "demo-seeds", worst_seed),
     ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
+    ("README", "*Simulated, the first of five seeds ({:.2f} to {:.2f} times as fast);", "step", own_pace),
     ("README", "takes {:.2f} to {:.2f} times as long batch by batch", "trajectory-vs-batch", widest),
     (
         "results/README",
@@ -213,6 +256,34 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "| {:.3f}, {:.3f}, {:.3f} | `learns`",
         "learns",
         lambda r: tuple(sorted(r["detail"]["success_end"])),
+    ),
+    ("results/README", "| {:.3f} -> {:.3f}; {:.3f} | `demo-seeds`", "demo-seeds", lambda r: worst_seed(r)[:3]),
+    (
+        "results/README",
+        "| {:.2f} ({:.2f} to {:.2f}), {:.2f} ({:.2f} to {:.2f}), {:.2f} ({:.2f} to {:.2f}) | `modes`",
+        "modes",
+        over_sync,
+    ),
+    (
+        "results/README",
+        "| over H800 {:.2f}, {:.2f}, {:.2f}, not shown; over H20 {:.2f}, {:.2f} (shown), {:.2f} | `affinity`",
+        "affinity",
+        one_class,
+    ),
+    ("results/README", "| {:.0f}, {:.0f} | `peers`", "peers", peers),
+    (
+        "results/README",
+        "| {:.2f}; {:.2f}, {:.2f}, {:.2f} | `roofline-error`",
+        "roofline-error",
+        roofline("dense, H100", "mixture of experts, H100", "one sequence, H20"),
+    ),
+    ("simulator", "another model: {:.0f} % off speeds", "roofline-error", lambda r: (100 * r["value"],)),
+    (
+        "limits",
+        "another model: {:.0f} % off published speeds of engines on H100 and H20 in the median, of a mixture of experts {:.0f} % "
+        "too slow, of a single sequence on H20 {:.0f} % too fast",
+        "roofline-error",
+        lambda r: tuple(100 * part for part in roofline("mixture of experts, H100", "one sequence, H20")(r)),
     ),
     ("comparison", "is: {:.0f} trajectories per second for our {:.0f}", "peers", peers),
     (
@@ -275,11 +346,41 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "routing",
         routing,
     ),
+    ("scale", "| {:.2f} ms ({:,.0f} turns per second) |", "turn-cost", turn_seconds),
+    (
+        "scale",
+        "300 new tokens | {:,.0f}, whatever the context's length |",
+        "turn-cost",
+        lambda r: (r["detail"]["bytes_per_turn"]["1000"],),
+    ),
+    ("scale", "p99 of the slowest case | {:.3f} ms |", "routing", value),
+    ("scale", "what the loop itself stands still | {1:.1f} s; {0:.0f} ms at most |", "checkpoint-stall", checkpoint),
+    ("scale", "bytes per rank over its share | {:.0f} ms; {:.2f} |", "batch-handover", handover),
+    (
+        "scale",
+        "10,000 for 30 minutes; {:,} trajectories, {} steps, ledger closed; p99 of a loop's busy time {:.1f} ms, the "
+        "longest {:,.0f} ms",
+        "environments",
+        ten_thousand,
+    ),
+    ("scale", "whatever its number of engines | {:.3f} copies, {:.2f} of the link's time", "site-fanout", site),
+    ("scale", "difference per changed weight | {:.2f} at most |", "delta-bytes", value),
     ("simulator", "{:.1f} % at worst", "sim-error", lambda r: (100 * r["value"],)),
     ("simulator", "{:.0f} % off the papers'", "sim-error", lambda r: (100 * r["detail"]["papers"]["median_error"],)),
     ("simulator", "({:.0f} % without sizes of models, {:.0f} % of those in seconds)", "sim-error", papers_off),
     ("smollm2", "{:.2f} to {:.2f} of training questions; held out {:.2f} to {:.2f}", "smollm2", answers),
-    ("tail_batching", "{:.2f} of the rollout's processor seconds", "tail-batching", value),
+    (
+        "tail_batching",
+        "{:.2f} of the rollout's processor seconds (two pairs, {:.2f} and {:.2f};",
+        "tail-batching",
+        lambda r: (r["value"], *r["detail"]["ratios"]["processor"]),
+    ),
+    (
+        "tail_batching",
+        "| {:.2f}, which is {:.0f} and {:.0f} % off: **not met**",
+        "tail-batching",
+        lambda r: (r["reference_value"], *(100 * abs(off) for off in r["detail"]["predicted_off"])),
+    ),
     ("tail_batching", "held-out success {:.3f} with both etas at 1.25", "learning-parity", parity),
     ("tasks", "adaptive timeouts {:.2f} over two rounds", "reward-timeout", value),
     ("tasks", "worst of the seeds {:.3f} to {:.3f} in the demo", "demo-seeds", lambda r: worst_seed(r)[:2]),
@@ -397,13 +498,27 @@ def test_a_figure_that_changed_would_be_noticed() -> None:
 ANOTHER = {"stream-equality", "trajectory-vs-batch", "transfer-limit"}
 
 
+LONGEST = 240  # characters of a cell, some three lines
+
+
 def results() -> Iterator[tuple[str, str]]:
-    """Name and column of values of each row of the page of results whose file has a figure."""
+    """Name and column of values of each row of the page of results whose file has a figure; then what the page of figures in full
+    found of it."""
     for line in page("results/README").splitlines():
         file = re.search(r"\[json\]\(([\w-]+)\.json\)", line)
-        data = json.loads((ROOT / f"docs/results/{file[1]}.json").read_text(encoding="utf-8")) if file else []
-        if file and isinstance(data, dict) and data.get("value") is not None:
+        if file and _has_value(file[1]):
             yield file[1], line.split(" | ")[2]
+    for name, found in re.findall(
+        r"^## ([\w-]+)\n(?:(?!## ).*\n)*?\*\*Found\*\*: ((?:.+\n)+)", page("results/in_full"), re.M
+    ):
+        if _has_value(name):
+            yield name, found
+
+
+def _has_value(name: str) -> bool:
+    file = ROOT / f"docs/results/{name}.json"
+    data = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return isinstance(data, dict) and data.get("value") is not None
 
 
 @pytest.mark.parametrize(("name", "said"), list(results()))
@@ -416,3 +531,15 @@ def test_a_row_of_the_page_of_results_has_the_figure_of_its_file(name: str, said
         assert f"{figure:.2f}" in said or f"{figure:.1e}".replace("e-0", "e-") in said
     else:
         assert first[0].removesuffix(" %") == shown, f"docs/results/{name}.json has {figure}"
+
+
+def test_a_row_of_the_page_of_results_can_be_read() -> None:
+    rows = [line for line in page("results/README").splitlines() if line.startswith("| `")]
+    cells = [cell for row in rows for cell in row.strip("| ").split(" | ")]
+    assert len(rows) > 50
+    assert [cell for cell in cells if len(cell) > LONGEST] == [], "the long story is docs/results/in_full.md's"
+
+
+def test_what_a_row_leaves_out_is_in_full() -> None:
+    linked = re.findall(r"in_full\.md#([\w-]+)", page("results/README"))
+    assert sorted(linked) == sorted(re.findall(r"^## ([\w-]+)$", page("results/in_full"), re.M))

@@ -193,7 +193,10 @@ import asyncio, sys
 from tests.borrowing.test_fleet_shares import soak_run
 asyncio.run(soak_run(*sys.argv[1:]))
 """
-SOAK_SECONDS, LEASE = float(os.environ.get("RL_COSERVE_SOAK_SECONDS", "60")), 2.0
+SOAK_SECONDS = float(os.environ.get("RL_COSERVE_SOAK_SECONDS", "60"))
+EACH = float(os.environ.get("RL_COSERVE_SOAK_KILL_EACH", "0"))  # seconds that the killed run has of each life, at least
+LEASE, THINK = (30.0, 1.0) if EACH else (2.0, 0.0)  # seconds of a lease, and between two turns of a lane
+PATIENCE = 30.0 + 3 * LEASE if EACH else 30.0  # seconds for what a death changes
 ROOT = Path(__file__).parents[2]
 
 
@@ -215,6 +218,7 @@ async def soak_run(job: str, resumed: str, *urls: str) -> None:
             assert (done.request_id, len(done.token_ids), run.fatal) == (name, 20, [])
             assert all(version <= run.proxy.version for version, _ in done.versions)
             print(name, flush=True)
+            await asyncio.sleep(THINK)
 
     async def versions() -> None:
         version = 0
@@ -268,7 +272,7 @@ class SoakRun:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(SOAK_SECONDS * 3 + 120)
+@pytest.mark.timeout((SOAK_SECONDS + EACH) * 3 + 120)
 def test_two_runs_share_a_fleet_while_one_is_killed_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
 
@@ -298,20 +302,22 @@ async def soak(servers: list[TwinServer], steady: SoakRun, killed: SoakRun) -> i
     await until(lambda: holders(servers) == ["steady"] * 4)
     while time.monotonic() < end:
         await killed.start()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(2 * PATIENCE):
             await until(lambda: holders(servers) == ["killed", "killed", "steady", "steady"])
             await steady.more()
             await killed.more()
+        await asyncio.sleep(EACH)
+        assert holders(servers) == ["killed", "killed", "steady", "steady"], "nothing moved meanwhile"
         assert {server.worker.cycle.history.to_dict()["job"] for server in servers} == {"steady", "killed"}
         assert await killed.kill(), "it had not ended by itself"
         kills += 1
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             await until(lambda: holders(servers) == ["steady"] * 4)
             await steady.more()
         left = [name for server in servers for name in server.client.requests if "killed" in name]
         assert left == [], "its engines' requests ended with its leases"
     assert len(set(steady.turns)) == len(steady.turns), "no turn comes twice"
     assert await steady.kill()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         await until(lambda: holders(servers) == [""] * 4 and not any(one.client.requests for one in servers))
     return kills

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,20 @@ def test_the_run_calls_its_trainer_as_the_worker_class_declares_it(
         asyncio.run(getattr(found, method)(*args))
 
 
+def in_store(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
+    """In place of Ray's object store: what was put, and whether the thread of the event loop did it. A reference is a number."""
+    ray = pytest.importorskip("ray")
+    stored: list[tuple[Any, bool]] = []
+
+    def put(what: Any) -> int:
+        stored.append((what, threading.current_thread() is threading.main_thread()))
+        return len(stored) - 1
+
+    monkeypatch.setattr(ray, "put", put)
+    monkeypatch.setattr(ray, "get", lambda reference: stored[reference][0])
+    return stored
+
+
 def test_samples_in_shards_cross_as_references_and_every_rank_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,15 +319,40 @@ def test_samples_in_shards_cross_as_references_and_every_rank_reads_them(
     samples, sizes = tuple(to_samples(finished)), list[int]()
     dumps = pickle.dumps
     monkeypatch.setattr(pickle, "dumps", lambda what: (data := dumps(what), sizes.append(len(data)))[0])
+    stored = in_store(monkeypatch)
     found, ranks = trainer("", "")
     asyncio.run(found.train_step(TrainBatch(3, 4, samples)))
     asyncio.run(found.feed(samples, 4))
+    assert len(stored) == 2, "once for both ranks"
     assert max(sizes) < 1000
     for rank in ranks:
         (_, (batch,)), (_, (fed, version)) = rank.asked
         assert (batch, fed, version) == (TrainBatch(3, 4, samples), samples, 4)
         token_ids, positions, logprobs = batch.samples[0].source.read()
         assert (len(token_ids), len(positions), set(logprobs.tolist())) == (tokens + 2, tokens, {-0.5})
+    shards.close()
+
+
+def test_a_call_of_a_rank_is_as_small_however_large_the_batch_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = ShardFolder(tmp_path / "disk", tmp_path)
+    turn = Turn((1, 2), (3,), (-0.5,), ((4, 1),))
+    finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))
+    stored, sizes, dumps = in_store(monkeypatch), list[int](), pickle.dumps
+    monkeypatch.setattr(pickle, "dumps", lambda what: (data := dumps(what), sizes.append(len(data)))[0])
+    found, ranks = trainer("", "")
+    largest = []
+    for number in (1, 1000):
+        sizes.clear()
+        batch = TrainBatch(3, 4, tuple(to_samples(finished)) * number)
+        asyncio.run(found.train_step(batch))
+        largest.append(max(sizes))
+        for rank in ranks:
+            assert rank.asked[-1] == ("train_step", (batch,))
+    assert largest[0] == largest[1] < 1000
+    assert sum(map(len, stored[1][0][0])) > 100_000
+    assert not any(on_loop for _, on_loop in stored), "beside the loop"
     shards.close()
 
 
@@ -329,17 +369,17 @@ def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_t
     with pytest.raises(RunError, match="shard /a is lost: Ray cannot fetch it: gone or full"):
         NodeShard("/a", 8, "0", "object").open()
     with pytest.raises(RunError, match="references of a batch are lost: gone or full"):
-        BatchReferences((), object()).samples()
+        BatchReferences(object()).samples()
     with pytest.raises(RunError, match="references of a batch find no room in Ray's object store: gone or full"):
-        NodeObjects().refer([], [])
+        NodeObjects(spread=False).refer([])
     shards = ShardFolder(tmp_path / "disk", tmp_path)
     turn = Turn((1,), (2,), (-0.5,), ((4, 1),))
     finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))
     with pytest.raises(RunError, match="finds no room in Ray's object store: gone or full"):
-        NodeObjects().refer([], to_samples(finished))
+        NodeObjects(spread=True).refer(to_samples(finished))
     shards.close()
     with pytest.raises(RunError, match="is lost: "):
-        NodeObjects().refer([], to_samples(finished))
+        NodeObjects(spread=True).refer(to_samples(finished))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from orchestrator.api import Prompt, Trajectory, Turn
 from orchestrator.config import load_config
 from orchestrator.runtime import device_plan, pool_requests
 from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects
-from orchestrator.shards.sample_references import pack
 from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.train_samples import to_samples
 
@@ -74,9 +73,13 @@ def test_a_rank_on_another_node_reads_the_shard_that_it_was_referred_to(tmp_path
         return str(ray.get_runtime_context().get_node_id()), int(sample.source.read()[0].sum())
 
     with nodes(2):
-        objects = NodeObjects()
-        references = objects.refer(pack(samples) or [], samples)
-        assert objects.refer(pack(samples) or [], samples).parts == references.parts
+        objects = NodeObjects(spread=True)
+        references = objects.refer(samples)
+        again = objects.refer(samples)
+        assert references is not None
+        assert again is not None
+        assert ray.get(again.message) == ray.get(references.message), "the shard is not put again"
+        del again
         elsewhere = ray.remote(read).options(num_cpus=1, resources={CLASSES[1]: 1})
         node, total = ray.get(elsewhere.remote(references))
         assert total == 3 + tokens * (tokens - 1) // 2

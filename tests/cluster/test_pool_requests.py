@@ -230,6 +230,7 @@ DEGREES = [f"rollout.{on}.enabled=true" for on in ("prediction", "placement", "p
         ("rollout.workers", [*NODES, PLANNED, "rollout.workers=6"]),
         ("rollout.workers", [*NODES, PLANNED, "resources.devices_per_server=3", "rollout.workers=6"]),
         ("rollout.planner.max_tp", [*NODES, PLANNED]),
+        ("rollout.planner.max_tp", [*NODES, PLANNED, "rollout.planner.max_tp=8"]),
         ("rollout.placement.degrees.speeds", [*NODES, *DEGREES, "rollout.placement.degrees.speeds={4=1.0, 8=0.5}"]),
         ("ray.address", [PLANNED, "ray.address=auto", "rollout.colocation.enabled=true", *COLOCATED]),
     ],
@@ -238,6 +239,24 @@ def test_what_engines_that_are_cut_anew_cannot_have_is_one_error(key: str, given
     with pytest.raises(ConfigError) as caught:
         engine_cuts.check(load_config(None, given))
     assert caught.value.field == key
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [*NODES, PLANNED, "rollout.planner.max_tp=4"],
+        [
+            *NODES,
+            *DEGREES,
+            "rollout.placement.degrees.speeds={1=1.0, 4=0.6, 16=0.5}",
+        ],  # 16: of more devices than there are
+        [*NODES[1:], PLANNED, "rollout.workers=6"],
+        [PLANNED, "rollout.colocation.enabled=true", *COLOCATED],
+    ],
+    ids=["within a node", "more devices than there are", "this machine, however many", "colocated on this machine"],
+)
+def test_what_engines_that_are_cut_anew_can_have_is_not_refused(given: list[str]) -> None:
+    engine_cuts.check(load_config(None, given))
 
 
 def test_engines_that_are_cut_anew_have_devices_of_one_class_that_are_bound_together() -> None:

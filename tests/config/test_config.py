@@ -100,7 +100,15 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("train", "examples/frozenlake.toml", "rollout.engine.max_model_len=20"), "may have"),
         (("train", "examples/frozenlake.toml", "run.folder=/proc/nothing"), "cannot be written"),
         (("report", "nowhere"), "is no run folder"),
-        (("bench", "nothing"), "no such benchmark"),
+        (("bench", "zzzz"), "no such benchmark; see rl-coserve bench --list"),
+        (("bench", "calibrated"), "no such benchmark; did you mean calibrated-prediction?"),
+        (("sim",), "name a TOML file: `rl-coserve sim examples/sim.toml`"),
+        (
+            ("sim", "examples/sim.toml", "--events", "/nowhere/events"),
+            "--events = '/nowhere/events': cannot be written",
+        ),
+        (("sim", "--ablate", "--svg", "docs"), "--svg = 'docs': cannot be written"),
+        ((), "give a command; `rl-coserve --help` lists them"),
     ],
 )
 def test_bad_input_ends_with_exit_code_2_and_starts_nothing(arguments: tuple[str, ...], words: str) -> None:

@@ -34,6 +34,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
         ("run.folder=3", "run.folder = 3: must be text"),
         ("view.enabled=perhaps", "view.enabled = 'perhaps': must be true or false"),
         ("rollout.engine=3", "rollout.engine = 3: must be a section"),
+        (
+            "run.mode=asynch",
+            "run.mode = 'asynch': must be 'sync', 'sync_plus', 'one_off', 'areal' or 'async'; did you mean 'async'?",
+        ),
+        ("model.dtype=int", "model.dtype = 'int': must be 'float32' or 'bfloat16'"),
+        (
+            "batch_size=3",
+            "batch_size = 3: no such key; did you mean rollout.groups_per_step, trainer.micro_batch_size or "
+            "warmup.batch_size?",
+        ),
     ],
 )
 def test_a_mistake_is_answered_with_its_cure(override: str, said: str) -> None:

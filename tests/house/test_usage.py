@@ -116,6 +116,8 @@ def test_no_run_yet_is_told_apart_from_another_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
+    assert "there is no run here yet: `rl-coserve train CONFIG` makes one" in capsys.readouterr().err
+    assert main(["report", "other"]) == 2
     assert "there is no folder runs here" in capsys.readouterr().err
     (tmp_path / "runs").mkdir()
     assert main(["report", "other"]) == 2

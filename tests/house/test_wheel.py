@@ -229,9 +229,28 @@ def test_the_doctor_of_an_installed_wheel_says_what_is_missing(fresh: Path, tmp_
     assert {"vllm", "megatron-core", "mooncake", "ray"} <= set(re.findall(r"^FAIL  (\S+)", done.stdout, re.M))
 
 
-def test_a_command_that_needs_the_extra_says_so_in_one_line(fresh: Path, tmp_path: Path) -> None:
-    example = fresh / "share" / "rl-coserve" / "examples" / "sim.toml"
-    done = run(fresh / "bin" / "rl-coserve", "sim", example, cwd=tmp_path)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sim C",
+        "cost C",
+        "train C",
+        "plan C",
+        "model m C",
+        "profile C",
+        "report",
+        "view",
+        "top",
+        "show",
+        "play",
+        "calibrate R",
+    ],
+)
+def test_a_command_that_needs_the_extra_says_so_in_one_line(words: str, fresh: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs/latest").mkdir(parents=True)
+    (tmp_path / "runs/latest/config.json").write_text("{}")
+    places = {"C": fresh / "share/rl-coserve/examples/sim.toml", "R": "runs/latest"}
+    done = run(fresh / "bin" / "rl-coserve", *(places.get(word, word) for word in words.split()), cwd=tmp_path)
     assert done.returncode == 2
     assert re.fullmatch(r"error: \S+ is not installed: pip install 'rl-coserve\[orchestrator\]'\n", done.stderr)
 

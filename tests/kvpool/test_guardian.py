@@ -139,7 +139,7 @@ def test_in_a_static_partition_each_keeps_its_part_whatever_serving_needs_until_
 
 def test_the_thread_leaves_looks_to_steps_and_looks_when_there_are_none(setup: Setup) -> None:
     looks: list[float] = []
-    setup.guardian.tick_before_step()
+    setup.guardian.tick_before_step(0)
     setup.guardian.watch(lambda: looks.append(setup.at))
     try:
         time.sleep(0.3)
@@ -148,6 +148,52 @@ def test_the_thread_leaves_looks_to_steps_and_looks_when_there_are_none(setup: S
         wait_for(lambda: len(looks) > 2)
     finally:
         setup.guardian.stop()
+
+
+def test_a_step_looks_at_everything_only_where_there_is_something_to_decide(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    view = setup.pool.view
+    monkeypatch.setattr(setup.pool, "view", lambda: (looks.append(setup.at), view())[1])
+
+    def steps(count: int, seconds: float = 0.021) -> int:
+        """How many of so many steps looked."""
+        looks.clear()
+        for _ in range(count):
+            setup.at += seconds
+            setup.guardian.tick_before_step(int((setup.pool.owners() == 0).sum()))
+        return len(set(looks))
+
+    child = setup.rollout("roll", greedy)
+    setup.tick()
+    wait_for(lambda: setup.tenant("roll").used == 80)
+    assert steps(20) == 1, "every quarter of a second"
+    assert setup.pool.acquire(5).size == 5
+    assert steps(3) == 0, "as many as it may use"
+    assert setup.pool.acquire(1).size == 1
+    assert steps(1) == 1
+    assert (setup.tenant("roll").budget, setup.guardian.cuts) == (40, 1), "a burst is seen by the next step"
+    assert steps(5) == 5, "a cut that is not complied with is looked at in every one"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(setup.children.pop(), 0)
+    assert steps(1) == 1
+    assert steps(3) == 0
+    setup.guardian.note_shortage()
+    assert steps(3) == 1, "no page was there: who has them may be gone"
+    setup.tick()
+    setup.guardian.note_shortage()
+    assert steps(20, 0.0) == 0, "never twice in 20 ms"
+
+
+def test_a_peak_between_two_looks_counts(setup: Setup) -> None:
+    setup.tick()
+    held = setup.pool.acquire(60)
+    setup.at += 0.01
+    setup.guardian.tick_before_step(60)
+    setup.pool.release(held)
+    setup.tick()
+    assert setup.guardian.open_budget().pages == 20
 
 
 def test_one_that_does_not_give_back_in_time_is_killed_and_its_pages_are_there(setup: Setup) -> None:

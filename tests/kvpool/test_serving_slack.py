@@ -151,7 +151,7 @@ def test_what_a_disaggregated_engine_serves_follows_from_its_role(role: str | No
 
 
 def test_what_is_said_comes_out_as_it_went_in_and_is_not_taken_for_something_else() -> None:
-    state = ServingState(123.456789, -0.25, math.inf, 5.5, True, -math.inf, 99, 3, True)
+    state = ServingState(123.456789, -0.25, math.inf, 5.5, True, -math.inf, 99, 3, True, 0.125)
     said = ServingWords(state, "tpot", 1, 2, 3, 4, 5, 6)
     assert ServingWords.unpack(said.pack()) == said
     rolled = RolloutWords(True, False, 1.5, 2.25, 0.003, 9, 1, 2, 3, 4, 5, 6, 7)
@@ -192,6 +192,30 @@ def test_a_step_is_published_with_its_end_and_a_token_with_the_slack_of_equation
     setup.meter.step_scheduled(step_of({"a": 1}))
     assert setup.said().tpot_slack == pytest.approx(0.05 - 0.006), "it stands while the step runs"
     assert (setup.meter.latest.firsts, setup.meter.latest.late_first) == (1, 0)
+
+
+def test_a_request_that_decodes_spares_nothing_before_it_has_earned_what_the_next_prompt_will_cost_it(
+    setup: Setup,
+) -> None:
+    first = request("a", 800, arrival=setup.at)
+    setup.meter.request_added(first)
+    setup.meter.step_scheduled(step_of({"a": 800}))
+    setup.stock.add("r", 100, outputs=5)
+    admitted = []
+    for made in range(1, 5):
+        first.num_computed_tokens, first.num_output_tokens = 799 + made, made
+        setup.at += 0.01
+        setup.meter.step_ended()
+        said = setup.said()
+        assert said.tpot_slack == pytest.approx(0.05 - 0.006), "equation 2 looks at its latest token"
+        assert said.arriving_tpot == pytest.approx(min(0.044, 0.044 + (made - 1) * 0.04 - 0.09)), (
+            "40 ms with each token"
+        )
+        output = setup.step()
+        admitted.append(output.total_num_scheduled_tokens)
+        setup.turns.step_ended(output)
+        setup.meter.step_scheduled(step_of({"a": 1}))
+    assert admitted == [0, 0, 1, 1]
 
 
 def test_of_two_steps_under_way_each_token_has_the_slack_of_the_step_that_makes_it(setup: Setup) -> None:
@@ -343,16 +367,17 @@ class Every:
                 self.counts[at + 1] += now - since > limit
                 self.known[name] = [now, first if tokens else now, requests[name].num_output_tokens]
 
-    def tpot(self, now: float, requests: dict[str, Any], ends: list[float], otherwise: float) -> float:
-        least = math.inf
+    def tpot(self, now: float, requests: dict[str, Any], ends: list[float], otherwise: float) -> tuple[float, float]:
+        least = mean = math.inf
         for name in requests:
             since, first, tokens = self.known[name]
             if tokens:
                 mine = [end for (names, _), end in zip(self.steps, ends, strict=True) if name in names]
                 ready = max((end - now - at * self.slo.tpot for at, end in enumerate(mine)), default=otherwise)
-                due = min(since, first + (tokens - 1) * self.slo.tpot)
-                least = min(least, due + self.slo.tpot - now - ready)
-        return least
+                due = first + (tokens - 1) * self.slo.tpot
+                mean = min(mean, due + self.slo.tpot - now - ready)
+                least = min(least, min(since, due) + self.slo.tpot - now - ready)
+        return least, mean
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -426,7 +451,8 @@ def test_slack_and_counts_are_those_of_a_look_at_every_request(setup: Setup, see
             steps = tuple(meter._steps)
             ends = meter._ends(steps, setup.at)
             flown = list(zip(steps, ends, strict=True))
-            assert meter._tpot(setup.at, flown, 0.01) == pytest.approx(every.tpot(setup.at, requests, ends, 0.01))
+            least, mean = every.tpot(setup.at, requests, ends, 0.01)
+            assert meter._tpot(setup.at, flown, 0.01) == (pytest.approx(least), pytest.approx(mean))
         assert meter._counts[:2] + meter._counts[3:5] == every.counts[:2] + every.counts[3:5]
     assert every.counts[3] > 50
 
@@ -440,22 +466,22 @@ def test_no_step_runs_before_serving_has_said_anything_and_each_is_cut_to_what_i
     assert setup.slept > 0
     setup.meter.publish_idle()
     output = setup.step()
-    assert output.total_num_scheduled_tokens == 512
+    assert output.total_num_scheduled_tokens == 256, "of 512, as who begins to decode meanwhile waits for 44 ms at most"
     assert setup.step().total_num_scheduled_tokens == 0, "one at a time"
     setup.at += 0.07
     setup.turns.step_ended(output)
-    prompt = request("a", 800, arrival=setup.at)
+    prompt = request("a", 200, arrival=setup.at)
     setup.meter.request_added(prompt)
     assert setup.step().total_num_scheduled_tokens == 0
     assert setup.turns.reason == "a prompt of serving waits"
-    setup.meter.step_scheduled(step_of({"a": 800}))
+    setup.meter.step_scheduled(step_of({"a": 200}))
     assert setup.step().total_num_scheduled_tokens == 0, "it is prefilled, and has no token yet"
-    prompt.num_computed_tokens, prompt.num_output_tokens = 800, 1
+    prompt.num_computed_tokens, prompt.num_output_tokens = 200, 1
     setup.meter.step_ended()
-    expected = 0.05 - 0.006 - 0.002
     output = setup.step()
-    assert 0 < output.total_num_scheduled_tokens < 512
-    assert Known().prefill(output.total_num_scheduled_tokens) <= expected
+    assert output.total_num_scheduled_tokens == 16, (
+        "for 12 ms: another such prompt would take the rest of what it can spare"
+    )
     said = RolloutWords.unpack(setup.pool.read(setup.slot))
     assert said is not None
     assert said.running
@@ -525,7 +551,7 @@ def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_o
     setup.meter.publish_idle()
     assert setup.step().total_num_scheduled_tokens == 0, "one is in flight still"
     setup.turns.step_ended(second)
-    assert setup.step().total_num_scheduled_tokens == 512
+    assert setup.step().total_num_scheduled_tokens == 256
 
 
 def test_a_rollout_engine_says_that_it_loads_weights_until_it_says_anything_else(setup: Setup) -> None:
@@ -562,9 +588,9 @@ def test_a_dry_run_computes_nothing_and_counts_what_it_would_have(setup: Setup) 
     told = setup.turns.words()
     assert told.dry
     assert told.tokens == 0
-    assert told.would == 2 * 512, "a chunk takes 61 ms"
+    assert told.would == 3 * 256, "a chunk takes 36 ms"
     setup.pool.control(ControlWord.DRY, 0)
-    assert setup.step().total_num_scheduled_tokens == 512
+    assert setup.step().total_num_scheduled_tokens == 256
 
 
 def test_what_makes_no_progress_for_two_seconds_is_handed_back_once(setup: Setup) -> None:
@@ -574,7 +600,7 @@ def test_what_makes_no_progress_for_two_seconds_is_handed_back_once(setup: Setup
     handed: list[str] = []
     for _ in range(30):
         setup.at += 0.1
-        moving.num_output_tokens += 1
+        moving.num_computed_tokens += 1
         handed += setup.turns.requests_to_hand_back(set())
         for name in handed:
             setup.stock.requests.pop(name, None)
@@ -590,7 +616,7 @@ def test_what_waits_for_room_for_two_seconds_is_handed_back_while_others_run(set
     handed: list[str] = []
     for _ in range(30):
         setup.at += 0.1
-        moving.num_output_tokens += 1
+        moving.num_computed_tokens += 1
         handed += setup.turns.requests_to_hand_back(set())
     assert handed == ["waits"]
 

@@ -57,6 +57,13 @@ def test_what_shaped_the_training_is_refused_by_name(folder: RunFolder, override
     assert caught.value.field == override.partition("=")[0]
 
 
+def test_a_key_that_does_not_exist_is_answered_with_the_one_that_was_meant(folder: RunFolder) -> None:
+    did(folder, 40)
+    for override, meant in (("run.step=60", r"run\.steps\?"), ("lr=1", r"trainer\.learning_rate\?")):
+        with pytest.raises(ConfigError, match=f"no such key; did you mean {meant}"):
+            config_to_continue(folder, [override])
+
+
 def test_a_complete_run_is_not_started_again_unless_it_is_given_more(folder: RunFolder) -> None:
     did(folder, 40)
     with pytest.raises(ConfigError, match=r"40 of 40 steps are done; extend it with run\.steps=80"):
@@ -72,6 +79,39 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_brought_to_its_end(f
     assert config_to_continue(folder, []).run.steps == 40
     with pytest.raises(ConfigError, match="40 of 40 steps are done"):
         config_to_continue(folder, ["run.steps=39"])
+
+
+def ended_early(folder: RunFolder, seconds: float, *, silent: bool = False) -> None:
+    did(folder, 30)
+    alarm = [{"kind": "alarm", "what": "signal", "t": seconds - 1}] if silent else []
+    said = [{"kind": "run_start", "t": 0.0}, *alarm, {"kind": "run_end", "status": "completed", "t": seconds}]
+    folder.events_file.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in said))
+
+
+def test_a_run_whose_time_was_over_is_not_started_again_unless_it_is_given_time(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_config(None, [f"run.folder={tmp_path}", "run.steps=40", "run.minutes=8"]))
+    folder.unlock()
+    ended_early(folder, 8.2 * 60)
+    for overrides in ([], ["run.steps=600"], ["run.minutes=8.1"]):
+        with pytest.raises(ConfigError, match=r"30 of 40 steps are done; extend it with run\.minutes=16, for example"):
+            config_to_continue(folder, overrides)
+    for enough in (["run.minutes=16"], ["run.minutes=9", "run.steps=600"]):
+        assert config_to_continue(folder, enough).run.minutes != 8
+    with pytest.raises(ConfigError, match=r"extend it with run\.steps=60 run\.minutes=16"):
+        config_to_continue(folder, ["run.steps=30"])
+
+
+def test_a_run_whose_groups_taught_nothing_says_so_and_continues_when_it_is_told_to(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_config(None, [f"run.folder={tmp_path}", "run.steps=40", "run.signal_share=0.3"]))
+    folder.unlock()
+    ended_early(folder, 100, silent=True)
+    for overrides in ([], ["run.signal_share=0.3"], ["run.steps=35"]):
+        with pytest.raises(
+            ConfigError, match=r"extend it with run\.signal_share=0, .* \(it ended early, as its groups"
+        ):
+            config_to_continue(folder, overrides)
+    for enough in (["run.signal_share=0"], ["run.signal_share=0.1"], ["run.steps=600"]):
+        config_to_continue(folder, enough)
 
 
 def test_the_command_refuses_with_status_2_and_leaves_the_folder_as_it_is(

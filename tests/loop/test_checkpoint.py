@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,19 @@ def test_nothing_intact_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no intact checkpoint"):
         checkpoints.newest()
     assert Checkpoints(tmp_path / "none", keep=1).newest() is None
+
+
+def test_what_a_batch_launched_is_kept_and_less_than_it_needs_is_no_state(tmp_path: Path) -> None:
+    for launched, words in ((2.5, ""), (0.5, "no state of a run.*redundancy")):
+        checkpoints = Checkpoints(tmp_path / str(launched), keep=1)
+        checkpoints.commit(checkpoints.begin(1), replace(state(1), redundancy=launched))
+        if words:
+            with pytest.raises(RunError, match=words):
+                checkpoints.newest()
+        else:
+            found = checkpoints.newest()
+            assert found is not None
+            assert found[1].redundancy == launched
 
 
 def test_a_full_disk_is_one_error_and_the_checkpoint_before_is_as_it_was(

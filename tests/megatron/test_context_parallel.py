@@ -102,6 +102,8 @@ CASES = {
     "tensor": ("qwen3", {"tensor_parallel": 2}, False),
     "pipeline": ("qwen3", {"pipeline_parallel": 2}, False),
     "data": ("qwen2-moe", {"data_parallel": 2}, False),
+    "experts": ("qwen3-moe", {"expert_parallel": 2}, False),
+    "experts of two replicas": ("qwen2-moe", {"data_parallel": 2, "expert_parallel": 4}, False),
 }
 
 
@@ -125,9 +127,7 @@ def test_ranks_that_share_rows_have_the_gradients_of_one_rank(case: str, tmp_pat
         place = whole.setdefault(name, torch.zeros(shape))
         (place if dim < 0 else place.narrow(dim, start, stop - start)).copy_(gradient)
     sizes = {**sizes, "context_parallel": 2}
-    world = 2
-    for size in CASES[case][1].values():
-        world *= size
+    world = TrainerSettings(**sizes).ranks
     words = (folder, json.dumps(sizes), "packed" if pack else "padded", str(tmp_path))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = wait_for_all(
@@ -157,8 +157,10 @@ def test_ranks_that_share_rows_have_the_gradients_of_one_rank(case: str, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"objective": "ppo"}, r"^trainer.context_parallel = 2: must be 1: a critic's"),
-        ({"expert_parallel": 2, "data_parallel": 2}, r"^layout.context = 2: must be 1 with expert"),
+        (
+            {"pack_tokens": 64},
+            r"^trainer.pack_tokens = 64: must be unset with trainer.context_parallel: Transformer Engine",
+        ),
         (
             {"megatron": {"context_parallel_size": 2}},
             r"^trainer.megatron.context_parallel_size = 2: is trainer.context",
@@ -167,8 +169,9 @@ def test_ranks_that_share_rows_have_the_gradients_of_one_rank(case: str, tmp_pat
 )
 @pytest.mark.engine
 def test_what_does_not_go_with_shared_rows_is_refused(
-    tmp_path: Path, settings: dict[str, Any], message: str, groups: None
+    tmp_path: Path, settings: dict[str, Any], message: str, groups: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("megatron_rlplugin.trainer.learner.uses_transformer_engine", lambda: "pack_tokens" in settings)
     folder = str(write_family(tmp_path / "model", "qwen3-moe"))
     section = TrainerSection.from_dict({"context_parallel": 2, **settings})
     with pytest.raises(ConfigError, match=message):

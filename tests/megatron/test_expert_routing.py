@@ -218,7 +218,7 @@ LAYOUTS = {
     "pipeline, recomputed": {"pipeline_parallel": 2, "megatron": AUXILIARY | RECOMPUTE},
     "tensor": {"tensor_parallel": 2, "megatron": AUXILIARY},
     "expert": {"expert_parallel": 2, "data_parallel": 2, "megatron": AUXILIARY},
-    "context": {"context_parallel": 2, "megatron": {}},
+    "context": {"context_parallel": 2, "megatron": AUXILIARY},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from megatron_rlplugin.weights import hf_bridge  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
+from scripts.bench.probes.megatron.trainer_probe import tiny_mixture  # noqa: E402
+from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 RELAY = {"job": "install", "kind": "memory", "master": "test_megatron_install"}
@@ -188,6 +191,17 @@ def test_a_parameter_that_publish_would_not_know_is_told_when_the_model_is_wrapp
         del layer.adapter
 
 
+def test_heads_that_publish_could_not_cut_are_told_when_the_model_is_wrapped(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built.config, "num_query_groups", 1)  # as where tensor-parallel ranks share a head
+    with pytest.raises(
+        ConfigError, match=r"^model = '.*layers\.0\.self_attn\.q_proj\.weight': .*multiple of tensor parallelism"
+    ):
+        wrap(built.chunks, built.optimizer, parse("--rl-weight-relay", json.dumps(RELAY)))
+    wrap(built.chunks, built.optimizer, parse())  # nothing is published
+
+
 def test_publishing_without_a_relay_is_refused(built: learner.Learner) -> None:
     with pytest.raises(ConfigError, match="--rl-weight-relay"):
         wrap(built.chunks, built.optimizer, parse()).publish(1)
@@ -238,6 +252,47 @@ def test_a_gradient_that_is_not_finite_is_not_taken(built: learner.Learner) -> N
 def test_without_streaming_a_replica_needs_a_micro_batch(built: learner.Learner) -> None:
     with pytest.raises(ConfigError, match="micro_batches"):
         step(wrap(built.chunks, built.optimizer, parse()), [])
+
+
+# Two replicas that share experts; rank 1 has a micro-batch less, then as many.
+IN_STEP = """
+import json, sys, torch
+from megatron_rlplugin.install import wrap
+from megatron_rlplugin.trainer.learner import Learner, Rendezvous
+from orchestrator.api import ConfigError
+from orchestrator.settings.trainer_settings import TrainerSettings
+from tests.megatron.test_install import STREAM, parse, step
+rank, folder, meet = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+settings = TrainerSettings(data_parallel=2, expert_parallel=2)
+built = Learner(folder, settings, 4, "float32", Rendezvous(rank, 2, meet), prepare=lambda chunks: None)
+said = []
+for words in ((), (STREAM,)):
+    built.advance_schedule()
+    rl = wrap(built.chunks, built.optimizer, parse(*words))
+    try:
+        step(rl, [1, 2, 3][: 3 - rank])
+    except ConfigError as error:
+        said.append(str(error))
+    result, _ = step(rl, [1, 2])
+    said.append([result.taken, result.denominator])
+print(json.dumps(said))
+"""
+
+
+def test_replicas_that_share_experts_and_have_different_counts_are_told_and_do_not_hang(tmp_path: Path) -> None:
+    words = (tiny_mixture(tmp_path / "m"), f"file://{tmp_path / 'meet'}")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = wait_for_all([ForkedRank("-c", IN_STEP, str(rank), *words, env=environment) for rank in range(2)], 120)
+    for rank, one in enumerate(ended):
+        assert one.code == 0, one.err
+        stock, taken, streamed, again = json.loads(one.out.splitlines()[-1])
+        assert stock.startswith(
+            f"micro_batches = {3 - rank}: must be as many on all replicas that share experts, and are 2 to 3"
+        )
+        assert streamed.startswith(
+            f"micro_batches = {1 - rank}: must be as many on all replicas that share experts, and are 0 to 1"
+        )
+        assert taken == again == [True, 28.0]
 
 
 # -- stock pretrain() ------------------------------------------------------------------------------------------------

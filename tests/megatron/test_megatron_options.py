@@ -11,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron_rlplugin import parallel_layout  # noqa: E402
 from megatron_rlplugin.megatron_options import OWNED, sort_options  # noqa: E402
-from megatron_rlplugin.trainer.learner import check_trainer  # noqa: E402
+from megatron_rlplugin.trainer.learner import Learner, check_trainer  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.settings.trainer_settings import TrainerSection  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import tiny_folder  # noqa: E402
@@ -58,6 +59,11 @@ def test_options_reach_every_config_that_has_them() -> None:
         ("grad_reduce_in_fp32", False, "must be true"),
         ("context_parallel_size", 2, "is trainer.context_parallel"),
         ("moe_enable_routing_replay", True, "is trainer.routing_replay"),
+        ("moe_expert_capacity_factor", 1.0, "another model than the one that sampled"),
+        ("moe_router_force_load_balancing", True, "another model than the one that sampled"),
+        ("expert_tensor_parallel_size", 1, "by trainer.tensor_parallel"),
+        ("hybrid_context_parallel", True, "by trainer.context_parallel alone"),
+        ("transformer_impl", "local", "leave it out"),
         ("timers", "x", "a function"),
         ("overlap_grad_reduce", "maybe", "must be boolean"),
         ("recompute_granularity", "half", "must be 'full' or 'selective'"),
@@ -86,7 +92,8 @@ def test_what_is_decided_elsewhere_exists_in_some_version() -> None:
     if newest.exists():
         names |= set(re.findall(r"^    (\w+): ", newest.read_text(encoding="utf-8"), re.MULTILINE))
     else:
-        names |= {name for name in OWNED if name.startswith("mtp_")}
+        newer = ("mtp_", "use_mup", "moe_router_force_biased", "moe_expert_rank")
+        names |= {name for name in OWNED if name.startswith(newer)}
     assert names >= OWNED.keys()
 
 
@@ -102,6 +109,22 @@ def test_what_is_decided_elsewhere_exists_in_some_version() -> None:
         ({"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "layout.virtual", "pipeline parallelism"),
         ({"tensor_parallel": 3}, "model.num_key_value_heads", "TP = 3"),
         ({"pipeline_parallel": 4}, "model.num_hidden_layers", "4 pipeline stages"),
+        (
+            {"megatron": {"use_precision_aware_optimizer": True}},
+            "trainer.megatron.use_precision_aware_optimizer",
+            "needs trainer.distributed_optimizer = true",
+        ),
+        (
+            {"megatron": {"exp_avg_dtype": "bfloat16"}},
+            "trainer.megatron.exp_avg_dtype",
+            "'bfloat16': needs trainer.megatron.use_precision_aware_optimizer = true",
+        ),
+        (
+            {"megatron": {"overlap_param_gather": True}},
+            "trainer.megatron.overlap_param_gather",
+            "distributed_optimizer",
+        ),
+        ({"loss": "math:sqrt"}, "trainer.loss", "tried with 5 tokens"),
         ({"expert_parallel": 2, "data_parallel": 2}, "layout.expert", "no experts"),
     ],
 )
@@ -112,6 +135,40 @@ def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(
         check_trainer(tiny_folder(tmp_path), TrainerSection.from_dict(settings), "float32")
     assert error.value.field == field
     assert says in str(error.value)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"gradient_accumulation_fusion": True}, "trainer.megatron.gradient_accumulation_fusion"),
+        ({"optimizer": "muon"}, "trainer.megatron.optimizer"),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}, "trainer.megatron"),  # there is no CUDA
+    ],
+)
+def test_what_megatron_core_raises_when_it_builds_is_an_error_of_the_option(
+    options: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    section = TrainerSection.from_dict({"megatron": options})
+    try:
+        with pytest.raises(ConfigError, match="Megatron-Core refuses it") as error:
+            Learner(tiny_folder(tmp_path), section, 4, "float32", options=sort_options(section.megatron))
+    finally:
+        parallel_layout.shutdown_parallel()
+    assert error.value.field == field
+
+
+def test_stages_have_numbers_of_layers_that_were_given(tmp_path: Path) -> None:
+    folder, piped = tiny_folder(tmp_path, layers=14), {"pipeline_parallel": 4}
+    with pytest.raises(ConfigError, match=r"first one another number.*num_layers_in_first_pipeline_stage = 2$"):
+        check_trainer(folder, TrainerSection.from_dict(piped), "float32")
+    for first, fits in ((2, True), (3, False)):
+        section = TrainerSection.from_dict({**piped, "megatron": {"num_layers_in_first_pipeline_stage": first}})
+        if fits:
+            check_trainer(folder, section, "float32")
+        else:
+            with pytest.raises(ConfigError, match=r"first_pipeline_stage = 3: Megatron-Core refuses it"):
+                check_trainer(folder, section, "float32")
 
 
 def test_an_argument_list_may_say_what_is_so_and_nothing_else_of_it(tmp_path: Path) -> None:
@@ -127,6 +184,7 @@ def test_an_argument_list_may_say_what_is_so_and_nothing_else_of_it(tmp_path: Pa
             "--num-layers 3",
             r"^trainer\.arguments: num_layers = 3: is 2 here; it comes from config\.json of model\.path",
         ),
+        ("--use-mup", r"^trainer\.arguments: use_mup = True: Megatron-Core \S+ has no such option"),
         ("--fp16", r"^trainer\.arguments: fp16 = True: is False here; it must be off"),
         (
             "--recompute-granularty full",

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from megatron_rlplugin import model, tiny_model  # noqa: E402
 from megatron_rlplugin.memory import trainer_plan  # noqa: E402
-from megatron_rlplugin.memory.rank_memory import RankMemory, StepRequest, optimizer_bytes  # noqa: E402
+from megatron_rlplugin.memory.rank_memory import PUBLISHED, RankMemory, StepRequest, optimizer_bytes  # noqa: E402
 from megatron_rlplugin.memory.storage_ledger import StorageLedger  # noqa: E402
 from megatron_rlplugin.memory.trainer_plan import GB, answer_of, plan_trainer  # noqa: E402
 from megatron_rlplugin.model_families import read_shape  # noqa: E402
@@ -128,12 +128,18 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     piped = StepRequest(mixture, stage, "bfloat16", 3, 4, 64, imbalance=1.0)
     ppo = replace(tensor, settings={**tensor.settings, "objective": "ppo"})
     asked = [tensor, replace(tensor, rows=2, differences=True), piped, replace(piped, imbalance=2.0)]
-    asked += [replace(tensor, folder=odd), ppo, replace(piped, resting=True)]
+    asked += [replace(tensor, folder=odd), ppo, replace(piped, resting=True), replace(tensor, overlap=True)]
+    asked += [
+        replace(tensor, settings=each, world=each.get("context_parallel", 1), rank=0)
+        for each in ({}, {"context_parallel": 2})
+    ]
 
     ended = [run_forked(request) for request in asked]
     with pytest.raises(ConfigError) as refused:
         answer_of(ended[4].out)
-    one, two, even, uneven, critic, resting = (answer_of(each.out) for each in [*ended[:4], *ended[5:]])
+    one, two, even, uneven, critic, resting, beside, alone, shared = (
+        answer_of(each.out) for each in [*ended[:4], *ended[5:]]
+    )
 
     hidden = 64  # a rank has half of the vocabulary and of the layers, and all norms
     layer = (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) // 2 + 2 * hidden + 2 * 16
@@ -151,6 +157,13 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     stepping = [found.phases["optimizer step"] - found.device["weights"] for found in (one, two)]
     copied = stepping[1] - stepping[0]  # what it publishes: of the norms not all
     assert 0.99 * 2 * parameters < copied < 2 * parameters
+    assert two.host[PUBLISHED] == copied == beside.host[PUBLISHED]  # of the version before, or that is being sent
+    assert beside.device == one.device
+    assert [shared.device[part] for part in ("weights", "gradients", "optimizer")] == [
+        pytest.approx(alone.device[part], rel=0.001) for part in ("weights", "gradients", "optimizer")
+    ]
+    assert shared.device["activations"] < 0.6 * alone.device["activations"]  # of half of each row
+    assert PUBLISHED not in one.host
     assert [two.device[name] for name in ("gradients", "optimizer")] == [
         one.device["gradients"],
         one.device["optimizer"],
@@ -277,6 +290,8 @@ def test_first_and_last_stage_and_both_imbalances_are_planned(tmp_path: Path, mo
     assert {request.rows for request in run.seen} == {3}
     groups = 3  # pipeline, data, experts
     assert plan.fullest.reserve == round(0.6 * GB + groups * 0.3 * GB + 0.04 * GB)
+    shared = plan_trainer(dense(tmp_path / "d"), {"context_parallel": 2}, "bfloat16", 100, None)
+    assert shared.fullest.reserve == round(0.6 * GB + 0.3 * GB + 0.04 * GB)
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, activations: int) -> None:
@@ -345,6 +360,7 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     assert shape.parameters == 7_615_616_512  # as its model card says: 7.61 billion
     assert trainer.capacity == 80 * GB
     assert host.parts["relay"] == round(shape.parameters * 2 * 3 * 1.1)
+    assert host.parts["checkpoint"] == (8 + 12 * 4) * GB  # weights, masters and moments while they are written
     assert engine.hardware == "H20"
     assert engine.total == round(0.8 * 96 * GB)
     assert engine.parts["weights"] == 2 * shape.parameters
@@ -353,6 +369,13 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
         line for line in memory_plan.describe(memory_plan.memory_rows(config, config.model.path)) if "engine" in line
     ]
     assert "over by 0.8: raise rollout.engine.tensor_parallel_size" in line or "over" not in line
+    more = ("run.mode=async", "rollout.weights_overlap=true", "trainer.kl_coefficient=0.1", "trainer.data_parallel=2")
+    offload = "trainer.megatron={optimizer_cpu_offload=true, optimizer_offload_fraction=1.0}"
+    run = twin(GB, GB)
+    monkeypatch.setattr(trainer_plan, "run_request", run)
+    config = large(tmp_path, *more, offload)
+    assert memory_plan.memory_rows(config, config.model.path)[1].parts["checkpoint"] == (2 * 8 + 12 * 4) * GB
+    assert [(request.overlap, request.differences) for request in run.seen] == [(True, False)]
     shared = ("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true")
     config = large(tmp_path, "resources.memory_gb={GPU=80}", *shared)
     trainer, _, engine = memory_plan.memory_rows(config, config.model.path)

@@ -68,6 +68,7 @@ LAYOUTS = {
     "data parallel": ({"data_parallel": 2}, 2, False, 0),
     "tensor parallel": ({"tensor_parallel": 2}, 2, False, 2),
     "pipeline parallel": ({"pipeline_parallel": 2}, 2, False, 0),
+    "context parallel": ({"context_parallel": 2}, 2, False, 2),
     "expert parallel": ({"data_parallel": 2, "expert_parallel": 2}, 2, True, 2),
     "tensor and pipeline parallel": ({"tensor_parallel": 2, "pipeline_parallel": 2}, 4, False, 2),
 }

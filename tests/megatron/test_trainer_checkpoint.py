@@ -47,6 +47,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
         {"expert_parallel": 2, "data_parallel": 2, "pipeline_parallel": 2, "distributed_optimizer": True},
         {"distributed_optimizer": True},
     ),
+    "shared rows": (
+        "half",
+        "bfloat16",
+        {},
+        {"context_parallel": 2, "data_parallel": 2, "distributed_optimizer": True},
+        {},
+    ),
 }
 Answers = list[dict[str, dict[str, Any]]]
 

@@ -1,4 +1,4 @@
-"""Two ranks as one trainer: data, tensor, pipeline and expert parallel, on gloo, against one rank and against each other.
+"""Two ranks as one trainer: data, tensor, pipeline, context, expert parallel, on gloo, against one rank and each other.
 
 A pair of processes plays the scenarios of every run, another one those of the long tier; the tests read what they wrote.
 """
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::Deprecatio
 Answers = dict[str, dict[str, Any]]
 BASE = {"learning_rate": 1e-2, "micro_batch_size": 4, "micro_batch_order": "arrival"}
 DP, TP, PP = {"data_parallel": 2}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}
-EP = {"data_parallel": 2, "expert_parallel": 2}
+EP, CP = {"data_parallel": 2, "expert_parallel": 2}, {"context_parallel": 2}
 KL = {"kl_coefficient": 0.1, "max_token_lag": 0}
 PPO = {"objective": "ppo", "normalize_advantage": False, "kl_coefficient": 0.05, "kl_estimator": "k2"}
 STREAM = {"stream": True, "grad_offload": True}
@@ -75,6 +75,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp": (PP, {}),
     "pp stream": ({**PP, **STREAM}, {"feeds": [1, 2]}),
     "pp interleaved": ({**PP, "megatron": {"virtual_pipeline_model_parallel_size": 2}}, {"deep": True}),
+    "pp uneven": ({**PP, "megatron": {"num_layers_in_first_pipeline_stage": 1}}, {"deep": True}),
     "pp kl two mini-batches": ({**PP, **KL, "minibatches": 2}, {}),
     "pp ppo": ({**PP, **PPO}, {}),
     "pp restored": (PP, {"save_after": 0}),
@@ -84,6 +85,17 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ep sharded optimizer": ({**EP, **SHARDED}, {"mixture": True, "steps": 3}),
     "ep sharded optimizer, restored": ({**EP, **SHARDED}, {"mixture": True, "steps": 3, "save_after": 1}),
     "ep nothing finite": (EP, {"mixture": True, "spoil": 7}),
+    "cp": (CP, {}),
+    "cp stream": ({**CP, **STREAM}, {"feeds": [2, 1]}),
+    "cp kl two mini-batches": ({**CP, **KL, "entropy_coefficient": 0.01, "minibatches": 2}, {}),
+    "cp by length, packed": ({**CP, "micro_batch_order": "length", "pack_tokens": 60}, {}),
+    "cp ppo": ({**CP, **PPO}, {}),
+    "cp ppo stream": ({**CP, **PPO, **STREAM}, {"feeds": [1, 1]}),
+    "cp sharded optimizer": ({**CP, **SHARDED}, {"steps": 3}),
+    "cp sharded optimizer, restored": ({**CP, **SHARDED}, {"steps": 3, "save_after": 1}),
+    "cp nothing finite": (CP, {"spoil": 7}),
+    "cp of a mixture": ({**CP, "expert_parallel": 2}, {"mixture": True}),
+    "cp of a mixture stream": ({**CP, "expert_parallel": 2, **STREAM}, {"mixture": True, "feeds": [1, 1, 1]}),
     "tp of a mixture": (TP, {"mixture": True}),
     "pp of a mixture": (PP, {"mixture": True}),
     "dp part": ({**DP, **STREAM}, {"feeds": [1, 2], "units": [1], "lends": True}),
@@ -120,7 +132,7 @@ class Ranks:
 
     def alone(self, name: str) -> dict[str, Any]:
         """What one rank saw in the same scenario; some differ in the layout only."""
-        sizes = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+        sizes = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
         one = {**dict.fromkeys(sizes, 1), "megatron": {}}
         scenario = self.scenario(name, "alone")
         scenario["settings"] |= one
@@ -159,7 +171,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 # One of a kind is in every run; each takes seconds.
 EVERY_RUN = (
     "dp", "dp stream", "dp one micro-batch", "dp ppo", "dp ppo stream", "dp sharded optimizer", "dp sharded optimizer, restored",
-    "dp nothing finite", "tp", "tp stream", "tp long rows", "ep", "ep stream", "ep nothing finite", "tp of a mixture",
+    "dp nothing finite", "tp", "tp stream", "tp long rows", "cp", "cp stream", "ep", "ep stream", "ep nothing finite",
+    "tp of a mixture",
     "dp part", "dp part, whole", "dp no such part", "dp wrong world",
 )  # fmt: skip
 
@@ -205,7 +218,7 @@ def test_both_ranks_report_the_same_and_hold_one_model(name: str, ranks: Ranks) 
     assert first.get("faulty") == second.get("faulty")
 
 
-@pytest.mark.parametrize("name", ["dp nothing finite", "ep nothing finite"])
+@pytest.mark.parametrize("name", tiers(["dp nothing finite", "ep nothing finite", "cp nothing finite"]))
 def test_the_trajectory_at_fault_is_named_on_whichever_replica_it_was(name: str, ranks: Ranks) -> None:
     first, _ = ranks.pair(name)
     assert first["faulty"] == ["s1-7"]
@@ -220,6 +233,9 @@ STREAMED = {
     "tp stream": "tp",
     "tp long rows stream": "tp long rows",
     "pp stream": "pp",
+    "cp stream": "cp",
+    "cp ppo stream": "cp ppo",
+    "cp of a mixture stream": "cp of a mixture",
     "ep stream": "ep",
 }
 
@@ -253,6 +269,7 @@ RESTORED = {
     "dp sharded optimizer, restored": "dp sharded optimizer",
     "dp restored": "dp ppo",
     "ep sharded optimizer, restored": "ep sharded optimizer",
+    "cp sharded optimizer, restored": "cp sharded optimizer",
     "tp restored": "tp",
     "pp restored": "pp",
 }

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+from pyarrow import parquet
 
 from orchestrator.api import ConfigError, ContextStart, Prompt, Trajectory, Turn
 from orchestrator.cli import main
@@ -150,6 +154,43 @@ def test_a_first_page_reads_rows_of_those_files_only_that_may_hold_one_of_its_li
     for chosen, order, most in ((TrajectoryChoice(), "worst", 20), (TrajectoryChoice(), "newest", 21)):
         with pytest.raises(ConfigError, match="cannot be read"):
             reader.lines(chosen, order, most=most)
+
+
+@pytest.mark.long
+def test_a_first_page_of_100_000_trajectories_takes_two_seconds_and_500_mib(tmp_path: Path) -> None:
+    """Of processor time, as other work does not count then; 1,000 files, each newer than the one before, of 100 rows."""
+    store = TrajectoryStore(tmp_path / "trajectories")
+    for number in range(100):
+        store.append(trajectory(f"t{number:03d}", number / 100, at=float(number), turns=8), 0, "trained")
+    store.close()
+    (first,) = (tmp_path / "trajectories").rglob("part-*.parquet")
+    table = parquet.read_table(first)
+    for number in range(1, 1000):
+        later = {
+            "trajectory_id": pa.array([f"t{number}{row:02d}" for row in range(100)]),
+            "group_id": pa.array([f"g{number}-{row // 8}" for row in range(100)]),
+            "finished_at": pc.add(table["finished_at"], 100.0 * number),
+        }
+        copy = pa.table([later.get(name, table[name]) for name in table.column_names], schema=table.schema)
+        parquet.write_table(copy, first.with_name(first.name.replace("part-", f"part-{number:04d}-")))
+    (tmp_path / "config.json").write_text("{}")
+    code = (
+        "import resource, sys; from pathlib import Path; from orchestrator.cli import main\n"
+        "if sys.argv[2] == 'newest': main(['show', sys.argv[1]])\n"
+        "else:\n"
+        "    from orchestrator.observe.trajectory_reader import TrajectoryChoice, TrajectoryReader\n"
+        "    print(TrajectoryReader(Path(sys.argv[1])).lines(TrajectoryChoice(), sys.argv[2])[1])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)"
+    )
+    took = {}
+    for order in ("newest", "best", "worst", "longest"):
+        asked = [sys.executable, "-c", code, str(tmp_path), order]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=True)
+        assert re.match(r"100,?000\b", done.stdout)
+        took[order] = tuple(map(float, done.stdout.splitlines()[-1].split()))
+    print(took)
+    assert [order for order, (seconds, mebibytes) in took.items() if seconds > 2 or mebibytes > 500] == [], took
 
 
 def test_who_lists_trajectories_waits_for_no_library_of_configs_or_engines(run: Path) -> None:

@@ -279,5 +279,9 @@ def test_the_doctor_takes_a_config_and_values_over_it(
     from orchestrator.ops import doctor
 
     monkeypatch.setattr(doctor, "CHECKS", ())
-    assert main(["doctor", str(Path(__file__).parents[2] / "examples/frozenlake.toml"), "relay.kind=fsspec"]) == 0
+    demo = str(Path(__file__).parents[2] / "examples/frozenlake.toml")
+    assert main(["doctor", demo, "relay.kind=fsspec"]) == 0
     assert "fsspec: a folder of the run" in capsys.readouterr().out
+    if not Path("/dev/nvidiactl").exists():
+        assert main(["doctor", demo, "relay.kind=fsspec", "rollout.workers=6400"]) == 1
+        assert "6401 engines and trainer ranks would share" in capsys.readouterr().out

@@ -34,6 +34,10 @@ def test_a_first_file_is_written_once(
     assert main(["init", way, "no/such/folder"]) == 2
 
 
+def test_the_three_ways_in_are_three_files() -> None:
+    assert len({name for _, name in WAYS.values()}) == len(WAYS)
+
+
 def test_the_first_run_passes_all_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.cli import main
 from orchestrator.config import load_config
-from orchestrator.ops.play_command import ServedWeights, heldout_prompt, play_episode
+from orchestrator.ops.play_command import ServedWeights, heldout_prompt, play_episode, token_in
 from orchestrator.runtime import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,41 @@ def test_a_prompt_that_is_not_there_is_one_error() -> None:
     task = preflight.make_task(load_config(None, ["task.name=nim", "task.heldout_maps=3"]))
     with pytest.raises(ConfigError, match="fewer held-out prompts than that"):
         heldout_prompt(task, 0, 3)
+    with pytest.raises(ConfigError, match="they count from 0"):
+        heldout_prompt(task, 0, -1)
+
+
+def test_a_token_that_cannot_be_read_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text(" secret\n")
+    assert (token_in(""), token_in(str(tmp_path / "token"))) == ("", "secret")
+    asked = ["play", DEMO, "--weights", "http://127.0.0.1:9", "--token-file", str(tmp_path / "none")]
+    assert main(asked) == 2
+    assert "--token-file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(b"<html>", "answers no JSON to /v1/models"), (b'{"data": []}', "names no model"), (b"[]", "names no model")],
+)
+def test_a_server_that_is_no_vllm_is_one_error(answer: bytes, said: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        thread = threading.Thread(target=found.serve_forever, daemon=True)
+        thread.start()
+        speaker = ServedWeights(f"http://127.0.0.1:{found.server_port}", "", 0.0, 0)
+        with pytest.raises(ConfigError, match=said):
+            asyncio.run(speaker.say([3], 1, 1))
+        found.shutdown()
+        thread.join()
 
 
 @pytest.fixture
@@ -106,7 +141,7 @@ def test_a_server_is_asked_in_ids_and_answers_in_ids(server: tuple[str, list[Any
 
 
 def test_where_nobody_answers_or_a_token_may_not_go_is_said() -> None:
-    with pytest.raises(RetryableError, match="does not answer"):
+    with pytest.raises(RetryableError, match="does not answer: Cannot connect to host"):
         asyncio.run(ServedWeights("http://127.0.0.1:9", "", 0.0, 0).say([3], 1, 1))
     with pytest.raises(ConfigError, match="unencrypted"):
         ServedWeights("http://example.com", "secret", 0.0, 0)

@@ -149,6 +149,40 @@ def test_a_placement_profile_that_lacks_a_tp_of_the_engines_is_refused_before_an
             engine_cuts.check(given)
 
 
+def test_a_profile_with_engines_wider_than_a_node_is_refused_over_nodes(tmp_path: Path) -> None:
+    file = ProfileFile(tmp_path / "p.json", ProfileKey("model", "engine", "device"))
+    for tp in (1, 4):
+        for phase in ("prefill", "decode"):
+            file.add(ProfilePoint(phase, EngineLayout(tp), 1, 16, 0.01 / tp))
+    file.save()
+    nodes = ["ray.address=auto", "resources.devices_per_server=2", f'rollout.placement.profile="{file.path}"']
+    with pytest.raises(ConfigError, match="= 2: leave out what has more") as refused:
+        engine_cuts.check(config(*nodes, f"{DEGREES}.speeds={{}}"))
+    assert (refused.value.field, refused.value.value) == ("rollout.placement.profile", 4)
+
+
+def test_a_profile_for_caps_that_is_not_there_or_lacks_the_runs_engines_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    given = config(f"{DEGREES}.enabled=false", f'rollout.routing.profile="{tmp_path / "p.json"}"')
+    with pytest.raises(ConfigError, match=r"rollout\.routing\.profile.*cannot be read"):
+        engine_cuts.check(given)
+    ProfileFile(tmp_path / "p.json", ProfileKey("model", "engine", "device")).save()
+    with pytest.raises(ConfigError, match=r"rollout\.routing\.profile.*lacks the run's engines of 1 devices"):
+        engine_cuts.check(given)
+
+
+def test_profiles_that_nobody_reads_are_not_asked_for(tmp_path: Path) -> None:
+    off = ["rollout.placement.enabled=false", f"{DEGREES}.enabled=false"]
+    given = config(*off, 'rollout.placement.profile="none.json"', 'rollout.planner.profile="none.json"')
+
+    async def nobody(name: str, arguments: dict[str, Any]) -> Any:
+        raise AssertionError(name)
+
+    cut = asyncio.run(engine_cuts.engine_cuts(given, None, "", {"num_attention_heads": 8}, nobody))  # type: ignore[arg-type]
+    assert cut.ranks == ()
+
+
 @pytest.mark.parametrize(
     ("key", "more"),
     [

@@ -16,6 +16,8 @@ from orchestrator.policies.serving.admission import (
     ServingState,
     Slo,
     arriving_slack,
+    arriving_tpot_slack,
+    long_prompt,
     slo_floor,
     tpot_slack,
     ttft_slack,
@@ -59,8 +61,28 @@ def test_a_request_whose_tokens_came_too_slowly_in_the_mean_has_no_slack_until_i
 
 def test_a_request_that_arrives_waits_for_those_before_it_and_is_longer_than_nine_of_ten() -> None:
     lengths = [100] * 9 + [300]
-    assert arriving_slack(lengths, 0.02, SLO, prefill) == pytest.approx(0.1 - 0.02 - 0.031)
-    assert arriving_slack([], 0.02, SLO, prefill) == pytest.approx(0.05), "half of the SLO where nothing is known"
+    assert arriving_slack(0.02, SLO, prefill(long_prompt(lengths))) == pytest.approx(0.1 - 0.02 - 0.031)
+    assert long_prompt([]) == 0
+    assert arriving_slack(0.02, SLO, math.inf) == pytest.approx(0.05), "half of the SLO where nothing is known"
+
+
+def test_a_request_that_begins_to_decode_may_meet_a_rollout_step_and_those_beside_it_wait_for_its_prompt() -> None:
+    assert arriving_tpot_slack(math.inf, SLO, 0.005, 0.08) == pytest.approx(0.045), "there is nobody beside it"
+    assert arriving_tpot_slack(math.inf, SLO, math.inf, 0.08) == math.inf, "nobody ever decoded"
+    assert arriving_tpot_slack(0.09, SLO, 0.005, 0.08) == pytest.approx(0.01), (
+        "they have earned that much more than it costs"
+    )
+    assert arriving_tpot_slack(0.045, SLO, 0.005, 0.08) < 0, "and by one token nothing like it"
+    assert arriving_tpot_slack(0.045, SLO, 0.005, math.inf) == -math.inf
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("dual", 0.02), ("tpot", 0.02), ("ttft", 0.1), ("none", math.inf)])
+def test_beside_an_idle_engine_no_step_is_longer_than_who_then_begins_to_decode_can_spare(
+    mode: Mode, seconds: float
+) -> None:
+    idle = ServingState(at=1.0, arriving=0.1, arriving_tpot=0.02)
+    assert admission(mode).slack(idle, 900.0) == seconds
+    assert admission(mode).admit(idle, 900.0, 10_000, 0).seconds <= seconds
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("dual", 0.01), ("ttft", 0.03), ("tpot", 0.01), ("none", math.inf)])

@@ -15,8 +15,8 @@ from orchestrator.policies.batching.round_planner import LONG, SHORT, EtaSearch,
 from orchestrator.sim.twins import SimTask
 from orchestrator.tail_batching import Rounds, TokenWaste, lane_of
 from orchestrator.tasks.frozenlake import FrozenLakeTask
-from scripts.bench.papers.tail_batching import fitted, simulated_epoch
-from scripts.bench.papers.tail_batching_scenario import lengths
+from scripts.bench.papers.tail_batching import fitted, prediction, simulated_epoch
+from scripts.bench.papers.tail_batching_scenario import CALIBRATION, alike, lengths
 
 
 def launch_all(planner: RoundPlanner) -> list[int]:
@@ -445,9 +445,27 @@ def test_the_workload_of_the_benchmark_is_long_tailed_and_an_epoch_of_it_is_fast
     """The simulated part of tail-batching; the real one needs an engine."""
     every = sorted(length for members in lengths()["prompts"] for length in members)
     assert every[-1] > 25 * every[len(every) // 2], "RollPacker 1: the longest is 25 to 32 times the median"
-    cost = [(1, 0.0041), (101, 0.0091)]
-    assert fitted(cost) == pytest.approx((0.00405, 0.00005))
-    plain, tail = simulated_epoch(cost, False), simulated_epoch(cost, True)
+    costs = {"step": 0.00405, "sequence": 0.00005, "token": 0.0}
+    plain, tail = simulated_epoch(costs, False), simulated_epoch(costs, True)
     assert plain["tokens_thrown_away"] == 0
     assert tail["tokens_thrown_away"] > 0
     assert tail["seconds"] < 0.8 * plain["seconds"]
+
+
+def test_what_rounds_of_a_simulated_engine_cost_is_found_again() -> None:
+    """What the benchmark fits to the real engine's plain rounds, and from which it predicts tail batching."""
+    given = {"step": 0.004, "sequence": 8e-5, "token": 5e-4}
+    rows = []
+    for prompts, members in CALIBRATION:
+        wanted = f"rollout.groups_per_step={prompts}", "run.steps=1"
+        seconds = simulated_epoch(given, False, *wanted, trace=alike(members))["seconds"]
+        rows.append({"prompts": prompts, "members": members, "seconds": seconds})
+    found = fitted(rows)
+    assert {name: found[name] / given[name] for name in given} == pytest.approx(dict.fromkeys(given, 1.0), rel=0.05)
+
+
+def test_a_prediction_is_as_far_off_as_in_the_worst_pair() -> None:
+    found = prediction(0.6, [0.75, 0.625], quick=False)
+    assert (found["predicted_off"], found["predicted_off_most"]) == ([-0.2, -0.04], 0.2)
+    assert found["prediction_holds"] is False
+    assert prediction(0.6, [0.625], quick=False)["prediction_holds"] is True

@@ -209,6 +209,7 @@ def test_each_engine_of_a_class_has_the_devices_that_the_config_gives_it() -> No
     pooled = "resources.pools={P=8, D=8, H800=8}", "resources.rollout={P=1, D=2}"
     config = settings(*ON, *PD, *pooled, "rollout.disaggregation.degrees={vllm-0=2, vllm-2=4}")
     assert engine_cuts._fixed(config, heads=4).keywords_of(2)["ranks"] == 4
+    engine_cuts.check(config.model_copy(update={"ray": config.ray.model_copy(update={"address": "auto"})}))
     assert [(name, devices) for name, _, devices in pool_requests.wishes(config)][-3:] == [
         ("vllm-0", 2),
         ("vllm-1", 1),

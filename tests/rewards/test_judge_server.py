@@ -12,8 +12,8 @@ import torch
 from aiohttp.test_utils import TestServer
 
 from orchestrator.api import ConfigError
-from vllm_rlplugin.judge.judge_server import JudgeServer, memory_left
-from vllm_rlplugin.judge.streamed_model import StreamedModel
+from vllm_rlplugin.judge.judge_server import JudgeServer
+from vllm_rlplugin.judge.streamed_model import StreamedModel, memory_left
 
 LETTERS = [chr(code) for code in range(32, 127)]
 PROMPT = "Is it good?"

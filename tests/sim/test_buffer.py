@@ -15,6 +15,7 @@ from orchestrator.api import ConfigError, Observation, Prompt, StepResult, Traje
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, load_config
 from orchestrator.policies.batching.staleness import StartGate
+from orchestrator.rollout import Rollout
 from orchestrator.sim.simulated_run import SimulationFailed, simulate
 from orchestrator.sim.twins import SimEnvironment, SimReward
 
@@ -248,6 +249,32 @@ def test_a_batch_launches_what_the_one_before_it_took_with_what_dynamic_sampling
     fixed, slow = played(follows=False)
     assert not [event for event in fixed if "redundancy" in event]
     assert quick < 0.6 * slow, "replacements start at once, not one after the other"
+
+
+def test_a_resumed_run_launches_what_the_batch_before_its_checkpoint_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives: list[float] = []  # what each began with, over needed
+    honest = Rollout.__post_init__
+
+    def made(self: Rollout, life: int, redundancy: float | None) -> None:
+        honest(self, life, redundancy)
+        lives.append(round(self.gate.redundancy, 6))
+
+    monkeypatch.setattr(Rollout, "__post_init__", made)
+    killed = ["run.steps=12", "sim.fault_rate=0.02", 'sim.faults=["crash"]', "checkpoint.every=1"]
+    follows = ["run.mode=sync_plus", "rollout.alpha=0", "rollout.dynamic_sampling=true", "rollout.environments=48"]
+    for seed in range(4):
+        found = simulate(config(*killed, *follows, f"run.seed={seed}", "rollout.dynamic_concurrency=true"))
+        assert not found.violations
+        told: dict[int, float] = {}
+        expected = []
+        for event in map(json.loads, found.events.decode().splitlines()):
+            if event["kind"] == "run_start":
+                expected.append(told.get(event["resumed_from"] or -1, 1.0))
+            elif event["kind"] == "dynamic_sampling":
+                told[event["step"] + 1] = event["redundancy"]
+        assert lives == expected
+        assert max(lives) >= 2, "killed after a batch that took more"
+        lives.clear()
 
 
 @pytest.mark.parametrize(

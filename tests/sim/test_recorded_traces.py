@@ -11,7 +11,7 @@ import pytest
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.config import Config, load_config
 from orchestrator.sim.crash_remains import SimStore
-from orchestrator.sim.recorded_traces import MOST, PREFIX, load_traces
+from orchestrator.sim.recorded_traces import MOST, PREFIX, EpisodeTraces, load_traces
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.store import TrajectoryStore
 
@@ -115,6 +115,21 @@ def test_a_simulated_run_plays_the_recorded_episodes_group_by_group(
         )
         assert all(tuple(sorted(map(repr, shapes))) in originals for shapes in by_group.values())
         assert len(by_group) == 12
+
+
+def test_a_short_simulation_of_spread_groups_plays_what_the_whole_recording_has() -> None:
+    groups = tuple((2 * number, 2 * number + 1) for number in range(500))
+    spread = EpisodeTraces((), groups).spread()
+    assert sorted(spread.groups) == list(groups)
+    for most in (8, 21, 100):
+        parts = Counter(members[0] // 250 for members in spread.groups[:most])  # quarters of the recording
+        assert max(parts.values()) - min(parts[part] for part in range(4)) <= 3, most
+
+
+def test_a_run_with_spread_groups_plays_other_episodes_first(folder: Path) -> None:
+    short = ("run.steps=1", "rollout.groups_per_step=1", "rollout.environments=3", "rollout.alpha=1")
+    ordered, spread = (simulate(config(folder, *short, *more)).summary for more in ((), ("sim.trace_spread=true",)))
+    assert (ordered["tokens"], ordered["seconds"]) != (spread["tokens"], spread["seconds"])
 
 
 def test_the_same_trace_and_seed_give_the_same_bytes_and_slower_environments_a_slower_run(folder: Path) -> None:

@@ -22,7 +22,7 @@ import asyncio
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ from orchestrator.api.listener_limits import (
     read_body,
     serve_until_told,
 )
-from orchestrator.policies.serving.judge_residency import BATCH
-from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel, padded_tokens
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
+from orchestrator.policies.serving.judge_residency import BATCH, batch_size
+from vllm_rlplugin.judge.judge_profiler import identity, read_profile
+from vllm_rlplugin.judge.streamed_model import JudgeQuestion, StreamedModel, load_model, memory_left, padded_tokens
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
 LIMITS = LISTENERS["judge"]
@@ -60,18 +62,29 @@ class _Asked:
 
 
 class JudgeServer:
-    """``memory``: bytes that the judge may have, now; see :func:`memory_left`."""
+    """``memory``: bytes that the judge may have, now; see :func:`memory_left`. ``profile``: what was measured of it; without it a
+    token's memory follows from the model's sizes, and batches are as large as there are questions and memory."""
 
-    def __init__(self, model: StreamedModel, tokenizer: Any, name: str, token: str, memory: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: StreamedModel,
+        tokenizer: Any,
+        name: str,
+        token: str,
+        memory: Callable[[], int],
+        profile: EngineProfile | None = None,
+    ) -> None:
         """``token``: see :class:`orchestrator.api.bearer.Token`."""
+        if profile is not None:
+            model.memory = replace(model.memory, token=profile.shape(EngineLayout()).kv_bytes_per_token)
         if not token:
             raise ConfigError(TOKEN, "", "set it: every request must carry it as its bearer token")
         self._model, self._tokenizer, self._name = model, tokenizer, name
         self._token = bearer.Token(token, TOKEN)
         self.listener = HttpListener(LIMITS)
-        self._memory = memory
+        self._memory, self._profile = memory, profile
         self._busy, self._reading = asyncio.Lock(), asyncio.Lock()  # a tokenizer is one thread's at a time
-        self._count = self._waiting = 0
+        self._count = self._waiting = self._said = 0  # ``_said``: tokens of all answers
         self._unanswered: list[_Asked] = []
 
     def app(self) -> web.Application:
@@ -123,6 +136,7 @@ class JudgeServer:
         except _NoRoom as error:
             return _refuse(413, str(error))
         self._count += 1
+        self._said += len(found)
         ended = bool(found) and found[-1] in stop
         text = self._tokenizer.decode(found[:-1] if ended else found)
         usage = {
@@ -158,10 +172,14 @@ class JudgeServer:
         return mine.answer
 
     def _batch(self, first: _Asked) -> list[_Asked]:
-        """With ``first`` those whose prompts are about as long, as many as there is memory for, which is arranged."""
+        """With ``first`` those whose prompts are about as long, as many as there is memory for, which is arranged, and as a
+        profile says pays."""
         length = len(first.question.prompt)
         alike = [one for one in self._unanswered if one is not first and _about(length, len(one.question.prompt))]
         batch, memory = [first, *alike][:BATCH], self._memory()
+        if self._profile is not None:
+            said = self._said / self._count if self._count else first.question.max_tokens
+            batch = batch[: batch_size(self._profile, length, said, len(batch))]
         while True:
             try:
                 self._model.fit(padded_tokens([one.question for one in batch]), memory)
@@ -202,19 +220,6 @@ def _about(one: int, other: int) -> bool:
     return max(one, other) <= 2 * min(one, other) + 64
 
 
-def memory_left(model: StreamedModel, given: int) -> Callable[[], int]:
-    """``given`` bytes; 0: what is free on the device, with what the judge holds of it."""
-
-    def read() -> int:
-        if given or model.device.type != "cuda":
-            return given or sys.maxsize
-        free, _ = torch.cuda.mem_get_info(model.device)
-        residency = model.residency
-        return int(free) + model.memory.fixed + (residency.resident + residency.buffers) * model.memory.layer
-
-    return read
-
-
 def _refuse(status: int, why: str) -> web.Response:
     return web.json_response({"error": {"message": why, "code": status}}, status=status)
 
@@ -227,15 +232,6 @@ async def serve(
     await serve_until_told(runner, judge.listener, {"host": host, "port": port, "context": context}, die_with_stdin)
 
 
-def device_of(wanted: str) -> str:
-    """``auto`` is the GPU where there is one. Raises ConfigError for a GPU that is not there."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("--device", wanted, "there is no GPU here: cpu, or auto")
-    return wanted
-
-
 def main() -> int:
     """Entry point. 2: what it was given cannot be used, or the port is taken."""
     parser = argparse.ArgumentParser(description="A judge whose layers are streamed from host memory.")
@@ -246,6 +242,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-mb", type=int, default=0, help="what the judge may have; 0: what is free (CPU: any)")
     parser.add_argument("--layers-file", type=Path, help="keep the layers here instead of in memory (CPU)")
+    parser.add_argument(
+        "--profile", type=Path, help="file of `rl-coserve profile --judge`: its memory and batches go by it"
+    )
     parser.add_argument("--die-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
     tls.add_arguments(parser)
@@ -263,16 +262,18 @@ def main() -> int:
 
 
 def _server(arguments: argparse.Namespace) -> JudgeServer:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    dtype, device = getattr(torch, arguments.dtype), device_of(arguments.device)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, local_files_only=True)
+    given, profile = arguments.memory_mb << 20, None
+    if arguments.profile:
+        here = identity(arguments.device, torch.get_num_threads(), arguments.memory_mb)
+        profile = read_profile(arguments.profile, here)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model", arguments.model, "its tokenizer has no chat template, so that it cannot be asked")
-    given = arguments.memory_mb << 20
-    judge = StreamedModel(model, device, file=arguments.layers_file, resident=0 if given else None)
-    return JudgeServer(judge, tokenizer, arguments.model, bearer.variable(TOKEN), memory_left(judge, given))
+    judge = load_model(arguments.model, arguments.device, arguments.dtype, given, arguments.layers_file)
+    memory = memory_left(judge, given)
+    return JudgeServer(judge, tokenizer, arguments.model, bearer.variable(TOKEN), memory, profile)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ One forward pass at a time; inference only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from orchestrator.api import ConfigError
 from orchestrator.policies.serving.judge_residency import (
     BUFFERS,
     JudgeMemory,
@@ -231,3 +233,36 @@ def _choose_token(logits: torch.Tensor, temperature: float, chance: torch.Genera
     if temperature > 0:
         return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=chance))
     return int(logits.argmax())
+
+
+def load_model(
+    folder: str, device: str = "auto", dtype: str = "bfloat16", memory: int = 0, file: Path | None = None
+) -> StreamedModel:
+    """That of a Hugging Face folder. ``memory``: bytes that it may have, 0: any. Raises ConfigError, OSError and ValueError."""
+    from transformers import AutoModelForCausalLM
+
+    place = device_of(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    return StreamedModel(model, place, file=file, resident=0 if memory else None)
+
+
+def memory_left(model: StreamedModel, given: int) -> Callable[[], int]:
+    """``given`` bytes; 0: what is free on the device, with what the judge holds of it."""
+
+    def read() -> int:
+        if given or model.device.type != "cuda":
+            return given or sys.maxsize
+        free, _ = torch.cuda.mem_get_info(model.device)
+        residency = model.residency
+        return int(free) + model.memory.fixed + (residency.resident + residency.buffers) * model.memory.layer
+
+    return read
+
+
+def device_of(wanted: str) -> str:
+    """``auto`` is the GPU where there is one. Raises ConfigError for a GPU that is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("--device", wanted, "there is no GPU here: cpu, or auto")
+    return wanted

@@ -14,9 +14,10 @@ Guarantees:
 
 Deviations, on the safe side: equation 1 admits a step beside prompts that can spare it, which is the first line here; a queued
 prefill also waits for those before it in the queue; a request whose tokens came slower than its SLO in the mean has no slack
-(equation 2 looks at its latest token only); and where serving says what a request that arrives now could spare (``arriving``),
-a step takes no more than that, even beside an idle engine. A decode step that runs is no reason to wait: what is published then
-is how much later it may end.
+(equation 2 looks at its latest token only); and where serving says what a request that arrives now could spare (``arriving``,
+``arriving_tpot``), a step takes no more than that, even beside an idle engine. So a request has to have earned, by tokens that
+came faster than the SLO, what the next prompt will cost it, before rollouts may cost it anything. A decode step that runs is no
+reason to wait: what is published then is how much later it may end.
 
 Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrator.policies.parallelism.engine_profile`.
 """
@@ -53,7 +54,8 @@ class ServingState:
     """What a serving engine publishes every tick. ``at``: when; slacks: seconds, infinite where no request is concerned;
     ``step_end``: when the step that runs is expected to end; ``busy``: it has requests; ``arriving``: the TTFT slack of a request
     that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack;
-    ``waiting``: a prompt waits for its first token, or is being prefilled."""
+    ``waiting``: a prompt waits for its first token, or is being prefilled; ``arriving_tpot``: the TPOT slack of a request that
+    arrives now, and of those that decode beside it."""
 
     at: float
     ttft_slack: float = math.inf
@@ -64,6 +66,7 @@ class ServingState:
     tick: int = 0
     sharers: int = 1
     waiting: bool = False
+    arriving_tpot: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,25 @@ def tpot_slack(decoding: Iterable[tuple[float, float, float]], now: float, slo: 
     return due + slo.tpot - now - ready
 
 
-def arriving_slack(prompts: Iterable[int], ahead: float, slo: Slo, prefill: Callable[[int], float]) -> float:
-    """Equation 1 of a request that arrives now, with a prompt longer than nine of ten of these latest ones; ``ahead``: seconds of
-    what is before it. Where costs are not known: half of the SLO."""
+def long_prompt(prompts: Iterable[int]) -> int:
+    """Tokens of a prompt longer than nine of ten of these; 0: there are none."""
     lengths = sorted(prompts)
-    cost = prefill(lengths[9 * len(lengths) // 10]) if lengths else math.inf
+    return lengths[9 * len(lengths) // 10] if lengths else 0
+
+
+def arriving_slack(ahead: float, slo: Slo, cost: float) -> float:
+    """Equation 1 of a request that arrives now, whose prompt takes ``cost`` seconds (infinite: not known, then half of the SLO);
+    ``ahead``: seconds of what is before it."""
     return slo.ttft - (ahead + cost if cost < math.inf else slo.ttft / 2)
+
+
+def arriving_tpot_slack(mean: float, slo: Slo, decode: float, prefill: float) -> float:
+    """Equation 2 if a request arrives now. It may begin to decode, in steps of ``decode`` seconds (infinite: nobody ever did),
+    while the rollout step that is admitted now still runs. And those that decode already wait for its prompt too, ``prefill``
+    seconds in one of their steps; ``mean``: their least slack by the mean pace, which is what they have earned so far; infinite:
+    there are none."""
+    own = slo.tpot - decode if decode < math.inf else math.inf
+    return min(own, mean - prefill) if mean < math.inf else own
 
 
 def slo_floor(
@@ -141,6 +157,8 @@ class Admission:
         if self.yields_to_prefill(state):
             return -math.inf
         least = state.arriving if self.mode in ("dual", "ttft") else math.inf
+        if self.mode in ("dual", "tpot"):
+            least = min(least, state.arriving_tpot)
         if not state.busy:  # holds until serving says otherwise, however old
             return least / state.sharers - self.guard
         late = now - max(state.at, state.step_end)

@@ -1,4 +1,5 @@
-"""Which layers of a judge stay on the device that it shares with a rollout engine, and which are streamed to it (RollPacker 4.3).
+"""Which layers of a judge stay on the device that it shares with a rollout engine, which are streamed to it, and how many of the
+questions that wait are computed together (RollPacker 4.3).
 
 Guarantees:
 
@@ -15,6 +16,8 @@ Pure; bytes and seconds are plain numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 
 BUFFERS = 2  # one is computed with while the other is filled
 BATCH = 64  # questions that are computed together at most
@@ -75,3 +78,15 @@ def spread_layers(judge: JudgeMemory, tokens: int, resident: int, buffers: int =
     used = min(buffers, count)
     others = judge.fixed + judge.reserve + int(judge.token * tokens)
     return JudgeResidency(judge.layers, streamed, used, others + (resident + used) * judge.layer)
+
+
+def batch_size(profile: EngineProfile, tokens: int, said: float, waiting: int) -> int:
+    """How many of ``waiting`` questions are computed together: what answers most of them per second, of the sizes that were
+    measured and of all, where prompts have ``tokens`` and answers ``said`` tokens. The smaller one where two are as fast."""
+
+    def rate(count: int) -> float:
+        steps = said * profile.decode_seconds(count, tokens + said / 2)
+        return count / (profile.prefill_seconds(tokens, count) + steps)
+
+    measured = profile.sizes("prefill", EngineLayout())[0]
+    return max((*(count for count in measured if count < waiting), waiting), key=rate)

@@ -19,6 +19,7 @@ Pure: pages in, decisions out; ``now`` in seconds of any monotonic clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -109,9 +110,17 @@ class KvSharing:
                 return KvBudget(budget.pages, budget.revision, "cut", kill=True)
             else:
                 return budget
-        if budget.pages and self._burst(serving, budget.pages):
+        if serving > self.most:
             self._cut(now, budget.pages // self.rules.cut, rollout)
         return self.budget
+
+    @property
+    def most(self) -> float:
+        """Pages that serving may use: beyond them it is a burst, as it uses more of the headroom than the watermark allows."""
+        if not self.budget.pages:
+            return math.inf
+        headroom = self.rules.headroom_pages
+        return self.rules.pages - self.budget.pages - headroom + int(self.rules.watermark * headroom)
 
     def record_kill(self) -> KvBudget:
         """The rollout engine is gone, and its pages are back: nothing for its successor before the next step."""
@@ -131,11 +140,6 @@ class KvSharing:
         """To so many pages."""
         self._deadline = now + self.rules.deadline
         self.budget = KvBudget(pages, self.budget.revision + 1, "frozen" if rollout <= pages else "cut")
-
-    def _burst(self, serving: int, budget: int) -> bool:
-        """Serving uses more of the headroom than the watermark allows."""
-        headroom = self.rules.headroom_pages
-        return serving > self.rules.pages - budget - headroom + int(self.rules.watermark * headroom)
 
 
 def displacement_order(running: Mapping[str, tuple[int, int]]) -> list[str]:

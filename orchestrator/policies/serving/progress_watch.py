@@ -19,30 +19,34 @@ class ProgressWatch:
 
     def __init__(self, seconds: float = STALL_SECONDS) -> None:
         self._seconds = seconds
-        self._seen: dict[str, tuple[float, float]] = {}  # request -> its progress, and since when that is so
+        self._seen: Mapping[str, float] = {}  # request -> its progress at the latest look
+        self._at = 0.0  # when that was
+        self._still: dict[str, float] = {}  # those that stood still then -> since when
 
     def note(self, now: float, progress: Mapping[str, float]) -> None:
         """``progress``: of each request that may stall, a number that changes when anything of it is computed; who is not named
         is forgotten."""
-        seen = self._seen
-        self._seen = {
-            name: seen[name] if name in seen and seen[name][0] == made else (made, now)
-            for name, made in progress.items()
-        }
+        seen, still = self._seen, self._still
+        same = [name for name, made in progress.items() if seen.get(name) == made]
+        self._still = {name: still.get(name, self._at) for name in same}
+        self._seen, self._at = progress, now
 
     def stalled(self, now: float, progress: Mapping[str, float]) -> list[str]:
         """The same; returns those whose number stood still for so long, and forgets them."""
         self.note(now, progress)
-        names = [name for name, (_, since) in self._seen.items() if now - since >= self._seconds - _SLACK]
-        for name in names:
-            del self._seen[name]
+        names = [name for name, since in self._still.items() if now - since >= self._seconds - _SLACK]
+        if names:
+            self._seen = {name: made for name, made in progress.items() if name not in names}
+            for name in names:
+                del self._still[name]
         return names
 
     def clear(self) -> None:
         """The engine was paused, or idle: nothing stood still in that time."""
-        self._seen.clear()
+        self._seen, self._still = {}, {}
 
     @property
     def due(self) -> float:
         """When the next one will have stalled, if nothing is computed of it; infinite: nobody is watched."""
-        return min((since for _, since in self._seen.values()), default=math.inf) + self._seconds
+        moved = self._at if len(self._seen) > len(self._still) else math.inf
+        return min(self._still.values(), default=moved) + self._seconds

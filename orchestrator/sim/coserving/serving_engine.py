@@ -27,6 +27,7 @@ from orchestrator.policies.serving.admission import (
     ServingState,
     Slo,
     arriving_slack,
+    long_prompt,
     tpot_slack,
     ttft_slack,
 )
@@ -142,6 +143,11 @@ class ServingEngine:
     def prefill_seconds(self, tokens: int) -> float:
         """Of a prompt by itself."""
         return self.costs.decode(0)[0] + self.costs.prefill(tokens, tokens * tokens / 2, 0)
+
+    def prompt_seconds(self) -> float:
+        """Of a long one of the latest prompts; infinite: there was none."""
+        tokens = long_prompt(self._prompts)
+        return self.prefill_seconds(tokens) if tokens else math.inf
 
     def decode_seconds(self, batch: int) -> float:
         """Of a step over so many sequences, with the contexts that it has."""
@@ -310,7 +316,7 @@ class ServingEngine:
             queued = [(one.arrived, one.prompt) for one in self._queue]
             least = ttft_slack(queued, now, self.slo, self.prefill_seconds)
             ahead = sum(self.prefill_seconds(tokens) for _, tokens in queued)
-            arriving = arriving_slack(self._prompts, ahead, self.slo, self.prefill_seconds)
+            arriving = arriving_slack(ahead, self.slo, self.prompt_seconds())
             waiting = bool(queued)
             return ServingState(now, least, busy=waiting, arriving=arriving, tick=self._tick, waiting=waiting)
         batch = len(self._active)
@@ -438,7 +444,7 @@ class CollocatedEngine(ServingEngine):
             ttft_slack(queued, now, self.slo, self.prefill_seconds),
             tpot_slack(times, now, self.slo, ready),
             busy=bool(queued or times),
-            arriving=arriving_slack(self._prompts, ahead + ready, self.slo, self.prefill_seconds),
+            arriving=arriving_slack(ahead + ready, self.slo, self.prompt_seconds()),
             tick=self._tick,
             waiting=bool(queued),
         )

@@ -5,7 +5,8 @@ ledger, journal, events, Arrow shards, Parquet store, checkpoints with their wri
 steps, no gradients), rewards, environments that only think. What a tool takes is what Heddle measured for its three tasks
 (table 1: 0.41, 1.41 and 0.046 s on average; their turns and sigmas are ASSUMED), what a turn takes of the engine some 12 s, 300
 tokens on average. The value is that of the worst loop, the head's or a shard's; beside it stand what loops waited for a
-processor, and the same run in one process with 2,000 sessions. With ``--quick`` all goes ten times as fast; nothing is claimed.
+processor, where the head's stood longest, and the same run in one process with 2,000 sessions. With ``--quick`` all goes ten
+times as fast; nothing is claimed.
 
 ``python -m scripts.bench.micro.environments --sessions 4000 --shards 2 --minutes 5`` measures another size, which claims nothing.
 """
@@ -43,6 +44,7 @@ from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from scripts.bench.micro.busy_loop import BusySelector
 from scripts.bench.micro.soak import UnauditedBatches, resident_mib, slope
+from scripts.bench.micro.stalls import StallWatch
 from scripts.bench.result import frame, now
 
 NAME = "environments"
@@ -50,6 +52,8 @@ _SESSIONS, _ALONE, _SHARDS, _SECONDS = 10_000, 2_000, 4, 1800.0
 _QUICK = (64, 2, 16.0)  # sessions, shards, seconds
 _P99, _MOST, _STEPS = 10.0, 250.0, 60  # the bar: milliseconds, milliseconds, steps
 _FLAT = 60.0  # MiB an hour that a slope may have
+_STALL = 0.1  # seconds from which it is looked where the head's loop stands
+_STALLS = 5  # that are told, the longest
 _SHARD = "scripts.bench.micro.environment_shard"
 
 
@@ -111,13 +115,20 @@ async def play(config: Config, folder: Path, selector: BusySelector, seconds: fl
             parts.managers = ManagerParts(shards, records.shards.adopt)
         pipeline = build_pipeline(config, parts)
         garbage_collector.calm()
-        loop.call_later(warm, selector.begin)
+        stalls = StallWatch(_STALL)
+
+        def begin() -> None:
+            selector.begin()
+            stalls.start()
+
+        loop.call_later(warm, begin)
         memory: dict[str, list[tuple[float, float]]] = {}
         watch = asyncio.create_task(_watch(memory, pipeline, loop.time()), name="memory")
         last: dict[str, Any] = {}
 
         def stop() -> None:  # to end all at once is measured no more
-            last.update(_loops(pipeline, selector), in_flight=pipeline.rollout.in_flight)
+            longest = [one.to_dict() for one in stalls.stop()[:_STALLS]]
+            last.update(_loops(pipeline, selector), in_flight=pipeline.rollout.in_flight, stalls=longest)
             watch.cancel()
             pipeline.stop("the time is up")
 

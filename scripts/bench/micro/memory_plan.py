@@ -5,7 +5,7 @@ last pipeline rank: shapes and bytes, no numbers, no device. Models in bf16 with
 one to a micro-batch, vocabularies of 152 thousand. The bars, set before the figures were known: Qwen2.5-7B at TP2 DP4 with 10 GB
 free; Qwen3-32B on 8 devices at TP8 with the optimizer offloaded, on 16 without; Qwen3-30B-A3B on 8 at EP8; Qwen3-235B-A22B on
 128; our own copies 0 bytes of the device. Calibration (real): the plan with attention as it runs on a CPU, over VmHWM above its
-start, of every rank of nine layouts on gloo, each at least 2 GB: within 5 %.
+start, of every rank of ten layouts on gloo, each at least 2 GB: within 5 %.
 
 ``python -m scripts.bench.micro.memory_plan --table`` prints the table of docs/megatron.md from docs/results/memory-plan.json;
 ``--part N FOLDER`` measures one of its parts, ``--result FOLDER`` puts them together.
@@ -164,6 +164,7 @@ REAL = (
         "PP2 interleaved", {"pipeline_parallel": 2, "megatron": {"virtual_pipeline_model_parallel_size": 2}}, 16
     ),
     RealLayout("DP2 distributed optimizer", {"data_parallel": 2, "distributed_optimizer": True}, 10),
+    RealLayout("CP2", {"context_parallel": 2}, 8, tokens=768),
     RealLayout("EP2 DP2", {"expert_parallel": 2, "data_parallel": 2}, 5, experts=8),
 )
 
@@ -218,7 +219,7 @@ def planned(layout: PlannedLayout, folder: Path) -> dict[str, Any]:
     free = (DEVICE - rank.total) / GB
     return {
         "model": layout.model,
-        "devices": layout.section.tensor_parallel * layout.section.pipeline_parallel * layout.section.data_parallel,
+        "devices": layout.section.ranks,
         "layout": layout.name,
         "options": layout.options,
         "stage": rank.stage,
@@ -240,7 +241,7 @@ def planned(layout: PlannedLayout, folder: Path) -> dict[str, Any]:
 def real(layout: RealLayout, folder: Path, quick: bool) -> list[dict[str, Any]]:
     """A row a rank: planned and real."""
     section = TrainerSection.from_dict({**layout.trainer, "logprob_gap_samples": 0})
-    world = section.tensor_parallel * section.pipeline_parallel * section.data_parallel
+    world = section.ranks
     large, small = (_folder(folder, _model(layout, size)) for size in ((0.2 if quick else 1.0), 0.0))
     requests = [
         StepRequest(large, _said(section), layout.dtype, rank, world, layout.tokens, layout.rows, as_run=True)

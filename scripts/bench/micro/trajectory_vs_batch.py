@@ -57,6 +57,7 @@ from orchestrator.sim.recorded_traces import EpisodeTrace, EpisodeTraces, Traced
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from scripts.bench import virtual_run
 from scripts.bench.cells import Cells
+from scripts.bench.papers.calibrate import nonnegative_factors
 from scripts.bench.result import frame, now
 
 NAME = "trajectory-vs-batch"
@@ -215,7 +216,7 @@ async def engine_costs(worker: ManagedWorker, number: int) -> dict[str, float]:
                 times.append(asyncio.get_running_loop().time() - begun)
     taken = np.median(np.array(times).reshape(_ROUNDS, -1), axis=0)
     terms = np.array([(said, count * said, count * prompt) for count, prompt, said in _REQUESTS], float)
-    return dict(zip(("step", "sequence", "token"), _least_squares(terms / taken[:, None]), strict=True))
+    return dict(zip(("step", "sequence", "token"), nonnegative_factors(terms / taken[:, None]), strict=True))
 
 
 @asynccontextmanager
@@ -231,20 +232,6 @@ async def _proxied(worker: ManagedWorker) -> AsyncIterator[LLMProxy]:
         await proxy.close()
     if failed:
         raise RunError(str(failed[0]))
-
-
-def _least_squares(terms: np.ndarray) -> list[float]:
-    """Of one as the wanted value, with no factor below 0: the best of those where some are 0."""
-    best, least = [0.0] * terms.shape[1], float("inf")
-    for kept in range(1, 2 ** terms.shape[1]):
-        columns = [column for column in range(terms.shape[1]) if kept >> column & 1]
-        factors = np.linalg.lstsq(terms[:, columns], np.ones(len(terms)), rcond=None)[0]
-        error = float(((terms[:, columns] @ factors - 1) ** 2).sum())
-        if (factors >= 0).all() and error < least:
-            best, least = [0.0] * terms.shape[1], error
-            for column, factor in zip(columns, factors, strict=True):
-                best[column] = float(factor)
-    return best
 
 
 def predicted(load: Load, deviation: float, number: int, costs: Mapping[str, float], *, batch: bool) -> float:

@@ -116,6 +116,20 @@ def _fit(steps: Sequence[Step], cached: int) -> FittedCosts:
     return FittedCosts(step, sequence, context, token, pair, chunk, spill, cached)
 
 
+def nonnegative_factors(terms: np.ndarray) -> list[float]:
+    """By least squares of one as the wanted value in each row, with no factor below 0: the best of those where some are 0."""
+    best, least = [0.0] * terms.shape[1], math.inf
+    for kept in range(1, 2 ** terms.shape[1]):
+        columns = [column for column in range(terms.shape[1]) if kept >> column & 1]
+        factors = np.linalg.lstsq(terms[:, columns], np.ones(len(terms)), rcond=None)[0]
+        error = float(((terms[:, columns] @ factors - 1) ** 2).sum())
+        if (factors >= 0).all() and error < least:
+            best, least = [0.0] * terms.shape[1], error
+            for column, factor in zip(columns, factors, strict=True):
+                best[column] = float(factor)
+    return best
+
+
 def errors(costs: FittedCosts, steps: Sequence[Step]) -> list[float]:
     """Predicted over measured, minus 1, of each."""
     return [costs.seconds(step) / step.seconds - 1.0 for step in steps]

@@ -1,13 +1,13 @@
 """A pretrained model before and after RL alone: right answers to 450 held-out questions that neither training nor its evaluations
 asked, three seeds, and a control whose rewards are shuffled.
 
-Real: SmolLM2-135M-Instruct (``models/smollm2``, ``scripts/smollm2.py``) by ``examples/smollm2.toml``, 400 steps. Of the held-out
+Real: SmolLM2-135M-Instruct (``models/smollm2``, ``scripts/smollm2.py``) by ``examples/smollm2.toml``. Of the held-out
 questions the first 150 are the validation split: the run's own evaluations, by which a recipe may be chosen; the others are asked
 once before and once after, greedily, and compared question by question (an exact McNemar test). Of these the share of well-formed
 answers, and the gain among questions whose answers were well formed both times.
 
-A seed takes hours, so a run is made in sessions: ``python -m scripts.bench.papers.pretrained_learns --minutes 100`` begins the
-first run that is missing, or resumes it, and ends after so many minutes. Exit codes: 0 a run was finished and kept, 4 the same
+A run takes half an hour, so it is made in sessions: ``python -m scripts.bench.papers.pretrained_learns --minutes 30`` begins the
+first one that is missing, or resumes it, and ends after so many minutes. Exit codes: 0 a run was finished and kept, 4 the same
 command continues it, 3 none is missing. ``--only shuffled-0`` names one of them, ``--result`` prints the figure of what there is.
 ``--quick`` makes two steps and asks 16 questions: it shows that the measurement works, not that the bar is met.
 """
@@ -24,10 +24,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from orchestrator.observe.report.summary import summarize
+from orchestrator.observe.report.run_log import load_run
+from orchestrator.observe.report.summary import summary_of
 from scripts.bench.cells import Cells
 from scripts.bench.probes.probe_run import run_probe
-from scripts.bench.probes.shuffled_reward import shuffled_sums
+from scripts.bench.probes.shuffled_reward import shuffled
 from scripts.bench.probes.training_run import train_for
 from scripts.bench.result import frame, now
 
@@ -36,12 +37,14 @@ RUNS = ("rewards-0", "shuffled-0", "rewards-1", "rewards-2")
 CELLS = Path("docs/results/cells") / NAME
 VALIDATION, TEST = 150, 450
 START = (0.15, 0.6)
-_CONFIG, _MODEL, _FOLDER = Path("examples/smollm2.toml"), "models/smollm2", Path("runs/pretrained")
-_RECIPE = ("run.steps=400", f"task.heldout_maps={VALIDATION + TEST}", f"evaluation.prompts={VALIDATION}")
+_CONFIG, _TASK = Path("examples/smollm2.toml"), Path("examples/largest.py")
+_MODEL, _FOLDER = "models/smollm2", Path("runs/pretrained")
+_RECIPE = (f"task.heldout_maps={VALIDATION + TEST}", f"evaluation.prompts={VALIDATION}")
 _SHORT = ("run.steps=2", f"task.heldout_maps={VALIDATION + TEST}", "evaluation.prompts=4", "evaluation.every=0")
-_SHUFFLED = (f"reward.function={shuffled_sums.__module__}:{shuffled_sums.__name__}",)
+_SHUFFLED = (f"reward.function={shuffled.__module__}:{shuffled.__name__}",)
 _ASKING = 3600.0  # seconds for the questions, at most
-_SHOWN = 6  # answers that are kept in words
+_SHOWN = 12  # answers that are kept in words
+_CURVE = ("entropy", "groups_silent_share", "logprob_gap_mean", "response_tokens_mean")
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
@@ -76,8 +79,9 @@ def measure_next(seconds: float, only: str = "") -> int:
 
 
 def kept_cells() -> Cells:
-    """Of the recipe as it is now: another one has other files."""
-    return Cells(CELLS, NAME, f"{zlib.crc32(_CONFIG.read_bytes() + ' '.join(_RECIPE).encode()):08x}")
+    """Of the recipe and the task as they are now: others have other files."""
+    recipe = _CONFIG.read_bytes() + _TASK.read_bytes() + " ".join(_RECIPE).encode()
+    return Cells(CELLS, NAME, f"{zlib.crc32(recipe):08x}")
 
 
 def session(name: str, folder: Path, seconds: float, recipe: tuple[str, ...], questions: int) -> dict[str, Any] | None:
@@ -88,7 +92,8 @@ def session(name: str, folder: Path, seconds: float, recipe: tuple[str, ...], qu
     path, complete = train_for(seconds, _CONFIG, folder, name, overrides)
     if not complete:
         return None
-    summary = summarize(path)
+    log = load_run(path)
+    summary = summary_of(log)
     asked = [str(VALIDATION), str(questions), str(_CONFIG), *overrides]
     before, after = (
         run_probe("answers", [str(model), *asked], package="scripts.bench.probes", limit=_ASKING)["rows"]
@@ -104,6 +109,12 @@ def session(name: str, folder: Path, seconds: float, recipe: tuple[str, ...], qu
             for one, other in zip(before[:_SHOWN], after[:_SHOWN], strict=True)
         ],
         "validation": summary["success_curve"],
+        "curve": [
+            {"step": step.number, "reward": round(step.reward_mean, 4), "seconds": round(step.period, 1)}
+            | {name: round(step.metrics[name], 4) for name in _CURVE}
+            for step in log.steps
+        ],
+        "ledger": summary["ledger"],
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "last_session_seconds": round(time.monotonic() - begun, 1),

@@ -75,6 +75,8 @@ def page(folder: Path) -> str:
     error = _load(folder, "sim-error")
     if error:
         parts += _sim_error(error)
+    if roofline := _load(folder, "roofline-error"):
+        parts += _roofline_error(roofline)
     for name, title in (
         ("modes", "The ladder of modes (`bench modes`)"),
         ("affinity", "Hardware affinity (`bench affinity`)"),
@@ -220,6 +222,23 @@ def _sim_error(found: dict[str, Any]) -> list[str]:
         what = f"{row['what']} ({row['unit']}{', assumed' if row.get('assumed') else ''})"
         lines.append(f"| {what} | {numbers} | {row['source']} | {row['note']} |")
     return lines
+
+
+def _roofline_error(found: dict[str, Any]) -> list[str]:
+    about = (
+        f"What GPU figures below are played with is another model, a roofline. Beside {found['detail']['samples']} speeds of "
+        f"engines that others published, of which no constant was taken, its median error is {100 * found['value']:.0f} %: "
+        "[what that means](../simulator.md#how-far-it-is-off).\n"
+    )
+    lines = [
+        "| published speeds | rows | median of the absolute errors | least | most |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {group} | {one['rows']} | {100 * one['median']:.0f} % | {100 * one['least']:+.0f} % | {100 * one['most']:+.0f} % |"
+        for group, one in found["detail"]["groups"].items()
+    ]
+    return ["\n## The roofline's own error (`bench roofline-error`)\n", about, "\n".join(lines) + "\n"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

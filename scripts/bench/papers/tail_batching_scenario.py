@@ -8,6 +8,7 @@ The same episodes go to the real engine and to the simulator; what an engine cos
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ LENGTHS = Path(__file__).with_name("response_lengths.json")
 PROMPTS, RESPONSES = 16, 8  # P0, R0; the paper has 128 and 8
 ETA = 1.25
 MAX_LEN, SLOTS = 512, 256
+# prompts at a time, and tokens of each one's eight members: plain rounds that the costs are fitted to, none of them the epoch's
+CALIBRATION = [
+    (prompts, members)
+    for prompts in (2, 8, 16, 25)
+    for members in ([4] * RESPONSES, [4] * (RESPONSES - 1) + [64], [48] * RESPONSES)
+]
+CALIBRATION_ROUNDS = 3
 
 
 def lengths() -> dict[str, Any]:
@@ -34,6 +42,12 @@ def traces() -> EpisodeTraces:
         groups.append(tuple(range(len(episodes), len(episodes) + len(members))))
         episodes += [EpisodeTrace((TracedTurn(PREFIX, length, 0.0),), 0.0, None) for length in members]
     return EpisodeTraces(tuple(episodes), tuple(groups))
+
+
+def alike(lengths_of_members: Sequence[int]) -> EpisodeTraces:
+    """Any number of prompts whose members have these lengths: a round's time is then that of its terms, and of nothing drawn."""
+    episodes = tuple(EpisodeTrace((TracedTurn(PREFIX, length, 0.0),), 0.0, None) for length in lengths_of_members)
+    return EpisodeTraces(episodes, (tuple(range(len(episodes))),))
 
 
 def scenario(*overrides: str, tail: bool, seed: int = 0) -> Config:

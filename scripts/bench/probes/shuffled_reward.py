@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.tasks.text_rewards import sums_answer
+from examples.largest import score
 
 _AMONG = 64  # answers, a step's
 _earned: deque[float] = deque(maxlen=_AMONG)
 _chance = random.Random(0)
 
 
-def shuffled_sums(payload: Mapping[str, Any]) -> dict[str, float | str]:
-    """Of task sums: the reward of one of the last 64 answers, drawn at random."""
-    found = sums_answer(payload)
+def shuffled(payload: Mapping[str, Any]) -> dict[str, float]:
+    """Of the task of ``examples/largest.py``: the reward of one of the last 64 answers, drawn at random."""
+    found = score(payload)
     if str(payload["trajectory_id"]).startswith("eval-"):
         return found
-    _earned.append(float(found["reward"]))
-    return {**found, "reward": _chance.choice(_earned)}
+    _earned.append(found["reward"])
+    return {"reward": _chance.choice(_earned)}

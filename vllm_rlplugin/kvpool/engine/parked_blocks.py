@@ -102,7 +102,8 @@ class ParkedBlocks:
     def note_ended(self) -> None:
         """The output of the earliest step in flight is there."""
         self._ended += 1
-        self._unmap_parked()
+        if self._leaving:
+            self._unmap_parked()
 
     def ensure_free(self, blocks: int, allowed: int | None = None) -> bool:
         """Have so many free blocks, if there are pages; whether there are so many now. ``allowed``: groups that may be
@@ -116,7 +117,7 @@ class ParkedBlocks:
         coming = list(self._leaving)[:needed]  # these have their pages still
         for group in coming:
             del self._leaving[group]
-            self._unpark(group)
+        self._unpark(coming)
         needed -= len(coming)
         count = min(needed + len(self._used) // _MORE, room - len(coming)) if needed else 0
         fresh = [heapq.heappop(self._parked) for _ in range(min(count, len(self._parked)))]
@@ -125,8 +126,7 @@ class ParkedBlocks:
             for group in fresh[fewer:]:
                 heapq.heappush(self._parked, group)
             fresh = fresh[:fewer]
-        for group in fresh:
-            self._unpark(group)
+        self._unpark(fresh)
         return bool(self._pool.get_num_free_blocks() >= blocks)
 
     def park_idle(self, *, running: bool = False) -> None:
@@ -239,8 +239,8 @@ class ParkedBlocks:
             self._pool.free_block_queue.remove(block)
         self._pool.num_gpu_blocks -= len(blocks)  # reset_prefix_cache and get_usage count with it
 
-    def _unpark(self, group: int) -> None:
-        blocks = self._blocks(group)
+    def _unpark(self, groups: list[int]) -> None:
+        blocks = [block for group in groups for block in self._blocks(group)]
         self._pool.free_block_queue.append_n(blocks)
         self._pool.num_gpu_blocks += len(blocks)
-        self._used[group] = self._now()
+        self._used |= dict.fromkeys(groups, self._now())

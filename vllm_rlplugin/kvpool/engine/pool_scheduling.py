@@ -58,6 +58,7 @@ class PoolScheduler:
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
+        self._pages_a_group = pool.geometry.pages_a_group
         manager = scheduler.kv_cache_manager
         self._parked = ParkedBlocks(
             manager.block_pool,
@@ -226,7 +227,7 @@ class PoolScheduler:
     @property
     def held_pages(self) -> int:
         """That this engine holds."""
-        return self._parked.held_groups * self._pool.geometry.pages_a_group
+        return self._parked.held_groups * self._pages_a_group
 
     def set_keep_seconds(self, seconds: float) -> None:
         """Pages that nobody used for so long go back, from now on."""
@@ -241,8 +242,9 @@ class PoolScheduler:
         """Comply, then have what the next step may allocate."""
         self._allowed = self._comply_with_budget()
         if self._guardian is not None:
-            self._guardian.tick_before_step()
-        self._parked.ensure_free(self._blocks_wanted(), self._allowed)
+            self._guardian.tick_before_step(self.held_pages)
+        if not self._parked.ensure_free(self._blocks_wanted(), self._allowed) and self._guardian is not None:
+            self._guardian.note_shortage()
         self._parked.park_idle_part()
 
     def map_ahead(self) -> None:
@@ -327,7 +329,7 @@ class PoolScheduler:
         if self._pool.role == "serving" or self._parked.asleep:
             return None
         used, budget = self._pool.pool.own_share()
-        each = self._pool.geometry.pages_a_group
+        each = self._pages_a_group
         excess = -(-(used - budget) // each)
         excess -= self._parked.held_groups - self._parked.backed_groups  # those that are on their way
         if excess > 0:

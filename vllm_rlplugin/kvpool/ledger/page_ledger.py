@@ -41,6 +41,7 @@ ROLES: tuple[Role, ...] = ("serving", "rollout")
 PAGE_BYTES = 2 << 20  # what CUDA maps at least
 _Controls = ctypes.c_uint64 * native_pages.CONTROLS
 _STATE_BYTES = 8 * native_pages.WORDS
+_Words = ctypes.c_char * _STATE_BYTES  # kept: ctypes makes the type anew once it was collected
 STUCK_SECONDS = 2.0  # after which a process that holds the lock, and is not stopped, counts as hung
 
 _logger = logging.getLogger(__name__)
@@ -253,7 +254,7 @@ class PagePool:
 
     def read(self, slot: int) -> bytes | None:
         """What that tenant published last; None: nothing, or nobody is there. Never waits."""
-        words = ctypes.create_string_buffer(_STATE_BYTES)
+        words = _Words()
         return words.raw if self._check_code(self._quick.rlc_pool_read(self.handle, slot, words)) else None
 
     def set_budget(self, slot: int, pages: int, revision: int) -> bool:

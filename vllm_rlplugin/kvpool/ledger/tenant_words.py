@@ -1,22 +1,21 @@
 """What engines of a pool tell each other every tick, as the words of their tenant's published state, and what people ask of them.
 
-Guarantees: packing and unpacking are inverse, to the nanosecond; words of another kind or another version read as None. Times are
-seconds of the machine's monotonic clock, which all processes share; infinite and unknown times survive.
+Guarantees: packing and unpacking are inverse; words of another kind or another version read as None. Times are seconds of the
+machine's monotonic clock, which all processes share; infinite and unknown times survive.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
 
 from orchestrator.policies.serving.admission import MODES, Mode, ServingState
 
-_SERVING, _ROLLOUT = 0x5301, 0x5201  # kind and version
-_INFINITE = (1 << 63) - 1  # nanoseconds
-_SERVING_WORDS, _ROLLOUT_WORDS = Struct("=Q5q7Q8x"), Struct("=Q3q9Qq")  # times are signed
-_ROLLOUT_USE = Struct("=Q2q")  # how the words of a rollout engine begin
+_SERVING, _ROLLOUT = 0x5302, 0x5202  # kind and version
+_SERVING_WORDS, _ROLLOUT_WORDS = Struct("=Q6d7Q"), Struct("=Q3d9Qd")
+_ROLLOUT_USE = Struct("=Q2d")  # how the words of a rollout engine begin
 
 
 class ControlWord(IntEnum):
@@ -45,24 +44,27 @@ class ServingWords:
 
     def pack(self) -> bytes:
         """For :meth:`vllm_rlplugin.kvpool.ledger.page_ledger.PagePool.publish`."""
-        state = self.state
-        head = _SERVING | MODES.index(self.mode) << 16 | state.busy << 24 | state.waiting << 25
-        head |= min(state.sharers, 255) << 32
-        times = (state.at, state.ttft_slack, state.tpot_slack, state.arriving, state.step_end)
         counts = (self.firsts, self.late_first, self.blamed_first, self.nexts, self.late_next, self.blamed_next)
-        return _SERVING_WORDS.pack(head, *map(_nanoseconds, times), state.tick, *counts)
+        return self.pack_parts(self.state, self.mode, counts)
+
+    @staticmethod
+    def pack_parts(state: ServingState, mode: Mode, counts: Iterable[int]) -> bytes:
+        """The same, of its parts: twice in every step."""
+        head = _SERVING | MODES.index(mode) << 16 | state.busy << 24 | state.waiting << 25
+        head |= min(state.sharers, 255) << 32
+        times = (state.at, state.ttft_slack, state.tpot_slack, state.arriving, state.step_end, state.arriving_tpot)
+        return _SERVING_WORDS.pack(head, *times, state.tick, *counts)
 
     @classmethod
     def unpack(cls, words: bytes | None) -> ServingWords | None:
         """None: nothing of a serving engine."""
         if words is None:
             return None
-        head, at, ttft, tpot, arriving, end, tick, *counts = _SERVING_WORDS.unpack(words)
+        head, at, ttft, tpot, arriving, end, beside, tick, *counts = _SERVING_WORDS.unpack(words)
         if head & 0xFFFF != _SERVING:
             return None
         busy, waiting, sharers = bool(head >> 24 & 1), bool(head >> 25 & 1), max(1, head >> 32 & 255)
-        at, ttft, tpot, end = _seconds(at), _seconds(ttft), _seconds(tpot), _seconds(end)
-        state = ServingState(at, ttft, tpot, end, busy, _seconds(arriving), tick, sharers, waiting)
+        state = ServingState(at, ttft, tpot, end, busy, arriving, tick, sharers, waiting, beside)
         return cls(state, MODES[(head >> 16 & 255) % len(MODES)], *counts)
 
 
@@ -97,9 +99,8 @@ class RolloutWords:
         """For :meth:`vllm_rlplugin.kvpool.ledger.page_ledger.PagePool.publish`."""
         head = _ROLLOUT | self.running << 16 | self.dry << 17 | self.inactive << 18 | self.loading << 19
         counts = (self.steps, self.tokens, self.would, self.refused, self.stalls, self.returned, self.misses)
-        times = map(_nanoseconds, (self.begun, self.busy, self.guard))
-        activation = _nanoseconds(self.activation)
-        return _ROLLOUT_WORDS.pack(head, *times, self.minimum, *counts, self.weights, activation)
+        times = (self.begun, self.busy, self.guard)
+        return _ROLLOUT_WORDS.pack(head, *times, self.minimum, *counts, self.weights, self.activation)
 
     @classmethod
     def unpack(cls, words: bytes | None) -> RolloutWords | None:
@@ -109,10 +110,9 @@ class RolloutWords:
         head, begun, busy, guard, minimum, *counts, weights, took = _ROLLOUT_WORDS.unpack(words)
         if head & 0xFFFF != _ROLLOUT:
             return None
-        times = _seconds(begun), _seconds(busy), _seconds(guard)
         bits = {"inactive": bool(head >> 18 & 1), "loading": bool(head >> 19 & 1)}
         running, dry = bool(head >> 16 & 1), bool(head >> 17 & 1)
-        return cls(running, dry, *times, minimum, *counts, **bits, weights=weights, activation=_seconds(took))
+        return cls(running, dry, begun, busy, guard, minimum, *counts, **bits, weights=weights, activation=took)
 
     @staticmethod
     def read_used(words: bytes | None, now: float) -> float | None:
@@ -122,18 +122,8 @@ class RolloutWords:
         head, begun, busy = _ROLLOUT_USE.unpack_from(words)
         if head & 0xFFFF != _ROLLOUT:
             return None
-        return _seconds(busy) + (max(0.0, now - _seconds(begun)) if head >> 16 & 1 else 0.0)
+        return float(busy) + (max(0.0, now - begun) if head >> 16 & 1 else 0.0)
 
     def used_until(self, now: float) -> float:
         """Seconds that its steps have taken so far."""
         return self.busy + (max(0.0, now - self.begun) if self.running else 0.0)
-
-
-def _nanoseconds(seconds: float) -> int:
-    if math.isinf(seconds):
-        return _INFINITE if seconds > 0 else -_INFINITE
-    return round(seconds * 1e9)
-
-
-def _seconds(word: int) -> float:
-    return math.copysign(math.inf, word) if abs(word) == _INFINITE else word / 1e9

@@ -8,16 +8,18 @@ once, and its pages stay where they are. One of several ranks of which one died 
 says that it loads weights has LOADING seconds for that first: its thread cannot give anything back meanwhile.
 
 Opened when a rollout engine joins, by :meth:`Guardian.open_budget`, and when a rollout engine says that an RL step
-begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Looks
-are made before each step and, so that an idle engine reacts too, by a thread (:meth:`Guardian.watch`) when there was no
-step for BUSY seconds: two threads that look cost a step more than the look. What a rollout engine cannot give back while
-it lives (the pages of its null block) is on top of its budget. ``now``: seconds, monotonic.
+begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Before
+each step it is seen whether there is anything to decide (serving's pages beyond what it may use, a cut that is not complied
+with, no page where one was wanted): then everything is looked at, else every CALM seconds, and so that an idle engine
+reacts too by a thread (:meth:`Guardian.watch`) when there was no step for BUSY seconds. What a rollout engine cannot give
+back while it lives (the pages of its null block) is on top of its budget. ``now``: seconds, monotonic.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from vllm_rlplugin.kvpool.ledger.tenant_processes import holds_file, kill_tenant
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
 _TICK = 0.02  # seconds between two looks
+CALM = 0.25  # where a step finds nothing to decide
 WATCH_SECONDS = 0.02  # between two looks of the thread
 BUSY = 0.1  # seconds after a step in which the thread leaves looks to steps
 BROKEN = 10.0  # seconds that a rollout engine that lost a rank has to end by itself
@@ -49,6 +52,9 @@ class Guardian:
         self._peaks: deque[tuple[float, int]] = deque()  # falling maxima of the window
         self._known: dict[tuple[int, int], int] = {}  # (slot, generation) -> pages it was told
         self._looked = self._stepped = float("-inf")
+        self._most = math.inf  # pages of serving beyond which there is something to decide
+        self._highest = 0  # most of its pages since the latest look
+        self._short = False  # serving wanted pages that were not there
         self._blamed: set[tuple[int, int]] = set()
         self._broken: dict[tuple[int, int], float] = {}  # (slot, generation) -> since when a rank is missing
         self._flag, self._said = rules.lent, 0  # the share that is lent by flag; what people said last
@@ -84,6 +90,7 @@ class Guardian:
             rules = replace(self._own, headroom=0.0, lent=share) if share else self._own
             self._flag, self._said = rules.lent, 0
             self._sharing = KvSharing(rules)
+            self._peaks.clear()  # what serving used by other rules
             self._pool.control(ControlWord.LENT, 0)
             self._pool.set_headroom(rules.headroom_pages)
             self._known.clear()
@@ -98,10 +105,19 @@ class Guardian:
             finally:
                 self._lock.release()
 
-    def tick_before_step(self) -> None:
-        """The same; the thread leaves it to steps while there are any."""
-        self._stepped = self._now()
-        self.tick()
+    def tick_before_step(self, used: int) -> None:
+        """The same, where there may be something to decide; the thread leaves it to steps while there are any. ``used``: pages
+        that serving has now."""
+        self._stepped = now = self._now()
+        if used > self._highest:
+            self._highest = used
+        urgent = self._short or used > self._most or (self.rollouts and self._sharing.budget.state == "cut")
+        if urgent or now - self._looked >= CALM:
+            self.tick()
+
+    def note_shortage(self) -> None:
+        """Serving wanted pages that were not there: somebody who has some may be gone."""
+        self._short = True
 
     def watch(self, also: Callable[[], None]) -> None:
         """Look, and do ``also``, in a thread of its own until :meth:`stop`: an idle engine has no steps."""
@@ -132,7 +148,7 @@ class Guardian:
         return budget
 
     def _tick(self, now: float) -> None:
-        self._looked = now
+        self._looked, self._short = now, False
         self._said_by.clear()
         self._pool.reap()  # also those that were killed a moment ago
         view = self._pool.view()
@@ -142,6 +158,7 @@ class Guardian:
         self._read_controls(view, now)
         if not self.rollouts:
             self._known.clear()
+            self._most = math.inf
             return
         self._record_peak(view, now)
         if any((tenant.slot, tenant.generation) not in self._known for tenant in active):
@@ -169,7 +186,7 @@ class Guardian:
         self._pool.control(ControlWord.LOOKS, 1, add=True)
 
     def _record_peak(self, view: PoolView, now: float) -> None:
-        used = _serving(view)
+        used, self._highest = max(_serving(view), self._highest), 0
         while self._peaks and self._peaks[-1][1] <= used:
             self._peaks.pop()
         self._peaks.append((now, used))
@@ -182,6 +199,7 @@ class Guardian:
     def _set_budgets(self, view: PoolView, budget: KvBudget) -> None:
         tenants = self._active(view)
         share = budget.pages // len(tenants) if tenants else 0
+        self._most = self._sharing.most - self._minimum(view)
         told: dict[tuple[int, int], int] = {}
         for tenant in tenants:
             key = (tenant.slot, tenant.generation)

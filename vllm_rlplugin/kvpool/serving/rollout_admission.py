@@ -49,6 +49,8 @@ class RolloutAdmission:
         self._minimum, self._now, self._sleep = minimum, now, sleep
         self._admission = Admission(costs.prefill, costs.decode)
         self._serving = -1  # its slot
+        self._read: bytes | None = None  # what was read there last
+        self._said: ServingWords | None = None  # and what it means
         self._found = -math.inf  # when it was looked for
         self.parts = StepParts(scheduler.requests.get)
         self._head = QueueHead(scheduler, lambda request: max(1, request.num_tokens - request.num_computed_tokens))
@@ -189,14 +191,9 @@ class RolloutAdmission:
         requests = self._scheduler.requests
         names = [name for name in displaced if name in requests]
         if not self._alone():
-            stalled = self._watch.stalled(
-                now,
-                {
-                    name: request.num_computed_tokens + request.num_output_tokens
-                    for name, request in requests.items()
-                    if not request.is_finished() and name not in displaced
-                },
-            )
+            computed = {name: request.num_computed_tokens for name, request in requests.items()}
+            stalled = [name for name in self._watch.stalled(now, computed) if name not in displaced]
+            stalled = [name for name in stalled if not requests[name].is_finished()]
             names += stalled
             self._counts["stalls"] += len(stalled)
         self._counts["returned"] += len(names)
@@ -216,7 +213,12 @@ class RolloutAdmission:
             self._pool.reap()  # it may have died
             serving = self._pool.view().serving
             self._serving = -1 if serving is None else serving.slot
-        return ServingWords.unpack(self._pool.read(self._serving)) if self._serving >= 0 else None
+        if self._serving < 0:
+            return None
+        words = self._pool.read(self._serving)
+        if words != self._read:
+            self._read, self._said = words, ServingWords.unpack(words)
+        return self._said
 
     def set_active(self, active: bool) -> None:
         """Whether it is; the serving engine reckons with one that is, and with what it needs at least."""

@@ -22,7 +22,15 @@ from itertools import islice
 from typing import Any
 
 from orchestrator.policies.parallelism.engine_profile import StepCosts
-from orchestrator.policies.serving.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack
+from orchestrator.policies.serving.admission import (
+    PROMPTS,
+    Mode,
+    ServingState,
+    Slo,
+    arriving_slack,
+    arriving_tpot_slack,
+    long_prompt,
+)
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.step_parts import StepParts
@@ -118,10 +126,12 @@ class ServingMeter:
         self._lock = threading.Lock()  # of what is published: the scheduler's thread, and the guardian's while idle
         self._tick = 0
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
+        self._prompt = self._chunk = math.inf  # seconds of a long one of them, and of what of it is in one step
+        self._decode = (-1, 0.0)  # a batch that decodes, and its seconds; until a step was observed
         self._seen: dict[int, float] = {}  # slot -> seconds that it had run
         self._rolled = 0.0
         self._counts = [0] * 6  # as in ServingWords
-        self.latest = ServingWords(ServingState(0.0), mode)
+        self._state = ServingState(0.0)  # published last
 
     # -- from the scheduler ------------------------------------------------------------------------------------------
 
@@ -131,13 +141,14 @@ class ServingMeter:
         name = request.request_id
         if name not in self._requests:
             self._prompts.append(request.num_tokens)
+            self._price_prompt()
         with self._lock:
             self._forget(name)
             self._gone = [gone for gone in self._gone if gone != name]
             self._requests[name] = self._waiting[name] = _Request(
                 request, _arrival(request, now), self._rolled_until(now)
             )
-        if len(self._waiting) <= _FEW or now - self.latest.state.at > _ARRIVALS:
+        if len(self._waiting) <= _FEW or now - self._state.at > _ARRIVALS:
             self._publish(now)
 
     def request_gone(self, name: str) -> None:
@@ -149,13 +160,14 @@ class ServingMeter:
     def step_scheduled(self, output: Any) -> None:
         """A step was scheduled. With async scheduling the one before it may still be under way."""
         now = self._now()
-        self._forget_gone()
+        if self._gone:
+            self._forget_gone()
         names = output.num_scheduled_tokens
         groups, plain = self._whole_groups(names)
         if self.parts.prefilling or output.total_num_scheduled_tokens != len(names):
             plain = False
         tokens, batch, others = (0, len(names), set[str]()) if plain else self.parts.note(output)
-        expected = self._costs.prefill(tokens) + self._costs.decode(batch) if tokens or batch else 0.0
+        expected = (self._costs.prefill(tokens) if tokens else 0.0) + self._decode_seconds(batch)
         singles = {name: None for name in self._waiting if name in names} | dict.fromkeys(others)
         known = expected if expected < math.inf else 0.0
         step = _Step(now, self._rolled_until(now), tokens, batch, names, known, singles, [])
@@ -174,6 +186,9 @@ class ServingMeter:
         if step.tokens or step.batch:  # it ran from the end of the one before on, whenever it was scheduled
             since, before = (step.begun, step.rolled) if step.begun >= self._over else (self._over, self._over_rolled)
             self._costs.observe_step(step.tokens, step.batch, now - since, shared=rolled - before > 1e-4)
+            self._decode = (-1, 0.0)
+            if step.tokens:
+                self._price_prompt()
         self._over, self._over_rolled = now, rolled
         gone = {name for name in self._gone if (found := self._requests.get(name)) and not _new_tokens(found)}
         for group in step.groups:
@@ -181,16 +196,19 @@ class ServingMeter:
             self._count_tokens(len(group.members) - idle, group.since, group.rolled, now, rolled)
             group.since, group.rolled = now, rolled
             group.steps += 1
-        fresh = _Group(now, rolled)
-        for name in step.singles:
-            if (found := self._requests.get(name)) is not None:
-                self._count_single(name, found, fresh, now, rolled)
-        if fresh.members:
-            self._groups.append(fresh)
-            for flight in self._steps:
-                self._cover(fresh, flight)
-        self._merge(now)
-        self._forget_gone()
+        if step.singles:
+            fresh = _Group(now, rolled)
+            for name in step.singles:
+                if (found := self._requests.get(name)) is not None:
+                    self._count_single(name, found, fresh, now, rolled)
+            if fresh.members:
+                self._groups.append(fresh)
+                for flight in self._steps:
+                    self._cover(fresh, flight)
+        if len(self._groups) > 1:
+            self._merge(now)
+        if self._gone:
+            self._forget_gone()
         self._publish(now)
 
     def _count_single(self, name: str, found: _Request, fresh: _Group, now: float, rolled: float) -> None:
@@ -338,35 +356,51 @@ class ServingMeter:
             if not sharers or (only_idle and self._requests):
                 return
             self._tick += 1
-            self.latest = ServingWords(self.serving_state(now, sharers), self._mode, *self._counts)
-            self._pool.publish(self.latest.pack())
+            self._state = self.serving_state(now, sharers)
+            self._pool.publish(ServingWords.pack_parts(self._state, self._mode, self._counts))
+
+    @property
+    def latest(self) -> ServingWords:
+        """What was published last, with the counts of now."""
+        return ServingWords(self._state, self._mode, *self._counts)
 
     def serving_state(self, now: float, sharers: int = 1) -> ServingState:
         """Slacks now. Those of unknown costs are minus infinity: nothing is lent of what is not known."""
-        steps = tuple(self._steps)
+        slo, costs, steps = self._slo, self._costs, tuple(self._steps)
         ends = self._ends(steps, now)
         end = ends[-1] if ends else 0.0
         running = max(0.0, end - now)
-        ttft = math.inf
+        ttft = tpot = arriving = beside = math.inf
         ahead, queued, waiting = running, 0, len(self._waiting)
         decoding = len(self._requests) - waiting
         for found in islice(self._waiting.values(), _CROWD):
             left = max(0, found.core.num_tokens - found.core.num_computed_tokens)
             queued += left
-            ahead += self._costs.prefill(left)
-            ttft = min(ttft, found.since + self._slo.ttft - now - ahead)
+            ahead += costs.prefill(left)
+            ttft = min(ttft, found.since + slo.ttft - now - ahead)
         if waiting > _CROWD:
             ttft = -math.inf
-        step = self._costs.decode(decoding) + self._costs.prefill(min(queued, self._most))
-        tpot = self._tpot(now, list(zip(steps, ends, strict=True)), running + step)
-        arriving = arriving_slack(self._prompts, ahead, self._slo, self._costs.prefill)
+        if self._phase != "prefill":
+            decode = self._decode_seconds(decoding or 1)
+            step = (decode if decoding else 0.0) + (costs.prefill(min(queued, self._most)) if queued else 0.0)
+            tpot, mean = self._tpot(now, list(zip(steps, ends, strict=True)), running + step)
+            beside = arriving_tpot_slack(mean, slo, decode, self._chunk if self._phase == "both" else 0.0)
         if self._phase == "decode":
-            ttft = arriving = math.inf
-            waiting = 0
-        elif self._phase == "prefill":
-            tpot = math.inf
-        busy = bool(self._requests) or bool(self._steps)
-        return ServingState(now, ttft, tpot, end, busy, arriving, self._tick, sharers, waiting > 0)
+            ttft, waiting = math.inf, 0
+        else:
+            arriving = arriving_slack(ahead, slo, self._prompt)
+        busy = bool(self._requests) or bool(steps)
+        return ServingState(now, ttft, tpot, end, busy, arriving, self._tick, sharers, waiting > 0, beside)
+
+    def _decode_seconds(self, batch: int) -> float:
+        if self._decode[0] != batch:
+            self._decode = (batch, self._costs.decode(batch))
+        return self._decode[1]
+
+    def _price_prompt(self) -> None:
+        tokens = long_prompt(self._prompts)
+        self._prompt = self._costs.prefill(tokens) if tokens else math.inf
+        self._chunk = self._prompt if tokens <= self._most else self._costs.prefill(self._most)
 
     def _ends(self, steps: tuple[_Step, ...], now: float) -> list[float]:
         """When the steps under way will be over, by their costs; one that takes longer than expected: now."""
@@ -377,10 +411,10 @@ class ServingMeter:
             found.append(at)
         return found
 
-    def _tpot(self, now: float, flights: list[tuple[_Step, float]], otherwise: float) -> float:
-        """Equation 2. Each step under way makes one more token of a request in it: the n-th is due n SLOs later than the next.
-        ``otherwise``: seconds until those have a token that are in none."""
-        least = math.inf
+    def _tpot(self, now: float, flights: list[tuple[_Step, float]], otherwise: float) -> tuple[float, float]:
+        """Equation 2, and by the mean pace alone. Each step under way makes one more token of a request in it: the n-th is due n
+        SLOs later than the next. ``otherwise``: seconds until those have a token that are in none."""
+        slo, least, mean = self._slo.tpot, math.inf, math.inf
         for group in self._groups:
             if not group.members:
                 continue
@@ -389,10 +423,11 @@ class ServingMeter:
                 for step, end in flights
                 if group in step.groups or any(name in group.members for name in step.singles)
             ]
-            ready = max((end - now - at * self._slo.tpot for at, end in enumerate(mine)), default=otherwise)
-            due = min(group.since, group.least_base() + group.steps * self._slo.tpot)
-            least = min(least, due + self._slo.tpot - now - ready)
-        return least
+            ready = max((end - now - at * slo for at, end in enumerate(mine)), default=otherwise)
+            due = group.least_base() + group.steps * slo
+            mean = min(mean, due + slo - now - ready)
+            least = min(least, min(group.since, due) + slo - now - ready)
+        return least, mean
 
     def _rolled_until(self, now: float) -> float:
         """Seconds that rollout engines have run, all together, since they were first seen."""

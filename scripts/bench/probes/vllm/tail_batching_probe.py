@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from orchestrator.api import (
@@ -42,11 +43,17 @@ from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.run_audit import account_epochs
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask
 from scripts.bench.papers.run_figures import epochs_done
-from scripts.bench.papers.tail_batching_scenario import MAX_LEN, SLOTS, scenario, traces
+from scripts.bench.papers.tail_batching_scenario import (
+    CALIBRATION,
+    CALIBRATION_ROUNDS,
+    MAX_LEN,
+    SLOTS,
+    alike,
+    scenario,
+    traces,
+)
 
 WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
-_CALIBRATE = (1, 16, 64, 128, 200)  # requests at a time
-_CALIBRATE_TOKENS = 48
 
 
 class ForcedLengths:
@@ -190,16 +197,16 @@ class Stopwatch:
         return [(stage["end"] - stage["start"], stage["processor"]) for stage in stages]
 
 
-async def epoch(worker: Any, config: Config, run: int) -> dict[str, Any]:
+async def epoch(worker: Any, config: Config, run: int, trace: EpisodeTraces) -> dict[str, Any]:
     """One epoch. ``worker`` is the real one."""
-    trace, watch, journal = traces(), Stopwatch(), MemorySink()
+    watch, journal = Stopwatch(), MemorySink()
     events = EventLog(watch, asyncio.get_running_loop().time)
     ledger = Ledger(journal, events.time)
     forced = ForcedLengths(worker, f"run{run}", trace)
     parts = Components(
         SimTask(config, trace), [forced], NoTrainer(), SimReward(config, trace), events, ledger, NoStore(), SimDisplay()
     )
-    pipeline = build_pipeline(config, parts, Position(trajectories=run * 100_000))
+    pipeline = build_pipeline(config, parts, Position(trajectories=abs(run) * 100_000))
     reason = await pipeline.run()
     if reason != "completed":
         raise RunError(f"tail-batching: {reason}")
@@ -234,22 +241,15 @@ async def epoch(worker: Any, config: Config, run: int) -> dict[str, Any]:
     }
 
 
-async def step_cost(worker: Any) -> list[tuple[int, float]]:
-    """(requests at a time, processor seconds for an engine step) of the real engine: what the simulator is told."""
-    found: list[tuple[int, float]] = []
-    for index, count in enumerate((_CALIBRATE[-1], *_CALIBRATE)):  # the first one warms up
-        requests = [
-            GenerationRequest(
-                f"cost{index}/{n}", f"cost{index}-{n}", 0, (2, 3, 4, 5 + n % 50), Sampling(_CALIBRATE_TOKENS), "sim"
-            )
-            for n in range(count)
-        ]
-        begun, left = time.process_time(), count
-        await worker.add(requests)
-        while left:
-            left -= len(await worker.completions())
-        if index:
-            found.append((count, (time.process_time() - begun) / _CALIBRATE_TOKENS))
+async def calibrated(worker: Any) -> list[dict[str, Any]]:
+    """Processor seconds of plain rounds with lengths of their own, by the same pipeline: what the simulator is told."""
+    found: list[dict[str, Any]] = []
+    for place, (prompts, members) in enumerate([CALIBRATION[-1], *CALIBRATION]):  # the first one warms up
+        given = f"rollout.groups_per_step={prompts}", f"run.steps={CALIBRATION_ROUNDS}"
+        played = await epoch(worker, scenario(*given, tail=False), -1 - place, alike(members))
+        if place:
+            seconds = median(part["processor"] for part in played["rounds"])
+            found.append({"prompts": prompts, "members": members, "seconds": seconds})
     return found
 
 
@@ -261,7 +261,7 @@ async def measure(model: str, pairs: int, limit: float) -> dict[str, Any]:
         model=model, name="vllm-0", max_num_seqs=SLOTS, max_model_len=MAX_LEN, kv_cache_mb=128, threads=1
     )
     begun = time.monotonic()
-    cost = await step_cost(worker)
+    calibration = await calibrated(worker)
     rows: list[dict[str, Any]] = []
     longest = 0.0
     for pair in range(pairs):
@@ -269,13 +269,18 @@ async def measure(model: str, pairs: int, limit: float) -> dict[str, Any]:
         if rows and start - begun + longest > limit:
             break
         both = [
-            await epoch(worker, scenario(tail=tail), 2 * pair + place)
+            await epoch(worker, scenario(tail=tail), 2 * pair + place, traces())
             for place, tail in enumerate((False, True) if pair % 2 == 0 else (True, False))
         ]
         rows += both
         longest = max(longest, time.monotonic() - start)
     await worker.close()
-    return {"pid": os.getpid(), "epochs": rows, "step_cost": cost, "seconds": round(time.monotonic() - begun, 1)}
+    return {
+        "pid": os.getpid(),
+        "epochs": rows,
+        "calibration": calibration,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
 
 
 def main() -> None:
