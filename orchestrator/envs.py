@@ -44,6 +44,7 @@ from orchestrator.environments.lockstep import Lockstep
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
 
+MAX_REWARD = 1e9  # its square, and a step's sums of it in float32, are finite
 SHARD_LOST = "shard_lost"  # cause of a trajectory that ended with the process that played it
 
 # Causes of a failed reset after which another environment may do
@@ -139,12 +140,13 @@ class Episode:
 async def reward_of_episode(reward: RewardFunction, episode: Episode, finished_at: float, seconds: float) -> float:
     """What a played episode has earned; as :func:`score_of`."""
     if episode.earned is not None:
-        return episode.earned
+        return _within_range(episode.earned)
     return await score_of(reward, episode.trajectory(finished_at), seconds)
 
 
 async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: float) -> float:
-    """The reward, a finite float, within ``seconds``; one with limits of its own is not cut off while a call waits for its turn.
+    """The reward, a float of at most :data:`MAX_REWARD` either way, within ``seconds``; one with limits of its own is not cut off
+    while a call waits for its turn.
     Raises TrajectoryError for anything else that the function may give or raise, and RunError for what it says that every
     trajectory would meet."""
     try:
@@ -167,9 +169,16 @@ async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: floa
         value = float(found) if isinstance(found, int | float) and not isinstance(found, bool) else math.nan
     except OverflowError:
         value = math.inf
-    if not math.isfinite(value):
+    if math.isnan(value):
         raise TrajectoryError("reward_not_finite", f"{found!r:.100}")
-    return value
+    return _within_range(value)
+
+
+def _within_range(reward: float) -> float:
+    if abs(reward) > MAX_REWARD:
+        cause = "reward_too_large" if math.isfinite(reward) else "reward_not_finite"
+        raise TrajectoryError(cause, f"{reward:g}, and at most {MAX_REWARD:g} either way can be trained on")
+    return reward
 
 
 class EnvManager:

@@ -50,6 +50,7 @@ class AgentSession:
     stale_error: type[Exception]
     conversation: Conversation = field(init=False)
     broken: asyncio.Future[None] = field(init=False)
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # one of its requests waits for a thread
     truncated: bool = False  # a limit of turns or tokens was reached
     requests: int = 0
     active: int = 0
@@ -79,11 +80,11 @@ class AgentSession:
         )
 
     async def _opened(self, field: str, opens: Callable[..., Opening], *said: Any) -> Opening:
-        """Beside the event loop where that takes long, one at a time: no agent has all threads. Raises ApiError."""
+        """Beside the event loop where that takes long, one at a time, of all agents in turn. Raises ApiError."""
         try:
             if (turn := self.chat_format.thread) is None:
                 return opens(*said)
-            async with turn:
+            async with self.opening, turn:
                 work = asyncio.ensure_future(asyncio.to_thread(opens, *said))
                 try:
                     return await asyncio.shield(work)
@@ -155,6 +156,8 @@ class AgentSession:
             self.truncated = True
             text = f"this trajectory has {len(turns)} answers: at most {bounds.max_turns}"
             raise ApiError(403, text, kind="permission_denied", code="turn_limit_reached")
+        if not opening.token_ids:  # which a served engine refuses, and that would look like its end
+            raise ApiError(400, "prompt: the tokenizer makes no token of it", param="prompt")
         if len(opening.token_ids) >= bounds.max_context_tokens:
             raise self._too_long(f"{len(opening.token_ids)} tokens")
 

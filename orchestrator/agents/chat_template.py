@@ -76,7 +76,7 @@ class VocabularyChat:
     """Printable characters and five marks: for models without a tokenizer. ``<user>hello<end><assistant>``."""
 
     roles = ("system", "user", "assistant", "tool")
-    thread = None
+    thread: asyncio.Lock | None = None
     longest = 1
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class ModelChat:
             raise ConfigError(field, folder, "its tokenizer has no chat template: take an instruction-tuned model")
         if found.eos_token_id is None:
             raise ConfigError(field, folder, "its tokenizer names no end of turn (eos_token)")
-        self.thread = asyncio.Lock()
+        self.thread: asyncio.Lock | None = asyncio.Lock()
         self._tokenizer: Any = found
         self._long: Any = copy.deepcopy(found)
         self._one, self._one_long = threading.Lock(), threading.Lock()  # tokenizers refuse two borrowers

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -62,6 +63,7 @@ POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
 MAX_ANSWER_BYTES = 4 << 20  # JSON
 MAX_TURNS_BYTES = 256 << 20  # completions: of a quarter of a million tokens with the experts of sixty layers
 LEASE_SECONDS = 60.0
+_LEAST_LOGPROB = -1e6
 _RENEWALS = 3  # within the time of a lease
 _ERRORS = (CommandError, ConfigError, RetryableError)
 
@@ -129,14 +131,15 @@ class HttpWorker:
         self._closed = False
         self._instance = ""  # of the server that has our requests
         self._acknowledged: int | None = None
-        self._unfinished: dict[str, None] = {}  # insertion-ordered set of our request ids
+        self._unfinished: dict[str, int] = {}  # our requests, with the tokens that each may be answered with
+        self._vocabulary = 0  # of the server's model; 0: it has not said
         self._suspended = False  # by us
         self._contexts = ContextSession(self.name, self._send_turns)
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         sent = [self._sent(item) for item in requests]
         for request in sent:
-            self._unfinished[request.request_id] = None
+            self._unfinished[request.request_id] = request.sampling.max_tokens
         await self._contexts.add(sent)
 
     async def _send_turns(self, message: bytes) -> list[object]:
@@ -180,10 +183,20 @@ class HttpWorker:
             # Others are of a client before this one, or of requests that restart has given up.
             ours = [completion for completion in found if completion.request_id in self._unfinished]
             for completion in ours:
-                del self._unfinished[completion.request_id]
+                self._check_answer(completion, self._unfinished.pop(completion.request_id))
             if ours:
                 cut = len(self._life)
                 return [replace(item, request_id=item.request_id[cut:]) for item in ours] if cut else ours
+
+    def _check_answer(self, completion: Completion, most: int) -> None:
+        """What the trainer cannot take would end the run: tokens that are not there, and numbers that are infinite in float32.
+        Raises RetryableError."""
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        known = not tokens or 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)
+        likely = not logprobs or _LEAST_LOGPROB <= min(logprobs) <= max(logprobs) <= 1.0
+        if not (known and likely and len(tokens) <= most):
+            asked = f"at most {most} tokens of {self._vocabulary} were asked for, with their log-probs"
+            raise RetryableError(f"{self.name}: the answer to {completion.request_id} cannot be: {asked}")
 
     async def suspend(self) -> None:
         self._suspended = True
@@ -303,6 +316,9 @@ class HttpWorker:
             raise RetryableError(f"{self.name}: its server has no engine: {status['broken']}")
         if found := self._mistakes(status):  # started anew, with another model for other users
             raise ConfigError("worker.url", self._url, "; ".join(found))
+        limits = status.get("limits")
+        size = limits.get("vocabulary") if isinstance(limits, dict) else None
+        self._vocabulary = size if type(size) is int else 0
         return status
 
     async def _connect(self) -> None:

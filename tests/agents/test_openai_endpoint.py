@@ -609,6 +609,42 @@ def test_a_long_text_that_is_tokenized_holds_up_neither_the_loop_nor_short_ones(
     assert all(seen)
 
 
+def test_a_prompt_without_tokens_reaches_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VocabularyChat, "encode_prompt", lambda self, text: ())
+    policy = ScriptedPolicy()
+
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
+        status, told = await post(door, client, {"prompt": "\x00"}, "/completions")
+        assert (status, told["error"]["param"]) == (400, "prompt")
+
+    with_server(policy, talk)
+    assert policy.requests == []
+
+
+def test_an_agent_with_many_long_texts_keeps_another_waiting_for_one(tokenizer_folder: Path) -> None:
+    chat, seen = ModelChat(str(tokenizer_folder)), list[str]()
+    right = type(chat._tokenizer).encode
+
+    def encode(self: Any, text: str, **options: Any) -> Any:
+        seen.append(text)
+        return right(self, text, **options)
+
+    async def run() -> None:
+        sessions = [session_of(ScriptedPolicy()) for _ in range(2)]
+        for session in sessions:
+            session.chat_format = session.conversation._chat = chat
+        many, one = (openai_protocol.plain_request(json.dumps({"prompt": text})) for text in ("the cat", "on the mat"))
+        asked = [asyncio.ensure_future(sessions[0].answer(many)) for _ in range(8)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*asked, sessions[1].answer(one))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(chat._tokenizer), "encode", encode)
+        asyncio.run(run())
+    assert seen.index("on the mat") <= 2
+    assert len(seen) == 9
+
+
 @pytest.mark.parametrize("body", [{"messages": [user("x" * 9000)]}, {"prompt": "x" * 9000}], ids=["chat", "plain"])
 def test_what_is_longer_than_the_context_in_characters_is_not_tokenized(
     body: dict[str, Any], monkeypatch: pytest.MonkeyPatch

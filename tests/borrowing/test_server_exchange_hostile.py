@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from orchestrator.api import ConfigError, RetryableError, RunError
+from orchestrator.api import Completion, ConfigError, RetryableError, RunError
 from orchestrator.borrowing import http_worker
 from orchestrator.borrowing.discovery import Market
 from orchestrator.borrowing.http_worker import HttpWorker
@@ -83,6 +83,30 @@ def test_an_answer_without_end_is_not_read_to_its_end(answer: bytes, monkeypatch
 
     asyncio.run(scenario())
     assert sent < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprob"),
+    [((1, 64), -1.0), ((-1,), -1.0), ((1,) * 5, -1.0), ((1,), -1e300), ((1,), 1e300)],
+    ids=["beyond", "below", "many", "less than float32", "more"],
+)
+def test_an_answer_that_the_trainer_would_refuse_is_its_servers_failure(
+    tokens: tuple[int, ...], logprob: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        worker = HttpWorker(servers[0].url, TOKEN)
+        await worker._there()
+
+        async def poll(seconds: float) -> list[Completion]:
+            return [Completion("r", tokens, (logprob,) * len(tokens), ((0, len(tokens)),), "stop")]
+
+        monkeypatch.setattr(worker, "_poll", poll)
+        worker._unfinished["r"] = 4
+        with pytest.raises(RetryableError, match="cannot be: at most 4 tokens of 64"):
+            await worker.completions()
+        await worker.disconnect()
+
+    play(1, scenario, monkeypatch)
 
 
 def test_a_server_that_lies_is_not_had_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,11 +58,16 @@ async def _infinite() -> float:
     return -math.inf
 
 
+async def _large() -> float:
+    return 1e200
+
+
 WRONG: tuple[tuple[Callable[[], Awaitable[float]], str], ...] = (
     (_raises(RetryableError("down")), "reward_unavailable"),
     (_never, "reward_timeout"),
     (_nan, "reward_not_finite"),
     (_infinite, "reward_not_finite"),
+    (_large, "reward_too_large"),
     (_raises(TrajectoryError("reward_error", "the answer has more than 1048576 B")), "reward_error"),
 )
 

@@ -320,7 +320,7 @@ def address(folder: Path) -> Drawn:
     refuses="TrajectoryError",
 )
 def environment_reply(folder: Path) -> Drawn:
-    """A reply of an environment is a step with a finite reward and integer tokens, or ends its trajectory; its version can be kept."""
+    """A reply of an environment is a step with a finite reward and integer tokens, and a version, or ends its trajectory."""
     step = {**environment_wire.step_fields(StepResult(Observation((3, 4)), 0.5, done=True)), "version": "nim 1"}
     valid = {"id": 4, "result": step, "tools": {"calculator": {"calls": 3, "failed": 0}}}
 

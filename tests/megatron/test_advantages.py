@@ -18,6 +18,7 @@ from megatron_rlplugin.objective.advantages import (
 )
 from megatron_rlplugin.objective.policy_loss import kept_tokens, token_weights
 from orchestrator.api import RunError
+from orchestrator.envs import MAX_REWARD
 from orchestrator.settings.trainer_settings import TrainerSettings
 
 REWARDS = strategies.lists(strategies.floats(-1e6, 1e6), min_size=1, max_size=12)
@@ -199,3 +200,16 @@ def test_weights_and_denominators_of_each_mean(loss: str, weight: float, denomin
     assert (len(nothing), added) == (0, 0)
     with pytest.raises(ValueError, match="median"):
         token_weights(4, "median")
+
+
+@pytest.mark.parametrize(
+    "rewards", [(MAX_REWARD, -MAX_REWARD), (MAX_REWARD, 0.0, 0.0, 0.0), (MAX_REWARD,) * 1024 + (1.0,)]
+)
+def test_the_largest_rewards_that_a_run_takes_have_finite_advantages(rewards: tuple[float, ...]) -> None:
+    groups = ["g"] * len(rewards)
+    for found in (
+        group_advantages(rewards, groups, normalize=False),
+        group_advantages(rewards, groups, normalize=True),
+        leave_one_out(rewards, groups),
+    ):
+        assert np.isfinite(np.square(np.asarray(found, np.float32)).sum())
