@@ -175,6 +175,11 @@ def pretrained(found: Any) -> tuple[float, ...]:
     return (worst["before"], worst["after"], worst["questions"], formed["before"], formed["after"])
 
 
+def shuffled(found: Any) -> tuple[float, ...]:
+    row = found["detail"]["table"]["shuffled-0"]
+    return (row["before"], row["after"])
+
+
 QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "**{:.3f} -> {:.3f}** (real; mean {:.3f}, each within {:.1f} minutes", "demo-seeds", worst_seed),
     ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
@@ -292,6 +297,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "pretrained",
         pretrained,
     ),
+    ("smollm2", "control with shuffled rewards {:.3f} to {:.3f}", "pretrained", shuffled),
     ("smollm2", "{:.2f} to {:.2f} of training questions; held out {:.2f} to {:.2f}", "smollm2", answers),
     ("tail_batching", "{:.2f} of the rollout's processor seconds", "tail-batching", value),
     ("tail_batching", "held-out success {:.3f} with both etas at 1.25", "learning-parity", parity),
