@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -240,6 +240,36 @@ def learning_curves(detail: Row) -> str:
     return figure_file(figure, title)
 
 
+def pretrained_curves(detail: Row) -> str:
+    """Right answers to the validation questions, and rewards of sampled answers, by step: ``pretrained``, a line per run."""
+    looks: dict[str, tuple[str, Mapping[str, Any]]] = {
+        "rewards-0": ("c0", {}),
+        "rewards-1": ("c1", {}),
+        "rewards-2": ("c2", {}),
+        "shuffled-0": ("c3", DASHED),
+    }
+    figure, title = new_figure(976, 460), "SmolLM2-135M-Instruct learns which of three numbers is the largest"
+    runs = {run["run"]: run for run in detail["runs"]}
+    held = [Curve(name, looks[name][0], run["validation"], looks[name][1]) for name, run in runs.items()]
+    said = [
+        Curve(
+            name, looks[name][0], [(step["step"], step["reward"]) for step in run["curve"]], looks[name][1], dots=False
+        )
+        for name, run in runs.items()
+    ]
+    for left, curves, name in (
+        (0.05, held, "held-out questions, greedily"),
+        (0.55, said, "answers trained on, reward"),
+    ):
+        axes = figure.add_axes((left, 0.26, 0.43, 0.58))
+        percent = [replace(curve, points=[(at, 100 * value) for at, value in curve.points]) for curve in curves]
+        chart(axes, percent, name.capitalize(), "training step", "%")
+        axes.set_ylim(0, 100)
+        axes.set_xlim(0)
+    legend(figure, axes, 4)
+    return figure_file(figure, title)
+
+
 def slack_over_load(detail: Row) -> str:
     """What dual admission leaves serving of its SLOs, over how busy it is alone: ``coserve-slo``."""
     figure, title = new_figure(976, 420), "What rollouts leave serving of its SLOs, by load"
@@ -268,6 +298,7 @@ DRAWINGS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "transfer-limit.svg": ("transfer-limit.json", rose_figure_10),
     "delta-bytes.svg": ("delta-bytes.json", bytes_per_change),
     "delta-real.svg": ("delta-real.json", real_density),
+    "pretrained.svg": ("pretrained.json", pretrained_curves),
     "coserve-slo.svg": ("coserve-slo.json", slack_over_load),
 }
 

@@ -210,6 +210,18 @@ def answers(found: Any) -> tuple[float, ...]:
     return (sum(rewards[:10]) / 10, sum(rewards[30:40]) / 10, curve[0], curve[-1])
 
 
+def pretrained(found: Any) -> tuple[float, ...]:
+    """Right before and after in the seed that gained least, how many were asked; of well-formed ones as well."""
+    table = [row for name, row in found["detail"]["table"].items() if not name.startswith("shuffled")]
+    worst, formed = (min(rows, key=lambda row: row["gain"]) for rows in (table, [row["well_formed"] for row in table]))
+    return (worst["before"], worst["after"], worst["questions"], formed["before"], formed["after"])
+
+
+def shuffled(found: Any) -> tuple[float, ...]:
+    row = found["detail"]["table"]["shuffled-0"]
+    return (row["before"], row["after"])
+
+
 QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "**{:.3f} -> {:.3f}** (real; mean {:.3f}, each within {:.1f} minutes", "demo-seeds", worst_seed),
     ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
@@ -368,6 +380,14 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ("simulator", "{:.1f} % at worst", "sim-error", lambda r: (100 * r["value"],)),
     ("simulator", "{:.0f} % off the papers'", "sim-error", lambda r: (100 * r["detail"]["papers"]["median_error"],)),
     ("simulator", "({:.0f} % without sizes of models, {:.0f} % of those in seconds)", "sim-error", papers_off),
+    ("results/README", "| {:.3f} to {:.3f} | `pretrained`", "pretrained", pretrained),
+    (
+        "smollm2",
+        "{:.3f} to {:.3f} of {} held-out questions, among those well formed both times {:.3f} to {:.3f}",
+        "pretrained",
+        pretrained,
+    ),
+    ("smollm2", "control with shuffled rewards {:.3f} to {:.3f}", "pretrained", shuffled),
     ("smollm2", "{:.2f} to {:.2f} of training questions; held out {:.2f} to {:.2f}", "smollm2", answers),
     (
         "tail_batching",
