@@ -202,8 +202,8 @@ class HttpWorker:
                 return [replace(item, request_id=item.request_id[cut:]) for item in ours] if cut else ours
 
     def _check_answer(self, completion: Completion, asked_for: _Asked) -> None:
-        """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32, experts
-        of another model. Raises RetryableError."""
+        """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32,
+        experts of another model. Raises RetryableError."""
         tokens, logprobs, most = completion.token_ids, completion.logprobs, asked_for.most
         known = not tokens or 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)
         likely = not logprobs or _LEAST_LOGPROB <= min(logprobs) <= max(logprobs) <= 1.0
