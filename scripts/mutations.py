@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "proxy: a completion delivered twice is counted twice",
         "orchestrator/proxy/gateway.py",
-        "if pending is None or pending.answer.done():\n                        continue",
-        "if pending is None:\n                        self.tokens += len(completion.token_ids)\n                        continue",
+        "if pending is None or pending.answer.done():\n            return",
+        "if pending is None:\n            self.tokens += len(completion.token_ids)\n            return",
         "tests/proxy/test_gateway.py",
     ),
     Mutation(

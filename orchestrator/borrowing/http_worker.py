@@ -29,7 +29,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -53,6 +53,7 @@ from orchestrator.api.jsontext import parse_object
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.transfer import RelayEndpoint
 from orchestrator.transfer.turns import ContextSession, decode_completions
+from orchestrator.transfer.turns.routed_experts import ExpertsOfModel
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
 WEIGHTS_SECONDS = 1800.0  # for PREPARE and UPDATE, which fetch
@@ -72,6 +73,14 @@ _T = TypeVar("_T")
 _Answer = TypeVar("_Answer")
 
 
+class _Asked(NamedTuple):
+    """Of a request: tokens that it may be answered with, those of its context, from which on experts were asked for."""
+
+    most: int
+    before: int = 0
+    experts_from: int = 0
+
+
 class HttpWorker:
     """Implements :class:`orchestrator.api.BorrowedWorker`. Connects with the first call.
 
@@ -81,6 +90,7 @@ class HttpWorker:
     job has refuses with a CommandError ``leased``. ``key``: proves that the lease is this life's; the same for all its workers.
     ``takeover``: an earlier life of the job has ended, and what it still has is this one's.
     ``mistakes``: why a server with such a status is not what it should be; such a one is never taken up (ConfigError).
+    ``experts``: of the model, for a run that replays those of answers; None: nobody looks at them.
     ``priority``: added to every request's, so that users of the server (0) go first. ``tls``: whom https trusts, and what is
     shown to a server that asks for a certificate. Raises ConfigError for a URL over which the token must not go, and for
     files of ``tls`` that cannot be used; a call of a server whose certificate is not right raises ConfigError too.
@@ -101,6 +111,7 @@ class HttpWorker:
         key: str = "",
         takeover: bool = False,
         mistakes: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
+        experts: ExpertsOfModel | None = None,
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
             raise ConfigError("worker.url", url, mistake)
@@ -131,7 +142,8 @@ class HttpWorker:
         self._closed = False
         self._instance = ""  # of the server that has our requests
         self._acknowledged: int | None = None
-        self._unfinished: dict[str, int] = {}  # our requests, with the tokens that each may be answered with
+        self._unfinished: dict[str, _Asked] = {}  # our requests
+        self._experts = experts
         self._vocabulary = 0  # of the server's model; 0: it has not said
         self._suspended = False  # by us
         self._contexts = ContextSession(self.name, self._send_turns)
@@ -139,7 +151,8 @@ class HttpWorker:
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         sent = [self._sent(item) for item in requests]
         for request in sent:
-            self._unfinished[request.request_id] = request.sampling.max_tokens
+            most, before = request.sampling.max_tokens, len(request.token_ids)
+            self._unfinished[request.request_id] = _Asked(most, before, request.experts_from)
         await self._contexts.add(sent)
 
     async def _send_turns(self, message: bytes) -> list[object]:
@@ -188,15 +201,19 @@ class HttpWorker:
                 cut = len(self._life)
                 return [replace(item, request_id=item.request_id[cut:]) for item in ours] if cut else ours
 
-    def _check_answer(self, completion: Completion, most: int) -> None:
-        """What the trainer cannot take would end the run: tokens that are not there, and numbers that are infinite in float32.
-        Raises RetryableError."""
-        tokens, logprobs = completion.token_ids, completion.logprobs
+    def _check_answer(self, completion: Completion, asked_for: _Asked) -> None:
+        """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32,
+        experts of another model. Raises RetryableError."""
+        tokens, logprobs, most = completion.token_ids, completion.logprobs, asked_for.most
         known = not tokens or 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)
         likely = not logprobs or _LEAST_LOGPROB <= min(logprobs) <= max(logprobs) <= 1.0
         if not (known and likely and len(tokens) <= most):
             asked = f"at most {most} tokens of {self._vocabulary} were asked for, with their log-probs"
             raise RetryableError(f"{self.name}: the answer to {completion.request_id} cannot be: {asked}")
+        said, model = completion.experts, self._experts
+        if said and model and not model.fits(said, asked_for.experts_from, asked_for.before + len(tokens)):
+            asked = f"the model has {model.layers} layers, each token {model.choices} of {model.experts} experts"
+            raise RetryableError(f"{self.name}: the experts of {completion.request_id} cannot be: {asked}")
 
     async def suspend(self) -> None:
         self._suspended = True

@@ -25,6 +25,7 @@ from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.turns.routed_experts import ExpertsOfModel
 
 VARIABLE = "RL_COSERVE_TOKEN"  # as the server's own
 ANSWER_SECONDS = 20.0  # that a server may take to say what it is
@@ -130,6 +131,7 @@ def workers(
         key=key or secrets.token_hex(16),
         takeover=takeover,
         mistakes=None if task is None else partial(mistakes, config, task),
+        experts=_experts(config) if config.trainer.routing_replay else None,
     )
     return [make(url, token, url.rstrip("/")) for url in names]
 
@@ -237,9 +239,24 @@ def _wanted(config: Config, task: Task) -> dict[str, Any]:
     if not config.model.path:
         sizes = {"hidden_size": config.model.hidden_size, "num_hidden_layers": config.model.layers}
         return {**sizes, "vocab_size": len(task.vocabulary)}
-    file = Path(config.model.path) / "config.json"
+    found = _model(config)
+    return {name: found.get(name) for name in ("architectures", *wire.SHAPE)}
+
+
+def _experts(config: Config) -> ExpertsOfModel | None:
+    """None: the model has none, which the trainer refuses."""
+    found = _model(config) if config.model.path else {}
+    names = ("n_routed_experts", "num_experts", "num_local_experts")  # families and versions of transformers differ
+    count = next((found[name] for name in names if type(found.get(name)) is int), None)
+    layers, choices = found.get("num_hidden_layers"), found.get("num_experts_per_tok")
+    if type(layers) is not int or type(choices) is not int or count is None:
+        return None
+    return ExpertsOfModel(layers, choices, count)
+
+
+def _model(config: Config) -> dict[str, Any]:
+    """The config.json of ``model.path``. Raises ConfigError."""
     try:
-        found = jsontext.parse_object(file.read_bytes())
-        return {name: found.get(name) for name in ("architectures", *wire.SHAPE)}
+        return jsontext.parse_object((Path(config.model.path) / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", config.model.path, f"its config.json cannot be read: {error}") from error

@@ -10,8 +10,8 @@ sessions of each are kept apart, within one size. Guarantees:
   failed a check or grew too old is killed and replaced, never handed out again;
 * a template whose start fails is tried again after exponentially growing pauses (seeded jitter), one at a time until it works,
   and holds up no other; after ``start_tries`` failures in a row with none of its sessions alive, or at once where the start
-  says that no try will work (``environment_template``), those who wait for it get a TrajectoryError that says why; where all
-  prompts begin from the same, the run ends with one RunError instead;
+  says that no try will work (``environment_template``, a ConfigError), those who wait for it get a TrajectoryError that says
+  why; where all prompts begin from the same, the run ends with one RunError instead, or with a ConfigError of the very first;
 * whoever waits, waits in order of arrival with a named reason; a user that is cancelled while it waits loses nothing; of a full
   pool the session that was idle longest makes room for another template, and so does one that is given back when somebody who
   waits for another has waited longer;
@@ -523,22 +523,20 @@ class EnvPool:
         try:
             async with asyncio.timeout(self._settings.start_timeout) as limit:
                 member.session = await self._backend.start(member.name, member.shelf.template)
-        except ConfigError as error:
-            self._forget(member)
-            self._break(error)
-            return
         except THIRD_PARTY as error:  # whatever it was, the next try may work
             self._forget(member)
             if _was_cancelled(error):
                 raise
+            alike = self._template_of is None
+            if isinstance(error, ConfigError) and alike and not self._totals.started:  # else this one alone says so
+                self._break(error)
+                return
             detail = error_text(error)
             if isinstance(error, TimeoutError) and limit.expired():
                 so_far = f"; {error.__cause__}" if str(error.__cause__ or "") else ""  # what a backend said of it
                 detail = f"took over {self._settings.start_timeout:g} s{so_far}"
-            hopeless = (
-                isinstance(error, TrajectoryError) and error.cause == NO_TEMPLATE and self._template_of is not None
-            )
-            self._start_failed(member, detail, hopeless)
+            hopeless = isinstance(error, ConfigError) or getattr(error, "cause", "") == NO_TEMPLATE
+            self._start_failed(member, detail, hopeless and not alike)
             return
         self._totals.started += 1
         member.born = member.seen = member.used = loop.time()

@@ -7,7 +7,8 @@ order (:mod:`orchestrator.policies.routing.turn_routing` says who goes where); a
 weights before its first request; one that lacked contexts that it had been sent is an event ``contexts_resent``. All commands
 of one tick of the event loop to one worker travel in one call. A worker
 that refuses a command (its weights are unusable, or it is not in the state that it should be in) is brought up anew
-like one that died.
+like one that died. A request that a worker refuses ends as a completion with that error, and the worker goes on: unless it
+refuses those of one group after another.
 
 A borrowed worker, in a server that others start and end, is asked for again and again, and comes back however long it was
 away, while another worker lives; the run ends when none does for some time. So does one of the run's own whose machine is gone.
@@ -49,6 +50,7 @@ from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.resume_turn import joined_completion, remaining_request
 from orchestrator.proxy.worker_state import (
     LOST,
+    MOST_REFUSED,
     RELAY_EMPTY,
     DeviceLoan,
     HandBacks,
@@ -425,22 +427,25 @@ class LLMProxy:
                     if state.borrowed:
                         state.restarts.clear()
                     self.kv.learn_from(completion)
-                    pending = state.sent.pop(completion.request_id, None)
-                    if not state.sent:
-                        state.emptied.set()
-                    if pending is None or pending.answer.done():
-                        continue  # delivered twice, or aborted meanwhile
-                    self.tokens += len(completion.token_ids)
-                    if completion.finish_reason == "abort":  # we abort what nobody waits for: the worker gave it back
-                        self._move(pending, completion)
-                        continue
-                    self.router.end_turn(pending.request.request_id)
-                    if pending.moves:
-                        completion = joined_completion(pending.request, pending.parts, completion)
-                    pending.answer.set_result(completion)
+                    self._deliver(state, completion)
                 self.dispatch()  # into the slots that became free
         except LOST as error:
             self.lose_worker(state, str(error))
+
+    def _deliver(self, state: WorkerState, completion: Completion) -> None:
+        pending = state.sent.pop(completion.request_id, None)
+        if not state.sent:
+            state.emptied.set()
+        if pending is None or pending.answer.done():
+            return  # delivered twice, or aborted meanwhile
+        self.tokens += len(completion.token_ids)
+        if completion.finish_reason == "abort":  # we abort what nobody waits for: the worker gave it back
+            self._move(pending, completion)
+            return
+        self.router.end_turn(pending.request.request_id)
+        if pending.moves:
+            completion = joined_completion(pending.request, pending.parts, completion)
+        pending.answer.set_result(completion)
 
     async def _send(self, state: WorkerState) -> None:
         """Send what accumulated since the last call. While suspended only aborts go out."""
@@ -456,10 +461,34 @@ class LLMProxy:
                     if gone := [name for name in aborts if name not in unsent]:
                         await state.worker.abort(gone)  # first: what is added may be over the cap else
                     if requests := [request for request in requests if request.request_id not in aborts]:
-                        await state.worker.add(requests)
+                        await self._add(state, requests)
                         self._note_resent(state)
         except LOST as error:
             self.lose_worker(state, str(error))
+
+    async def _add(self, state: WorkerState, requests: Sequence[GenerationRequest]) -> None:
+        """The worker refuses a call as a whole: find which of its requests it is, and end those. Raises what ``add`` raises."""
+        try:
+            await state.worker.add(requests)
+        except CommandError as error:
+            if error.code != "invalid_request":
+                raise
+            if half := len(requests) // 2:
+                await self._add(state, requests[:half])
+                await self._add(state, requests[half:])
+            else:
+                self._refuse(state, requests[0], error.detail)
+        else:
+            state.refused.clear()
+
+    def _refuse(self, state: WorkerState, request: GenerationRequest, why: str) -> None:
+        state.refused[request.group_id or request.trajectory_id] = None
+        if len(state.refused) > MOST_REFUSED:
+            raise RetryableError(f"it refuses every request: {why}")
+        said = f"{state.worker.name} refuses it: {why}"
+        self.note_fault(f"request {request.request_id}", said)
+        self._deliver(state, Completion(request.request_id, (), (), (), "error", error=said))
+        self.dispatch()
 
     def _note_resent(self, state: WorkerState) -> None:
         if state.session is not None:

@@ -29,6 +29,7 @@ from orchestrator.policies.routing.turn_routing import TurnRouter
 LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
 RELAY_EMPTY = "the relay lost its memory"  # of a version that was published; the same
+MOST_REFUSED = 8  # groups in a row whose requests a worker may refuse: then it is the worker
 _ASK_AGAIN = 1.0  # seconds
 REST = 2.0  # seconds
 
@@ -112,6 +113,7 @@ class WorkerState:
     failed: str = ""  # why it was lost last
     restarts: list[float] = field(default_factory=list)  # when; of a borrowed worker: since it last finished a request
     lives: int = 0  # changes whenever the worker is brought up anew, also in vain
+    refused: dict[str, None] = field(default_factory=dict)  # groups of requests that it refused since it took one
     outbox: list[GenerationRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     sent: dict[str, Pending] = field(default_factory=dict)
@@ -200,6 +202,7 @@ class WorkerState:
         self.emptied.set()
         self.outbox.clear()
         self.aborts.clear()
+        self.refused.clear()
         return had
 
 

@@ -27,6 +27,7 @@ from orchestrator.runtime import preflight
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.turns.routed_experts import ExpertsOfModel
 from tests.support import vllm_twin
 from tests.support.served_twins import twins, until
 from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
@@ -139,6 +140,20 @@ def test_the_model_of_a_folder_must_be_the_one_that_is_served(tmp_path: Path) ->
     config = parse_config({"model": {"path": str(tmp_path)}, "rollout": {"workers": 0, "served": [URL]}})
     (mistake,) = served_workers.mistakes(config, FrozenLakeTask(300), status_of())
     assert "hidden_size 128 (the run's: 96)" in mistake
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_run_that_replays_experts_looks_at_those_that_servers_say(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
+    sizes = {"num_hidden_layers": 3, "num_experts_per_tok": 2, name: 8}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"], **sizes}))
+    given = {"model": {"path": str(tmp_path)}, "rollout": {"workers": 0, "served": [URL]}}
+    for replay, expected in ((True, ExpertsOfModel(3, 2, 8)), (False, None)):
+        config = parse_config({**given, "trainer": {"routing_replay": replay}})
+        (worker,) = served_workers.workers(config, RelayEndpoint.from_dict(ENDPOINT))
+        assert worker._experts == expected
 
 
 def test_a_server_elsewhere_needs_a_relay_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:

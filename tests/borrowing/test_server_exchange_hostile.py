@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,14 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from orchestrator.api import Completion, ConfigError, RetryableError, RunError
+from orchestrator.api import Completion, ConfigError, RetryableError, RoutedExperts, RunError
 from orchestrator.borrowing import http_worker
 from orchestrator.borrowing.discovery import Market
-from orchestrator.borrowing.http_worker import HttpWorker
+from orchestrator.borrowing.http_worker import HttpWorker, _Asked
 from orchestrator.borrowing.server_exchange import MOST_CLAIMS, offer_of
 from orchestrator.proxy.membership import Membership
 from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.turns.routed_experts import ExpertsOfModel
 from tests.borrowing.test_server_exchange import Run, config_of, play
 from tests.support.served_twins import until, used
 from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
@@ -101,9 +103,49 @@ def test_an_answer_that_the_trainer_would_refuse_is_its_servers_failure(
             return [Completion("r", tokens, (logprob,) * len(tokens), ((0, len(tokens)),), "stop")]
 
         monkeypatch.setattr(worker, "_poll", poll)
-        worker._unfinished["r"] = 4
+        worker._unfinished["r"] = _Asked(4)
         with pytest.raises(RetryableError, match="cannot be: at most 4 tokens of 64"):
             await worker.completions()
+        await worker.disconnect()
+
+    play(1, scenario, monkeypatch)
+
+
+RIGHT = RoutedExperts(2, layers=3, choices=2, width=1, data=bytes([0, 7] * 3 * 4))  # of tokens 2 to 5
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        replace(RIGHT, layers=2),
+        replace(RIGHT, layers=2, choices=3),
+        replace(RIGHT, first=1),
+        replace(RIGHT, data=RIGHT.data[:-1] + b"\x08"),
+        replace(RIGHT, width=2, data=(40_000).to_bytes(2, "little") * 6 * 4),  # below 0 as int16
+        replace(RIGHT, data=RIGHT.data * 2),
+    ],
+    ids=["layers", "choices", "first", "expert", "large", "tokens"],
+)
+def test_experts_that_the_model_has_not_are_their_servers_failure(
+    lie: RoutedExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        worker = HttpWorker(servers[0].url, TOKEN, experts=ExpertsOfModel(3, 2, 8))
+        await worker._there()
+        for said in (RIGHT, None, lie):
+
+            async def poll(seconds: float, said: RoutedExperts | None = said) -> list[Completion]:
+                return [Completion("r", (1, 2), (-1.0, -1.0), ((0, 2),), "stop", experts=said)]
+
+            monkeypatch.setattr(worker, "_poll", poll)
+            worker._unfinished["r"] = _Asked(4, before=5, experts_from=2)
+            if said is lie:
+                with pytest.raises(
+                    RetryableError, match="cannot be: the model has 3 layers, each token 2 of 8 experts"
+                ):
+                    await worker.completions()
+            else:
+                assert (await worker.completions())[0].experts == said
         await worker.disconnect()
 
     play(1, scenario, monkeypatch)

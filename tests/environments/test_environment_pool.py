@@ -281,10 +281,11 @@ def test_when_none_can_be_started_all_who_wait_are_told_why() -> None:
     played(scenario)
 
 
-def test_while_one_is_alive_failing_starts_end_nothing() -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("full"), ConfigError("environment", "e2", "use the same there")])
+def test_while_one_is_alive_failing_starts_end_nothing(failure: Exception) -> None:
     async def scenario() -> None:
         def plan(what: str, _: Session | None) -> float | BaseException:
-            return RuntimeError("full") if what == "start" and len(backend.tries) > 1 else 0.0
+            return failure if what == "start" and len(backend.tries) > 1 else 0.0
 
         backend = Backend(plan)
         async with Setting(backend, start_tries=2, backoff_limit=2.0) as setting:
@@ -346,6 +347,27 @@ def test_those_that_nobody_uses_are_checked_and_the_old_and_the_idle_go() -> Non
             await asyncio.sleep(1000)
             assert setting.pool.stats()["replaced"] == {"age": 2, "idle": 2, "ping": 1}
             assert setting.pool.stats()["ready"] == 2
+
+    played(scenario)
+
+
+def test_a_wrong_answer_of_the_one_that_comes_after_the_last_is_a_failed_start_like_another() -> None:
+    async def scenario() -> None:
+        def plan(what: str, _: Session | None) -> float | BaseException:
+            if what == "call":
+                return TrajectoryError("environment_died", "it crashed")
+            lies = what == "start" and len(backend.tries) == 2
+            return ConfigError("environment", "e2", "it has protocol 7, use the same there") if lies else 0.0
+
+        backend = Backend(plan)
+        async with Setting(backend, size=1) as setting:
+            environment = await setting.take()
+            with pytest.raises(TrajectoryError, match="it crashed"):
+                await environment.reset(PROMPT)
+            await setting.pool.release(environment, False)
+            await setting.take()
+            assert setting.faults()[-1] == "environment_start"
+            assert len(backend.made) == 2
 
     played(scenario)
 
@@ -500,9 +522,14 @@ def test_a_template_that_does_not_start_holds_up_no_other_and_ends_no_run() -> N
     played(scenario)
 
 
-def test_what_no_try_cures_is_refused_at_once() -> None:
-    missing = TrajectoryError("environment_template", "repository x does not build")
-
+@pytest.mark.parametrize(
+    "missing",
+    [
+        TrajectoryError("environment_template", "repository x does not build"),
+        ConfigError("environment", "e1", "it has rl-coserve 0.0.1 and does not build"),  # an image with another one
+    ],
+)
+def test_what_no_try_cures_is_refused_at_once(missing: Exception) -> None:
     def plan(what: str, session: Session | None) -> float | BaseException:
         return missing if what == "start" and backend.starting.setup == "x" else 0.1
 

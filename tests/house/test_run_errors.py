@@ -6,6 +6,8 @@ import ast
 import asyncio
 import itertools
 import json
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,19 @@ import pytest
 from orchestrator import rollout
 from orchestrator.agents.agent_manager import AgentManager
 from orchestrator.agents.agent_program import AgentProgram
-from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Sampling, TrajectoryError
+from orchestrator.api import (
+    CommandError,
+    ConfigError,
+    GenerationRequest,
+    RetryableError,
+    RunError,
+    Sampling,
+    TrajectoryError,
+)
 from orchestrator.config import load_config
 from orchestrator.envs import Episode
 from orchestrator.sim.simulated_run import SimResult, simulate
+from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.twins import SimEnvironment, SimReward
 from tests.agents import test_agent_program as agents
 
@@ -159,6 +170,27 @@ def test_an_environment_that_says_no_text_as_its_version_costs_one_trajectory(
     said = property(lambda self: "sim 1" if next(calls) % 8 else "\ud800")
     monkeypatch.setattr(SimEnvironment, "version", said)
     assert steps_of(run(f"rollout.shards={shards}")) == 3
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_request_that_every_worker_refuses_costs_its_trajectory_and_no_worker(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, refused = SimWorker.add, set()
+
+    async def add(self: SimWorker, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            if zlib.crc32(request.trajectory_id.encode()) % 8 == 0:
+                refused.add(request.trajectory_id)
+                raise CommandError("invalid_request", f"{request.request_id}: its context is another")
+        await right(self, requests)
+
+    monkeypatch.setattr(SimWorker, "add", add)
+    result = run(f"rollout.shards={shards}")
+    assert steps_of(result) == 3
+    assert refused
+    assert result.ledger["failed_by_cause"] == {"generation_error": len(refused)}
+    assert b'"kind":"recovered"' not in result.events
 
 
 def test_a_reward_may_end_the_run_only_by_a_run_error(monkeypatch: pytest.MonkeyPatch) -> None:

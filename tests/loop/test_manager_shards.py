@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
@@ -38,6 +41,7 @@ from orchestrator.manager_shards.shard_managers import ShardManagers
 from orchestrator.manager_shards.shard_messages import EpisodeEnd
 from orchestrator.shards.shard_folder import ShardFolder, TrajectoryWriter, lay_by_value, shard_of, turns_by_value
 from orchestrator.sim.simulated_run import simulate
+from orchestrator.train_samples import to_samples
 from orchestrator.transfer.turns import decode_completions, encode_turns
 from scripts.bench.virtual_run import run
 from tests.loop.test_shards import a_trajectory
@@ -453,6 +457,43 @@ def test_what_is_laid_is_adopted_in_place_and_freed_with_the_trajectory(tmp_path
     del turns, finished, shard
     assert (folder.bytes, Path(laid.path).exists()) == (0, False)
     folder.close()
+
+
+def test_a_batch_reads_what_a_process_laid_that_was_killed_since_also_when_another_run_cleans_up(
+    tmp_path: Path,
+) -> None:
+    program = """
+import pickle, sys
+from pathlib import Path
+from orchestrator.shards.shard_folder import TrajectoryWriter
+folders, trajectory = pickle.load(sys.stdin.buffer)
+writer = TrajectoryWriter(folders, "s0-1")
+sys.stdout.buffer.write(pickle.dumps((writer.lay(trajectory), writer.lay(trajectory).path)))
+sys.stdout.buffer.flush()
+sys.stdin.read()
+"""
+    folder, original = ShardFolder(tmp_path / "disk", tmp_path), a_trajectory()
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(pickle.dumps((folder.folders, original)))
+        child.stdin.flush()
+        laid, unsaid = pickle.load(child.stdout)
+    finally:
+        child.kill()
+        child.wait(20)
+    finished = replace(original, turns=folder.adopt(laid))
+    other = ShardFolder(tmp_path / "other", tmp_path)
+    assert folder.lost([finished]) == []
+    for sample, expected in zip(to_samples(finished), to_samples(original), strict=True):
+        assert sample.source is not None
+        assert sample.source.read()[0].tolist() == list(expected.token_ids)
+    os.unlink(laid.path)  # one that is gone all the same is told by its trajectory's name, for the ledger
+    assert folder.lost([finished]) == [original.id]
+    folder.close()
+    other.close()
+    assert not Path(unsaid).exists()
 
 
 def test_what_comes_by_value_is_a_file_of_the_run_and_refused_where_it_is_damaged(tmp_path: Path) -> None:

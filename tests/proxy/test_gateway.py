@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from orchestrator.api import (
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import WorkerLimits
+from orchestrator.proxy.worker_state import MOST_REFUSED, WorkerLimits
 from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, RelayError, Subscriber
 
 
@@ -241,6 +242,78 @@ def test_a_worker_whose_weights_are_unusable_is_brought_up_anew() -> None:
     assert worker.restarts == 1
     assert worker.commands == ["suspend", "update 4", "suspend", "update 4", "resume"]
     assert any("half-way" in line for line in sink.lines)
+
+
+class PickyWorker(ScriptedWorker):
+    """Refuses a call with a request that it does not take, as a whole, and with another error what is a command of the run."""
+
+    def __init__(self, name: str, refused: Sequence[str], code: str = "invalid_request") -> None:
+        super().__init__(name)
+        self.refused = refused
+        self.code = code
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            if request.request_id.startswith(tuple(self.refused)):
+                raise CommandError(self.code, f"{request.request_id}: token 64 is none of this model")
+        await super().add(requests)
+
+
+def test_a_request_that_a_worker_refuses_ends_with_the_reason_and_neither_the_worker_nor_the_others_do() -> None:
+    workers = [PickyWorker(name, ["bad"]) for name in ("a", "b")]
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        names = [*(f"r{i}" for i in range(8)), "bad0", "bad1"]
+        found = await asyncio.gather(*(proxy.generate(request(name, f"t{name}")) for name in names))
+        assert [one.finish_reason for one in found] == ["stop"] * 8 + ["error"] * 2
+        assert "refuses it: bad0: token 64 is none" in found[8].error
+        for number in range(2 * MOST_REFUSED):  # those of one group after another, while others are taken
+            await proxy.generate(request(f"bad.{number}", f"u{number}"))
+            await proxy.generate(request(f"r.{number}", f"v{number}"))
+        assert not fatal
+        assert not any(state.sent for state in proxy.states)
+
+    sink = play(workers, scenario)
+    assert [worker.restarts for worker in workers] == [0, 0]
+    assert any('"fault"' in line and '"request bad0"' in line for line in sink.lines)
+
+
+def test_members_of_a_group_that_are_all_refused_do_not_fell_a_worker() -> None:
+    worker = PickyWorker("w", ["bad"])
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        members = [replace(request(f"bad{i}", f"t{i}"), group_id="g") for i in range(4 * MOST_REFUSED)]
+        found = await asyncio.gather(*map(proxy.generate, members))
+        assert {one.finish_reason for one in found} == {"error"}
+        assert not fatal
+
+    play([worker], scenario)
+    assert worker.restarts == 0
+
+
+def test_a_worker_that_refuses_whatever_it_is_given_is_brought_up_anew_and_its_requests_go_elsewhere() -> None:
+    picky, other = PickyWorker("a", [""]), ScriptedWorker("b")
+    picky.fail_restarts = 99
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        found = await asyncio.gather(*(proxy.generate(request(f"r{i}", f"t{i}")) for i in range(40)))
+        assert sum(one.finish_reason == "error" for one in found) == MOST_REFUSED
+        assert len(other.added) == 40 - MOST_REFUSED
+        assert not fatal
+
+    sink = play([picky, other], scenario)
+    assert any("it refuses every request" in line for line in sink.lines)
+
+
+def test_who_cannot_take_requests_now_is_lost_and_these_are_not() -> None:
+    picky, other = PickyWorker("a", [""], "weights_unusable"), ScriptedWorker("b")
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        found = await asyncio.gather(*(proxy.generate(request(f"r{i}", f"t{i}")) for i in range(8)))
+        assert {one.finish_reason for one in found} == {"stop"}
+
+    play([picky, other], scenario)
+    assert len(other.added) == 8
 
 
 def test_with_another_worker_alive_the_request_does_not_wait_for_the_restart() -> None:

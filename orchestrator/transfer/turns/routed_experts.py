@@ -7,6 +7,7 @@ there when the token was computed; a token that no part knows of is :data:`UNKNO
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,22 @@ from orchestrator.api import RoutedExperts, RunError
 
 UNKNOWN = -1  # nobody said which expert
 Experts = np.ndarray[tuple[int, int, int], np.dtype[np.int16]]  # [tokens, layers, choices]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsOfModel:
+    """Of the model that is trained: its layers (those without experts too), choices a token, and experts a layer."""
+
+    layers: int
+    choices: int
+    experts: int
+
+    def fits(self, said: RoutedExperts, first: int, tokens: int) -> bool:
+        """Whether an engine that was asked for a context's from its token ``first`` on, of ``tokens`` with the answer, can have
+        chosen these."""
+        if (said.layers, said.choices, said.first) != (self.layers, self.choices, first) or said.end > tokens:
+            return False
+        return int(np.frombuffer(said.data, f"<u{said.width}").max(initial=0)) < self.experts
 
 
 def pack_experts(chosen: np.ndarray[Any, Any] | None, first: int) -> RoutedExperts | None:
