@@ -6,12 +6,13 @@ They call what ``rl-coserve bench routing``, ``placement`` and ``allocation`` ca
 from __future__ import annotations
 
 import random
+from types import ModuleType
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from scripts.bench.micro import allocation, placement, routing
-from scripts.bench.papers.size_placement import allocate, anneal, place_groups
+from scripts.bench.papers.size_placement import WorkerSpeed, allocate, anneal, place_groups
 
 SEED = 11
 
@@ -53,3 +54,12 @@ def test_gpus_are_cut_into_workers(benchmark: BenchmarkFixture, how: str) -> Non
         found = benchmark.pedantic(anneal, (lengths, allocation.GPUS, kinds, draw), rounds=5)
         assert best.makespan <= found.makespan <= 1.01 * best.makespan
     assert sum(found.degrees) <= allocation.GPUS
+
+
+@pytest.mark.parametrize("bench", [allocation, placement])
+def test_no_time_at_all_holds_no_bar(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = [1.0], [WorkerSpeed(1.0, (1.0,))]
+    monkeypatch.setattr(placement, "random_case", lambda draw: case)
+    monkeypatch.setattr("time.process_time", lambda: 1.0)  # of whole ticks, as under a limit of processor time
+    found = bench.run(True, "")
+    assert (found["value"], found["holds"]) == (0.0, False)

@@ -69,7 +69,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         reference="Heddle, table 2 (paper)",
         reference_value=_PAPER,
         bar=f"<= {_BAR:g} s; the best of all, annealing within 1 % of it",
-        holds=value <= _BAR and worst <= _WORSE,
+        holds=0 < value <= _BAR and worst <= _WORSE,  # 0: its clock ticks only, as under RLIMIT_CPU
         detail={
             "annealing_over_best_worst": worst,
             "annealing_seconds_median": statistics.median(row["annealing_seconds"] for row in rows),

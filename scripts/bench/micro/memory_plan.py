@@ -27,8 +27,9 @@ from typing import Any
 
 from megatron_rlplugin.memory.rank_memory import StepRequest
 from megatron_rlplugin.memory.trainer_plan import FRAGMENTATION, GB, RESERVE, plan_trainer, run_request
-from orchestrator.api import RunError
+from orchestrator.api import ConfigError, RunError
 from orchestrator.settings.trainer_settings import TrainerSection
+from scripts.bench.cells import Cells
 from scripts.bench.probes.probe_run import CHECKOUT
 from scripts.bench.result import frame, now
 
@@ -344,19 +345,24 @@ def table(found: Mapping[str, Any]) -> str:
 
 def part(number: int, folder: Path) -> None:
     """Adds plan ``number``, or the rows of a calibration (numbers go on), to ``folder``: the whole takes long in one go."""
+    cells = Cells(folder, NAME)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-memory-") as made:
         if number < len(PLANS):
             rows = [planned(PLANS[number], Path(made))]
         else:
             rows = real(REAL[number - len(PLANS)], Path(made), False)
-    (folder / f"{number:02d}.json").write_text(json.dumps(rows), encoding="utf-8")
+    cells.keep(f"{number:02d}", rows)
 
 
 def put_together(folder: Path) -> dict[str, Any]:
-    """The figure, from all its parts."""
-    parts = [json.loads((folder / f"{n:02d}.json").read_text(encoding="utf-8")) for n in range(len(PLANS) + len(REAL))]
-    rows = [row for rows in parts for row in rows]
-    return result(rows[: len(PLANS)], rows[len(PLANS) :], False)
+    """The figure, from all its parts, and that it is. Raises ConfigError where one is missing, or they are not of one source."""
+    cells = Cells(folder, NAME)
+    missing = [number for number in range(len(PLANS) + len(REAL)) if not cells.has(f"{number:02d}")]
+    if missing:
+        raise ConfigError("cells", NAME, f"parts {missing} are missing: measure them first")
+    rows = [row for rows in cells.found() for row in rows]
+    found = result(rows[: len(PLANS)], rows[len(PLANS) :], False)
+    return {**found, "source": cells.measured_on(), "detail": {**found["detail"], "in_parts": True}}
 
 
 if __name__ == "__main__":
