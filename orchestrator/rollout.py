@@ -359,8 +359,10 @@ class Rollout:
         episode = self.episodes.pop(trajectory_id)
         self.proxy.forget(trajectory_id)
         state, cause = self._end_reason.pop(trajectory_id, ("", ""))
-        error = None if task.cancelled() else task.exception()
+        error = _error_of(task)
         replace = self._replaced.pop(trajectory_id, "") is None
+        if isinstance(error, StaleTrajectory | TrajectoryError):
+            _forget_frames(error)
         if isinstance(error, StaleTrajectory):
             state, cause, replace = "evicted_stale", "", True
         elif isinstance(error, TrajectoryError):
@@ -477,3 +479,23 @@ class Rollout:
         if self.rounds is not None:
             self.rounds.wasted(trajectory.generated_tokens)
         self.keep(trajectory, state, cause)
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    """What it ended with, None: nothing, or it was cancelled. The task does not hold its frames any more: those of an episode
+    hold its time limits, which hold the task. Such a cycle lives on for hours where survivors are not looked at
+    (:mod:`orchestrator.runtime.garbage_collector`)."""
+    try:
+        task.result()
+    except asyncio.CancelledError:
+        return None
+    except BaseException as error:  # noqa: BLE001  it is told apart by who asks
+        return error
+    return None
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Nobody asks where it was raised: see :func:`_error_of`."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

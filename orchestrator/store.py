@@ -51,6 +51,7 @@ from orchestrator.shards.shard_folder import shard_of
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
 _BEHIND = 4  # files that may be pending while the thread writes; then ``append`` waits for it
+_FOLDERS = 1024  # that are remembered to be on disk: each version has its own
 _READERS = 4  # of footers, at a time: Arrow reads one without the interpreter's lock
 _PIECE = 16  # rows that become Arrow at a time
 _ROLLED_BACK = "_rolled_back"  # datasets skip names that start with an underscore
@@ -183,7 +184,7 @@ class TrajectoryStore:
         self._writer = writer
         self._folder = Path(folder)
         self._journals = journals
-        self._known: set[Path] = set()  # folders whose names are on disk
+        self._known: set[Path] = set()  # some of the folders whose names are on disk
         self._epoch = epoch.astimezone(UTC)
         self._rows_per_file = rows_per_file
         self._pending: dict[_FileKey, list[StoredRow]] = {}
@@ -308,6 +309,8 @@ class TrajectoryStore:
         if folder not in self._known:  # one that is there may be of a process that was killed before it synced
             folder.mkdir(parents=True, exist_ok=True)
             self._sync_up(folder.parent)
+            if len(self._known) >= _FOLDERS:
+                self._known.clear()
             self._known.add(folder)
         self._parts += 1  # before the write: a number whose write failed is not used again
         final = folder / f"part-{self._parts:06d}.parquet"

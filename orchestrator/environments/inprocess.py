@@ -102,6 +102,7 @@ class InProcessSession:
         if self._open is not None:
             self._open.cancel()
             await asyncio.wait([self._open])
+            self._open = None  # what it ended with holds this session: a cycle
         await _no_exit(self._inner.environment.close)
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -146,15 +147,15 @@ async def _end(session: InProcessSession) -> None:
             await session.kill()
 
 
-async def _in_spite_of_cancellation(work: Coroutine[Any, Any, None]) -> asyncio.CancelledError | None:
-    """To its end, also when who waits for it is cancelled meanwhile: then with what. Nothing else would free what it frees."""
+async def _in_spite_of_cancellation(work: Coroutine[Any, Any, None]) -> bool:
+    """To its end, also when who waits for it is cancelled meanwhile: whether it was. Nothing else would free what it frees."""
     task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
+    cancelled = False
     while not task.done():
         try:
             await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
+        except asyncio.CancelledError:
+            cancelled = True
     return cancelled
 
 
@@ -195,9 +196,8 @@ class FreshEnvironments:
     async def release(self, environment: Environment, trusted: bool) -> None:
         """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
         assert isinstance(environment, InProcessSession)
-        cancelled = await _in_spite_of_cancellation(self._close_in_time(environment))
-        if cancelled is not None:
-            raise cancelled
+        if await _in_spite_of_cancellation(self._close_in_time(environment)):
+            raise asyncio.CancelledError
 
     def resize(self, size: int) -> None:
         """Nothing: there are as many as episodes."""

@@ -29,6 +29,7 @@ class EngineSequence:
     tokens: tuple[int, ...]
     arrived: float
     number: int  # of arrival
+    before: int = 0  # tokens of the turn that others have said
     made: int = 0
     booked: int = 0
     ends: int = -1

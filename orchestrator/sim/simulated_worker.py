@@ -51,7 +51,7 @@ from orchestrator.transfer.turns import ContextSession, HeldContexts, TurnMessag
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 FIRST = "~p"  # how the id of a turn's first part ends, see orchestrator.proxy.prefill_decode
 REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
-TURNS = 1 << 17  # more than have ever begun while one was still being said
+TURNS = 1 << 17  # more than have ever been under way, those that were broken off and never gone on with among them
 Watch = Callable[[GenerationRequest, Completion], None]
 Spans = tuple[tuple[int, int], ...]
 
@@ -82,16 +82,27 @@ class TurnMoves:
     part that was lost on its way, and said again by another version, is there twice."""
 
     def __init__(self) -> None:
-        # turn -> length of the context before the response; of the turns that began last, or a run of days would fill the memory
+        # turn -> length of the context before the response; a run of days would fill the memory with those that are long over
         self.opened: OrderedDict[str, int] = OrderedDict()
+        self._ended = deque[str]()  # in order, the last REMEMBERED of them
         self._parts: dict[str, dict[tuple[int, Spans], None]] = {}  # turn -> (tokens before it, versions) of each part
 
     def open_turn(self, turn: str, context: int) -> int:
         """How long the context of this turn was when it began, which is now if nobody has said so."""
         opened = self.opened.setdefault(turn, context)
         if len(self.opened) > TURNS:
-            self.opened.popitem(last=False)
+            self._forget(next(iter(self.opened)))
         return opened
+
+    def end_turn(self, turn: str) -> None:
+        """All of it is said. It is remembered for a while: an answer that is lost is asked for again."""
+        self._ended.append(turn)
+        if len(self._ended) > REMEMBERED:
+            self._forget(self._ended.popleft())
+
+    def _forget(self, turn: str) -> None:
+        self.opened.pop(turn, None)
+        self._parts.pop(turn, None)
 
     def record_part(self, turn: str, before: int, versions: VersionSpans) -> None:
         """A part of a turn was said by a worker that does not continue it."""
@@ -456,8 +467,8 @@ class SimWorker:
     def _enqueue(self, request: GenerationRequest, now: float) -> None:
         room = self._engine.max_model_len - len(request.token_ids)
         limit = min(request.sampling.max_tokens, self._speech.most, room)
-        tokens = self._says(request, limit) if limit >= 1 else ()
-        sequence = engine_batch.EngineSequence(request, tokens, now, self._numbers)
+        before, tokens = self._says(request, limit) if limit >= 1 else (0, ())
+        sequence = engine_batch.EngineSequence(request, tokens, now, self._numbers, before)
         self._numbers += 1
         self._known[request.request_id] = sequence
         if tokens:
@@ -466,17 +477,13 @@ class SimWorker:
             error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
             self._finish(sequence, "error", error)
 
-    def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
-        """What is left to say."""
+    def _says(self, request: GenerationRequest, limit: int) -> tuple[int, tuple[int, ...]]:
+        """How many tokens of the turn others have said, and what is left to say."""
         opened = self._moves.open_turn(_turn(request), len(request.token_ids))
         said = len(request.token_ids) - opened
         context = request.token_ids[:opened] if said else request.token_ids
         most = min(limit + said, self._speech.most)
-        return self._speech.response(context, request.trajectory_id, request.turn, most)[said:]
-
-    def _before(self, request: GenerationRequest) -> int:
-        """Tokens of the turn that others have said."""
-        return len(request.token_ids) - self._moves.opened[_turn(request)]
+        return said, self._speech.response(context, request.trajectory_id, request.turn, most)[said:]
 
     def _finish(self, sequence: engine_batch.EngineSequence, reason: str, error: str = "") -> None:
         self._batch.remove(sequence)
@@ -507,12 +514,15 @@ class SimWorker:
         )
         if self.watch is not None:
             self.watch(sequence.request, self._finished[-1])
-        request, versions = sequence.request, self._finished[-1].versions
+        request, turn, versions = sequence.request, _turn(sequence.request), self._finished[-1].versions
         if reason in ("stop", "length") and self._said is not None:
-            for history in self._moves.histories(_turn(request), self._before(request)):
+            for history in self._moves.histories(turn, sequence.before):
                 self._said(request.trajectory_id, request.turn, merge_spans((*history, *versions)))
-        if sequence.made and (reason == "abort" or request.request_id.endswith(FIRST)):
-            self._moves.record_part(_turn(request), self._before(request), versions)
+        is_part = reason == "abort" or request.request_id.endswith(FIRST)
+        if sequence.made and is_part:
+            self._moves.record_part(turn, sequence.before, versions)
+        if not is_part:
+            self._moves.end_turn(turn)
         self._news.set()
 
     def _kick(self) -> None:

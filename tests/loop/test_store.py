@@ -348,6 +348,19 @@ def test_the_event_loop_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatc
     assert stored(tmp_path) == [make_trajectory(0)]
 
 
+def test_what_is_known_of_folders_does_not_grow_with_the_versions_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_FOLDERS", 3)
+    store = TrajectoryStore(tmp_path / "trajectories")
+    for version in range(10):
+        store.append(make_trajectory(version, version), version, "trained")
+        store.flush()
+    assert len(store._known) <= 3
+    assert len(stored(tmp_path / "trajectories")) == 10
+    store.close()
+
+
 def test_the_journals_are_synced_before_a_file_is_written(tmp_path: Path) -> None:
     seen: list[int] = []
 
