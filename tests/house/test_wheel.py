@@ -168,7 +168,7 @@ def test_what_users_copy_from_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shared = {name.partition(".data/data/share/rl-coserve/")[2] for name in archive.namelist()} - {""}
     assert {f"examples/{path.name}" for path in ROOT.glob("examples/*.toml")} <= shared
-    assert "grafana/rl-coserve.json" in shared
+    assert {"grafana/rl-coserve.json", "examples/largest.py"} <= shared  # the task of examples/smollm2.toml
 
 
 def test_the_wheel_is_bound_to_the_platform_and_to_no_python(wheel: Path) -> None:
