@@ -358,11 +358,12 @@ def read_trajectories(
     filter: pc.Expression | None = None,
     *,
     ordered: bool = True,
+    parts: Sequence[Path] | None = None,
 ) -> pa.Table:
     """The stored trajectories, reading only ``columns`` (all when None) of the rows that pass ``filter``, a pyarrow
     expression such as ``pc.field("outcome") == "trained"``. ``ordered``: as they were written; else sooner, on
-    all cores. A folder without any gives an empty table."""
-    data = open_store(folder)
+    all cores. ``parts``: of these files only (:func:`parts_with`). A folder without any gives an empty table."""
+    data = open_store(folder) if parts is None else _dataset(Path(folder), parts) if parts else None
     if data is None:
         return SCHEMA.empty_table().select(list(columns) if columns is not None else SCHEMA.names)
     with _damage(folder):
@@ -410,6 +411,22 @@ def read_first(
             found = table.take(pc.select_k_unstable(table, most, [*order, ("trajectory_id", "ascending")]))
             least *= 2  # of a filter that few rows of a file pass
     return found, total
+
+
+def parts_with(folder: str | Path, column: str, value: str) -> list[Path]:
+    """The files that may hold a row with this value, as their footers tell, in the order of writing."""
+    files = _parts(Path(folder))
+    with _damage(folder), ThreadPoolExecutor(_READERS) as readers:
+        footers = list(readers.map(pq.read_metadata, files))
+    return [file for file, footer in zip(files, footers, strict=True) if _may_hold(footer, column, value)]
+
+
+def _may_hold(footer: Any, column: str, value: str) -> bool:
+    place = _place(footer, column)
+    if place is None:
+        return True
+    facts = [footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups)]
+    return any(fact is None or not fact.has_min_max or fact.min <= value <= fact.max for fact in facts)
 
 
 def _passing(folder: str | Path, files: Sequence[Path], where: pc.Expression) -> tuple[list[Path], int]:

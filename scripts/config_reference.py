@@ -142,7 +142,7 @@ PLAIN = {
     "logging.wandb.enabled": "send curves",
     "logging.wandb.project": "that the run appears in",
     "logging.wandb.mode": "`offline`: write files to send later",
-    "rollout.kv_transfer.enabled": "copy KV instead of computing it anew",
+    "rollout.kv_transfer.enabled": "copy KV instead of recomputing it",
     "rollout.disaggregation.enabled": "prefill and decode on workers of different classes",
     "rollout.planner.enabled": "choose the tensor parallelism between steps",
     "rollout.colocation.enabled": "rollout and training on the same devices",

@@ -24,13 +24,14 @@ from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.observe.turn_lines import parse_turn
 from orchestrator.run_folder import TURNS_FILE
-from orchestrator.store import NO_VERSION, read_first, read_trajectories
+from orchestrator.store import NO_VERSION, parts_with, read_first, read_trajectories
 
 ORDERS = ("newest", "best", "worst", "longest")
 LINE = (  # columns of a line of a list
     "trajectory_id", "group_id", "task", "step", "outcome", "total_reward", "advantage", "total_steps", "generated_tokens",
     "total_tokens", "wall_time", "truncated", "version", "finished_at",
 )  # fmt: skip
+_GROUP = 1024  # members that are shown, of a group
 _COMPARED = 20_000  # ids, with one that is not there
 _LONGEST = 200_000  # characters of a text that are shown; the store has all
 _LOOKED_AT = 512 << 20  # characters of a log that are looked through for one trajectory
@@ -193,7 +194,8 @@ class TrajectoryReader:
     def find(self, identity: str) -> dict[str, Any]:
         """The line of a trajectory. Raises ConfigError with the nearest ids where there is none of that name."""
         where = pc.field("trajectory_id") == identity
-        lines = read_trajectories(self._store, list(LINE), where, ordered=False).to_pylist()
+        parts = parts_with(self._store, "trajectory_id", identity)
+        lines = read_trajectories(self._store, list(LINE), where, ordered=False, parts=parts).to_pylist()
         if lines:
             return _line(max(lines, key=lambda one: one["finished_at"]))  # a run that lost a step may have it twice
         known = read_trajectories(self._store, ["trajectory_id"])["trajectory_id"].to_pylist()
@@ -206,8 +208,10 @@ class TrajectoryReader:
         where = pc.field("trajectory_id") == line["trajectory_id"]
         for name, value in (("task", line["task"]), ("version", line["version"]), ("step", line["step"] - 1)):
             where = where & (pc.field(name) == value)
-        row = read_trajectories(self._store, filter=where).to_pylist()[-1]
-        group, _ = self.lines(TrajectoryChoice(task=line["task"], group=line["group_id"]), "longest", 0, 1024)
+        parts = parts_with(self._store, "group_id", line["group_id"])
+        row = read_trajectories(self._store, filter=where, parts=parts).to_pylist()[-1]
+        siblings = TrajectoryChoice(task=line["task"], group=line["group_id"]).expression()
+        group = [_line(one) for one in read_trajectories(self._store, list(LINE), siblings, parts=parts).to_pylist()]
         group.sort(key=lambda one: -(one["total_reward"] if one["total_reward"] is not None else -float("inf")))
         return ShownTrajectory(
             line,
@@ -215,7 +219,7 @@ class TrajectoryReader:
             row["prompt_seed"],
             tuple(row["errors"]),
             self._turns(row),
-            tuple(group),
+            tuple(group[:_GROUP]),
             self._gap(line["step"]) if line["outcome"] == "trained" else None,
         )
 

@@ -94,9 +94,10 @@ def describe(rows: Sequence[MemoryRow]) -> list[str]:
     for row in rows:
         parts = ", ".join(f"{name} {_gb(size)}" for name, size in row.parts.items() if size)
         limit = f" of {_gb(row.capacity)}" if row.capacity is not None else ""
-        where = "host memory" if row.hardware == "host" else row.hardware or "its device"
+        device = "" if row.capacity is None else " on its device"  # of a run without pools: a CPU has none
+        where = " in host memory" if row.hardware == "host" else f" on {row.hardware}" if row.hardware else device
         over = f"; over by {_gb(row.over)}: {row.cure}" if row.over else ""
-        lines.append(f"{row.owner}: {_gb(row.total)} GB{limit} on {where} ({parts}){over}")
+        lines.append(f"{row.owner}: {_gb(row.total)} GB{limit}{where} ({parts}){over}")
     return lines
 
 
@@ -173,7 +174,7 @@ def _trainer(config: Config, path: str, *, resting: bool = False) -> list[Memory
     rows = []
     for rank in plan.ranks:
         stage = "" if rank.stage == "all" else f", {rank.stage}"
-        owner = f"trainer ({trainer_ranks(config)} ranks{stage})"
+        owner = f"trainer ({_ranks(trainer_ranks(config))}{stage})"
         if rank.imbalance:
             owner += f", experts' tokens x {rank.imbalance:g}"
         parts = {**rank.memory.device, "reserve": rank.reserve, **beside}
@@ -218,8 +219,12 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
         else:
             parts, cure = {"weights": weights}, ""
         named = hardware if config.resources.pools else ""
-        rows.append(MemoryRow(f"engine ({engine.ranks} devices)", named, {**parts, **beside}, capacity, cure))
+        rows.append(MemoryRow(f"engine ({_ranks(engine.ranks)})", named, {**parts, **beside}, capacity, cure))
     return rows
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _gb(size: int) -> str:

@@ -14,6 +14,7 @@ are gone, and the trainer publishes again.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import ipaddress
 import os
 import shutil
@@ -140,9 +141,13 @@ def require_port(address: str, port: int) -> None:
 
 
 def find_binary() -> str:
-    """The master of this environment. Raises ConfigError when there is none."""
+    """The master of this environment: beside its Python, on the path, or in Mooncake's package, which may be installed in the
+    environment below this one. Raises ConfigError when there is none."""
     beside = Path(sys.executable).parent / BINARY
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(BINARY)
+    package = importlib.util.find_spec("mooncake")
+    if found is None and package is not None:
+        found = shutil.which(BINARY, path=os.pathsep.join(package.submodule_search_locations or ()))
     if found is None:
         fix = "no mooncake_master: install mooncake-transfer-engine-non-cuda (or a CUDA variant), or set relay.master"
         raise ConfigError("relay.master", "", fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -318,7 +319,7 @@ def test_a_model_that_does_not_fit_its_devices_is_refused_before_anything_starts
 ) -> None:
     planned(monkeypatch, 70 * GB)
     with pytest.raises(
-        ConfigError, match=r"does not fit: trainer \(1 ranks\).*GB of 80.0 on H800.*over by .* raise trainer.tensor"
+        ConfigError, match=r"does not fit: trainer \(1 rank\).*GB of 80.0 on H800.*over by .* raise trainer.tensor"
     ):
         memory_plan.check(large(tmp_path, *POOLS))
     memory_plan.check(large(tmp_path, *POOLS, "resources.memory_gb={H800=200}"))
@@ -476,9 +477,16 @@ def test_rope_is_one_kernel_where_transformer_engine_is(tmp_path: Path, monkeypa
 def test_the_command_prints_the_plan_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--memory", "--json", "resources.memory_gb={GPU=1}"]) == 0
     rows = json.loads(capsys.readouterr().out)["memory"]
-    assert [row["owner"] for row in rows] == ["trainer (1 ranks)", "trainer, each rank", "engine (1 devices)"]
+    assert [row["owner"] for row in rows] == ["trainer (1 rank)", "trainer, each rank", "engine (1 rank)"]
     assert rows[0]["parts"]["weights"] > 0
     assert [row["over"] for row in rows] == [0, 0, 0]
+
+
+def test_a_plan_names_no_device_where_the_run_named_none() -> None:
+    row = memory_plan.MemoryRow("engine (1 rank)", "", {"weights": 2 * memory_plan.GB})
+    assert memory_plan.describe([row]) == ["engine (1 rank): 2.0 GB (weights 2.0)"]
+    known = dataclasses.replace(row, capacity=80 * memory_plan.GB)
+    assert memory_plan.describe([known]) == ["engine (1 rank): 2.0 GB of 80.0 on its device (weights 2.0)"]
 
 
 def test_who_asks_for_a_plan_imports_no_torch(tmp_path: Path) -> None:

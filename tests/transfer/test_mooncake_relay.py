@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -502,9 +503,24 @@ def test_a_cancelled_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert _ends(int((tmp_path / "pid").read_text()))
 
 
+def test_a_master_of_the_environment_below_is_found_in_its_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mooncake", raising=False)
+    binary = tmp_path / "mooncake" / "mooncake_master"
+    binary.parent.mkdir()
+    binary.with_name("__init__.py").touch()
+    binary.touch(0o755)
+    assert runtime.find_binary() == str(binary)
+
+
 def test_no_master_in_the_environment_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="mooncake-transfer-engine"):
         runtime.find_binary()
 

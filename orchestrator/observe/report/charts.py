@@ -123,7 +123,7 @@ def rate(run: RunLog, amounts: Callable[[Step], int], unit: str, colour: str, si
     """What was trained per second of wall time."""
     points = [(float(step.number), amounts(step) / step.period) for step in run.steps if step.period > 0]
     label = f"{unit}/s"
-    series = Series(f"Trained {unit} a second", label, points, lambda v: f"{significant(v)} {label}", colour)
+    series = Series(f"Trained {unit} per second", label, points, lambda v: f"{significant(v)} {label}", colour)
     return line_chart(series, run.done_steps, size, 250, smoothing(len(points)))
 
 
