@@ -172,7 +172,7 @@ class RoundsSection(Section):
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
-    workers: Annotated[int, Field(ge=0)] = (
+    workers: Annotated[int, Field(ge=0, le=65536)] = (
         1  # vLLM engines that the run starts; 0 with `served`; with `engines` their sum
     )
     served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these

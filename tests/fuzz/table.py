@@ -87,6 +87,7 @@ OURS = {
     "orchestrator/transfer/mooncake_relay.py": _VERIFIED,
     "orchestrator/transfer/registered_buffers.py": _VERIFIED,
     "orchestrator/transfer/turns/routed_experts.py": "numbers whose count `turn-message` has checked",
+    "vllm_rlplugin/judge/judge_profiler.py": "a file that the user made by `profile --judge`",
     "vllm_rlplugin/worker/inprocess_engine.py": "a model's config.json, which `model-config` has read before",
     "vllm_rlplugin/kv/blocks.py": _VERIFIED,
     "vllm_rlplugin/kv/commands.py": _VERIFIED,

@@ -147,8 +147,14 @@ def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(
     ],
 )
 def test_what_megatron_core_raises_when_it_builds_is_an_error_of_the_option(
-    options: dict[str, Any], field: str, tmp_path: Path
+    options: dict[str, Any], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import torch
+
+    def no_cuda() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", no_cuda)  # vLLM on a CPU, in this process, gives one
     section = TrainerSection.from_dict({"megatron": options})
     try:
         with pytest.raises(ConfigError, match="Megatron-Core refuses it") as error:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from orchestrator.api import Completion, CompletionTiming, GenerationRequest, KvMove, KvMoved, Sampling
 from orchestrator.api import http as wire
 from orchestrator.api.jsontext import PIECE
-from orchestrator.borrowing.http_worker import HttpWorker
+from orchestrator.borrowing.http_worker import HttpWorker, _Asked
 from orchestrator.transfer.turns import decode_turns
 from scripts.bench.micro.stalls import StallWatch
 from tests.support.vllm_twin import TOKEN, TwinAsyncLLM, TwinServer, translate
@@ -94,7 +94,7 @@ def test_a_server_hands_out_so_much_at_a_time_as_both_loops_bear_and_all_of_it()
         try:
             batch = [a_completion(f"r{index}", size) for index, size in enumerate(sizes)]
             server.control.outbox._ready.extend(batch)
-            worker._unfinished.update(dict.fromkeys(item.request_id for item in batch))
+            worker._unfinished.update({item.request_id: _Asked(50_000) for item in batch})
             found: list[list[str]] = []
             while sum(map(len, found)) < len(batch):
                 answer = await worker.completions()

@@ -21,7 +21,7 @@ from prometheus_client import generate_latest
 
 from orchestrator.api import CommandError, Completion, ConfigError, GenerationRequest, KvMove, Sampling
 from orchestrator.api import http as wire
-from orchestrator.borrowing.http_worker import HttpWorker
+from orchestrator.borrowing.http_worker import HttpWorker, _Asked
 from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
 from vllm_rlplugin.options import FrontendOptions
 from vllm_rlplugin.server import bearer_auth, control_endpoints
@@ -201,7 +201,7 @@ def test_a_request_that_the_model_cannot_take_refuses_the_call_unless_partial(
             return
         status, _ = await raw(server, "POST", wire.ADD, json={"requests": [good, bad], "partial": True})
         assert status == 200
-        worker._unfinished |= {"good": None, "bad": None}
+        worker._unfinished |= {"good": _Asked(2), "bad": _Asked(2)}
         done = await collected(worker, 2)
         assert (done["bad"].finish_reason, done["good"].finish_reason) == ("error", "length")
 
