@@ -124,6 +124,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 ARCHITECTURES = tuple(FAMILIES)
 MOST_LAYERS = 10_000
+_MOST = 1 << 40  # of any size that a config names
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,10 @@ class _Reader:
                 if type(value) is not int or value < least:
                     kind = "a positive integer" if least else "an integer of at least 0"
                     raise ConfigError(f"model.{name}", value, f"must be {kind} in {self.folder}/config.json")
+                if value > _MOST:
+                    raise ConfigError(
+                        f"model.{name}", f"2**{value.bit_length() - 1} and more", f"must be at most {_MOST}"
+                    )
                 return value
         if default is None:
             raise ConfigError(f"model.{names[0]}", None, f"must be an integer in config.json of {self.folder}")

@@ -86,7 +86,8 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
 
     def made(**more: Any) -> Any:
         ranks, options = Rendezvous(request.rank, request.world), sort_options(settings.megatron)
-        return Learner(request.folder, settings, 2, request.dtype, ranks, options=options, **more)
+        steps = settings.lr_warmup_steps + 2  # a schedule that fits; no rate is ever used
+        return Learner(request.folder, settings, steps, request.dtype, ranks, options=options, **more)
 
     learner = made()
     critic = made(prepare=install_value_head) if settings.needs_critic else None

@@ -124,7 +124,9 @@ def test_the_parameters_of_a_shape_are_those_of_its_files(tmp_path: Path) -> Non
 def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> None:
     """Two tensor-parallel ranks, a pipeline of two with experts, and a vocabulary that cannot be cut, each in its process."""
     folder, mixture, odd = dense(tmp_path / "d"), experts(tmp_path / "e"), dense(tmp_path / "o", vocabulary=WORDS[:511])
-    tensor = StepRequest(folder, {"tensor_parallel": 2, "kl_coefficient": 0.1}, "bfloat16", 1, 2, 64)
+    tensor = StepRequest(
+        folder, {"tensor_parallel": 2, "kl_coefficient": 0.1, "lr_warmup_steps": 5}, "bfloat16", 1, 2, 64
+    )
     stage = {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel": 2, "distributed_optimizer": True}
     piped = StepRequest(mixture, stage, "bfloat16", 3, 4, 64, imbalance=1.0)
     ppo = replace(tensor, settings={**tensor.settings, "objective": "ppo"})
