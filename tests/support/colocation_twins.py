@@ -138,7 +138,8 @@ class TwinWorker:
         self._check()
         kind = self._faults.next(self.name, what)
         if kind == "refuse":
-            raise CommandError("invalid_request", f"{self.name} refuses {what}")
+            code = "released" if what == "add" else "invalid_request"  # the worker's state, not a request that is wrong
+            raise CommandError(code, f"{self.name} refuses {what}")
         if kind == "hang":
             await asyncio.sleep(FOREVER)
         if kind in ("raise", "die"):
