@@ -339,7 +339,9 @@ def test_old_versions_go_when_their_lease_ran_out(rig: Rig) -> None:
 
 
 def test_a_dead_master_is_retryable_and_told_at_once(rig: Rig) -> None:
-    os.kill(rig.master.pid or 0, signal.SIGKILL)
+    pid = rig.master.pid or 0
+    os.kill(pid, signal.SIGKILL)
+    assert _ends(pid), "it listens until it is taken apart"
     child = rig.child()
     started = time.monotonic()
     reply = child.tell("publish", 1, 1, [100])
