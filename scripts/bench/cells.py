@@ -56,9 +56,8 @@ class Cells:
 
     def check_current(self) -> None:
         """More can be added to what there is. Raises ConfigError: the tree has changes, or is not the one of the others."""
-        check_agreement(
-            {name: one["source"] for name, one in self._kept().items()} | {"the tree as it is": self.source}
-        )
+        kept = {name: one["source"] for name, one in self._kept().items()}
+        check_agreement({"the tree as it is": self.source} | kept)
 
     def _kept(self) -> dict[str, Any]:
         files = sorted(self.folder.glob(f"{self._prefix}*.json"))

@@ -1,10 +1,10 @@
 """Success of the demo on its 400 held-out maps after eight minutes, by real RL: mean and worst of five seeds.
 
 Runs ``rl-coserve train examples/frozenlake.toml`` once per seed, from nothing. Each seed is kept as it ends
-(:mod:`scripts.bench.cells`, under ``docs/results/cells/demo-seeds``), so that they may be measured one by one, on different days;
-all must be of the same sources. ``python -m scripts.bench.papers.demo_seeds`` measures the first seed that is missing and ends,
-with exit code 3 when none is; ``rl-coserve bench demo-seeds`` measures all that are missing and gives the figure. ``--quick``
-runs one seed for a few steps: it shows that the measurement works, not that the bar is met.
+(:mod:`scripts.bench.cells`, under ``runs/cells/demo-seeds``), so that they may be measured one by one, on different days; all
+must be of the same sources, which the figure names. ``python -m scripts.bench.papers.demo_seeds`` measures the first seed that
+is missing and ends, with exit code 3 when none is; ``rl-coserve bench demo-seeds`` measures all that are missing and gives the
+figure. ``--quick`` runs one seed for a few steps: it shows that the measurement works, not that the bar is met.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.bench.result import frame, now
 NAME = "demo-seeds"
 SEEDS = (0, 1, 2, 3, 4)
 MEAN, WORST, START, SECONDS = 0.85, 0.80, 0.41, 480.0
-CELLS = Path("docs/results/cells") / NAME
+CELLS = Path("runs/cells") / NAME
 _CONFIG = Path("examples/frozenlake.toml")
 _SHORT = ("run.steps=3", "evaluation.prompts=50", "evaluation.every=0", "warmup.steps=20")
 
@@ -39,10 +39,12 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="rl-coserve-demo-") as folder:
             rows = [one(0, _SHORT, Path(folder))]
     else:
+        kept_cells().check_current()
         while measure_next():
             pass
-        rows = kept_cells().found()
-    return result(rows, quick, {"started": begun, "nonce": nonce})
+        kept = kept_cells()
+        return result(kept.found(), False, {"started": begun, "nonce": nonce}) | {"source": kept.measured_on()}
+    return result(rows, True, {"started": begun, "nonce": nonce})
 
 
 def measure_next() -> bool:
@@ -113,4 +115,5 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
 
 
 if __name__ == "__main__":
+    kept_cells().check_current()
     sys.exit(0 if measure_next() else 3)

@@ -234,7 +234,9 @@ def main(arguments: list[str]) -> int:
         return 0
     code = make_next(options.folder, options.only) if options.next else 0
     if options.result:
-        print(json.dumps(result(_cells(options.folder).found(), False, {"in_parts": True}), indent=1, sort_keys=True))
+        kept = _cells(options.folder)
+        found = result(kept.found(), False, {"in_parts": True}) | {"source": kept.measured_on()}
+        print(json.dumps(found, indent=1, sort_keys=True))
     return code
 
 

@@ -34,7 +34,7 @@ from scripts.bench.result import frame, now
 
 NAME = "pretrained"
 RUNS = ("rewards-0", "shuffled-0", "rewards-1", "rewards-2")
-CELLS = Path("docs/results/cells") / NAME
+CELLS = Path("runs/cells") / NAME
 VALIDATION, TEST = 150, 450
 START = (0.15, 0.6)
 _CONFIG, _TASK = Path("examples/smollm2.toml"), Path("examples/largest.py")
@@ -55,9 +55,10 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             row = session(RUNS[0], Path(folder), math.inf, _SHORT, 16)
         assert row is not None
         return result([row], True, {"started": begun, "nonce": nonce})
+    kept_cells().check_current()
     while measure_next(math.inf) != 3:
         pass
-    return result(kept_cells().found(), False, {"started": begun, "nonce": nonce})
+    return kept_result({"started": begun, "nonce": nonce})
 
 
 def measure_next(seconds: float, only: str = "") -> int:
@@ -76,6 +77,12 @@ def measure_next(seconds: float, only: str = "") -> int:
         f"{name}: {found['before']} -> {found['after']} of {found['questions']}, p = {found['p']:.2g}", file=sys.stderr
     )
     return 0
+
+
+def kept_result(detail: dict[str, Any]) -> dict[str, Any]:
+    """The figure of the runs that were kept, which names what they were measured on."""
+    kept = kept_cells()
+    return result(kept.found(), False, detail) | {"source": kept.measured_on()}
 
 
 def kept_cells() -> Cells:
@@ -192,9 +199,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--result", action="store_true")
     options = parser.parse_args(arguments)
     if options.result:
-        found = result(kept_cells().found(), False, {"in_parts": True})
-        print(json.dumps(found, indent=1, sort_keys=True))
+        print(json.dumps(kept_result({"in_parts": True}), indent=1, sort_keys=True))
         return 0
+    kept_cells().check_current()
     return measure_next(60 * options.minutes, options.only)
 
 
