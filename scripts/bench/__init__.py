@@ -83,7 +83,7 @@ BENCHES = {
     "rose-figures": Bench("scripts.bench.papers.rose_figures", "90 min, 315 cells"),
     "rotation": Bench("scripts.bench.papers.rotation", "8 min, 300 cells"),
     "tail-batching": Bench("scripts.bench.papers.tail_batching", "3 min", VLLM),
-    "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "30 min", VLLM),
+    "coserve-slo": Bench("scripts.bench.micro.coserve_slo", "50 min", VLLM),
     "pool-step": Bench("scripts.bench.micro.pool_step", "2 min", VLLM),
     "four-papers": Bench("scripts.bench.micro.four_papers", "10 min", RUN),
     "judge-batches": Bench("scripts.bench.micro.judge_batches", "3 min", VLLM),

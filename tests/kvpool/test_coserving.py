@@ -112,6 +112,10 @@ def test_a_trace_is_squeezed_to_the_rate_with_a_burst_in_the_middle() -> None:
     inside = sum(5.0 <= row[0] < 6.0 for row in found)
     assert sum(row[0] < 5.0 for row in found) == pytest.approx(25, abs=1)
     assert inside == pytest.approx(4 * 5, abs=2)
+    longer = scaled(trace, 24.0, 5.0)
+    for second in (6, 18):
+        assert sum(second <= row[0] < second + 1 for row in longer) == pytest.approx(4 * 5, abs=2)
+    assert len(longer) == 24 * 5 + 2 * 15
 
 
 def test_the_summary_counts_over_all_replays_and_says_what_of_the_idle_share_was_used() -> None:
@@ -124,7 +128,7 @@ def test_the_summary_counts_over_all_replays_and_says_what_of_the_idle_share_was
     assert "rollout_tokens_per_s" not in found
 
 
-def played(late: int, ttft: float, tokens: float = 50.0, requests: int = 80) -> dict[str, Any]:
+def played(late: int, ttft: float, tokens: float = 50.0, requests: int = 302) -> dict[str, Any]:
     """What the probe says of one run."""
     alone = {"requests": requests, "late": 2, "ttft_p99": 0.1, "tpot_p99": 0.02}
     dual = {**alone, "late": late, "ttft_p99": ttft, "rollout_tokens_per_s": tokens}
@@ -138,11 +142,11 @@ def played(late: int, ttft: float, tokens: float = 50.0, requests: int = 80) -> 
         ([played(1, 0.12)] * 4 + [played(3, 0.14)], 1.4, False),  # later than the worst run alone
         ([played(1, 0.12)] * 4 + [played(1, 0.16)], 1.6, False),
         ([played(1, 0.12)] * 5 + [played(1, 0.12, tokens=0.0)], 1.2, False),
-        ([played(1, 0.12, requests=50)] * 5, 1.2, False),  # too few
+        ([played(1, 0.12)] * 4 + [played(1, 0.12, requests=80)], 1.2, False),  # too few: its P99 is its longest
     ],
 )
 def test_the_worst_run_decides_not_the_median(runs: list[dict[str, Any]], value: float, holds: bool) -> None:
-    found = coserve_slo.result({"azure_code": runs}, {}, quick=False, nonce="n")
+    found = coserve_slo.result({"azure_code": runs}, {}, {}, quick=False, nonce="n")
     assert (found["value"], found["holds"]) == (pytest.approx(value), holds)
     assert found["detail"]["traces"]["azure_code"]["dual"]["ttft_p99_over_alone"]["median"] == pytest.approx(1.2)
 
@@ -152,33 +156,33 @@ def test_one_command_plays_both_traces_five_times_and_the_curve_and_the_quick_fo
 ) -> None:
     asked: list[list[str]] = []
 
-    def probe(name: str, arguments: list[str]) -> dict[str, Any]:
+    def probe(name: str, arguments: list[str], limit: float) -> dict[str, Any]:
         assert len(json.loads(Path(arguments[1]).read_text())) == 2000
-        asked.append(arguments[2:])
+        asked.append(arguments[4:])
         return played(1, 0.12)
 
     monkeypatch.setattr(coserve_slo, "run_probe", probe)
     found = coserve_slo.run(quick=False, nonce="n")
-    assert len(asked) == 2 * (coserve_slo.RUNS + len(coserve_slo.LOADS))
+    assert len(asked) == 2 * (coserve_slo.RUNS + 1 + len(coserve_slo.LOADS))
+    assert sum("--requests" in each for each in asked) == 2 * coserve_slo.RUNS
+    assert sum("--modes" not in each for each in asked) == 2, "the ladder: all modes"
     assert found["detail"]["by_load"]["azure_code"].keys() == {"0.15", "0.3", "0.45", "0.6"}
-    assert load_table(found).splitlines()[2] == "| `mooncake_conversation` | 15 % | 20 % | 33 % | 1 of 80 | 50 |"
+    assert load_table(found).splitlines()[2] == "| `mooncake_conversation` | 15 % | 20 % | 33 % | 1 of 302 | 50 |"
     asked.clear()
     assert coserve_slo.run(quick=True, nonce="n")["holds"] is None
     assert asked == [["--seconds", "3", "--rounds", "1", "--modes", "static,none,dual"]]
 
 
 def test_the_table_has_the_rungs_that_a_result_has_in_the_order_of_the_ladder() -> None:
-    row = {"ttft_p99_over_alone": 1.234, "tpot_p99_over_alone": 1.1, "late": 2, "requests": 84, "over_idle_share": None}
+    row = {"ttft_p99_over_alone": 1.234, "tpot_p99_over_alone": 1.1, "late": 2, "requests": 84}
     modes = {
         "alone": {},
         "dual": {**row, "rollout_tokens_per_s": 1020.4},
         "static": {**row, "rollout_tokens_per_s": 7.0},
     }
-    rows = table({"detail": {"modes": modes}}).splitlines()[2:]
-    assert rows[0].startswith(
-        "| static partition of the KV memory, no admission | 1.23 | 1.10 | 2 of 84 | 7, not known |"
-    )
-    assert rows[1] == "| + dual admission | 1.23 | 1.10 | 2 of 84 | 1,020, not known |"
+    rows = table({"detail": {"ladder": {"azure_code": modes}}}).splitlines()[2:]
+    assert rows[0] == "| `azure_code` | static partition of the KV memory, no admission | 1.23 | 1.10 | 2 of 84 | 7 |"
+    assert rows[1] == "| `azure_code` | + dual admission | 1.23 | 1.10 | 2 of 84 | 1,020 |"
     assert set(LADDER) == set(MODES)
 
 

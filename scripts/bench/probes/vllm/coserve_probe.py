@@ -6,8 +6,9 @@ GPU that switches between processes, and nothing but admission protects serving.
 is another core.
 
 ``FILE`` is a JSON array of [milliseconds, prompt tokens, answer tokens]. Its arrivals are squeezed until serving alone
-is busy for ``--busy`` of the time, its lengths divided (``LENGTHS``), with one second in the middle of four times the
-mean rate. The same arrivals are replayed alone and with rollouts under each mode, in turn, ``--rounds`` times; SLOs are
+is busy for ``--busy`` of the time, its lengths divided (``LENGTHS``), with one second in twelve of four times the
+mean rate. The same arrivals are replayed alone and with rollouts under each mode, in turn, ``--rounds`` times, or as
+often as ``--requests`` of a mode need; SLOs are
 1.5 x the P99 of a replay alone that precedes them, which with ``--rounds 1`` is what they are compared with too. Modes
 are ROSE's ladder (table 2, figure 9): "static": each engine has its half of the pool, steps run as they come, no prefix
 is kept; "preempt": with pages that move to serving; "none": and with prefixes kept; then with admission by "ttft",
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -47,7 +49,7 @@ POOL_MIB = 24  # so small that a burst wants more than half of it
 FACTOR = 1.5  # of P99 alone
 WINDOW = 3.0  # seconds over which serving's peak counts where budgets open
 SPACING = 0.2  # seconds between requests that are timed one by one; each takes about half as long
-BURST = 4.0
+BURST, BURSTS_EVERY = 4.0, 12.0  # times the mean rate, for a second; seconds
 _SHAPES: dict[str, dict[str, int]] = {
     "serving": {"num_hidden_layers": 4, "num_key_value_heads": 2},
     "rollout": {"num_hidden_layers": 3, "num_key_value_heads": 4},
@@ -72,14 +74,18 @@ def write_model(folder: Path, role: str) -> str:
 
 
 def scaled(trace: list[list[int]], seconds: float, rate: float) -> list[list[float]]:
-    """So many seconds of the trace at ``rate`` requests a second, with a burst in the middle."""
+    """So many seconds of the trace at ``rate`` requests a second, with a burst in the middle of each part of ``BURSTS_EVERY``
+    seconds, or of the whole where it is shorter."""
     count = max(4, round(seconds * rate))
     rows = trace[:count]
     first, last = rows[0][0], rows[-1][0]
     squeeze = seconds / max(1, last - first)
     found = [[(row[0] - first) * squeeze, *_lengths(row)] for row in rows]
-    extra = trace[count : count + round((BURST - 1) * rate)]
-    found += [[seconds / 2 + index / len(extra), *_lengths(row)] for index, row in enumerate(extra)]
+    bursts, more = max(1, round(seconds / BURSTS_EVERY)), round((BURST - 1) * rate)
+    for number in range(bursts):
+        extra = trace[count + number * more :][:more]
+        begins = (number + 0.5) * seconds / bursts
+        found += [[begins + index / len(extra), *_lengths(row)] for index, row in enumerate(extra)]
     return sorted(found)
 
 
@@ -195,10 +201,11 @@ def measure(pair: Pair, trace: list[list[int]], options: argparse.Namespace) -> 
     alone = rolled["tokens"] / rolled["seconds"]
     rows: dict[str, list[Mapping[str, Any]]] = {}
     modes = ["alone", *options.modes.split(",")]
-    if options.rounds == 1:  # it was played just now
+    rounds = max(options.rounds, math.ceil(options.requests / len(arrivals)))
+    if rounds == 1:  # it was played just now
         rows["alone"] = [pair.judged(begun, slo)]
         modes.remove("alone")
-    for number in range(options.rounds):
+    for number in range(rounds):
         for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
             time.sleep(WINDOW + 1.0)  # else budgets open by the peak of the replay before
             rows.setdefault(mode, []).append(pair.replay(arrivals, mode, slo))
@@ -220,6 +227,7 @@ def main() -> int:
     parser.add_argument("--trace", required=True)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--busy", type=float, default=0.3)
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--page-kib", type=int, default=PAGE_KIB)
