@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.api import CheckpointLost, TrainBatch, TrainMetrics, TrainSample, Trajectory
-from orchestrator.buffer import Taken
+from orchestrator.buffer import Taken, let_go
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining
@@ -330,6 +330,7 @@ class Pipeline:
             self._open_feeder()
         else:
             self.feeder.fed = FedSamples()  # it opens when devices are freed, or not at all
+        let_go(taken)
 
     async def _room_in_store(self, step: int) -> None:
         """Until there is room for a batch more."""
@@ -500,6 +501,9 @@ class Pipeline:
             return
         await self.parts.store.flushed()
         await checkpoints.committed(partial, state)
+        buffer = list(state.buffer)
+        del state
+        let_go(buffer)  # what has been trained since
 
     async def _finish_saving(self) -> None:
         """Until no checkpoint is being written; its failure is the run's."""
