@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.api import CheckpointLost, TrainBatch, TrainMetrics, TrainSample, Trajectory
-from orchestrator.buffer import Taken
+from orchestrator.buffer import Taken, let_go
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining
@@ -301,6 +301,7 @@ class Pipeline:
         fed the next batch."""
         events, parts, position = self.parts.events, self.parts, self.position
         await self.feeder.idle()
+        await self._room_in_store(step)
         begun = events.time()
         with events.stage("train_step", step):
             metrics = await self._calls.final("train_step", parts.trainer.train_step(batch))
@@ -329,6 +330,27 @@ class Pipeline:
             self._open_feeder()
         else:
             self.feeder.fed = FedSamples()  # it opens when devices are freed, or not at all
+        let_go(taken)
+
+    async def _room_in_store(self, step: int) -> None:
+        """Until there is room for a batch more."""
+        if self._note_store():
+            with self.parts.events.stage("wait_store", step) as note:
+                while behind := self._note_store():
+                    note.waiting_for = behind
+                    await asyncio.sleep(SAMPLE_SECONDS)
+
+    def _note_store(self) -> str:
+        """What groups wait for before they start and batches before they train, "" if nothing; its begin is an alarm. Raises
+        RunError where the store cannot be written."""
+        before, behind = self.rollout.behind, self.parts.store.behind()
+        self.rollout.behind = behind
+        if behind and not before:
+            self.parts.events.emit("alarm", what="store", detail=f"starts and training wait for {behind}")
+        elif before and not behind:
+            self.parts.events.emit("recovered", what="store", detail="there is room again")
+            self.rollout.poke()
+        return behind
 
     async def _hold(self, step: int, version: int) -> None:
         """The trainer holds its version, when the one before it is with the workers: one is under way at a time."""
@@ -479,6 +501,9 @@ class Pipeline:
             return
         await self.parts.store.flushed()
         await checkpoints.committed(partial, state)
+        buffer = list(state.buffer)
+        del state
+        let_go(buffer)  # what has been trained since
 
     async def _finish_saving(self) -> None:
         """Until no checkpoint is being written; its failure is the run's."""
@@ -518,6 +543,8 @@ class Pipeline:
         wanted, have = self.settings.groups_per_step, self.rollout.buffer.ready_groups
         if self.parts.away is not None and (away := self.parts.away()):
             return away
+        if self.rollout.behind:
+            return self.rollout.behind
         if self.turns is not None and self.turns.colocation.waiting_for:
             return self.turns.colocation.waiting_for
         if self.rollout.proxy.waiting_for or self.weights.waiting_for:
@@ -532,6 +559,7 @@ class Pipeline:
     async def _report_waiting(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
+            self._note_store()
             self._occupancy.sample(self.rollout.in_flight, self.rollout.proxy.loads())
             if not self.parts.display.watched:
                 continue

@@ -106,6 +106,7 @@ class Rollout:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of groups
         self._failed_in_row = 0
         self.open = False  # for new groups
+        self.behind = ""  # what new groups wait for beside the gate, in words; the pipeline sets it
         self._room = asyncio.Event()
         self.on_played: Callable[[Trajectory], None] | None = None  # an episode has come to its end, not scored yet
         self.next_version = 0  # the trainer's when the next batch goes into training; the pipeline sets it
@@ -169,13 +170,16 @@ class Rollout:
 
     def _may_start(self) -> bool:
         """Whether a group may start now."""
+        return not self.behind and self._gate_allows()
+
+    def _gate_allows(self) -> bool:
         under_way = len(self._members)
         size = self.size.members if self.rounds is None else self.rounds.wanted(under_way)
         return self.open and size > 0 and self.gate.may_start(size, under_way, self.buffer.scored, self._lead)
 
     def may_have_more(self) -> bool:
         """Whether another group is under way or may start: whoever waits for one waits for something."""
-        return bool(self._members) or self._may_start()
+        return bool(self._members) or self._gate_allows()
 
     async def end_members(self, state: str, cause: str) -> None:
         """Cancel everything in flight and wait until it is accounted for."""

@@ -13,9 +13,10 @@ Guarantees:
 * What :meth:`TrajectoryStore.flush` returned from survives a crash. The pipeline flushes before it commits a checkpoint,
   so a checkpoint never claims a row that is not on disk. The journals are synced before a file is written: what a row says
   of its trajectory's end, the ledger says.
-* :meth:`TrajectoryStore.append` does not wait for the disk, unless that is several files behind: a thread writes, or asks a
-  process that writes what lies in shards (:mod:`orchestrator.runtime.record_writer`), so that this one's interpreter is free.
-  What is not on disk yet is held, and given to the next writer when one dies.
+* :meth:`TrajectoryStore.append` does not wait for the disk: a thread writes, or asks a process that writes what lies in shards
+  (:mod:`orchestrator.runtime.record_writer`), so that this one's interpreter is free. What is not on disk yet is held, what lies
+  in a shard by reference, and given to the next writer when one dies. Once :data:`BACKLOG` bytes wait, those who would add more
+  are to wait until :meth:`TrajectoryStore.behind` says that there is room: a run starts no group and trains no batch then.
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
 Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token, and a filter on task, date
@@ -46,11 +47,14 @@ import pyarrow.parquet as pq
 
 from orchestrator.api import ConfigError, ContextStart, Prompt, RoutedExperts, RunError, Trajectory, Turn
 from orchestrator.durable_files import Syncable, sync
-from orchestrator.shards.shard_folder import shard_of
+from orchestrator.shards.shard_folder import Shard, shard_of
 
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
-_BEHIND = 4  # files that may be pending while the thread writes; then ``append`` waits for it
+BACKLOG = 1 << 30  # bytes that may wait for the disk: some minutes of 64 GPUs, of the shared memory that shards lie in
+_ROW_BYTES = 8192  # that each row counts beside its numbers: its reference, a page's rest, a name in shared memory
+_TOKEN_BYTES = 64  # of a token and its log-prob in Python's tuples
+_FILE_BYTES = 1 << 28  # of rows in a file, as they count in the backlog
 _FOLDERS = 1024  # that are remembered to be on disk: each version has its own
 _READERS = 4  # of footers, at a time: Arrow reads one without the interpreter's lock
 _PIECE = 16  # rows that become Arrow at a time
@@ -149,14 +153,23 @@ _NO_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """A trajectory, and what is said of it where it is stored: see :meth:`TrajectoryStore.append`."""
+    """A trajectory, by reference where it lies in a shard, and what is said of it where it is stored: see
+    :meth:`TrajectoryStore.append`."""
 
-    trajectory: Trajectory
+    trajectory: Trajectory | Shard
     step: int
     outcome: str
     advantage: float | None
     position: int | None
     weight: float
+
+    @property
+    def bytes(self) -> int:
+        """That it keeps from being freed, about."""
+        held = self.trajectory
+        if isinstance(held, Shard):
+            return _ROW_BYTES + held.size
+        return _ROW_BYTES + _TOKEN_BYTES * sum(len(turn.observation_ids) + len(turn.action_ids) for turn in held.turns)
 
 
 class PartWriter(Protocol):
@@ -168,7 +181,8 @@ class PartWriter(Protocol):
 class TrajectoryStore:
     """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes. ``epoch``: the
     date at which a trajectory's times are 0, so that this reads no clock. ``journals``: logs that are synced first.
-    ``writer``: writes what lies in the shards of ``finish``; None: this process writes."""
+    ``writer``: writes what lies in the shards of ``finish``; None: this process writes, and where nobody waits for room
+    :meth:`append` does."""
 
     def __init__(
         self,
@@ -188,8 +202,11 @@ class TrajectoryStore:
         self._epoch = epoch.astimezone(UTC)
         self._rows_per_file = rows_per_file
         self._pending: dict[_FileKey, list[StoredRow]] = {}
-        self._pending_rows = 0
+        self._pending_rows = self._pending_bytes = 0
         self._taken: dict[_FileKey, list[StoredRow]] = {}  # being written, by a thread perhaps
+        self._appended = self._appended_bytes = 0
+        self._written = self._written_bytes = 0  # counted by who writes; that is one at a time
+        self._taken_until = self._on_disk = 0  # of what was appended first: taken, and all written
         self._writing: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._parts = max((_part_number(file) for file in self._folder.rglob("part-*.parquet")), default=0)
@@ -212,11 +229,28 @@ class TrajectoryStore:
         versions = trajectory.versions
         first = versions[0][0] if versions else NO_VERSION
         key = (trajectory.task, date, first, step, outcome == TRAINED)
-        row = StoredRow(self._finish(trajectory), step, outcome, advantage, position, weight)
+        finished = self._finish(trajectory)
+        row = StoredRow(shard_of(finished) or finished, step, outcome, advantage, position, weight)
         self._pending.setdefault(key, []).append(row)
         self._pending_rows += 1
-        if self._pending_rows >= self._rows_per_file:
+        self._pending_bytes += row.bytes
+        self._appended += 1
+        self._appended_bytes += row.bytes
+        if self._writer is None and self._waiting_bytes > BACKLOG:
+            self._await_thread()
+        if self._pending_rows >= self._rows_per_file or self._pending_bytes >= _FILE_BYTES:
             self._hand_over()
+
+    def behind(self) -> str:
+        """What waits for the disk, in words, where that is more than may; "" where there is room. Raises RunError where it
+        cannot be written: that is kept, and tried again by the next flush."""
+        if self._writing is not None and self._writing.done():
+            self._await_thread()
+        if self._waiting_bytes <= BACKLOG:
+            return ""
+        self._hand_over()
+        rows = self._appended - self._written
+        return f"the trajectory store: {self._waiting_bytes >> 20} MiB of {rows} trajectories are not on disk yet"
 
     def flush(self) -> None:
         """Write what was appended, and sync it. Raises RunError; what is not on disk yet is then still pending."""
@@ -225,8 +259,9 @@ class TrajectoryStore:
         self._settle(self._write_all)
 
     async def flushed(self) -> None:
-        """:meth:`flush`, in a thread: the event loop goes on."""
-        while self._pending or self._writing is not None:
+        """:meth:`flush` of what was appended until now, in a thread: the event loop goes on."""
+        wanted = self._appended
+        while self._on_disk < wanted:
             self._hand_over()
             if self._writing is not None:
                 await asyncio.wait([asyncio.wrap_future(self._writing)])
@@ -240,15 +275,16 @@ class TrajectoryStore:
             self._thread.shutdown()
             self._thread = None
 
+    @property
+    def _waiting_bytes(self) -> int:
+        return self._appended_bytes - self._written_bytes
+
     def _hand_over(self) -> None:
-        """Let the thread write what is pending; while it is at work, later, unless there is too much already."""
-        if (
-            self._writing is not None
-            and not self._writing.done()
-            and self._pending_rows < _BEHIND * self._rows_per_file
-        ):
-            return
-        self._await_thread()
+        """Let the thread write what is pending; while it is at work, or its error was not heard, later."""
+        if self._writing is not None:
+            if not self._writing.done() or self._writing.exception() is not None:
+                return
+            self._await_thread()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectory store")
         self._taken = self._take()
@@ -267,10 +303,12 @@ class TrajectoryStore:
             for key, rows in self._taken.items():  # what could not be written
                 self._pending[key] = rows + self._pending.get(key, [])
                 self._pending_rows += len(rows)
+                self._pending_bytes += sum(row.bytes for row in rows)
             self._taken = {}
 
     def _take(self) -> dict[_FileKey, list[StoredRow]]:
-        taken, self._pending, self._pending_rows = self._pending, {}, 0
+        taken, self._pending, self._pending_rows, self._pending_bytes = self._pending, {}, 0, 0
+        self._taken_until = self._appended
         return taken
 
     def _write_all(self) -> None:
@@ -281,11 +319,24 @@ class TrajectoryStore:
             for key in sorted(self._taken):
                 rows = self._taken[key]
                 while rows:
-                    self._write(key, rows[: self._rows_per_file])
-                    del rows[: self._rows_per_file]
+                    count, size = self._of_a_file(rows)
+                    self._write(key, rows[:count])
+                    del rows[:count]
+                    self._written += count
+                    self._written_bytes += size
                 del self._taken[key]
+            self._on_disk = self._taken_until
         except OSError as error:  # a full disk
             raise RunError(f"{self._folder} cannot be written: {error.strerror or error}") from error
+
+    def _of_a_file(self, rows: Sequence[StoredRow]) -> tuple[int, int]:
+        """How many of these the next file gets, and their bytes."""
+        count = size = 0
+        for row in rows[: self._rows_per_file]:
+            if count and size + row.bytes > _FILE_BYTES:
+                break
+            count, size = count + 1, size + row.bytes
+        return count, size
 
     def discard_after(self, steps: int) -> int:
         """Go back to a checkpoint that contains ``steps`` training steps: rows trained in a later one (``step >= steps``)
@@ -314,7 +365,7 @@ class TrajectoryStore:
             self._known.add(folder)
         self._parts += 1  # before the write: a number whose write failed is not used again
         final = folder / f"part-{self._parts:06d}.parquet"
-        if self._writer is not None and all(shard_of(row.trajectory) is not None for row in rows):
+        if self._writer is not None and all(isinstance(row.trajectory, Shard) for row in rows):
             self._writer.write_part(final, step, trained, rows)
         else:
             write_part(final, step, trained, rows)
@@ -582,7 +633,9 @@ def count_by_outcome(folder: str | Path) -> dict[str, int]:
 
 
 def _to_row(row: StoredRow) -> dict[str, Any]:
-    trajectory = row.trajectory
+    """Raises RunError where its shard is lost."""
+    held = row.trajectory
+    trajectory = held.open().trajectory() if isinstance(held, Shard) else held
     versions = trajectory.versions
     prompt = trajectory.prompt
     return {
@@ -619,16 +672,10 @@ def _to_row(row: StoredRow) -> dict[str, Any]:
         ],
         "experts": [
             {"turn": index, **{item.name: getattr(chosen, item.name) for item in fields(chosen)}}
-            for index, chosen in enumerate(_experts_of(trajectory))
+            for index, chosen in enumerate(turn.experts for turn in trajectory.turns)
             if chosen
         ],
     }
-
-
-def _experts_of(trajectory: Trajectory) -> Sequence[RoutedExperts | None]:
-    """Of each turn; those of a trajectory in a shard lie there only."""
-    shard = shard_of(trajectory)
-    return [turn.experts for turn in trajectory.turns] if shard is None else shard.open().experts_by_turn()
 
 
 def _from_turn(turn: Turn) -> dict[str, Any]:

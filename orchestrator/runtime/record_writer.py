@@ -29,7 +29,7 @@ from orchestrator.api.jsontext import pieces
 from orchestrator.checkpoint import CheckpointState, write_checkpoint
 from orchestrator.child_process import STOP_LIMIT, public_environment
 from orchestrator.process_watcher import take_pipes
-from orchestrator.shards.shard_folder import Shard, shard_of
+from orchestrator.shards.shard_folder import Shard
 from orchestrator.store import StoredRow, write_part
 
 DEATHS = 3  # in one job: then it is the job
@@ -54,7 +54,7 @@ class RecordWriter:
 
     def write_part(self, final: Path, step: int, trained: bool, rows: Sequence[StoredRow]) -> None:
         """See :func:`orchestrator.store.write_part`."""
-        listed = [(_place(shard_of(row.trajectory)), [getattr(row, name) for name in _ROW]) for row in rows]
+        listed = [(_place(row.trajectory), [getattr(row, name) for name in _ROW]) for row in rows]
         self._ask("part", str(final), step, trained, listed)
 
     def write_checkpoint(self, partial: Path, state: CheckpointState, shards: Sequence[Shard]) -> Path:
@@ -115,8 +115,8 @@ class RecordWriter:
             process.wait()
 
 
-def _place(shard: Shard | None) -> tuple[str, int, str]:
-    assert shard is not None, "what a writer is asked to write lies in shards"
+def _place(shard: object) -> tuple[str, int, str]:
+    assert isinstance(shard, Shard), "what a writer is asked to write lies in shards"
     return shard.path, shard.size, shard.digest
 
 
@@ -143,8 +143,7 @@ def _receive(pipe: IO[bytes]) -> Any:
 def _part(
     wanted: Callable[[], None], final: str, step: int, trained: bool, rows: Sequence[tuple[Any, Sequence[Any]]]
 ) -> None:
-    found = [StoredRow(Shard(*place).open().trajectory(), *facts) for place, facts in rows]
-    write_part(Path(final), step, trained, found, wanted)
+    write_part(Path(final), step, trained, [StoredRow(Shard(*place), *facts) for place, facts in rows], wanted)
 
 
 def _checkpoint(wanted: Callable[[], None], partial: str, facts: str, places: Sequence[Any]) -> str:

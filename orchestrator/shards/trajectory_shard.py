@@ -218,10 +218,6 @@ class OpenShard:
         """Those that are known of these turns."""
         return tuple(found for turn in range(first, end) if (found := self._experts_of(turn)) is not None)
 
-    def experts_by_turn(self) -> list[RoutedExperts | None]:
-        """Of each turn; none where none are known."""
-        return [] if self._experts is None else [self._experts_of(turn) for turn in range(len(self._turns))]
-
     def _experts_of(self, turn: int) -> RoutedExperts | None:
         form = self._turns.field("experts")[turn].as_py() if self._experts is not None else None
         if form is None:

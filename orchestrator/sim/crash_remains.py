@@ -103,6 +103,10 @@ class SimStore:
         """See the pipeline's Store."""
         self._pending.append((trajectory.id, step, outcome))
 
+    def behind(self) -> str:
+        """See the pipeline's Store: never."""
+        return ""
+
     def flush(self) -> None:
         """See the pipeline's Store."""
         if self._remains.dead:

@@ -1,6 +1,7 @@
 """The sample buffer: complete groups only, never too stale, nothing dropped in silence."""
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.api import Prompt, Trajectory, Turn
-from orchestrator.buffer import SampleBuffer
+from orchestrator.buffer import SampleBuffer, let_go
 from orchestrator.policies.batching.staleness import StalenessBound, StartGate
 from orchestrator.policies.batching.trajectory_filters import BatchBalance, FilterChain, QualityFilter
 
@@ -403,3 +404,17 @@ def test_a_batch_waits_for_another_kind_while_one_may_come_and_then_filters_a_bo
         assert [(name, cause) for name, _, cause in owner.evicted] == [("c-0", "balance"), ("c-1", "balance")]
 
     asyncio.run(run())
+
+
+def test_what_nobody_needs_any_more_is_freed_a_few_trajectories_in_a_turn_of_the_loop() -> None:
+    async def scenario() -> list[int]:
+        held, left = [trajectory(f"t{number}", "g") for number in range(512)], []
+        let_go(held)
+        while held:
+            left.append(len(held))
+            await asyncio.sleep(0)
+        return [before - after for before, after in itertools.pairwise([512, *left, 0])]
+
+    freed = asyncio.run(scenario())
+    assert sum(freed) == 512
+    assert max(freed) <= 64

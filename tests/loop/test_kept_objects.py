@@ -53,6 +53,10 @@ class Unkept:
     def append(self, trajectory: Trajectory, step: int, outcome: str, **_: Any) -> None:
         """Nothing."""
 
+    def behind(self) -> str:
+        """Never."""
+        return ""
+
     def flush(self) -> None:
         """Nothing."""
 

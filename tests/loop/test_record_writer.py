@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import store as store_module
 from orchestrator.api import Prompt, RunError, Trajectory, Turn
 from orchestrator.checkpoint import Checkpoints, CheckpointState, verify, write_checkpoint
 from orchestrator.runtime import record_writer
@@ -116,6 +117,34 @@ def test_a_writer_that_is_killed_in_a_job_or_between_two_is_started_again_and_no
     store.append(originals[3], 1, "trained")
     store.close()
     assert stored(tmp_path / "store") == [originals[0], originals[1], originals[3]]
+
+
+def test_what_a_writer_that_gets_no_processor_leaves_undone_waits_and_is_done_when_it_gets_one(
+    tmp_path: Path, shards: ShardFolder, writer: RecordWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "BACKLOG", 1 << 18)
+    originals = [a_trajectory(f"t{index:03d}") for index in range(64)]
+    store = TrajectoryStore(tmp_path / "store", 4, finish=shards.finish, writer=writer)
+
+    async def scenario() -> None:
+        store.append(originals[0], 0, "trained")
+        await store.flushed()
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        for trajectory in originals[1:]:
+            store.append(trajectory, 0, "trained")
+        assert time.monotonic() - begun < 5, "the loop did not wait for it"
+        assert store.behind().startswith("the trajectory store: ")
+        os.kill(writer.pid, signal.SIGCONT)
+        while store.behind():
+            await asyncio.sleep(0.01)
+        await store.flushed()
+
+    asyncio.run(scenario())
+    assert stored(tmp_path / "store") == originals
+    assert (writer.deaths, shards.bytes) == (0, 0)
+    store.close()
 
 
 def test_a_job_that_kills_each_writer_is_one_error(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import re
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +22,14 @@ from hypothesis import strategies as st
 from orchestrator import store as store_module
 from orchestrator.api import Prompt, RoutedExperts, RunError, Trajectory, Turn
 from orchestrator.shards.shard_folder import ShardFolder
-from orchestrator.store import TrajectoryStore, count_by_outcome, read_trajectories, to_trajectory
+from orchestrator.store import (
+    StoredRow,
+    TrajectoryStore,
+    count_by_outcome,
+    read_trajectories,
+    to_trajectory,
+    write_part,
+)
 
 
 def make_trajectory(number: int, version: int = 0, turns: int = 2, reward: float | None = 1.0) -> Trajectory:
@@ -374,3 +384,106 @@ def test_the_journals_are_synced_before_a_file_is_written(tmp_path: Path) -> Non
     store.append(make_trajectory(0), 0, "trained")
     store.flush()
     assert seen == [0]
+
+
+class HeldWriter:
+    """Writes a part when it may."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.may, self.asked, self.seconds = threading.Event(), threading.Event(), seconds
+
+    def write_part(self, final: Path, step: int, trained: bool, rows: Sequence[StoredRow]) -> None:
+        self.asked.set()
+        assert self.may.wait(30)
+        time.sleep(self.seconds)
+        write_part(final, step, trained, rows)
+
+
+def turns_held() -> int:
+    gc.collect()
+    return sum(isinstance(one, Turn) for one in gc.get_objects())
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[ShardFolder]:
+    (tmp_path / "memory").mkdir()
+    folder = ShardFolder(tmp_path / "shards", tmp_path / "memory")
+    yield folder
+    folder.close()
+
+
+def test_what_waits_for_a_slow_writer_is_held_by_reference_and_says_when_it_is_too_much(
+    tmp_path: Path, shards: ShardFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns are gone while their numbers wait in shards; nothing waits for the writer but who asks whether there is room."""
+    monkeypatch.setattr(store_module, "BACKLOG", 40 * store_module._ROW_BYTES)
+    writer = HeldWriter()
+    store = TrajectoryStore(tmp_path / "store", 8, finish=shards.finish, writer=writer)
+    before, said = turns_held(), []
+    for number in range(60):
+        trajectory = make_trajectory(number)
+        said.append(bool(store.behind()))
+        store.append(shards.finish(trajectory) if number % 2 else trajectory, 0, "trained")
+    del trajectory
+    assert writer.asked.wait(30)
+    assert 20 < said.index(True) < 40  # their numbers count, too
+    assert all(said[said.index(True) :])
+    assert turns_held() == before
+    assert re.fullmatch(r"the trajectory store: 0 MiB of 60 trajectories are not on disk yet", store.behind())
+    writer.may.set()
+    while store.behind():
+        time.sleep(0.01)
+    store.close()
+    assert stored(tmp_path / "store") == [make_trajectory(number) for number in range(60)]
+    assert shards.bytes == 0
+
+
+def test_a_file_is_bounded_by_its_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_FILE_BYTES", 3 * store_module._ROW_BYTES)
+    store = TrajectoryStore(tmp_path)
+    for number in range(7):
+        store.append(make_trajectory(number), 0, "trained")
+    store.close()
+    assert stored(tmp_path) == [make_trajectory(number) for number in range(7)]
+    assert max(pq.ParquetFile(file).metadata.num_rows for file in tmp_path.rglob("*.parquet")) == 2
+
+
+def test_a_flush_ends_though_more_is_appended_all_the_while(tmp_path: Path, shards: ShardFolder) -> None:
+    """A checkpoint waits for what was appended before it, not for all that a run ever makes."""
+    writer = HeldWriter(0.02)
+    writer.may.set()
+    store = TrajectoryStore(tmp_path / "store", finish=shards.finish, writer=writer)
+
+    async def scenario() -> None:
+        store.append(make_trajectory(0, version=9), 0, "trained")
+        flush, number = asyncio.ensure_future(store.flushed()), 0
+        while not flush.done():
+            assert number < 300
+            number += 1
+            store.append(make_trajectory(number), 0, "trained")
+            await asyncio.sleep(0.005)
+        assert "t00000000" in [one.id for one in stored(tmp_path / "store")]
+
+    asyncio.run(scenario())
+    store.close()
+
+
+def test_what_the_writer_met_is_told_to_who_asks_for_room_and_to_no_callback_that_appends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TrajectoryStore(tmp_path, rows_per_file=1)
+    real = store_module.os.replace
+
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_module.os, "replace", full)
+    store.append(make_trajectory(0), 0, "trained")
+    assert store._writing is not None
+    assert store._writing.exception(30) is not None
+    store.append(make_trajectory(1), 0, "trained")
+    with pytest.raises(RunError, match=r"cannot be written.*No space left"):
+        store.behind()
+    monkeypatch.setattr(store_module.os, "replace", real)
+    store.close()
+    assert stored(tmp_path) == [make_trajectory(0), make_trajectory(1)]

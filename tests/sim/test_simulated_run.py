@@ -4,6 +4,7 @@ The mutation tests break one part of the system on purpose. Each must be found b
 a mutation that goes unnoticed means that the tests above it prove nothing.
 """
 
+import asyncio
 import hashlib
 import json
 import os
@@ -22,8 +23,10 @@ from orchestrator.api import Completion, Trajectory, Turn
 from orchestrator.buffer import SampleBuffer, Taken
 from orchestrator.config import Config, load_config
 from orchestrator.ledger import Ledger
+from orchestrator.observe.occupancy import SAMPLE_SECONDS
 from orchestrator.policies.batching.staleness import StalenessBound
 from orchestrator.sim.cost_model import FETCH_SHARE
+from orchestrator.sim.crash_remains import SimStore
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.simulated_worker import SimWorker, TurnMoves
 from orchestrator.sim.twins import SimTrainer
@@ -405,3 +408,34 @@ def test_what_is_known_of_turns_does_not_grow_with_a_run(monkeypatch: pytest.Mon
         assert moves.open_turn(str(number), number) == number
         assert moves.open_turn(str(number), number + 7) == number
     assert list(moves.opened) == ["7", "8", "9"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_while_the_store_is_behind_no_group_starts_and_no_batch_trains_and_the_wait_has_a_name(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is slow for an hour: what is in flight plays to its end, the run waits, and nothing is lost."""
+    since, hour = 20.0, 3600.0
+
+    def behind(_: SimStore) -> str:
+        begun = asyncio.get_running_loop().time()
+        return "the trajectory store: 1024 MiB" if since <= begun < since + hour else ""
+
+    monkeypatch.setattr(SimStore, "behind", behind)
+    result = simulate(
+        config("run.steps=6", f"run.mode={mode}", f"rollout.alpha={2 * (mode == 'async')}", "rollout.environments=36")
+    )
+    assert (result.summary["seconds"] > hour, result.unaccounted, result.violations) == (True, 0, [])
+    events = [json.loads(line) for line in result.events.decode().splitlines()]
+    (alarm,) = (event for event in events if event["kind"] == "alarm" and event["what"] == "store")
+    assert since <= alarm["t"] <= since + SAMPLE_SECONDS
+    assert alarm["detail"] == "starts and training wait for the trajectory store: 1024 MiB"
+    (over,) = (event for event in events if event["kind"] == "recovered" and event["what"] == "store")
+    waits = [event for event in events if event["kind"] == "stage" and event["stage"] == "wait_store"]
+    assert [one["waiting_for"] for one in waits] == ["the trajectory store: 1024 MiB"] * (
+        mode == "async"
+    )  # a batch was whole
+    stages = [event for event in events if event["kind"] == "stage"]
+    assert not [one for one in stages if one["stage"] == "train_step" and alarm["t"] < one["start"] < since + hour]
+    started = [json.loads(line) for line in result.journal.decode().splitlines()]
+    assert [one["t"] for one in started if one["state"] == "running" and alarm["t"] < one["t"] < over["t"]] == []

@@ -73,7 +73,7 @@ def waiting(run: RunLog) -> Markup:
         trained=part("trainer", "train", "stream"),
         streamed=part("trainer", "stream"),
         waited=part("trainer", "wait_rollout"),
-        still=part("rollout", "wait_weights", "wait_training", "wait_evaluation", "other"),
+        still=part("rollout", "wait_weights", "wait_training", "wait_evaluation", "wait_store", "other"),
         close_up=chart(lambda size: charts.typical_steps(run, pieces, place, size), legend=charts.state_legend(seen)),
         whole=chart(lambda size: charts.time_shares(pieces, size), legend=charts.state_legend(trainer | rollout)),
         times=chart(lambda size: charts.step_times(run, pieces["trainer"], size), legend=charts.state_legend(trainer)),

@@ -38,6 +38,7 @@ STATES: dict[str, tuple[str, str, bool]] = {
     "wait_training": ("waiting for the trainer", "c2", True),
     "wait_weights": ("waiting for the weight update", "c3", True),
     "wait_evaluation": ("waiting for the evaluation", "c5", True),
+    "wait_store": ("waiting for the trajectory store", "c4", True),
     "other": ("other", "c0", True),
 }
 
@@ -139,11 +140,13 @@ def _spans(stages: Sequence[Stage], starts: Sequence[float]) -> list[tuple[float
 _WAIT_TRAINING = dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
 _TRAINER = {
     "train_step": "train", "feed": "stream", "publish": "publish", "checkpoint": "checkpoint", "get_batch": "wait_rollout",
+    "wait_store": "wait_store",
     "evaluate": "wait_evaluation", **dict.fromkeys((*_WEIGHT_STAGES, "wait_weights"), "wait_weights"),
 }  # fmt: skip
 _WEIGHTS = {"publish": "publish", **dict.fromkeys(_WEIGHT_STAGES, "update")}
 _BATCHWISE = {
-    **dict.fromkeys(_WEIGHT_STAGES, "wait_weights"), "get_batch": "generate", "evaluate": "evaluate", **_WAIT_TRAINING,
+    **dict.fromkeys(_WEIGHT_STAGES, "wait_weights"), "get_batch": "generate", "evaluate": "evaluate", "wait_store": "wait_store",
+    **_WAIT_TRAINING,
 }  # fmt: skip
 _CARRYING = {**dict.fromkeys(_STANDSTILL, "wait_weights"), "evaluate": "evaluate", **_WAIT_TRAINING}
 
@@ -167,7 +170,7 @@ def _rollout(stages: Sequence[Stage], mode: str, spans: Sequence[tuple[float, fl
 # goes before what it could do, its own work before waiting, and the wait for the more specific thing before the other.
 _ORDER = (
     "train", "stream", "publish", "update", "checkpoint", "wait_weights", "generate", "evaluate", "wait_evaluation",
-    "wait_rollout", "wait_training", "other",
+    "wait_store", "wait_rollout", "wait_training", "other",
 )  # fmt: skip
 
 

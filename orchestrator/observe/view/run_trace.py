@@ -30,7 +30,7 @@ _LOOP, _TRAJECTORIES, _ENVIRONMENTS, _REWARDS, _WORKERS = 1, 2, 3, 4, 10  # pids
 # stage -> track of the loop
 _TRACKS = {
     "get_batch": "get_batch", "wait_train": "get_batch", "train_step": "trainer", "feed": "trainer", "warmup": "trainer",
-    "wait_weights": "trainer",
+    "wait_weights": "trainer", "wait_store": "trainer",
     "publish": "publish", "checkpoint": "checkpoint", "evaluate": "evaluate", "startup": "startup", "prepare": "weights",
     "suspend": "weights", "update": "weights", "resume": "weights",
 }  # fmt: skip

@@ -21,6 +21,7 @@ from orchestrator.runtime.shard_process import HostParts, Send, main, never_stal
 from orchestrator.shards.shard_folder import TrajectoryWriter
 from orchestrator.sim.twins import SimReward, SimTask
 from scripts.bench.micro.busy_loop import BusySelector
+from scripts.bench.micro.hold_watch import Beat
 from scripts.bench.micro.soak import resident_mib
 
 _WARM_SECONDS = 20.0  # after its start, which is not counted
@@ -33,6 +34,10 @@ class BusyLoop(asyncio.SelectorEventLoop):
         self.busy = BusySelector()
         super().__init__(self.busy)
 
+    def say(self, folder: Path, name: str) -> None:
+        """When it is at work, in a file there; on its own thread."""
+        self.busy.beat = Beat(folder, name)
+
 
 @asynccontextmanager
 async def thinking_parts(hello: Mapping[str, Any], send: Send) -> AsyncIterator[HostParts]:
@@ -43,6 +48,7 @@ async def thinking_parts(hello: Mapping[str, Any], send: Send) -> AsyncIterator[
     garbage_collector.calm()
     loop = asyncio.get_running_loop()
     assert isinstance(loop, BusyLoop)
+    loop.say(Path(hello["beats"]), hello["name"])
     busy = loop.busy
     loop.call_later(hello.get("warm", _WARM_SECONDS), busy.begin)
 

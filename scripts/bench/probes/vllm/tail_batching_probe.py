@@ -171,6 +171,10 @@ class NoStore:
     ) -> None:
         """See the port."""
 
+    def behind(self) -> str:
+        """See the port."""
+        return ""
+
     def flush(self) -> None:
         """See the port."""
 
