@@ -15,7 +15,7 @@ Guarantees:
   of its trajectory's end, the ledger says.
 * :meth:`TrajectoryStore.append` does not wait for the disk: a thread writes, or asks a process that writes what lies in shards
   (:mod:`orchestrator.runtime.record_writer`), so that this one's interpreter is free. What is not on disk yet is held, what lies
-  in a shard by reference, and given to the next writer when one dies. Once :data:`BACKLOG` bytes wait, those who would add more
+  in a shard by reference, and given to the next writer when one dies. Once ``backlog`` bytes wait, those who would add more
   are to wait until :meth:`TrajectoryStore.behind` says that there is room: a run starts no group and trains no batch then.
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
@@ -51,7 +51,7 @@ from orchestrator.shards.shard_folder import Shard, shard_of
 
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
-BACKLOG = 1 << 30  # bytes that may wait for the disk: some minutes of 64 GPUs, of the shared memory that shards lie in
+BACKLOG = 1 << 30  # bytes that may wait for the disk where nothing is said
 _ROW_BYTES = 8192  # that each row counts beside its numbers: its reference, a page's rest, a name in shared memory
 _TOKEN_BYTES = 64  # of a token and its log-prob in Python's tuples
 _FILE_BYTES = 1 << 28  # of rows in a file, as they count in the backlog
@@ -182,7 +182,7 @@ class TrajectoryStore:
     """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes. ``epoch``: the
     date at which a trajectory's times are 0, so that this reads no clock. ``journals``: logs that are synced first.
     ``writer``: writes what lies in the shards of ``finish``; None: this process writes, and where nobody waits for room
-    :meth:`append` does."""
+    :meth:`append` does. ``backlog``: bytes that may wait for the disk; 0: ``BACKLOG``."""
 
     def __init__(
         self,
@@ -193,7 +193,9 @@ class TrajectoryStore:
         journals: Sequence[Syncable] = (),
         finish: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
         writer: PartWriter | None = None,
+        backlog: int = 0,
     ) -> None:
+        self._backlog = backlog or BACKLOG
         self._finish = finish
         self._writer = writer
         self._folder = Path(folder)
@@ -236,7 +238,7 @@ class TrajectoryStore:
         self._pending_bytes += row.bytes
         self._appended += 1
         self._appended_bytes += row.bytes
-        if self._writer is None and self._waiting_bytes > BACKLOG:
+        if self._writer is None and self._waiting_bytes > self._backlog:
             self._await_thread()
         if self._pending_rows >= self._rows_per_file or self._pending_bytes >= _FILE_BYTES:
             self._hand_over()
@@ -246,7 +248,7 @@ class TrajectoryStore:
         cannot be written: that is kept, and tried again by the next flush."""
         if self._writing is not None and self._writing.done():
             self._await_thread()
-        if self._waiting_bytes <= BACKLOG:
+        if self._waiting_bytes <= self._backlog:
             return ""
         self._hand_over()
         rows = self._appended - self._written

@@ -24,7 +24,9 @@ from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.record_writer import RecordWriter
 from orchestrator.runtime.resume import Resumed, remember, rewind
 from orchestrator.shards.shard_folder import ShardFolder
-from orchestrator.store import TrajectoryStore, recent_scored, trained_rows
+from orchestrator.store import BACKLOG, TrajectoryStore, recent_scored, trained_rows
+
+_BACKLOG_SHARE = 0.125  # of the shared memory that shards lie in may wait for the disk
 
 
 class BesideTheLoop(Checkpoints):
@@ -81,7 +83,14 @@ class RunRecords:
             shards, writer = ShardFolder(folder.shards), RecordWriter(folder.logs / "record-writer.log")
             stack.callback(shards.close)
             stack.callback(writer.close)
-            store = make_store(folder.trajectories, epoch=epoch, journals=journals, finish=shards.finish, writer=writer)
+            store = make_store(
+                folder.trajectories,
+                epoch=epoch,
+                journals=journals,
+                finish=shards.finish,
+                writer=writer,
+                backlog=max(BACKLOG, int(_BACKLOG_SHARE * shards.capacity)),
+            )
             stack.callback(store.close)
             checkpoints = make_checkpoints(
                 folder.checkpoints, config.checkpoint.keep, journals, config.checkpoint.keep_every, writer

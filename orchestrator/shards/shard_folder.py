@@ -183,6 +183,11 @@ class ShardFolder:
         """Where other processes of the run may lay trajectories (:class:`TrajectoryWriter`), the first one first."""
         return tuple(self._folders)
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of the file system that shards lie in first."""
+        return shutil.disk_usage(self._folders[0].parent).total
+
     def adopt(self, laid: LaidTrajectory) -> ShardTurns:
         """The turns of what another process has laid here, or has said by value: the file is this folder's from now on. Raises
         RunError for one that is elsewhere, is gone, or is not what was laid."""
