@@ -29,6 +29,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -398,7 +399,7 @@ class HttpWorker:
             query["acknowledged"] = str(self._acknowledged)
         limit = seconds + POLL_GRACE_SECONDS
         payload = await self._exchange("GET", wire.COMPLETIONS, query=query, limit=limit, accept=wire.TURNS_TYPE)
-        number, found = _read(decode_completions, payload, wire.COMPLETIONS)
+        number, found = _read(partial(decode_completions, served=True), payload, wire.COMPLETIONS)
         if not found or number == self._acknowledged:
             return []
         # No await from here on: a caller that is cancelled has either not got the batch, or has got it whole.

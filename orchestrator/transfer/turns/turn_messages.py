@@ -187,14 +187,16 @@ def encode_completions(number: int, completions: Sequence[Completion]) -> bytes:
     return _message({"sequence": number, "completions": rows}, tokens, logprobs, experts)
 
 
-def decode_completions(data: bytes) -> tuple[int, list[Completion]]:
+def decode_completions(data: bytes, *, served: bool = False) -> tuple[int, list[Completion]]:
     """The inverse. Raises ValueError: also for numbers that are not finite, and for tokens, log-probs and versions that do not
-    belong together."""
+    belong together. ``served``: it is a server's answer, which has so many tokens only where a single completion has them."""
     header, place = _header(data, ("sequence", "completions"))
     number = _whole(header["sequence"], 0, _INT64 - 1, "sequence")
     rows = _list(header["completions"], wire.MAX_COMPLETIONS, "completions")
     counts = [_whole(_row(row, _COMPLETION, "a completion")[1], 0, len(data), "count") for row in rows]
     total = sum(counts)
+    if served and total > (wire.MAX_ANSWER_TOKENS if len(rows) > 1 else wire.MAX_PROMPT_TOKENS):
+        raise ValueError(f"{total} tokens of {len(rows)} completions are in one answer")
     routed = place + total * (TOKEN_BYTES + LOGPROB_BYTES)
     chosen = [_experts(row[6], routed, len(data)) for row in rows]
     if len(data) != routed + sum(form[4] for form in chosen if form):
