@@ -211,10 +211,10 @@ class AgentGateway:
             answered, answers = await session.answer(wanted)
             told = (wanted.asked, answered, int(time.time()))  # a time for clients; nothing here goes by it
             if wanted.asked.stream:
-                text = _events((chat_chunks if chat else plain_chunks)(*told))
-                return await self._written(request, text, "text/event-stream")
-            text = jsontext.pieces((chat_body if chat else plain_body)(*told))
-            return await self._written(request, text, "application/json; charset=utf-8")
+                parts = _events((chat_chunks if chat else plain_chunks)(*told))
+                return await self._written(request, parts, "text/event-stream")
+            parts = jsontext.pieces((chat_body if chat else plain_body)(*told))
+            return await self._written(request, parts, "application/json; charset=utf-8")
         except (asyncio.CancelledError, ConnectionError):
             session.conversation.withdraw(answers)
             raise

@@ -394,8 +394,7 @@ def plain_chunks(asked: Asked, answered: Answered, created: int) -> list[dict[st
     """The same as the events of a stream."""
     head = _head(asked, answered, "text_completion", created)
     found: list[dict[str, Any]] = [
-        {**head, "choices": [_plain_choice(asked, answered, index)]}
-        for index, choice in enumerate(answered.choices)
+        {**head, "choices": [_plain_choice(asked, answered, index)]} for index, choice in enumerate(answered.choices)
     ]
     return [*found, *_usage_chunk(asked, answered, head)]
 

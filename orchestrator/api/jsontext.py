@@ -56,7 +56,8 @@ def _refuse(name: str) -> float:
 
 def pieces(value: Any, separators: tuple[str, str] = (", ", ": ")) -> Iterator[str]:
     """The text that ``json.dumps(value, separators=separators)`` is in the end, piece by piece; records are the objects of their
-    fields, an iterator is a list that is made as it is written, some items at a time. Python's encoder writes a value whole before it lets another thread go on, a million numbers for a second.
+    fields, an iterator is a list that is made as it is written, some items at a time. Python's
+    encoder writes a value whole before it lets another thread go on, a million numbers for a second.
     Raises TypeError for what JSON has not."""
     comma, colon = separators
     if isinstance(value, Mapping):

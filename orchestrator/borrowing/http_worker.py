@@ -227,7 +227,7 @@ class HttpWorker:
                 self._wrong = self._wrong + 1 if why else 0
                 if why:
                     why = f"{self.name}: the experts of {item.request_id} cannot be: {why}"
-                    item = Completion(item.request_id, (), (), (), "error", item.timing, why)  # noqa: PLW2901
+                    item = Completion(item.request_id, (), (), (), "error", item.timing, why)
                 if self._wrong > _MOST_WRONG:
                     raise RetryableError(f"{self._wrong} answers in a row: {why}")
             checked.append(item)

@@ -155,7 +155,7 @@ def test_experts_that_the_model_cannot_have_chosen_end_a_trajectory_and_at_last_
             else:
                 assert (done.finish_reason, done.token_ids, done.experts) == ("stop", (1, 2), said)
         worker._unfinished["r"] = _Asked(4, before=5, experts_from=2)
-        with pytest.raises(RetryableError, match="9 answers in a row: .* the experts of r cannot be: "):
+        with pytest.raises(RetryableError, match=r"9 answers in a row: .* the experts of r cannot be: "):
             await worker.completions()
         monkeypatch.undo()
         await worker.disconnect()

@@ -245,10 +245,18 @@ def test_a_judges_line_is_found_as_people_write_it() -> None:
 
 def test_an_answer_is_the_last_match_as_python_finds_it() -> None:
     texts = ("it is 5, no -58.25.", "x", "", "b3 a[1] c7\nd0", "(1) (22)", "\2 9 \3", "total 7\nprice is", "9" * 300)
-    for pattern in (r"-?\d+(?:\.\d+)?", "[a-d][0-7]", r"\(.*?\)", "price.is|total [0-9]", "(?i)A|B", "^it|x$", "a|x|(b)"):
+    for pattern in (
+        r"-?\d+(?:\.\d+)?",
+        "[a-d][0-7]",
+        r"\(.*?\)",
+        "price.is|total [0-9]",
+        "(?i)A|B",
+        "^it|x$",
+        "a|x|(b)",
+    ):
         for text in texts:
             found = [match.group() for match in re.finditer(pattern, text, re.DOTALL)]
-            assert chat_task.last_match(pattern, text) == ([""] + found)[-1], (pattern, text)
+            assert chat_task.last_match(pattern, text) == (["", *found])[-1], (pattern, text)
     assert chat_task.last_match(r"\d+", "1 " + "x" * chat_task._LOOKED_AT) == ""
 
 
