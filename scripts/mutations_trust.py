@@ -421,6 +421,20 @@ TRUST: tuple[tuple[str, str, str, str, str], ...] = (
         f"{TRUST_TEST} -k say_of_a_trajectory",
     ),
     (
+        "trust: a refusal writes all of what it refuses",
+        "orchestrator/api/errors.py",
+        "writable(_SHORT.repr(value), most)",
+        "writable(repr(value), most)",
+        f"{TRUST_TEST} -k refusal_says",
+    ),
+    (
+        "trust: a refusal fails by what it refuses",
+        "orchestrator/api/errors.py",
+        "    except Exception:  # noqa: BLE001  no refusal",
+        "    except KeyError:  # no refusal",
+        "tests/house/test_run_errors.py -k 'raised and step'",
+    ),
+    (
         "trust: an environment's version is any text",
         "orchestrator/environments/environment_wire.py",
         "    if not isinstance(answer, str) or answer != writable(answer, MAX_VERSION):\n",

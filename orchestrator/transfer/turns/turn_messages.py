@@ -30,6 +30,7 @@ from orchestrator.api import (
     TokenSequence,
 )
 from orchestrator.api import http as wire
+from orchestrator.api.errors import shown
 from orchestrator.api.tokens import DIGEST_BYTES, TOKEN_BYTES
 
 LOGPROB_BYTES = 8
@@ -241,7 +242,7 @@ def _completion(
         version, made = _row(span, 2, "a version's span")
         spans.append((_whole(version, -_INT64, _INT64 - 1, "version"), _whole(made, 0, count, "a version's tokens")))
     if sum(made for _, made in spans) != count:
-        raise ValueError(f"completion {name!r:.100}: tokens and versions differ in number")
+        raise ValueError(f"completion {shown(name, 100)}: tokens and versions differ in number")
     times = [_number(value, -_LARGEST, _LARGEST, "timing") for value in _row(timing, 4, "timing")]
     return Completion(
         _name(name, "request_id"),
@@ -290,13 +291,13 @@ def _row(value: Any, length: int, field: str) -> list[Any]:
 
 def _whole(value: Any, least: int, most: int, field: str) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{field}: must be a whole number in [{least}, {most}], is {value!r:.40}")
+        raise ValueError(f"{field}: must be a whole number in [{least}, {most}], is {shown(value, 40)}")
     return value
 
 
 def _number(value: Any, least: float, most: float, field: str) -> float:
     if type(value) not in (int, float) or not least <= value <= most:
-        raise ValueError(f"{field}: must be a number in [{least:g}, {most:g}], is {value!r:.40}")
+        raise ValueError(f"{field}: must be a number in [{least:g}, {most:g}], is {shown(value, 40)}")
     return float(value)
 
 
