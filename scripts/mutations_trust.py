@@ -554,6 +554,13 @@ TRUST: tuple[tuple[str, str, str, str, str], ...] = (
         f"{HOSTILE} -k trainer_would_refuse",
     ),
     (
+        "trust: a borrowed server answers by weights that are to come",
+        HTTP_WORKER,
+        "        if not told:\n",
+        "        if False:\n",
+        f"{HOSTILE} -k never_given",
+    ),
+    (
         "trust: an answer of a server has any number of tokens",
         "orchestrator/transfer/turns/turn_messages.py",
         "    if served and total >",

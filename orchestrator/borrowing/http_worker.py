@@ -147,6 +147,7 @@ class HttpWorker:
         self._acknowledged: int | None = None
         self._unfinished: dict[str, _Asked] = {}  # our requests
         self._experts = experts
+        self._newest = -1  # version that it was told to load; -1: none by us
         self._wrong = 0  # answers in a row, by their experts
         self._vocabulary = 0  # of the server's model; 0: it has not said
         self._suspended = False  # by us
@@ -206,11 +207,15 @@ class HttpWorker:
                 return [replace(item, request_id=item.request_id[cut:]) for item in ours] if cut else ours
 
     def _check_answer(self, completion: Completion, asked_for: _Asked) -> None:
-        """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32.
-        Raises RetryableError."""
+        """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32;
+        tokens of weights that are to come would never be stale. Raises RetryableError."""
         tokens, logprobs, most = completion.token_ids, completion.logprobs, asked_for.most
         known = not tokens or 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)
         likely = not logprobs or _LEAST_LOGPROB <= min(logprobs) <= max(logprobs) <= 1.0
+        told = self._newest < 0 or all(0 <= version <= self._newest for version, _ in completion.versions)
+        if not told:
+            asked = f"weights up to version {self._newest} were given to it"
+            raise RetryableError(f"{self.name}: the versions of {completion.request_id} cannot be: {asked}")
         if not (known and likely and len(tokens) <= most):
             asked = f"at most {most} tokens of {self._vocabulary} were asked for, with their log-probs"
             raise RetryableError(f"{self.name}: the answer to {completion.request_id} cannot be: {asked}")
@@ -243,6 +248,7 @@ class HttpWorker:
 
     async def update(self, version: int) -> UpdateResult:
         await self._join()
+        self._newest = max(self._newest, version)
         answer = await self._post(wire.UPDATE, {"version": version}, WEIGHTS_SECONDS)
         return _read(wire.update_result_from_json, answer, wire.UPDATE)
 

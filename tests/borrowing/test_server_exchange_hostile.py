@@ -114,6 +114,39 @@ def test_an_answer_that_the_trainer_would_refuse_is_its_servers_failure(
     play(1, scenario, monkeypatch)
 
 
+@pytest.mark.parametrize("lie", [8, -1, (1 << 63) - 1, -(1 << 63)])
+def test_tokens_of_weights_that_a_server_was_never_given_are_its_failure(
+    lie: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would never be too old, or older than a column of the store can say."""
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        worker = HttpWorker(servers[0].url, TOKEN)
+        await worker._there()
+        said: list[tuple[int, int]] = []
+
+        async def poll(seconds: float) -> list[Completion]:
+            return [Completion("r", (1, 2), (-1.0, -1.0), tuple(said), "stop")]
+
+        async def post(*_: object) -> dict[str, Any]:
+            return {"version": 7, "seconds": 0.0}
+
+        monkeypatch.setattr(worker, "_poll", poll)
+        monkeypatch.setattr(worker, "_post", post)
+        with contextlib.suppress(RetryableError):  # whatever it answers, it was told
+            await worker.update(7)
+        for said[:], right in (([(6, 1), (7, 1)], True), ([(6, 1), (lie, 1)], False)):
+            worker._unfinished["r"] = _Asked(4)
+            if right:
+                await worker.completions()
+            else:
+                with pytest.raises(RetryableError, match="versions of r cannot be: weights up to version 7"):
+                    await worker.completions()
+        await worker.disconnect()
+
+    play(1, scenario, monkeypatch)
+
+
 RIGHT = RoutedExperts(2, layers=3, choices=2, width=1, data=bytes([0, 7] * 3 * 4))  # of tokens 2 to 5
 
 
