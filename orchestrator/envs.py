@@ -36,6 +36,7 @@ from orchestrator.api import (
     Turn,
     parts_of,
 )
+from orchestrator.api.errors import shown
 from orchestrator.environments.environment_session import EnvironmentSource
 from orchestrator.environments.environment_wire import error_text, observation_of, step_of
 from orchestrator.environments.episode_context import EpisodeContext, Setup, no_room
@@ -170,7 +171,7 @@ async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: floa
     except OverflowError:
         value = math.inf
     if math.isnan(value):
-        raise TrajectoryError("reward_not_finite", f"{found!r:.100}")
+        raise TrajectoryError("reward_not_finite", f"{shown(found)}")
     return _within_range(value)
 
 

@@ -17,6 +17,15 @@ RAY = "orchestrator/runtime/real_run.py"
 SECCOMP = "orchestrator/sandbox/seccomp.py"
 LINK = "orchestrator/transfer/proven_link.py"
 JUDGE = "vllm_rlplugin/judge/judge_server.py"
+HTTP_WORKER = "orchestrator/borrowing/http_worker.py"
+EXPERTS = "orchestrator/transfer/turns/routed_experts.py"
+GATEWAY = "orchestrator/proxy/gateway.py"
+POOL = "orchestrator/environments/environment_pool.py"
+ENDPOINT_TEST = "tests/agents/test_openai_endpoint.py"
+HOSTILE = "tests/borrowing/test_server_exchange_hostile.py"
+GATEWAY_TEST = "tests/proxy/test_gateway.py"
+POOL_TEST = "tests/environments/test_environment_pool.py"
+CORPUS = "tests/fuzz/test_fuzz.py::test_what_is_in_its_corpus_is_read_or_refused"
 
 
 def _attempts(name: str) -> str:
@@ -395,6 +404,267 @@ TRUST: tuple[tuple[str, str, str, str, str], ...] = (
         "        if self._head > limits.header_bytes:\n",
         "        if False:\n",
         f"{LISTENERS} -k 'huge and page'",
+    ),
+    # -- what agents and borrowed servers say, and the first starts -----------------------------------------------------
+    (
+        "trust: half of a surrogate pair is JSON",
+        "orchestrator/api/jsontext.py",
+        '    if "\\\\ud" in text or "\\\\uD" in text:\n',
+        "    if False:\n",
+        f"{TRUST_TEST} -k no_text_that_cannot",
+    ),
+    (
+        "trust: what others say of a trajectory need not be such that it can be written down",
+        "orchestrator/api/errors.py",
+        '.encode("utf-8", "backslashreplace").decode()',
+        "",
+        f"{TRUST_TEST} -k say_of_a_trajectory",
+    ),
+    (
+        "trust: a refusal writes all of what it refuses",
+        "orchestrator/api/errors.py",
+        "writable(_SHORT.repr(value), most)",
+        "writable(repr(value), most)",
+        f"{TRUST_TEST} -k refusal_says",
+    ),
+    (
+        "trust: a refusal fails by what it refuses",
+        "orchestrator/api/errors.py",
+        "    except Exception:  # noqa: BLE001  no refusal",
+        "    except KeyError:  # no refusal",
+        "tests/house/test_run_errors.py -k 'raised and step'",
+    ),
+    (
+        "trust: an environment's version is any text",
+        "orchestrator/environments/environment_wire.py",
+        "    if not isinstance(answer, str) or answer != writable(answer, MAX_VERSION):\n",
+        "    if not isinstance(answer, str):\n",
+        f"{TRUST_TEST} -k environments_version",
+    ),
+    (
+        "trust: a reward has no limit",
+        "orchestrator/envs.py",
+        "    if abs(reward) > MAX_REWARD:\n",
+        "    if not math.isfinite(reward):\n",
+        "tests/environments/test_bad_rewards_and_environments.py",
+    ),
+    (
+        "trust: a text longer than any context is tokenized",
+        SESSION,
+        "        if characters > self.bounds.max_context_tokens * self.chat_format.longest:\n",
+        "        if False:\n",
+        f"{ENDPOINT_TEST} -k longer_than_the_context",
+    ),
+    (
+        "trust: a long text is tokenized on the event loop",
+        SESSION,
+        "        if (turn := self.chat_format.thread) is None:\n",
+        "        if (turn := self.chat_format.thread) is None or True:\n",
+        f"{ENDPOINT_TEST} -k holds_up_neither",
+    ),
+    (
+        "trust: an agent with many long texts has the thread to itself",
+        SESSION,
+        "        async with self.opening, turn:\n",
+        "        async with turn:\n",
+        f"{ENDPOINT_TEST} -k many_long_texts",
+    ),
+    (
+        "trust: several long answers are cut without a pause",
+        SESSION,
+        "            await asyncio.sleep(0)\n            return work(*given)\n",
+        "            return work(*given)\n",
+        f"{ENDPOINT_TEST} -k part_at_a_time",
+    ),
+    (
+        "trust: an answer with log-probs is written in one go",
+        ENDPOINT,
+        "        if size >= _WRITTEN:\n",
+        "        if False:\n",
+        f"{ENDPOINT_TEST} -k part_at_a_time",
+    ),
+    (
+        "trust: an answer that was hung up on is not there for those who go on from it",
+        "orchestrator/agents/conversation.py",
+        "            if past not in self.answers:\n",
+        "            if False:\n",
+        f"{ENDPOINT_TEST} -k whoever_leaves",
+    ),
+    (
+        "trust: a pattern of the user's is matched as Python does",
+        "orchestrator/tasks/chat_task.py",
+        "    end = text[-_LOOKED_AT:]",
+        '    return ["", *(m.group() for m in __import__("re").finditer(pattern, text, 16))][-1]\n    end = text[-_LOOKED_AT:]',
+        f"{PARSERS} -k 'four_times and pattern' --timeout=30",
+    ),
+    (
+        "trust: all of an answer is searched for a pattern",
+        "orchestrator/tasks/chat_task.py",
+        "    end = text[-_LOOKED_AT:]",
+        "    end = text",
+        f"{PARSERS} -k 'four_times and pattern' --timeout=60",
+    ),
+    (
+        "trust: a nonce has any length",
+        LINK,
+        "    if len(nonce) != NONCE_BYTES:\n",
+        "    if False:\n",
+        "tests/transfer/test_kv_wire.py -k cannot_be_had_to_prove",
+    ),
+    (
+        "trust: a borrowed server's numbers may be beyond every float",
+        "orchestrator/borrowing/server_exchange.py",
+        " and abs(value) <= _LARGEST",
+        "",
+        f"{HOSTILE} -k 'device_cannot_be or claims'",
+    ),
+    (
+        "trust: a borrowed server is heard with any number of claims",
+        "orchestrator/borrowing/server_exchange.py",
+        "said[:MOST_CLAIMS] if",
+        "said if",
+        f"{HOSTILE} -k claims",
+    ),
+    (
+        "trust: a borrowed server's body is read to its end",
+        HTTP_WORKER,
+        "            if len(payload) > most:\n",
+        "            if False:\n",
+        f"{HOSTILE} -k without_end",
+    ),
+    (
+        "trust: a borrowed server's tokens need not be of the model",
+        HTTP_WORKER,
+        "        if not (known and likely and len(tokens) <= most):\n",
+        "        if not (likely and len(tokens) <= most):\n",
+        f"{HOSTILE} -k trainer_would_refuse",
+    ),
+    (
+        "trust: a borrowed server's log-probs are any numbers",
+        HTTP_WORKER,
+        "        if not (known and likely and len(tokens) <= most):\n",
+        "        if not (known and len(tokens) <= most):\n",
+        f"{HOSTILE} -k trainer_would_refuse",
+    ),
+    (
+        "trust: a borrowed server answers with any number of tokens",
+        HTTP_WORKER,
+        "        if not (known and likely and len(tokens) <= most):\n",
+        "        if not (known and likely):\n",
+        f"{HOSTILE} -k trainer_would_refuse",
+    ),
+    (
+        "trust: a borrowed server answers by weights that are to come",
+        HTTP_WORKER,
+        "        if not told:\n",
+        "        if False:\n",
+        f"{HOSTILE} -k never_given",
+    ),
+    (
+        "trust: an answer of a server has any number of tokens",
+        "orchestrator/transfer/turns/turn_messages.py",
+        "    if served and total >",
+        "    if False and total >",
+        f"{HOSTILE} -k protocol_says",
+    ),
+    (
+        "trust: a borrowed server names experts that are not there",
+        EXPERTS,
+        "        if (most := int(rows.max(initial=0))) >= self.experts:\n",
+        "        if (most := int(rows.max(initial=0))) < 0:\n",
+        f"{HOSTILE} -k cannot_have_chosen",
+    ),
+    (
+        "trust: a borrowed server names one expert twice",
+        EXPERTS,
+        "            if same.any():\n",
+        "            if False:\n",
+        f"{HOSTILE} -k cannot_have_chosen",
+    ),
+    (
+        "trust: a server whose experts are always wrong is kept",
+        HTTP_WORKER,
+        "                if self._wrong > _MOST_WRONG:\n",
+        "                if False:\n",
+        f"{HOSTILE} -k cannot_have_chosen",
+    ),
+    (
+        "trust: a pipe in the place of a lease's record holds up its reader",
+        "vllm_rlplugin/server/server_lease.py",
+        " | os.O_NONBLOCK",
+        "",
+        "tests/borrowing/test_run_lease_left.py -k a_pipe --timeout=20",
+    ),
+    (
+        "trust: a pipe in the place of a keeper's log holds it up",
+        "vllm_rlplugin/kvpool/pages/page_keeper.py",
+        "    log.unlink(missing_ok=True)  # what is not ours stays, and this process ends\n"
+        "    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL |",
+        "    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
+        "tests/kvpool/test_cuda_pages.py -k a_pipe --timeout=60",
+    ),
+    (
+        "trust: a request that a worker refuses fells it",
+        GATEWAY,
+        '            if error.code != "invalid_request":\n',
+        "            if True:\n",
+        f"{GATEWAY_TEST} -k refuses_ends_with",
+    ),
+    (
+        "trust: a worker that refuses everything is kept",
+        GATEWAY,
+        "        if len(state.refused) > MOST_REFUSED:\n",
+        "        if False:\n",
+        f"{GATEWAY_TEST} -k whatever_it_is_given",
+    ),
+    (
+        "trust: calls that a worker takes in parts are not said",
+        GATEWAY,
+        "                if not part:\n",
+        "                if False:\n",
+        f"{GATEWAY_TEST} -k now_and_then",
+    ),
+    (
+        "trust: an environment of another version ends a run that has others",
+        POOL,
+        " and shelf.refusals >= most and not self._totals.started:\n",
+        " and shelf.refusals >= most:\n",
+        f"{POOL_TEST} -k while_one_is_alive",
+    ),
+    (
+        "trust: the first start of all ends a run alone",
+        POOL,
+        "        most = min(REFUSALS, settings.start_tries)\n",
+        "        most = 1\n",
+        f"{POOL_TEST} -k first_start_of_all",
+    ),
+    (
+        "trust: a config with which no environment can start is tried as often as any",
+        POOL,
+        " and shelf.refusals >= most and not",
+        " and False and not",
+        f"{POOL_TEST} -k two_in_a_row",
+    ),
+    (
+        "trust: a config that is wrong where a shard comes back ends the run",
+        "orchestrator/manager_shards/shard_managers.py",
+        "            if isinstance(error, ConfigError) and not again:\n",
+        "            if isinstance(error, ConfigError):\n",
+        "tests/loop/test_manager_shards.py -k a_shard_comes_back",
+    ),
+    (
+        "trust: a run has any number of engines",
+        "orchestrator/config/rollout_keys.py",
+        "Field(ge=0, le=65536)",
+        "Field(ge=0)",
+        f"{CORPUS}[config]",
+    ),
+    (
+        "trust: a model's sizes have no limit",
+        "megatron_rlplugin/model_families.py",
+        "                if value > _MOST:\n",
+        "                if False:\n",
+        f"{CORPUS}[model-config]",
     ),
     # -- what is installed ---------------------------------------------------------------------------------------------
     (

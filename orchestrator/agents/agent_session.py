@@ -12,7 +12,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.agents.chat_template import ChatFormat, TemplateRefused
 from orchestrator.agents.conversation import Answer, Conversation, Opening
@@ -20,6 +20,8 @@ from orchestrator.agents.openai_protocol import Answered, ApiError, Asked, ChatA
 from orchestrator.api import Completion, GenerationRequest, Sampling, TrajectoryError, Turn, jsontext, merge_spans
 from orchestrator.environments.episode_context import no_room
 
+T = TypeVar("T")
+_LONG = 2048  # tokens of an answer: looking for its end is some 3 ms
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -80,18 +82,23 @@ class AgentSession:
         )
 
     async def _opened(self, field: str, opens: Callable[..., Opening], *said: Any) -> Opening:
-        """Beside the event loop where that takes long, one at a time, of all agents in turn. Raises ApiError."""
+        """Raises ApiError."""
         try:
-            if (turn := self.chat_format.thread) is None:
-                return opens(*said)
-            async with self.opening, turn:
-                work = asyncio.ensure_future(asyncio.to_thread(opens, *said))
-                try:
-                    return await asyncio.shield(work)
-                finally:
-                    await asyncio.wait([work])  # whoever asked may be gone
+            return await self._apart(opens, *said)
         except TemplateRefused as error:
             raise ApiError(400, str(error), param=field) from error
+
+    async def _apart(self, work: Callable[..., T], *given: Any) -> T:
+        """Beside the event loop where that takes long, one at a time, of all agents in turn."""
+        if (turn := self.chat_format.thread) is None:
+            await asyncio.sleep(0)
+            return work(*given)
+        async with self.opening, turn:
+            working = asyncio.ensure_future(asyncio.to_thread(work, *given))
+            try:
+                return await asyncio.shield(working)
+            finally:
+                await asyncio.wait([working])  # whoever asked may be gone
 
     def end_with(self, error: BaseException) -> None:
         """The trajectory cannot go on."""
@@ -129,18 +136,24 @@ class AgentSession:
             self.active -= 1
             for choice_of in work:
                 choice_of.cancel()  # those that are not done, when one failed or the client has gone
+        cut = []
+        for completion in found:
+            if len(completion.token_ids) > _LONG:
+                cut.append(await self._apart(self._cut, completion, asked.stop))
+            else:
+                await asyncio.sleep(0)
+                cut.append(self._cut(completion, asked.stop))
         if (over := self.end_error()) is not None:
             raise over
         choices, answers = [], []
-        for number, completion in zip(numbers, found, strict=True):
-            kept, text = self._cut(completion, asked.stop)
-            choice = self._choice(kept, text, number, asked)
+        for number, (kept, text) in zip(numbers, cut, strict=True):
+            choice = self._choice(kept, text, number)
             choices.append(choice)
             heard, whole = (choice.said, "") if prompt is None else (None, prompt + text)
             answers.append(self.conversation.add(opening, kept, heard, whole, began, loop.time()))
         made = sum(len(answer.completion.token_ids) for answer in answers)
         identity = f"{'chatcmpl' if prompt is None else 'cmpl'}-{self.request.trajectory_id}-{numbers[0]}"
-        return Answered(identity, len(opening.token_ids), made, tuple(choices)), answers
+        return Answered(identity, len(opening.token_ids), made, tuple(choices), self.chat_format.text), answers
 
     def _check(self, asked: Asked, opening: Opening) -> None:
         if (over := self.end_error()) is not None:
@@ -234,17 +247,13 @@ class AgentSession:
             text[: min(places)],
         )
 
-    def _choice(self, completion: Completion, text: str, number: int, asked: Asked) -> Choice:
+    def _choice(self, completion: Completion, text: str, number: int) -> Choice:
         calls: list[tuple[str, str, str]] = []
         content = text
         if self.bounds.tool_calls:
             content, calls = calls_in(text, f"call-{number}")
-        pieces: list[tuple[str, float]] = []
-        if asked.logprobs:
-            each = zip(completion.token_ids, completion.logprobs, strict=True)
-            pieces = [(self.chat_format.text((token,)), value) for token, value in each]
         reason = "tool_calls" if calls else completion.finish_reason
-        return Choice(text, answer_message(content, calls), tuple(pieces), reason)
+        return Choice(text, answer_message(content, calls), completion.token_ids, completion.logprobs, reason)
 
 
 def calls_in(text: str, identity: str) -> tuple[str, list[tuple[str, str, str]]]:

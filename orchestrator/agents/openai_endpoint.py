@@ -9,7 +9,7 @@ keeps another out; a request without a key of a trajectory that is under way lea
 refused, both before its body is read; keys are compared in constant time; a large body is read in another process; every error
 has OpenAI's form; when a client goes away, what it asked for is aborted in the worker. No key is logged.
 
-An answer is whole before its first byte: a stream has OpenAI's form, and brings nothing sooner.
+An answer is generated whole before its first byte: a stream has OpenAI's form, and brings nothing sooner.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +43,7 @@ from orchestrator.agents.openai_protocol import (
     plain_request,
     read_by_another,
 )
-from orchestrator.api import RetryableError, RunError, bearer
+from orchestrator.api import RetryableError, RunError, bearer, jsontext
 from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefused, HttpListener, read_body
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Throttled
 
@@ -52,6 +51,7 @@ LIMITS = LISTENERS["agent endpoint"]
 OF_ONE_AGENT = 32  # connections at the socket of a sandbox
 READ_HERE = 1 << 17  # bytes of a body that take some milliseconds at most; a larger one is read by another process
 READ_SECONDS = 10.0  # that may take
+_WRITTEN = 1 << 13  # characters of an answer, at least
 MODEL = "policy"  # what /v1/models lists; any other name is taken too
 SOCKET = "gateway.sock"
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
@@ -79,7 +79,7 @@ class AgentGateway:
         self._doors: dict[str, AgentAccess] = {}
         self._opened = 0
         self._users = 0
-        self._changing = asyncio.Lock()
+        self._changing, self._writing = asyncio.Lock(), asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._listener: HttpListener | None = None
         self._readers: FunctionPool | None = None
@@ -211,16 +211,30 @@ class AgentGateway:
             answered, answers = await session.answer(wanted)
             told = (wanted.asked, answered, int(time.time()))  # a time for clients; nothing here goes by it
             if wanted.asked.stream:
-                return await _streamed(request, (chat_chunks if chat else plain_chunks)(*told))
-            response = web.json_response((chat_body if chat else plain_body)(*told))
-            await response.prepare(request)
-            await response.write_eof()
-            return response
+                parts = _events((chat_chunks if chat else plain_chunks)(*told))
+                return await self._written(request, parts, "text/event-stream")
+            parts = jsontext.pieces((chat_body if chat else plain_body)(*told))
+            return await self._written(request, parts, "application/json; charset=utf-8")
         except (asyncio.CancelledError, ConnectionError):
             session.conversation.withdraw(answers)
             raise
         finally:
             door.handlers.discard(this)
+
+    async def _written(self, request: web.Request, text: Iterator[str], kind: str) -> web.StreamResponse:
+        """Made as it is written, a part at a time, of all agents' answers in turn: with log-probs one may have 40 MB."""
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        parts = _gathered(text)
+        while True:
+            async with self._writing:
+                part = next(parts, None)
+                await asyncio.sleep(0)
+            if part is None:
+                break
+            await response.write(part)
+        await response.write_eof()
+        return response
 
     async def _body(self, request: web.Request) -> bytes:
         try:
@@ -243,14 +257,24 @@ class AgentGateway:
         return read_by_another(found)
 
 
-async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
+def _events(chunks: list[dict[str, Any]]) -> Iterator[str]:
     for chunk in chunks:
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+        yield "data: "
+        yield from jsontext.pieces(chunk)
+        yield "\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _gathered(text: Iterator[str]) -> Iterator[bytes]:
+    """What is written at once: of some milliseconds each."""
+    held, size = [], 0
+    for part in text:
+        held.append(part)
+        size += len(part)
+        if size >= _WRITTEN:
+            yield "".join(held).encode()
+            held, size = [], 0
+    yield "".join(held).encode()
 
 
 @web.middleware

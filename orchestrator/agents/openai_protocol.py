@@ -10,8 +10,9 @@ Reading takes time in proportion to the body, whatever is in it: lists and objec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -29,6 +30,7 @@ MAX_TOOLS = 512
 MAX_NAME = 256  # characters of a model, a role, an identity
 MAX_STOP = 1000  # characters of a stop text
 MAX_STOPS = 4  # as OpenAI
+_AT_ONCE = 512  # tokens whose texts and log-probs are written in one go: some 4 ms
 IGNORED = frozenset(
     {
         *("user", "metadata", "store", "seed", "service_tier", "parallel_tool_calls", "prediction", "reasoning_effort"),
@@ -102,22 +104,24 @@ class PlainAsked:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. ``pieces``: its tokens as text, with their log-probs; ``reason``: stop, length or tool_calls."""
+    """One answer. ``reason``: stop, length or tool_calls."""
 
     text: str
     said: Message
-    pieces: tuple[tuple[str, float], ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """``identity``: of the request; tokens are those of the prompt and of all choices."""
+    """``identity``: of the request; tokens are those of the prompt and of all choices; ``words``: what tokens say."""
 
     identity: str
     prompt_tokens: int
     completion_tokens: int
     choices: tuple[Choice, ...]
+    words: Callable[[Sequence[int]], str]
 
 
 class _Object(BaseModel):
@@ -341,7 +345,7 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-# -- answers ---------------------------------------------------------------------------------------------------------
+# -- answers: for ``jsontext.pieces``, as log-probs are made while they are written -----------------------------------
 
 
 def chat_body(asked: Asked, answered: Answered, created: int) -> dict[str, Any]:
@@ -353,7 +357,7 @@ def chat_body(asked: Asked, answered: Answered, created: int) -> dict[str, Any]:
                 "index": index,
                 "message": {"role": "assistant", **_content(choice)},
                 "finish_reason": choice.reason,
-                "logprobs": _chat_logprobs(choice) if asked.logprobs else None,
+                "logprobs": _chat_logprobs(answered, choice) if asked.logprobs else None,
             }
             for index, choice in enumerate(answered.choices)
         ],
@@ -375,14 +379,14 @@ def chat_chunks(asked: Asked, answered: Answered, created: int) -> list[dict[str
         delta = _content(choice)
         if calls := delta.pop("tool_calls", None):
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        chunk(index, delta, None, _chat_logprobs(choice) if asked.logprobs else None)
+        chunk(index, delta, None, _chat_logprobs(answered, choice) if asked.logprobs else None)
         chunk(index, {}, choice.reason)
     return [*found, *_usage_chunk(asked, answered, head)]
 
 
 def plain_body(asked: Asked, answered: Answered, created: int) -> dict[str, Any]:
     """A whole completion."""
-    choices = [_plain_choice(asked, index, choice, choice.reason) for index, choice in enumerate(answered.choices)]
+    choices = [_plain_choice(asked, answered, index) for index, choice in enumerate(answered.choices)]
     return {**_head(asked, answered, "text_completion", created), "choices": choices, "usage": token_usage(answered)}
 
 
@@ -390,8 +394,7 @@ def plain_chunks(asked: Asked, answered: Answered, created: int) -> list[dict[st
     """The same as the events of a stream."""
     head = _head(asked, answered, "text_completion", created)
     found: list[dict[str, Any]] = [
-        {**head, "choices": [_plain_choice(asked, index, choice, choice.reason)]}
-        for index, choice in enumerate(answered.choices)
+        {**head, "choices": [_plain_choice(asked, answered, index)]} for index, choice in enumerate(answered.choices)
     ]
     return [*found, *_usage_chunk(asked, answered, head)]
 
@@ -419,27 +422,40 @@ def _content(choice: Choice) -> dict[str, Any]:
     return {**content, "tool_calls": calls} if calls else content
 
 
-def _chat_logprobs(choice: Choice) -> dict[str, Any]:
-    return {
-        "content": [
+def _texts(answered: Answered, choice: Choice) -> Iterator[list[str]]:
+    """Of each token, so many at a time."""
+    for start in range(0, len(choice.token_ids), _AT_ONCE):
+        yield [answered.words((token,)) for token in choice.token_ids[start : start + _AT_ONCE]]
+
+
+def _chat_logprobs(answered: Answered, choice: Choice) -> dict[str, Any]:
+    values = iter(choice.logprobs)
+    content = (
+        [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in choice.pieces
-        ],
-        "refusal": None,
-    }
+            for text, value in zip(texts, values, strict=False)
+        ]
+        for texts in _texts(answered, choice)
+    )
+    return {"content": content, "refusal": None}
 
 
-def _plain_choice(asked: Asked, index: int, choice: Choice, reason: str) -> dict[str, Any]:
+def _plain_choice(asked: Asked, answered: Answered, index: int) -> dict[str, Any]:
+    choice = answered.choices[index]
     logprobs: dict[str, Any] | None = None
     if asked.logprobs:
-        offsets, past = [], 0
-        for text, _ in choice.pieces:
-            offsets.append(past)
-            past += len(text)
+        lengths = ([len(text) for text in texts] for texts in _texts(answered, choice))
         logprobs = {
-            "tokens": [text for text, _ in choice.pieces],
-            "token_logprobs": [value for _, value in choice.pieces],
+            "tokens": _texts(answered, choice),
+            "token_logprobs": choice.logprobs,
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": _offsets(lengths),
         }
-    return {"index": index, "text": choice.text, "finish_reason": reason, "logprobs": logprobs}
+    return {"index": index, "text": choice.text, "finish_reason": choice.reason, "logprobs": logprobs}
+
+
+def _offsets(lengths: Iterator[list[int]]) -> Iterator[list[int]]:
+    past = 0
+    for block in lengths:
+        *offsets, past = accumulate(block, initial=past)
+        yield offsets

@@ -13,6 +13,10 @@
 
 from __future__ import annotations
 
+import reprlib
+from itertools import islice
+from typing import Any
+
 MAX_CAUSE = 64  # characters
 MAX_DETAIL = 2000
 
@@ -20,6 +24,30 @@ MAX_DETAIL = 2000
 def writable(text: object, most: int) -> str:
     """Up to so many characters of it; of half a surrogate pair, which no file or pipe takes, its escape."""
     return str(text)[:most].encode("utf-8", "backslashreplace").decode()
+
+
+class _Short(reprlib.Repr):
+    """Of a long value the beginning is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = 8
+        self.maxstring = self.maxlong = self.maxother = 200
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_SHORT = _Short()
+
+
+def shown(value: object, most: int = 100) -> str:
+    """What a value of others is, for an error's text: of a long one not all is written, and one that cannot be written (a number
+    of too many digits, words of its own that fail) is its type."""
+    try:
+        return writable(_SHORT.repr(value), most)
+    except Exception:  # noqa: BLE001  no refusal fails by what it refuses
+        return f"<{type(value).__name__}>"
 
 
 class CoserveError(Exception):

@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from orchestrator.api.capabilities import KvMoved
+from orchestrator.api.errors import shown
 from orchestrator.api.types import (
     Completion,
     SharedDevice,
@@ -118,13 +119,13 @@ def _of_kind(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not -_INT64 <= value < _INT64:
-        raise ValueError(f"{value!r:.40} is not a whole number of 64 bits")
+        raise ValueError(f"{shown(value, 40)} is not a whole number of 64 bits")
     return value
 
 
 def _finite(value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) < _LARGEST:
-        raise ValueError(f"{value!r:.40} is not a finite number")
+        raise ValueError(f"{shown(value, 40)} is not a finite number")
     return float(value)
 
 
@@ -134,19 +135,19 @@ def _finite_or_none(value: Any) -> float | None:
 
 def _shared(value: Any) -> SharedDevice | None:
     if not isinstance(value, Mapping | None):
-        raise TypeError(f"{value!r:.40} is no record")
+        raise TypeError(f"{shown(value, 40)} is no record")
     return None if value is None else SharedDevice(**_of_kind(SharedDevice, value))
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is not text")
+        raise TypeError(f"{shown(value, 40)} is not text")
     return value
 
 
 def _truth(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{value!r:.40} is neither true nor false")
+        raise TypeError(f"{shown(value, 40)} is neither true nor false")
     return value
 
 

@@ -56,7 +56,8 @@ def _refuse(name: str) -> float:
 
 def pieces(value: Any, separators: tuple[str, str] = (", ", ": ")) -> Iterator[str]:
     """The text that ``json.dumps(value, separators=separators)`` is in the end, piece by piece; records are the objects of their
-    fields. Python's encoder writes a value whole before it lets another thread go on, a million numbers for a second.
+    fields, an iterator is a list that is made as it is written, some items at a time. Python's
+    encoder writes a value whole before it lets another thread go on, a million numbers for a second.
     Raises TypeError for what JSON has not."""
     comma, colon = separators
     if isinstance(value, Mapping):
@@ -64,6 +65,12 @@ def pieces(value: Any, separators: tuple[str, str] = (", ", ": ")) -> Iterator[s
     elif is_dataclass(value) and not isinstance(value, type):
         named = ((_text(item.name) + colon, getattr(value, item.name)) for item in fields(value))
         yield from _joined("{}", comma, named, separators)
+    elif isinstance(value, Iterator):
+        before = "["
+        for items in value:
+            yield before + json.dumps(items, separators=separators)[1:-1]
+            before = comma
+        yield "[]" if before == "[" else "]"
     elif not _is_list(value) or not value or isinstance(value[0], int | float | str):
         yield from _flat(value, separators)
     else:

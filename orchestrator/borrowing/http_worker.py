@@ -29,6 +29,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -65,6 +66,8 @@ MAX_ANSWER_BYTES = 4 << 20  # JSON
 MAX_TURNS_BYTES = 256 << 20  # completions: of a quarter of a million tokens with the experts of sixty layers
 LEASE_SECONDS = 60.0
 _LEAST_LOGPROB = -1e6
+_MOST_WRONG = 8  # answers in a row
+_LOOKED_AT_HERE = 1 << 16  # bytes of experts, which take less than a millisecond; more are looked at in a thread
 _RENEWALS = 3  # within the time of a lease
 _ERRORS = (CommandError, ConfigError, RetryableError)
 
@@ -144,6 +147,8 @@ class HttpWorker:
         self._acknowledged: int | None = None
         self._unfinished: dict[str, _Asked] = {}  # our requests
         self._experts = experts
+        self._newest = -1  # version that it was told to load; -1: none by us
+        self._wrong = 0  # answers in a row, by their experts
         self._vocabulary = 0  # of the server's model; 0: it has not said
         self._suspended = False  # by us
         self._contexts = ContextSession(self.name, self._send_turns)
@@ -202,18 +207,36 @@ class HttpWorker:
                 return [replace(item, request_id=item.request_id[cut:]) for item in ours] if cut else ours
 
     def _check_answer(self, completion: Completion, asked_for: _Asked) -> None:
-        """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32,
-        experts of another model. Raises RetryableError."""
+        """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32;
+        tokens of weights that are to come would never be stale. Raises RetryableError."""
         tokens, logprobs, most = completion.token_ids, completion.logprobs, asked_for.most
         known = not tokens or 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)
         likely = not logprobs or _LEAST_LOGPROB <= min(logprobs) <= max(logprobs) <= 1.0
+        told = self._newest < 0 or all(0 <= version <= self._newest for version, _ in completion.versions)
+        if not told:
+            asked = f"weights up to version {self._newest} were given to it"
+            raise RetryableError(f"{self.name}: the versions of {completion.request_id} cannot be: {asked}")
         if not (known and likely and len(tokens) <= most):
             asked = f"at most {most} tokens of {self._vocabulary} were asked for, with their log-probs"
             raise RetryableError(f"{self.name}: the answer to {completion.request_id} cannot be: {asked}")
-        said, model = completion.experts, self._experts
-        if said and model and not model.fits(said, asked_for.experts_from, asked_for.before + len(tokens)):
-            asked = f"the model has {model.layers} layers, each token {model.choices} of {model.experts} experts"
-            raise RetryableError(f"{self.name}: the experts of {completion.request_id} cannot be: {asked}")
+
+    async def _with_right_experts(self, found: Sequence[Completion]) -> list[Completion]:
+        """One whose experts the model cannot have chosen is an error, which ends its trajectory; several in a row with no right
+        one between are the server's failure. Raises RetryableError."""
+        checked = []
+        for item in found:
+            said, model, asked = item.experts, self._experts, self._unfinished.get(item.request_id)
+            if said and model and asked:
+                look = partial(model.mistake, said, asked.experts_from, asked.before + len(item.token_ids))
+                why = look() if len(said.data) < _LOOKED_AT_HERE else await asyncio.to_thread(look)
+                self._wrong = self._wrong + 1 if why else 0
+                if why:
+                    why = f"{self.name}: the experts of {item.request_id} cannot be: {why}"
+                    item = Completion(item.request_id, (), (), (), "error", item.timing, why)
+                if self._wrong > _MOST_WRONG:
+                    raise RetryableError(f"{self._wrong} answers in a row: {why}")
+            checked.append(item)
+        return checked
 
     async def suspend(self) -> None:
         self._suspended = True
@@ -225,6 +248,7 @@ class HttpWorker:
 
     async def update(self, version: int) -> UpdateResult:
         await self._join()
+        self._newest = max(self._newest, version)
         answer = await self._post(wire.UPDATE, {"version": version}, WEIGHTS_SECONDS)
         return _read(wire.update_result_from_json, answer, wire.UPDATE)
 
@@ -388,19 +412,22 @@ class HttpWorker:
         left = list(self._unfinished)
         for start in range(0, len(left), wire.MAX_IDS):
             await self._abort(left[start : start + wire.MAX_IDS])
-        while await self._poll(0.0):
+        while await self._poll(0.0, look=False):
             pass
         self._unfinished.clear()
+        self._wrong = 0
 
-    async def _poll(self, seconds: float) -> list[Completion]:
+    async def _poll(self, seconds: float, *, look: bool = True) -> list[Completion]:
         query = {"timeout": f"{seconds:g}"}
         if self._acknowledged is not None:
             query["acknowledged"] = str(self._acknowledged)
         limit = seconds + POLL_GRACE_SECONDS
         payload = await self._exchange("GET", wire.COMPLETIONS, query=query, limit=limit, accept=wire.TURNS_TYPE)
-        number, found = _read(decode_completions, payload, wire.COMPLETIONS)
+        number, found = _read(partial(decode_completions, served=True), payload, wire.COMPLETIONS)
         if not found or number == self._acknowledged:
             return []
+        if look:
+            found = await self._with_right_experts(found)
         # No await from here on: a caller that is cancelled has either not got the batch, or has got it whole.
         self._acknowledged = number
         return found

@@ -251,7 +251,13 @@ def _experts(config: Config) -> ExpertsOfModel | None:
     layers, choices = found.get("num_hidden_layers"), found.get("num_experts_per_tok")
     if type(layers) is not int or type(choices) is not int or count is None:
         return None
-    return ExpertsOfModel(layers, choices, count)
+    before, step, named = (
+        found.get(name) for name in ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
+    )
+    every, some = step if type(step) is int and step > 0 else 1, named if isinstance(named, list) else []
+    least = before if type(before) is int else 0
+    dense = (layer for layer in range(layers) if layer < least or layer in some or (layer + 1) % every)
+    return ExpertsOfModel(layers, choices, count, frozenset(dense))
 
 
 def _model(config: Config) -> dict[str, Any]:

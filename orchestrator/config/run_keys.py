@@ -74,7 +74,7 @@ class ChatSection(Section):
     system: str = ""  # instructions that every episode begins with; empty: the template's own, where it has some
     response_tokens: Positive | None = None  # of an answer, at most; None: as many as the task has ids for
     examples: Annotated[int, Field(ge=0)] = 0  # episodes of the task's own expert that stand before each prompt
-    answer: str = ""  # regular expression: of a turn the task hears its last match only; empty: all of the turn
+    answer: str = ""  # regular expression of RE2: of a turn the task hears its last match only; empty: all of it
 
 
 class TaskSection(Section):

@@ -11,7 +11,8 @@ sessions of each are kept apart, within one size. Guarantees:
 * a template whose start fails is tried again after exponentially growing pauses (seeded jitter), one at a time until it works,
   and holds up no other; after ``start_tries`` failures in a row with none of its sessions alive, or at once where the start
   says that no try will work (``environment_template``, a ConfigError), those who wait for it get a TrajectoryError that says
-  why; where all prompts begin from the same, the run ends with one RunError instead, or with a ConfigError of the very first;
+  why; where all prompts begin from the same, the run ends with one RunError instead, or with a ConfigError before any has
+  started, if that is what the first starts say twice in a row: one alone may be of that environment;
 * whoever waits, waits in order of arrival with a named reason; a user that is cancelled while it waits loses nothing; of a full
   pool the session that was idle longest makes room for another template, and so does one that is given back when somebody who
   waits for another has waited longer;
@@ -53,6 +54,7 @@ COMING: tuple[State, ...] = ("starting", "checking", "recycling")  # may be read
 ALIVE: tuple[State, ...] = ("ready", "checking", "busy", "recycling")
 FRESH = 1.0  # seconds for which an answer counts as a health check
 DETAIL = 300  # characters of an error that go into an event
+REFUSALS = 2  # first starts in a row that say that the config is wrong: then it is
 RECENT = 64  # episodes that demand is counted over
 NO_TEMPLATE = "environment_template"  # the cause where a prompt's image or repository cannot be had
 TemplateOf = Callable[[Prompt], EnvironmentTemplate]
@@ -95,6 +97,7 @@ class _Shelf:
     queued: _Entry | None = None  # among those that may start
     recent: int = 0  # of the last episodes of the pool
     failures: int = 0  # starts in a row
+    refusals: int = 0  # of them those in a row that a ConfigError ended
     told: str = ""  # what those who wait were told last
     paused: bool = False  # between two tries to start
     pause: asyncio.TimerHandle | None = None
@@ -527,37 +530,38 @@ class EnvPool:
             self._forget(member)
             if _was_cancelled(error):
                 raise
-            alike = self._template_of is None
-            if isinstance(error, ConfigError) and alike and not self._totals.started:  # else this one alone says so
-                self._break(error)
-                return
             detail = error_text(error)
             if isinstance(error, TimeoutError) and limit.expired():
                 so_far = f"; {error.__cause__}" if str(error.__cause__ or "") else ""  # what a backend said of it
                 detail = f"took over {self._settings.start_timeout:g} s{so_far}"
-            hopeless = isinstance(error, ConfigError) or getattr(error, "cause", "") == NO_TEMPLATE
-            self._start_failed(member, detail, hopeless and not alike)
+            self._start_failed(member, detail, error)
             return
         self._totals.started += 1
         member.born = member.seen = member.used = loop.time()
         shelf = member.shelf
         if shelf.failures:
             self._events.emit("recovered", what="environment start", detail=f"after {shelf.failures} failures")
-            shelf.failures = 0
+            shelf.failures = shelf.refusals = 0
             shelf.end_pause()
         self._offer(member)
         self._pump()
 
-    def _start_failed(self, member: _Member, what: str, hopeless: bool) -> None:
-        settings, shelf = self._settings, member.shelf
+    def _start_failed(self, member: _Member, what: str, error: BaseException) -> None:
+        settings, shelf, alike = self._settings, member.shelf, self._template_of is None
         self._totals.start_failures += 1
         self._record_replacement("environment_start", f"{member.name}{_named(shelf.template)}: {what}")
         if shelf.paused:  # it was begun together with one that failed before it: one failure, not two
             return
         shelf.failures += 1
+        shelf.refusals = shelf.refusals + 1 if isinstance(error, ConfigError) else 0
+        most = min(REFUSALS, settings.start_tries)
+        if isinstance(error, ConfigError) and alike and shelf.refusals >= most and not self._totals.started:
+            self._break(error)
+            return
+        hopeless = not alike and (isinstance(error, ConfigError) or getattr(error, "cause", "") == NO_TEMPLATE)
         if (hopeless or shelf.failures >= settings.start_tries) and not any(shelf.count[state] for state in ALIVE):
             times = f"{shelf.failures} times in a row"
-            if self._template_of is None:
+            if alike:
                 self._break(RunError(f"no environment can be started ({self._backend.name}), failed {times}: {what}"))
                 return
             cause = NO_TEMPLATE if hopeless else "environment_start"

@@ -73,7 +73,7 @@ class EnvironmentBackend(Protocol):
 
     async def start(self, name: str, template: EnvironmentTemplate) -> EnvironmentSession:
         """A session that is ready for ``reset``. ``name`` is unique in the run. When it raises, or is cancelled, nothing of
-        it is left. Raises ConfigError for what the other side is not (once one has started, a failure of this one),
+        it is left. Raises ConfigError for what the other side is not (of the run, if the first two say it; else of this one),
         TrajectoryError ``environment_template`` for what no retry cures in this template."""
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.api import Observation, StepResult, TrajectoryError, jsontext
-from orchestrator.api.errors import writable
+from orchestrator.api.errors import shown, writable
 
 PROTOCOL = 1
 MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
@@ -66,7 +66,7 @@ def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = N
     """The result in a reply; ``note`` is told what it says of tools. Raises the TrajectoryError that it holds, or that it is."""
     message = decode_line(line)
     if message.get("id") != number:
-        raise TrajectoryError("environment_protocol", f"a reply to {message.get('id')!r:.40}, not to {number}")
+        raise TrajectoryError("environment_protocol", f"a reply to {shown(message.get('id'), 40)}, not to {number}")
     if note is not None and "tools" in message:
         note(message["tools"])
     failed, result = message.get("error"), message.get("result")
@@ -118,7 +118,8 @@ def version_of(answer: object) -> str:
     """What an environment says that it is, which is kept with each of its trajectories. Raises TrajectoryError."""
     if not isinstance(answer, str) or answer != writable(answer, MAX_VERSION):
         raise TrajectoryError(
-            "environment_protocol", f"the version must be text of at most {MAX_VERSION} characters, is {answer!r:.40}"
+            "environment_protocol",
+            f"the version must be text of at most {MAX_VERSION} characters, is {shown(answer, 40)}",
         )
     return answer
 
@@ -129,7 +130,7 @@ def observation_of(answer: object, what: str) -> Observation:
         raise TrajectoryError("environment_output", f"{what} returned {type(answer).__name__}, not an Observation")
     ids: object = answer.token_ids
     if not isinstance(ids, tuple | list) or any(kind is not int for kind in set(map(type, ids))):
-        raise TrajectoryError("environment_output", f"{what}: token_ids must be a tuple of int, is {ids!r:.100}")
+        raise TrajectoryError("environment_output", f"{what}: token_ids must be a tuple of int, is {shown(ids, 100)}")
     return answer if isinstance(ids, tuple) else Observation(tuple(ids))
 
 
@@ -139,17 +140,17 @@ def step_of(answer: object, what: str = "step") -> StepResult:
         raise TrajectoryError("environment_output", f"{what} returned {type(answer).__name__}, not a StepResult")
     reward: object = answer.reward
     if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise TrajectoryError("environment_output", f"{what}: the reward must be a number, is {reward!r:.100}")
+        raise TrajectoryError("environment_output", f"{what}: the reward must be a number, is {shown(reward, 100)}")
     try:
         finite = math.isfinite(reward)
-    except OverflowError:  # an int beyond every float
+    except THIRD_PARTY:  # an int beyond every float, or one of a kind of its own
         finite = False
     if not finite:
-        raise TrajectoryError("environment_not_finite", f"{what}: the reward is {reward!r:.40}")
+        raise TrajectoryError("environment_not_finite", f"{what}: the reward is {shown(reward, 40)}")
     flags: tuple[object, ...] = (answer.done, answer.truncated, answer.invalid_action)
     if not all(isinstance(flag, bool) for flag in flags):
         raise TrajectoryError(
-            "environment_output", f"{what}: done, truncated and invalid_action must be bool: {flags!r:.100}"
+            "environment_output", f"{what}: done, truncated and invalid_action must be bool: {shown(flags, 100)}"
         )
     seen = observation_of(answer.observation, what)
     if seen is answer.observation and type(reward) is float:

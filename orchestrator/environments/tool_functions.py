@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from orchestrator.api import TrajectoryError
+from orchestrator.api.errors import shown
 from orchestrator.api.tls import Tls
 from orchestrator.rewards.function_client import FunctionCalls, FunctionClient, FunctionFailed
 
@@ -53,7 +54,9 @@ class ToolClient:
         """Run a tool on named arguments. Raises TrajectoryError when it was not reached."""
         function = self._functions.get(name)
         if function is None:
-            return ToolAnswer(error=f"no such tool: {name!r:.60}; there are: {', '.join(self._functions) or 'none'}")
+            return ToolAnswer(
+                error=f"no such tool: {shown(name, 60)}; there are: {', '.join(self._functions) or 'none'}"
+            )
         try:
             return ToolAnswer(await function.call(dict(arguments)))
         except FunctionFailed as error:
@@ -132,7 +135,7 @@ def _counters(said: object, tools: Container[str], fields: tuple[str, ...]) -> d
         numbers = [value for counted in values.values() for value in counted.values()]
         if len(values) == len(said) and all(type(n) in (int, float) and 0 <= n < _MOST for n in numbers):
             return values
-    raise TrajectoryError("environment_protocol", f"no counters of tools: {said!r:.100}")
+    raise TrajectoryError("environment_protocol", f"no counters of tools: {shown(said, 100)}")
 
 
 @runtime_checkable

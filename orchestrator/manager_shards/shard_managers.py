@@ -23,6 +23,7 @@ from typing import Any
 
 from orchestrator.api import (
     CommandError,
+    ConfigError,
     GenerationRequest,
     RunError,
     Sampling,
@@ -357,7 +358,7 @@ class ShardManagers:
                 break
             again, begun = bool(starts) or bool(shard.failed), loop.time()
             starts.append(begun)
-            await self._start(shard)
+            await self._start(shard, again)
             if again and shard.link is not None:
                 detail = f"restart {len(starts) - 1}, {loop.time() - begun:.1f} s"
                 self._events.emit("recovered", what=shard.name, detail=detail)
@@ -372,8 +373,8 @@ class ShardManagers:
         if all(other.removed for other in self._shards):
             self._fail(RunError(f"no rollout shard left: {shard.name} died {len(starts)} times: {shard.failed[:300]}"))
 
-    async def _start(self, shard: _Shard) -> None:
-        """Bring it up, or say why it did not come."""
+    async def _start(self, shard: _Shard, again: bool) -> None:
+        """Bring it up, or say why it did not come. Raises ConfigError for what its first start says."""
         made: list[ShardLink] = []
         early: list[str] = []  # it may be gone before we have it
 
@@ -388,7 +389,9 @@ class ShardManagers:
 
         try:
             made.append(await shard.starter.start(heard, lost))
-        except (RunError, OSError) as error:
+        except (ConfigError, RunError, OSError) as error:
+            if isinstance(error, ConfigError) and not again:
+                raise
             early.append(str(error))
         if early:
             shard.failed = early[0]

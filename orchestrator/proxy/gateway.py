@@ -64,6 +64,7 @@ from orchestrator.proxy.worker_state import (
     waiting_reason,
 )
 
+_TELL_AGAIN = 60.0  # seconds between two events of one worker's refusals of whole calls
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
 
 
@@ -466,7 +467,7 @@ class LLMProxy:
         except LOST as error:
             self.lose_worker(state, str(error))
 
-    async def _add(self, state: WorkerState, requests: Sequence[GenerationRequest]) -> None:
+    async def _add(self, state: WorkerState, requests: Sequence[GenerationRequest], *, part: bool = False) -> None:
         """The worker refuses a call as a whole: find which of its requests it is, and end those. Raises what ``add`` raises."""
         try:
             await state.worker.add(requests)
@@ -474,12 +475,23 @@ class LLMProxy:
             if error.code != "invalid_request":
                 raise
             if half := len(requests) // 2:
-                await self._add(state, requests[:half])
-                await self._add(state, requests[half:])
+                if not part:
+                    self._note_halved(state, f"{len(requests)} requests: {error.detail}")
+                await self._add(state, requests[:half], part=True)
+                await self._add(state, requests[half:], part=True)
             else:
                 self._refuse(state, requests[0], error.detail)
         else:
             state.refused.clear()
+
+    def _note_halved(self, state: WorkerState, what: str) -> None:
+        """It refused a call of several, and may take all of them in parts: said once in a while."""
+        now = asyncio.get_running_loop().time()
+        state.halved += 1
+        if now >= state.halved_told + _TELL_AGAIN:
+            why = f"gets what it refused in parts, {state.halved} calls since this was said last, now of {what}"
+            self.note_fault(f"worker {state.worker.name}", why)
+            state.halved, state.halved_told = 0, now
 
     def _refuse(self, state: WorkerState, request: GenerationRequest, why: str) -> None:
         state.refused[request.group_id or request.trajectory_id] = None

@@ -114,6 +114,8 @@ class WorkerState:
     restarts: list[float] = field(default_factory=list)  # when; of a borrowed worker: since it last finished a request
     lives: int = 0  # changes whenever the worker is brought up anew, also in vain
     refused: dict[str, None] = field(default_factory=dict)  # groups of requests that it refused since it took one
+    halved: int = 0  # calls that it refused whole and got in parts, not told yet
+    halved_told: float = float("-inf")  # when they were
     outbox: list[GenerationRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     sent: dict[str, Pending] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from orchestrator.api import ConfigError, bearer, jsontext, urls
+from orchestrator.api.errors import shown
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.rewards.function_protocol import (
     COLD_START_HEADER,
@@ -266,7 +267,7 @@ def _answer(failed: bool, body: bytes) -> Any:
         raise FunctionFailed("error", f"the answer is not JSON: {error}") from error
     if failed:
         if not isinstance(answer, dict):
-            raise FunctionFailed("error", f"the answer is not an object: {answer!r:.200}")
+            raise FunctionFailed("error", f"the answer is not an object: {shown(answer, 200)}")
         what = str(answer.get("errorType", ""))
         kinds: dict[str, Kind] = {TIMED_OUT: "timeout", NOT_FINITE: "not_finite"}
         raise FunctionFailed(kinds.get(what, "error"), f"{what}: {answer.get('errorMessage', '')}"[:500])

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.api import ConfigError, Task, Trajectory, TrajectoryError, jsontext
+from orchestrator.api.errors import shown
 from orchestrator.rewards.function_client import FunctionClient
 from orchestrator.rewards.reward_client import call_reward
 
@@ -208,11 +209,11 @@ def _content(answer: Any) -> str:
     try:
         said = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError) as error:
-        raise TrajectoryError("reward_error", f"no chat completion: {answer!r:.200}") from error
+        raise TrajectoryError("reward_error", f"no chat completion: {shown(answer, 200)}") from error
     if said is None:
         return ""
     if not isinstance(said, str):
-        raise TrajectoryError("reward_error", f"no chat completion: {answer!r:.200}")
+        raise TrajectoryError("reward_error", f"no chat completion: {shown(answer, 200)}")
     return said
 
 

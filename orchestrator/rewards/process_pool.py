@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import jsontext
+from orchestrator.api.errors import shown
 from orchestrator.child_process import kill_watched, public_environment
 from orchestrator.rewards.function_protocol import (
     BAD_RESULT,
@@ -68,7 +69,7 @@ class _Worker:
             raise _Untrusted(EXITED, "the worker ended between calls") from error
         reply = await self.receive()
         if reply.get("id") != number or not ("result" in reply or "errorType" in reply):
-            raise _Untrusted(BAD_RESULT, f"the worker answered something else: {reply!r:.200}")
+            raise _Untrusted(BAD_RESULT, f"the worker answered something else: {shown(reply, 200)}")
         if "errorType" in reply:
             raise FunctionError(str(reply["errorType"]), str(reply.get("errorMessage", "")))
         return reply["result"]

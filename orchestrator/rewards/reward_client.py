@@ -22,6 +22,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from orchestrator.api import RetryableError, RunError, Trajectory, TrajectoryError
+from orchestrator.api.errors import shown
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
 from orchestrator.rewards.function_client import FunctionClient, FunctionFailed
 
@@ -155,16 +156,16 @@ def _times(cases: Any) -> list[CaseTime]:
             return times
     except (TypeError, ValueError, KeyError, OverflowError):
         pass
-    raise TrajectoryError("reward_error", f'not run times under "cases": {cases!r:.200}')
+    raise TrajectoryError("reward_error", f'not run times under "cases": {shown(cases, 200)}')
 
 
 def _reward(answer: Any) -> float:
     """The reward in an answer. Raises TrajectoryError."""
     if not isinstance(answer, dict):
-        raise TrajectoryError("reward_error", f"the answer is not an object: {answer!r:.200}")
+        raise TrajectoryError("reward_error", f"the answer is not an object: {shown(answer, 200)}")
     reward = answer.get("reward")
     if not isinstance(reward, int | float) or isinstance(reward, bool):
-        raise TrajectoryError("reward_error", f'no number under "reward": {answer!r:.200}')
+        raise TrajectoryError("reward_error", f'no number under "reward": {shown(answer, 200)}')
     try:
         value = float(reward)
     except OverflowError:

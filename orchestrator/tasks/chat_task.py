@@ -16,7 +16,6 @@ and the template allow is an error, never cut.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from types import SimpleNamespace
@@ -39,16 +38,14 @@ _OF_THE_TASK = (
     "environment_template",
 )
 
-_TOKEN = re.compile(  # of a regular expression: an escape, a set, a group's beginning, a count, or a character
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+\)|P?<\w+>|[a-zA-Z-]*[:)]|<?[=!>])|\{\d*,?\d*\}|.", re.DOTALL
-)
+_LOOKED_AT = 1 << 13  # characters at the end of a turn: a search for all matches may take time with their square
 
 
 class ChatTask:
     """``task`` in the words of ``chat``. ``system``: instructions that every episode begins with, empty for none;
     ``response_tokens``: of a turn, None for as many as the task has ids for (of characters: always enough, and slow);
     ``examples``: episodes of the task's own expert that stand before each prompt, drawn from the training split; ``answer``: a
-    regular expression whose last match in a turn is all that the task hears of it, empty for the whole turn.
+    regular expression (RE2's) whose last match in a turn is all that the task hears of it, empty for the whole turn.
     Raises ConfigError for a task that is not in text, and for a template that does not take its messages."""
 
     def __init__(
@@ -64,13 +61,14 @@ class ChatTask:
             fix = f"is for tasks in text; {task.name} has no text that a tokenizer could read: leave task.chat out"
             raise ConfigError(_FIELD, "", fix)
         try:
-            self._answer = re.compile(answer, re.DOTALL)
-        except re.error as error:
-            raise ConfigError("task.chat.answer", answer, f"is no regular expression: {error}") from error
-        if repeated := _repeats_a_choice(answer):
-            fix = f"repeats a group that repeats or chooses itself, {repeated!r}: some texts would take for ever; write [...]+"
-            raise ConfigError("task.chat.answer", answer, fix)
-        self._task, self.chat = task, chat
+            if answer:
+                last_match(answer, "")
+        except ImportError as error:
+            raise ConfigError("task.chat.answer", answer, "needs pyarrow, whose RE2 matches it: install it") from error
+        except ValueError as error:
+            fix = f"is no regular expression of RE2, which looks neither ahead nor behind nor back: {error}"
+            raise ConfigError("task.chat.answer", answer, fix) from error
+        self._task, self.chat, self._answer = task, chat, answer
         self.name = task.name
         self.vocabulary: Sequence[str] = chat.vocabulary
         self.pad_id, self.end_id = chat.pad_id, chat.end_id
@@ -114,9 +112,9 @@ class ChatTask:
         """One action in the ids of the task, ended where the policy ended it."""
         words = self._task.words
         text = self.chat.text(action).strip()
-        if self._answer.pattern:
-            text = ([""] + [match.group() for match in self._answer.finditer(text)])[-1]
         try:
+            if self._answer:
+                text = last_match(self._answer, text)
             said = words.encode(printable(text) if words is CHARACTERS else text)
         except ValueError:  # a word that the task does not know
             said = (words.pad_id,)
@@ -156,27 +154,17 @@ class ChatTask:
         return ids
 
 
-def _repeats_a_choice(pattern: str) -> str:
-    """A group that may repeat without a bound, and has such a repetition or alternatives inside: what makes Python's matching
-    exponential. Empty: there is none. For a pattern that compiles."""
-    tokens = _TOKEN.findall(pattern)
-    open_groups: list[tuple[int, bool]] = []  # where each begins, and whether it repeats or chooses
-    inside, at = False, 0
-    for number, token in enumerate(tokens):
-        following = tokens[number + 1] if number + 1 < len(tokens) else ""
-        unbounded = following in ("*", "+") or (following.startswith("{") and following.endswith(",}"))
-        if token.startswith("(") and not token.endswith(")"):
-            open_groups.append((at, inside))
-            inside = False
-        elif token == ")" and open_groups:
-            begin, outer = open_groups.pop()
-            if inside and unbounded:
-                return pattern[begin : at + 1] + following
-            inside = outer or inside or unbounded
-        elif token == "|" or unbounded:
-            inside = True
-        at += len(token)
-    return ""
+def last_match(pattern: str, text: str) -> str:
+    """What the last match of ``pattern`` (RE2's syntax; a dot is any character) in the text is, "" for none; of a long text its
+    end is searched. By RE2, whose time grows with the text whatever the pattern, where Python's may double with each character.
+    Raises ValueError for another syntax."""
+    import pyarrow
+    from pyarrow import compute
+
+    end = text[-_LOOKED_AT:].translate({2: None, 3: None})
+    marked = compute.replace_substring_regex(pyarrow.scalar(end), pattern=f"(?s){pattern}", replacement="\2\\0\3")
+    _, mark, found = str(marked.as_py()).rpartition("\2")
+    return found.partition("\3")[0] if mark else ""
 
 
 class ChatEnvironment:

@@ -609,6 +609,56 @@ def test_a_long_text_that_is_tokenized_holds_up_neither_the_loop_nor_short_ones(
     assert all(seen)
 
 
+@pytest.mark.parametrize("body", [{"messages": [user("go")]}, {"prompt": "go"}], ids=["chat", "plain"])
+@pytest.mark.parametrize("more", [{"logprobs": 0}, {"logprobs": 0, "stream": True}, {"stop": ["END"]}], ids=str)
+def test_long_answers_are_cut_and_written_a_part_at_a_time(body: dict[str, Any], more: dict[str, Any]) -> None:
+    """Counted: how many tokens are made text while the loop serves nobody else."""
+    long, n, counts, ended = 6000, 3, [0], asyncio.Event()
+
+    class Counting(VocabularyChat):
+        def text(self, token_ids: Sequence[int]) -> str:
+            counts[-1] += len(token_ids)
+            return super().text(token_ids)
+
+    async def others() -> None:
+        while not ended.is_set():
+            counts.append(0)
+            await asyncio.sleep(0)
+
+    async def talk() -> tuple[int, str]:
+        session = session_of(ScriptedPolicy(*["a" * (long - 4) + "END"] * n), AgentBounds(12, long, 4 * long))
+        session.chat_format = Counting()
+        said = {"logprobs": True} if "messages" in body and "logprobs" in more else {}
+        async with served(session) as (door, client):
+            other = asyncio.create_task(others())
+            path = "/chat/completions" if "messages" in body else "/completions"
+            headers = {"Authorization": f"Bearer {door.key}"}
+            wanted = {**body, **more, **said, "n": n}
+            async with client.post(f"{door.url}{path}", json=wanted, headers=headers) as answer:
+                found = answer.status, await answer.text()
+            ended.set()
+            await other
+        return found
+
+    status, text = asyncio.run(talk())
+    assert status == 200, text
+    assert max(counts) <= (long + 2048 if "logprobs" in more else 15 * long), "one answer, or one part of one"
+    parts = [part for part in text.split("data: ")[1:] if "[DONE]" not in part] if "stream" in more else [text]
+    choices = [choice for part in parts for choice in json.loads(part)["choices"]]
+    if "logprobs" not in more:
+        assert [len(choice.get("text") or choice["message"]["content"]) for choice in choices] == [long - 4] * n
+        return
+    told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    assert [len(each.get("content") or each["tokens"]) for each in told] == [long] * n
+    for each in told:
+        if "content" in each:
+            assert [row["logprob"] for row in each["content"]] == [-(index + 1) / 8 for index in range(long)]
+            assert [row["token"] for row in each["content"]][-4:] == ["E", "N", "D", ""]
+        else:
+            assert each["token_logprobs"] == [-(index + 1) / 8 for index in range(long)]
+            assert each["text_offset"] == [*range(long)]
+
+
 def test_a_prompt_without_tokens_reaches_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VocabularyChat, "encode_prompt", lambda self, text: ())
     policy = ScriptedPolicy()

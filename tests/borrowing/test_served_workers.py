@@ -156,6 +156,25 @@ def test_a_run_that_replays_experts_looks_at_those_that_servers_say(
         assert worker._experts == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "dense"),
+    [
+        ({}, set()),
+        ({"first_k_dense_replace": 2}, {0, 1}),
+        ({"first_k_dense_replace": 0}, set()),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {0, 2, 3}),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, set()),
+    ],
+)
+def test_layers_without_experts_are_those_that_the_trainer_builds_so(
+    said: dict[str, Any], dense: set[int], tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 4, "num_experts_per_tok": 2, "num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **said}))
+    found = served_workers._experts(parse_config({"model": {"path": str(tmp_path)}}))
+    assert found == ExpertsOfModel(4, 2, 8, frozenset(dense))
+
+
 def test_a_server_elsewhere_needs_a_relay_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
     with pytest.raises(ConfigError) as caught:

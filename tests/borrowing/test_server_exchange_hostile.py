@@ -11,17 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
 
 from orchestrator.api import Completion, ConfigError, RetryableError, RoutedExperts, RunError
+from orchestrator.api import http as wire
 from orchestrator.borrowing import http_worker
 from orchestrator.borrowing.discovery import Market
 from orchestrator.borrowing.http_worker import HttpWorker, _Asked
 from orchestrator.borrowing.server_exchange import MOST_CLAIMS, offer_of
 from orchestrator.proxy.membership import Membership
 from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.turns import decode_completions, encode_completions
 from orchestrator.transfer.turns.routed_experts import ExpertsOfModel
 from tests.borrowing.test_server_exchange import Run, config_of, play
 from tests.support.served_twins import until, used
@@ -111,6 +114,39 @@ def test_an_answer_that_the_trainer_would_refuse_is_its_servers_failure(
     play(1, scenario, monkeypatch)
 
 
+@pytest.mark.parametrize("lie", [8, -1, (1 << 63) - 1, -(1 << 63)])
+def test_tokens_of_weights_that_a_server_was_never_given_are_its_failure(
+    lie: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would never be too old, or older than a column of the store can say."""
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        worker = HttpWorker(servers[0].url, TOKEN)
+        await worker._there()
+        said: list[tuple[int, int]] = []
+
+        async def poll(seconds: float) -> list[Completion]:
+            return [Completion("r", (1, 2), (-1.0, -1.0), tuple(said), "stop")]
+
+        async def post(*_: object) -> dict[str, Any]:
+            return {"version": 7, "seconds": 0.0}
+
+        monkeypatch.setattr(worker, "_poll", poll)
+        monkeypatch.setattr(worker, "_post", post)
+        with contextlib.suppress(RetryableError):  # whatever it answers, it was told
+            await worker.update(7)
+        for said[:], right in (([(6, 1), (7, 1)], True), ([(6, 1), (lie, 1)], False)):
+            worker._unfinished["r"] = _Asked(4)
+            if right:
+                await worker.completions()
+            else:
+                with pytest.raises(RetryableError, match="versions of r cannot be: weights up to version 7"):
+                    await worker.completions()
+        await worker.disconnect()
+
+    play(1, scenario, monkeypatch)
+
+
 RIGHT = RoutedExperts(2, layers=3, choices=2, width=1, data=bytes([0, 7] * 3 * 4))  # of tokens 2 to 5
 
 
@@ -123,32 +159,67 @@ RIGHT = RoutedExperts(2, layers=3, choices=2, width=1, data=bytes([0, 7] * 3 * 4
         replace(RIGHT, data=RIGHT.data[:-1] + b"\x08"),
         replace(RIGHT, width=2, data=(40_000).to_bytes(2, "little") * 6 * 4),  # below 0 as int16
         replace(RIGHT, data=RIGHT.data * 2),
+        replace(RIGHT, data=RIGHT.data[:-1] + b"\0"),
     ],
-    ids=["layers", "choices", "first", "expert", "large", "tokens"],
+    ids=["layers", "choices", "first", "expert", "large", "tokens", "twice"],
 )
-def test_experts_that_the_model_has_not_are_their_servers_failure(
+def test_experts_that_the_model_cannot_have_chosen_end_a_trajectory_and_at_last_the_server(
     lie: RoutedExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    answers: list[RoutedExperts | None] = []
+
+    async def exchange(*_: object, **__: object) -> bytes:
+        said, *answers[:] = answers
+        done = Completion("r", (1, 2), (-1.0, -1.0), ((0, 2),), "stop", experts=said)
+        return encode_completions(100 - len(answers), [done])
+
     async def scenario(servers: list[TwinServer]) -> None:
         worker = HttpWorker(servers[0].url, TOKEN, experts=ExpertsOfModel(3, 2, 8))
         await worker._there()
-        for said in (RIGHT, None, lie):
-
-            async def poll(seconds: float, said: RoutedExperts | None = said) -> list[Completion]:
-                return [Completion("r", (1, 2), (-1.0, -1.0), ((0, 2),), "stop", experts=said)]
-
-            monkeypatch.setattr(worker, "_poll", poll)
+        monkeypatch.setattr(worker, "_exchange", exchange)
+        right = http_worker._MOST_WRONG - 1
+        answers[:] = [RIGHT, None, *[lie] * right, RIGHT, *[lie] * (right + 2)]
+        for said in answers[:-1]:
             worker._unfinished["r"] = _Asked(4, before=5, experts_from=2)
+            (done,) = await worker.completions()
             if said is lie:
-                with pytest.raises(
-                    RetryableError, match="cannot be: the model has 3 layers, each token 2 of 8 experts"
-                ):
-                    await worker.completions()
+                assert (done.finish_reason, done.token_ids, done.experts) == ("error", (), None)
+                assert "the experts of r cannot be: " in done.error
             else:
-                assert (await worker.completions())[0].experts == said
+                assert (done.finish_reason, done.token_ids, done.experts) == ("stop", (1, 2), said)
+        worker._unfinished["r"] = _Asked(4, before=5, experts_from=2)
+        with pytest.raises(RetryableError, match=r"9 answers in a row: .* the experts of r cannot be: "):
+            await worker.completions()
+        monkeypatch.undo()
         await worker.disconnect()
 
     play(1, scenario, monkeypatch)
+
+
+def test_layers_without_experts_say_nothing_of_them() -> None:
+    model = ExpertsOfModel(3, 2, 8, dense=frozenset({1}))
+    rows = np.array([[[0, 7], [0, 0], [3, 1]]] * 4, np.uint8)
+    said = RoutedExperts(2, 3, 2, 1, rows.tobytes())
+    assert model.mistake(said, 2, 7) == ""
+    rows[3, 2] = 3
+    assert model.mistake(replace(said, data=rows.tobytes()), 2, 7) == "token 5 has one expert twice in layer 2"
+    assert "one expert twice in layer 1" in replace(model, dense=frozenset()).mistake(said, 2, 7)
+
+
+def test_no_answer_of_a_server_has_more_tokens_than_the_protocol_says() -> None:
+    """Read at once on the event loop: a quarter of a gigabyte of them would take seconds."""
+
+    def message(*counts: int) -> bytes:
+        return encode_completions(1, [Completion("r", (1,) * n, (-1.0,) * n, ((0, n),), "stop") for n in counts])
+
+    half = wire.MAX_ANSWER_TOKENS // 2
+    assert len(decode_completions(message(half, half), served=True)[1]) == 2
+    assert len(decode_completions(message(3 * half), served=True)[1]) == 1
+    assert len(decode_completions(message(half, half + 1))[1]) == 2, "between processes of the run"
+    with pytest.raises(ValueError, match="tokens of 2 completions"):
+        decode_completions(message(half, half + 1), served=True)
+    with pytest.raises(ValueError, match="tokens of 1 completions"):
+        decode_completions(message(wire.MAX_PROMPT_TOKENS + 1), served=True)
 
 
 def test_a_server_that_lies_is_not_had_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

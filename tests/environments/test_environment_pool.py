@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -285,26 +285,39 @@ def test_when_none_can_be_started_all_who_wait_are_told_why() -> None:
 def test_while_one_is_alive_failing_starts_end_nothing(failure: Exception) -> None:
     async def scenario() -> None:
         def plan(what: str, _: Session | None) -> float | BaseException:
-            return failure if what == "start" and len(backend.tries) > 1 else 0.0
+            return failure if what == "start" and len(backend.tries) > 1 else float(what == "call")
 
         backend = Backend(plan)
         async with Setting(backend, start_tries=2, backoff_limit=2.0) as setting:
-            users = [asyncio.create_task(setting.episode()) for _ in range(5)]
-            await asyncio.sleep(60)
-            await asyncio.gather(*users)
+            await asyncio.gather(*(setting.episode() for _ in range(30)))
             assert len(backend.made) == 1
+            assert len(backend.tries) > 9
 
     played(scenario)
 
 
-def test_what_no_retry_cures_ends_the_run_at_once() -> None:
-    async def scenario() -> None:
-        backend = Backend(lambda *_: ConfigError("environment.backend", "x", "fix it"))
-        setting = Setting(backend)
+def test_a_config_with_which_none_can_start_ends_the_run_when_two_in_a_row_say_so() -> None:
+    async def scenario(said: Sequence[Exception], tried: int, **settings: Any) -> None:
+        backend = Backend(lambda *_: said[min(len(backend.tries), len(said)) - 1])
+        setting = Setting(backend, **settings)
         with pytest.raises(ConfigError, match="fix it"):
             await setting.pool.open()
         await setting.pool.close()
-        assert len(backend.tries) == 1
+        assert len(backend.tries) == tried
+
+    wrong = ConfigError("environment.backend", "x", "fix it")
+    played(lambda: scenario([wrong], 2))
+    played(lambda: scenario([wrong], 1, start_tries=1))
+    played(lambda: scenario([wrong, OSError("busy"), wrong], 4))
+
+
+@pytest.mark.parametrize("failure", [ConfigError("environment", "e1", "use the same there"), SystemExit(3), OSError()])
+def test_the_first_start_of_all_ends_no_run_alone(failure: BaseException) -> None:
+    async def scenario() -> None:
+        backend = Backend(lambda what, _: failure if what == "start" and len(backend.tries) == 1 else 0.0)
+        async with Setting(backend) as setting:
+            await setting.take()
+            assert setting.faults() == ["environment_start"]
 
     played(scenario)
 

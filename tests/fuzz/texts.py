@@ -56,9 +56,9 @@ def _chat_body(chat: ChatFormat) -> tuple[st.SearchStrategy[Any], Check]:
                 lambda: Conversation(chat).open_chat(asked.messages, asked.tools), TemplateRefused
             )
         assert opening is None or all(0 <= token < len(chat.vocabulary) for token in opening.token_ids)
-        answered = Answered("a", 1, 1, (Choice("x", SAID, (("x", -0.5),), "stop"),))
-        json.dumps(openai_protocol.chat_body(asked.asked, answered, 0)).encode()
-        json.dumps(openai_protocol.chat_chunks(asked.asked, answered, 0)).encode()
+        answered = Answered("a", 1, 1, (Choice("x", SAID, (chat.end_id,), (-0.5,), "stop"),), chat.text)
+        for told in (openai_protocol.chat_body, openai_protocol.chat_chunks):
+            json.loads("".join(jsontext.pieces(told(asked.asked, answered, 0))).encode())
 
     return inputs.texts(CHAT), check
 
@@ -97,7 +97,7 @@ def tool_calls(folder: Path) -> Drawn:
         answer = openai_protocol.answer_message(content, calls)
         told = openai_protocol.chat_body(
             openai_protocol.chat_request(json.dumps({"messages": [{"role": "user", "content": ""}]})).asked,
-            Answered("a", 1, 1, (Choice(said, answer, (), "stop"),)),
+            Answered("a", 1, 1, (Choice(said, answer, (), (), "stop"),), str),
             0,
         )["choices"][0]["message"]
         back = openai_protocol.chat_request(json.dumps({"messages": [told]})).messages[0]

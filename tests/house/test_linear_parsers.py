@@ -109,6 +109,11 @@ def served(text: str) -> Any:
     return http_worker._read(stats_from_json, found or {}, "/rl/stats")
 
 
+def answer_by_patterns(text: str) -> Any:
+    """Each takes Python's own matching time with the square of some text's length, the cube, or twice as long a character."""
+    return [chat_task.last_match(each, text) for each in (r"\d+x", r"\s*\s*\s*x", "(9|99)+x", r"\[.*\]|\[", "(a*)*$")]
+
+
 PROGRAM = AgentProgram(("x",), {}, (), SandboxLimits(), {})
 REFUSALS = (ValueError, RetryableError, TrajectoryError, ApiError, FunctionFailed, process_pool.FunctionError)
 
@@ -118,6 +123,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "model: characters": lambda text: CHARACTERS.encode(printable(text)),
     "model: a sum": lambda text: asyncio.run(Sum("1+2", "?").act(text)),
     "model: a calculation": lambda text: answers("1+2", "=" + text),
+    "model: an answer by a pattern": answer_by_patterns,
     "model: a program": is_handed_in,
     "model: a household": lambda text: House("kitchen//apple:kitchen/apple fridge").do(text),
     "model: a repository": lambda text: asyncio.run(RepositoryGame("toposort planted-1", None).act(text)),
@@ -164,7 +170,6 @@ READERS = {
     "sandbox/spawn.py": "(what the run asks its spawner for)",
     "sandbox/spawner.py": "spawner: an answer",
     "sandbox/workspace.py": "agent: its files",
-    "tasks/chat_task.py": "(a pattern of the user's, which is looked at before a run: docs/security.md says what it may cost)",
     "tasks/data_files.py": "(files of the user's, before a run)",
     "tasks/dataset.py": "(prompts of its own)",
     "tasks/dataset_rewards.py": "(a process of its own, with a time limit)",
@@ -238,20 +243,21 @@ def test_a_judges_line_is_found_as_people_write_it() -> None:
     assert read("x" * 5000 + "\nScore: 3") == 3
 
 
-def test_a_pattern_that_could_take_for_ever_is_refused() -> None:
-    for pattern in ("(a+)+", "(?:a|aa)*$", "((x*)y){2,}", "(?P<n>a+)+", "x(?i:foo+)*", r"(?<=x)(a+)*"):
-        assert chat_task._repeats_a_choice(pattern), pattern
+def test_an_answer_is_the_last_match_as_python_finds_it() -> None:
+    texts = ("it is 5, no -58.25.", "x", "", "b3 a[1] c7\nd0", "(1) (22)", "\2 9 \3", "total 7\nprice is", "9" * 300)
     for pattern in (
         r"-?\d+(?:\.\d+)?",
-        "[()+*|]+",
-        r"\((a|b)\)",
-        "(?:[ab]c)+",
-        "(?:a|b){1,3}",
-        "(?i)a+",
-        "[]a(b+)+]+",
-        "",
+        "[a-d][0-7]",
+        r"\(.*?\)",
+        "price.is|total [0-9]",
+        "(?i)A|B",
+        "^it|x$",
+        "a|x|(b)",
     ):
-        assert not chat_task._repeats_a_choice(pattern), pattern
+        for text in texts:
+            found = [match.group() for match in re.finditer(pattern, text, re.DOTALL)]
+            assert chat_task.last_match(pattern, text) == (["", *found])[-1], (pattern, text)
+    assert chat_task.last_match(r"\d+", "1 " + "x" * chat_task._LOOKED_AT) == ""
 
 
 def test_calls_are_found_as_before() -> None:

@@ -20,9 +20,11 @@ from orchestrator.api import (
     CommandError,
     ConfigError,
     GenerationRequest,
+    Observation,
     RetryableError,
     RunError,
     Sampling,
+    StepResult,
     TrajectoryError,
 )
 from orchestrator.config import load_config
@@ -134,7 +136,13 @@ class Raising:
 @pytest.mark.parametrize("seam", ["reset", "step", "score"])
 def test_whatever_is_raised_there_costs_one_trajectory(seam: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = SimReward if seam == "score" else SimEnvironment
-    answers = (None, "7", True, 1 << 2000, [], object()) if seam == "score" else (None, "text", 7)
+    answers: tuple[object, ...] = (None, "7", True, 1 << 2000, 10**5000, [], object(), Unspeakable())
+    if seam == "reset":
+        answers = (None, "text", 7, *map(Observation, (Unspeakable(), [1, Unspeakable()], [10**5000], {})))  # type: ignore[arg-type]
+    elif seam == "step":
+        seen, odd = Observation((1,)), (10**5000, Unspeakable(), float("nan"))
+        answers = (None, "text", 7, Unspeakable(), *(StepResult(seen, reward, False, False) for reward in odd))  # type: ignore[arg-type]
+        answers += (StepResult(seen, 0.0, Unspeakable(), False), StepResult(Unspeakable(), 0.0, False, False))  # type: ignore[arg-type]
     raising = Raising(getattr(owner, seam), 2 if seam == "score" else 3, answers)
     monkeypatch.setattr(owner, seam, raising.method())
     result = run(f"rollout.shards={shards}")

@@ -32,6 +32,7 @@ from orchestrator.api import (
     TrajectoryError,
     Turn,
     bearer,
+    errors,
     jsontext,
 )
 from orchestrator.api import http as wire
@@ -193,6 +194,29 @@ def test_json_has_no_text_that_cannot_be_written_down() -> None:
     for text in (HALF, HALF.encode(), f'{{"a": [{{{HALF}: 1}}]}}', '"\\uDFFF"', '"\udc80"', b'"\xed\xa0\x80"'):
         with pytest.raises(ValueError, match="codec can't"):
             jsontext.parse(text)
+
+
+def test_a_refusal_says_what_was_refused_whatever_that_is_and_however_long() -> None:
+    looks = 0
+
+    class Counted:
+        def __repr__(self) -> str:
+            nonlocal looks
+            looks += 1
+            return "x" * 1000
+
+    class Wordless:
+        def __repr__(self) -> str:
+            raise ValueError
+
+    for long in ([Counted()] * 10_000, {n: Counted() for n in range(10_000)}, [[Counted()] * 1000] * 1000):
+        looks = 0
+        assert len(errors.shown(long, 100)) == 100
+        assert looks <= 64
+    assert errors.shown(10**5000) == "<int>"
+    assert errors.shown(Wordless()).startswith("<Wordless ")
+    assert errors.shown("\ud800") == "'\\ud800'"
+    assert [errors.shown(one) for one in (None, 1.5, [1], {"a": (1,)})] == ["None", "1.5", "[1]", "{'a': (1,)}"]
 
 
 def test_what_others_say_of_a_trajectory_can_be_kept(tmp_path: Path) -> None:

@@ -109,10 +109,13 @@ class Shard:
         self.lost: Callable[[str], None] = lambda why: None
         self.said: list[tuple[int, list[Any]]] = []
         self.starts = 0
+        self.refusals: list[Exception] = []  # of the starts to come
         self.killed: list[None] = []
 
     async def start(self, heard: Callable[[bytes], None], lost: Callable[[str], None]) -> ShardLink:
         self.heard, self.lost, self.starts = heard, lost, self.starts + 1
+        if self.refusals:
+            raise self.refusals.pop()
         return copy(self)  # the lists are the same, the link is another one
 
     def send(self, message: bytes) -> None:
@@ -354,6 +357,26 @@ def test_a_shard_that_dies_too_often_is_not_started_again_and_the_run_ends() -> 
         ]
         assert head.shard.starts == 2
         await head.close()
+
+    run(main())
+
+
+def test_a_config_that_is_wrong_where_a_shard_comes_back_is_a_failed_start_and_at_the_beginning_the_runs_end() -> None:
+    async def main() -> None:
+        head, wrong = Head(), ConfigError("environment", "e1", "use the same there")
+        await asyncio.sleep(0.01)
+        head.shard.refusals = [wrong]
+        head.shard.lost("its process ended")
+        await asyncio.sleep(0.01)
+        assert head.shard.starts == 3
+        assert not head.running.done()
+        assert [json.loads(line).get("detail") for line in head.sink.lines].count(str(wrong)) == 1
+        await head.close()
+
+        head = Head()
+        head.shard.refusals = [wrong]
+        with pytest.raises(ConfigError, match="use the same there"):
+            await head.running
 
     run(main())
 

@@ -278,6 +278,28 @@ def test_a_request_that_a_worker_refuses_ends_with_the_reason_and_neither_the_wo
     assert any('"fault"' in line and '"request bad0"' in line for line in sink.lines)
 
 
+def test_calls_that_a_worker_refuses_and_takes_in_parts_are_said_now_and_then() -> None:
+    class Narrow(ScriptedWorker):
+        async def add(self, requests: Sequence[GenerationRequest]) -> None:
+            if len(requests) > 2:
+                raise CommandError("invalid_request", "its body is too large")
+            await super().add(requests)
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        for number in range(3):
+            names = [f"r{number}.{i}" for i in range(8)]
+            found = await asyncio.gather(*(proxy.generate(request(name, f"t{name}")) for name in names))
+            assert {one.finish_reason for one in found} == {"stop"}
+            proxy.states[0].halved_told -= 60.0 * (number == 1)
+        assert not fatal
+
+    sink = play([Narrow("w")], scenario)
+    told = [line for line in sink.lines if "gets what it refused in parts" in line]
+    assert len(told) == 2
+    assert "1 calls since" in told[0]
+    assert "2 calls since this was said last, now of 8 requests: its body is too large" in told[1]
+
+
 def test_members_of_a_group_that_are_all_refused_do_not_fell_a_worker() -> None:
     worker = PickyWorker("w", ["bad"])
 

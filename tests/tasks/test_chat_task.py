@@ -166,6 +166,8 @@ def test_with_a_pattern_the_task_hears_its_last_match_only(folder: Path) -> None
     assert scored(task, prompt, [said(task, f"It is {right}.")[:-1]]) == 0.0, "not ended"
     with pytest.raises(ConfigError, match=r"^task\.chat\.answer = '\('"):
         make(folder, "task.name=nim", "task.chat.answer=(")
+    with pytest.raises(ConfigError, match=r"^task\.chat\.answer = .*RE2, which looks neither ahead"):
+        make(folder, "task.name=nim", "task.chat.answer=(?=a)b")
 
 
 @pytest.mark.parametrize("name", ["nim", "household"])

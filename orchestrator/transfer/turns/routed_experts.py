@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,31 @@ Experts = np.ndarray[tuple[int, int, int], np.dtype[np.int16]]  # [tokens, layer
 
 @dataclass(frozen=True, slots=True)
 class ExpertsOfModel:
-    """Of the model that is trained: its layers (those without experts too), choices a token, and experts a layer."""
+    """Of the model that is trained: its layers (those without experts too, which ``dense`` names), choices a token, and experts a
+    layer."""
 
     layers: int
     choices: int
     experts: int
+    dense: frozenset[int] = frozenset()
 
-    def fits(self, said: RoutedExperts, first: int, tokens: int) -> bool:
-        """Whether an engine that was asked for a context's from its token ``first`` on, of ``tokens`` with the answer, can have
-        chosen these."""
-        if (said.layers, said.choices, said.first) != (self.layers, self.choices, first) or said.end > tokens:
-            return False
-        return int(np.frombuffer(said.data, f"<u{said.width}").max(initial=0)) < self.experts
+    def mistake(self, said: RoutedExperts, first: int, tokens: int) -> str:
+        """Why an engine that was asked for a context's from its token ``first`` on, of ``tokens`` with the answer, cannot have
+        chosen these; empty: it can. Numbers are compared as they came: of a million tokens that takes a second."""
+        if (said.layers, said.choices) != (self.layers, self.choices):
+            return f"the model has {self.layers} layers, each token {self.choices} of {self.experts} experts"
+        if said.first != first or said.end > tokens:
+            return f"they are of tokens {said.first} to {said.end}, asked for were {first} to {tokens}"
+        rows = np.frombuffer(said.data, f"<u{said.width}").reshape(-1, said.layers, said.choices)
+        if (most := int(rows.max(initial=0))) >= self.experts:
+            return f"there is no expert {most}: the model has {self.experts} in a layer"
+        for one, other in combinations(range(self.choices), 2):
+            same = rows[:, :, one] == rows[:, :, other]
+            same[:, list(self.dense)] = False
+            if same.any():
+                token, layer = np.argwhere(same)[0]
+                return f"token {first + token} has one expert twice in layer {layer}"
+        return ""
 
 
 def pack_experts(chosen: np.ndarray[Any, Any] | None, first: int) -> RoutedExperts | None:

@@ -30,6 +30,7 @@ from orchestrator.api import (
     TokenSequence,
 )
 from orchestrator.api import http as wire
+from orchestrator.api.errors import shown
 from orchestrator.api.tokens import DIGEST_BYTES, TOKEN_BYTES
 
 LOGPROB_BYTES = 8
@@ -187,14 +188,16 @@ def encode_completions(number: int, completions: Sequence[Completion]) -> bytes:
     return _message({"sequence": number, "completions": rows}, tokens, logprobs, experts)
 
 
-def decode_completions(data: bytes) -> tuple[int, list[Completion]]:
+def decode_completions(data: bytes, *, served: bool = False) -> tuple[int, list[Completion]]:
     """The inverse. Raises ValueError: also for numbers that are not finite, and for tokens, log-probs and versions that do not
-    belong together."""
+    belong together. ``served``: it is a server's answer, which has so many tokens only where a single completion has them."""
     header, place = _header(data, ("sequence", "completions"))
     number = _whole(header["sequence"], 0, _INT64 - 1, "sequence")
     rows = _list(header["completions"], wire.MAX_COMPLETIONS, "completions")
     counts = [_whole(_row(row, _COMPLETION, "a completion")[1], 0, len(data), "count") for row in rows]
     total = sum(counts)
+    if served and total > (wire.MAX_ANSWER_TOKENS if len(rows) > 1 else wire.MAX_PROMPT_TOKENS):
+        raise ValueError(f"{total} tokens of {len(rows)} completions are in one answer")
     routed = place + total * (TOKEN_BYTES + LOGPROB_BYTES)
     chosen = [_experts(row[6], routed, len(data)) for row in rows]
     if len(data) != routed + sum(form[4] for form in chosen if form):
@@ -239,7 +242,7 @@ def _completion(
         version, made = _row(span, 2, "a version's span")
         spans.append((_whole(version, -_INT64, _INT64 - 1, "version"), _whole(made, 0, count, "a version's tokens")))
     if sum(made for _, made in spans) != count:
-        raise ValueError(f"completion {name!r:.100}: tokens and versions differ in number")
+        raise ValueError(f"completion {shown(name, 100)}: tokens and versions differ in number")
     times = [_number(value, -_LARGEST, _LARGEST, "timing") for value in _row(timing, 4, "timing")]
     return Completion(
         _name(name, "request_id"),
@@ -288,13 +291,13 @@ def _row(value: Any, length: int, field: str) -> list[Any]:
 
 def _whole(value: Any, least: int, most: int, field: str) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{field}: must be a whole number in [{least}, {most}], is {value!r:.40}")
+        raise ValueError(f"{field}: must be a whole number in [{least}, {most}], is {shown(value, 40)}")
     return value
 
 
 def _number(value: Any, least: float, most: float, field: str) -> float:
     if type(value) not in (int, float) or not least <= value <= most:
-        raise ValueError(f"{field}: must be a number in [{least:g}, {most:g}], is {value!r:.40}")
+        raise ValueError(f"{field}: must be a number in [{least:g}, {most:g}], is {shown(value, 40)}")
     return float(value)
 
 
