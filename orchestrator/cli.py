@@ -287,11 +287,8 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
 def _init(arguments: argparse.Namespace) -> int:
     from orchestrator.ops.first_config import write_first
 
-    file = write_first(arguments.way, arguments.file)
-    print(
-        f"{file}: next "
-        + ("docs/recipes/existing.md" if file.suffix == ".py" else f"rl-coserve train {file} --dry-run")
-    )
+    file, then = write_first(arguments.way, arguments.file)
+    print(f"wrote {file}\n{then}")
     return 0
 
 
