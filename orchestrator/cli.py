@@ -371,8 +371,8 @@ def _train(arguments: argparse.Namespace) -> int:
         config = _chosen(_config(arguments))
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
-    task = preflight.make_task(config)
-    for note in preflight.check(config, task):
+    task, notes = preflight.prepare(config)
+    for note in notes:
         print(note, file=sys.stderr)
     source = _replayed(arguments, config)
     if arguments.dry_run:
@@ -462,7 +462,7 @@ def _memory_rows(config: Config, required: bool) -> list[MemoryRow]:
 def _checked_places(config: Config) -> list[PlanRow]:
     from orchestrator.runtime import preflight
 
-    for note in preflight.check(config, preflight.make_task(config)):
+    for note in preflight.prepare(config)[1]:
         print(note, file=sys.stderr)
     return _placed(config)
 
@@ -473,12 +473,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = _chosen(_config(arguments))
     with ThreadPoolExecutor(max_workers=1) as beside:  # a program that imports Megatron-Core, while Ray starts
         planning = beside.submit(_memory_rows, config, arguments.memory)
+        rows, refused = [], None
         try:
             rows = [] if arguments.memory else _checked_places(config)
-        finally:  # what is refused may be in the table
+        except ConfigError as error:  # what is refused may be in the table
+            refused = error
+        try:
             memory = planning.result()
-            if not arguments.json:
-                print("\n".join(memory_plan.describe(memory)), flush=True)
+        except ConfigError as error:  # the checks say it too, with all else
+            raise refused or error from error
+        if not arguments.json:
+            print("\n".join(memory_plan.describe(memory)), flush=True)
+    if refused:
+        raise refused
     if arguments.json:
         places = {} if arguments.memory else {"places": [asdict(row) for row in rows]}
         print(json.dumps({"memory": [asdict(row) | {"over": row.over} for row in memory], **places}))
