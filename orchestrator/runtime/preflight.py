@@ -74,7 +74,10 @@ def check(config: Config, task: Task) -> list[str]:
     the first that a check found, with the others below its fix."""
     unplanned: list[str] = []
     of_task: list[Callable[[], object]] = [
-        *(partial(one, config, task) for one in (_model, _function, _task, _one_turn, _environments, _lengths, _predictor)),
+        *(
+            partial(one, config, task)
+            for one in (_model, _function, _task, _one_turn, _environments, _lengths, _predictor)
+        ),
         lambda: [setup_of(config.context, part) for part in (task, *parts_of(task).values())],
     ]
     last = partial(discovery.check, config, task)
