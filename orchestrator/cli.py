@@ -115,11 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rl-coserve {orchestrator.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    first = commands.add_parser("init", help="write a commented file to begin with, for one of the three ways in")
+    first = commands.add_parser("init", help="write a commented starting file, for one of the three ways in")
     first.add_argument(
-        "way", choices=("train", "lend", "megatron"), help="the whole loop, your server, your own script"
+        "way", choices=("train", "lend", "megatron"), help="a whole run, rollouts on your server, or your own script"
     )
-    first.add_argument("file", nargs="?", metavar="FILE", help="what to write (run.toml, served.toml, rl_loop.py)")
+    first.add_argument("file", nargs="?", metavar="FILE", help="file to write (run.toml, served.toml, rl_loop.py)")
     first.set_defaults(run=_init)
 
     train = commands.add_parser("train", help="train a model from a TOML config, or resume a run")
@@ -142,16 +142,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("config", nargs="?", help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
-    plan.add_argument("--memory", action="store_true", help="only the memory: no Ray, no cluster, no device is asked")
+    plan.add_argument(
+        "--memory", action="store_true", help="only the memory, without asking Ray, a cluster or a device"
+    )
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
 
-    scale = commands.add_parser("scale", help="change how large the pools of a run are, while it runs")
+    scale = commands.add_parser("scale", help="change the sizes of a run's pools, while it runs")
     scale.add_argument(
         "changes",
         nargs="*",
         metavar="POOL=+N",
-        help="rollout=+2, environments=64; POOL=-N takes away; none: say the sizes",
+        help="rollout=+2, environments=64; POOL=-N removes; none: print the sizes",
     )
     scale.add_argument("--run", default="latest", metavar="RUN", dest="name", help="run folder (default: the newest)")
     scale.add_argument("--json", action="store_true", help="print the sizes as JSON")
@@ -162,10 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     for name, key, what in _TRACE_FLAGS:
         sim.add_argument(name, metavar="FILE", help=f"{what} (CSV, JSONL, Parquet; {key})")
-    sim.add_argument("--from", metavar="RUN", dest="source", help="with the durations of a run that was calibrated")
+    sim.add_argument("--from", metavar="RUN", dest="source", help="use the durations of a calibrated run")
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
     sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
-    sim.add_argument("--seeds", type=int, default=3, help="of --ablate (3)")
+    sim.add_argument("--seeds", type=int, default=3, help="seeds of --ablate (3)")
     sim.add_argument("--svg", metavar="FILE", help="draw what --ablate found")
     sim.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     sim.set_defaults(run=_sim)
@@ -173,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     cost = commands.add_parser("cost", help="estimate what a config costs: GPU-hours by pool, environments, rewards")
     cost.add_argument("config", nargs="?", help="TOML file")
     cost.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
-    cost.add_argument("--from", metavar="RUN", dest="source", help="with the durations of a run that was calibrated")
+    cost.add_argument("--from", metavar="RUN", dest="source", help="use the durations of a calibrated run")
     cost.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     cost.set_defaults(run=_cost)
 
@@ -193,15 +195,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("config", nargs="?", help="TOML file")
     profile.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
-    for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "sequences"), ("--length", "tokens")):
+    for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "batch sizes"), ("--length", "context lengths")):
         profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=f"{what} to measure")
     profile.add_argument(
-        "--out", metavar="FILE", help="default: one in profiles/, named after model, engine and device"
+        "--out", metavar="FILE", help="file to write (default: in profiles/, named after model, engine and device)"
     )
     profile.add_argument(
-        "--judge", nargs="?", const="", metavar="TASK", help="measure the run's own judge instead, of this task"
+        "--judge", nargs="?", const="", metavar="TASK", help="measure the run's own judge instead, for this task"
     )
-    profile.add_argument("--json", action="store_true", help="print where the file is, and what it is of, as JSON")
+    profile.add_argument("--json", action="store_true", help="print the file's path and what was measured, as JSON")
     profile.set_defaults(run=_profile)
 
     report = commands.add_parser("report", help="write the HTML report of one run, or compare several")
@@ -215,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="a short form, in about a minute")
     bench.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     bench.add_argument(
-        "--model", default="", metavar="FOLDER", help="of kv-migrate and prediction-encoder: a Hugging Face model"
+        "--model", default="", metavar="FOLDER", help="a Hugging Face model, for kv-migrate and prediction-encoder"
     )
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
@@ -228,32 +230,34 @@ def _parser() -> argparse.ArgumentParser:
         "--weights", default="latest", metavar="WHERE", help="a run, a model's folder, or a server's URL (latest)"
     )
     play.add_argument("--prompt", type=int, default=0, metavar="N", help="which held-out prompt, from 0 (0)")
-    play.add_argument("--sample", action="store_true", help="at rollout.temperature instead of greedily")
-    play.add_argument("--token-file", default="", metavar="FILE", help="holds the token of the server's /v1")
+    play.add_argument("--sample", action="store_true", help="sample at rollout.temperature instead of greedy decoding")
+    play.add_argument("--token-file", default="", metavar="FILE", help="file with the token of the server's /v1")
     play.set_defaults(run=_play)
-    lend = commands.add_parser("lend", help="what a serving engine's KV pool lends to rollouts (docs/coserving.md)")
-    lend.add_argument("--max", type=float, metavar="SHARE", help="of the pool, the most that rollouts may have")
-    lend.add_argument("--status", action="store_true", help="only say what is lent, and to whom")
-    dry = "rollouts say what they would have run, and run nothing"
+    lend = commands.add_parser("lend", help="set what a serving engine's KV pool lends to rollouts")
+    lend.add_argument(
+        "--max", type=float, metavar="SHARE", help="the largest share of the pool that rollouts may use, 0 to 1"
+    )
+    lend.add_argument("--status", action="store_true", help="only print what is lent, and to whom")
+    dry = "rollouts report what they would have run, and run nothing"
     lend.add_argument("--dry-run", action=argparse.BooleanOptionalAction, help=dry)
-    reclaim = commands.add_parser("reclaim", help="take back, at once, what a KV pool lends to rollouts")
+    reclaim = commands.add_parser("reclaim", help="take back at once what a KV pool lends to rollouts")
     reclaim.add_argument("--kill", action="store_true", help="end all rollout engines of the pool")
     for command, name in ((lend, "lend"), (reclaim, "reclaim")):
-        command.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
+        command.add_argument("--pool", required=True, metavar="NAME", help="the name given to --rl-kv-pool")
         command.add_argument("--json", action="store_true", help="print the pool's state as JSON")
         command.set_defaults(run=_lend, command=name)
     mps = commands.add_parser("mps", help="NVIDIA's MPS for the engines of a KV pool: start it and watch it")
-    mps.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
-    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon; without: all")
-    mps.add_argument("--status", action="store_true", help="only say whether it is up, and for whom")
+    mps.add_argument("--pool", required=True, metavar="NAME", help="the name given to --rl-kv-pool")
+    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon (all)")
+    mps.add_argument("--status", action="store_true", help="only print whether it is up, and for whom")
     mps.add_argument("--json", action="store_true", help="print the state as JSON")
     mps.set_defaults(run=_mps)
 
-    cache = commands.add_parser("site-cache", help="the cache of a site, which brings weights over its slow link once")
-    cache.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need TLS")
+    cache = commands.add_parser("site-cache", help="run a site's cache, which fetches weights over a slow link once")
+    cache.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs TLS")
     cache.add_argument("--port", type=int, default=0, help="0: a free one")
-    cache.add_argument("--token-file", required=True, metavar="FILE", help="holds the token of its readers")
-    cache.add_argument("--allow-plain", action="store_true", help="listen in a network without TLS")
+    cache.add_argument("--token-file", required=True, metavar="FILE", help="file with the token of its readers")
+    cache.add_argument("--allow-plain", action="store_true", help="listen on a network without TLS")
     tls.add_arguments(cache)
     cache.set_defaults(run=_site_cache)
 
@@ -261,9 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("config", nargs="?", help="TOML file: also check what its run needs")
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
-    doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
+    doctor.add_argument("--quick", action="store_true", help="skip checks that start processes")
     doctor.set_defaults(run=_doctor)
-    completion = commands.add_parser("completion", help="print what completes commands, options and keys in a shell")
+    completion = commands.add_parser("completion", help="print a script that completes commands, options and keys")
     completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
     completion.set_defaults(run=lambda arguments: _completion(arguments, commands.choices))
     help_text.explain_commands(commands.choices)
@@ -552,8 +556,8 @@ def _say_report(page: Path) -> None:
 
 _TRACE_FLAGS = (
     ("--lengths", "sim.trace", "play the lengths of this trace, or of a run's folder"),
-    ("--tools", "sim.tool_trace", "draw what environments take from this one"),
-    ("--serving", "sim.borrowed.trace", "users of the servers that are borrowed ask as in this one"),
+    ("--tools", "sim.tool_trace", "draw the times of environments from this one"),
+    ("--serving", "sim.borrowed.trace", "take what users ask of borrowed servers from this one"),
 )
 
 

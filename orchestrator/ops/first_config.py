@@ -26,8 +26,8 @@ def write_first(way: str, name: str | None) -> tuple[Path, str]:
     too. Raises ConfigError for one that is there."""
     template, usual = WAYS[way]
     file = Path(name or usual)
-    if not str(file).isprintable() or (way != "megatron" and "=" in str(file)):  # KEY=VALUE is a value of a config
-        raise ConfigError("FILE", str(file), "must be printable, and a config's path without '='")
+    if not str(file).isprintable():
+        raise ConfigError("FILE", str(file), "must be printable")
     typed = shlex.quote(f"./{file}" if str(file).startswith("-") else str(file))
     text = resources.files("orchestrator.ops").joinpath("templates", template).read_text(encoding="utf-8")
     try:
