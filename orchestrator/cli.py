@@ -688,6 +688,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     from orchestrator.runtime import judge_setup
     from orchestrator.runtime.real_run import start_ray
 
+    if not (arguments.config or arguments.overrides):
+        raise ConfigError("config", "", "name a TOML file: its model is measured in its engine, which takes minutes")
     config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
