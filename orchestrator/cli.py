@@ -15,6 +15,7 @@ import json
 import os
 import re
 import select
+import shlex
 import sys
 import tempfile
 import time
@@ -416,7 +417,7 @@ def _train(arguments: argparse.Namespace) -> int:
         _say_report(write_report(folder.path))
         folder.unlock()
     if reason != "completed":
-        print(f"{reason}; resume with: rl-coserve train --resume {folder.path}")
+        print(f"{reason}; resume with: rl-coserve train --resume {shlex.quote(str(folder.path))}")
         return 130
     return 0
 

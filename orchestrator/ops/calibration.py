@@ -10,6 +10,7 @@ one: the same machine, model and task, another seed, ``rollout.alpha``, batch, n
 from __future__ import annotations
 
 import json
+import shlex
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -108,7 +109,7 @@ def read_calibration(folder: Path) -> Calibration:
                 raise ValueError(f"{name} is no number")
         return Calibration(str(data["run"]), dict(data["sim"]), **{name: float(one) for name, one in numbers.items()})
     except FileNotFoundError:
-        fix = f"was not calibrated: `rl-coserve calibrate {folder}` writes {FILE}, in about a minute"
+        fix = f"was not calibrated: `rl-coserve calibrate {shlex.quote(str(folder))}` writes {FILE}, in about a minute"
         raise ConfigError("--from", str(folder), fix) from None
     except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise ConfigError("--from", str(file), f"cannot be read: {error!r}; calibrate the run again") from error

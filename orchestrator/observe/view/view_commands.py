@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -124,7 +125,7 @@ def _show(arguments: argparse.Namespace, find: FindRun) -> int:
     asked = "".join(f", {one}" for one in chosen.words())
     Console(soft_wrap=True).print(list_screen(lines, total, f" of {reader.folder.name}{asked}"))
     if lines:
-        print(f"\nread one: rl-coserve show {arguments.name} {lines[0]['trajectory_id']}")
+        print(f"\nread one: rl-coserve show {shlex.join([arguments.name, lines[0]['trajectory_id']])}")
     return 0
 
 
