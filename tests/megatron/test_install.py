@@ -208,8 +208,13 @@ def test_the_converter_of_the_page_names_what_is_published(built: learner.Learne
     stand_in = type("AutoBridge", (), {"from_hf_pretrained": lambda folder: asked.append(folder) or Converter()})
     names = typed(
         page_block("docs/recipes/other_model.md", "converter=bridge"),
-        AutoBridge=stand_in, folder="mine", wrap=wrap, version=3,
-        model=built.chunks, optimizer=built.optimizer, args=parse("--rl-weight-relay", json.dumps(relay)),
+        AutoBridge=stand_in,
+        folder="mine",
+        wrap=wrap,
+        version=3,
+        model=built.chunks,
+        optimizer=built.optimizer,
+        args=parse("--rl-weight-relay", json.dumps(relay)),
     )
     subscriber = Subscriber(RelayEndpoint.from_dict(relay))
     published = {key.tensor for key, _ in subscriber.fetch(subscriber.manifest(3))}

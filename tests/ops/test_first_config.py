@@ -35,7 +35,9 @@ def test_a_first_file_is_written_once(
     assert main(["init", way, "no/such/folder"]) == 2
 
 
-@pytest.mark.parametrize("name", [None, "first.toml", "no suffix", "a folder/it's mine.toml", "-dashed.toml", "a=b.toml"])
+@pytest.mark.parametrize(
+    "name", [None, "first.toml", "no suffix", "a folder/it's mine.toml", "-dashed.toml", "a=b.toml"]
+)
 @pytest.mark.parametrize("way", ["train", "lend"])
 def test_what_is_said_to_be_next_can_be_typed_as_it_stands(
     way: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
