@@ -225,7 +225,11 @@ def _parser() -> argparse.ArgumentParser:
 
     looking.add_view_commands(commands, _run_path)
     play = commands.add_parser("play", help="play one episode with given weights, and watch it")
-    play.add_argument("config", nargs="?", help="TOML file (default: the config of the run whose weights play)")
+    play.add_argument(
+        "config",
+        nargs="?",
+        help="a run, which plays its own weights; or a TOML file (default: the config of the run that plays)",
+    )
     play.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     play.add_argument(
         "--weights", default="latest", metavar="WHERE", help="a run, a model's folder, or a server's URL (latest)"
@@ -316,6 +320,9 @@ def _play(arguments: argparse.Namespace) -> int:
     from orchestrator.run_folder import RunFolder
     from orchestrator.runtime.preflight import make_task
 
+    named = arguments.config or ""
+    if arguments.weights == "latest" and (named == "latest" or playing.is_run(Path(named))):  # as in `show RUN`
+        arguments.weights, arguments.config = named, None
     weights = str(_run_path("latest")) if arguments.weights == "latest" else arguments.weights
     if playing.is_run(Path(weights)) and (arguments.config is None or "=" in arguments.config):
         data = RunFolder.open(Path(weights)).config().model_dump(mode="json")

@@ -72,7 +72,7 @@ def calibrate(folder: Path) -> Calibration:
     if run.kind == "simulated" and not (folder / "trajectories").is_dir():
         raise ConfigError("run", str(folder), "was simulated: calibrate a real one")
     if len(run.steps) < FEWEST_STEPS:
-        fix = f"has {len(run.steps)} steps: at least {FEWEST_STEPS} are needed, for the first ones fill the pipeline"
+        fix = f"has {len(run.steps)} steps: at least {FEWEST_STEPS} are needed, as the first ones fill the pipeline"
         raise ConfigError("run", str(folder), fix)
     step = measured_step(run)
     figures = _figures(run, folder)

@@ -115,7 +115,7 @@ USAGE: Mapping[str, Usage] = {
         "the processors of this machine.",
         (
             "play",
-            "play --weights runs/frozenlake-001 --prompt 3 --sample",
+            "play runs/frozenlake-001 --prompt 3 --sample",
             "play examples/frozenlake.toml --weights http://127.0.0.1:8000",
         ),
         "seeing.md",

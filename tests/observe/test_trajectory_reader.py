@@ -330,6 +330,7 @@ def test_the_command_that_a_list_ends_with_can_be_typed_as_it_stands(
     [
         (["t9"], "'t9'"),
         (["--best", "--step", "77"], "there is no such trajectory"),
+        (["--failed", "--step", "77"], "'step 77, failed': there is no such trajectory"),
         (["--reward", "high"], "no range of rewards"),
         (["--most", "0"], "no number of lines"),
         (["--best", "--worst"], "not allowed with"),

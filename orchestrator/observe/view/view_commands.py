@@ -109,7 +109,7 @@ def _show(arguments: argparse.Namespace, find: FindRun) -> int:
             order = arguments.pick or "newest"
             found, _ = reader.lines(chosen, order, 0, 1)
             if not found:
-                wanted = ", ".join([order, *chosen.words()])
+                wanted = ", ".join([*filter(None, [arguments.pick]), *chosen.words()])
                 raise ConfigError("show", wanted, f"there is no such trajectory in {reader.folder.name}")
             line = found[0]
         shown = reader.read(line)
