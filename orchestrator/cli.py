@@ -15,6 +15,7 @@ import json
 import os
 import re
 import select
+import shlex
 import sys
 import tempfile
 import time
@@ -115,11 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rl-coserve {orchestrator.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    first = commands.add_parser("init", help="write a commented file to begin with, for one of the three ways in")
+    first = commands.add_parser("init", help="write a commented starting file, for one of the three ways in")
     first.add_argument(
-        "way", choices=("train", "lend", "megatron"), help="the whole loop, your server, your own script"
+        "way", choices=("train", "lend", "megatron"), help="a whole run, rollouts on your server, or your own script"
     )
-    first.add_argument("file", nargs="?", metavar="FILE", help="what to write (run.toml, served.toml, rl_loop.py)")
+    first.add_argument("file", nargs="?", metavar="FILE", help="file to write (run.toml, served.toml, rl_loop.py)")
     first.set_defaults(run=_init)
 
     train = commands.add_parser("train", help="train a model from a TOML config, or resume a run")
@@ -142,16 +143,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("config", nargs="?", help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
-    plan.add_argument("--memory", action="store_true", help="only the memory: no Ray, no cluster, no device is asked")
+    plan.add_argument(
+        "--memory", action="store_true", help="only the memory, without asking Ray, a cluster or a device"
+    )
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
 
-    scale = commands.add_parser("scale", help="change how large the pools of a run are, while it runs")
+    scale = commands.add_parser("scale", help="change the sizes of a run's pools, while it runs")
     scale.add_argument(
         "changes",
         nargs="*",
         metavar="POOL=+N",
-        help="rollout=+2, environments=64; POOL=-N takes away; none: say the sizes",
+        help="rollout=+2, environments=64; POOL=-N removes; none: print the sizes",
     )
     scale.add_argument("--run", default="latest", metavar="RUN", dest="name", help="run folder (default: the newest)")
     scale.add_argument("--json", action="store_true", help="print the sizes as JSON")
@@ -162,10 +165,10 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     for name, key, what in _TRACE_FLAGS:
         sim.add_argument(name, metavar="FILE", help=f"{what} (CSV, JSONL, Parquet; {key})")
-    sim.add_argument("--from", metavar="RUN", dest="source", help="with the durations of a run that was calibrated")
+    sim.add_argument("--from", metavar="RUN", dest="source", help="use the durations of a calibrated run")
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
     sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
-    sim.add_argument("--seeds", type=int, default=3, help="of --ablate (3)")
+    sim.add_argument("--seeds", type=int, default=3, help="seeds of --ablate (3)")
     sim.add_argument("--svg", metavar="FILE", help="draw what --ablate found")
     sim.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     sim.set_defaults(run=_sim)
@@ -173,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     cost = commands.add_parser("cost", help="estimate what a config costs: GPU-hours by pool, environments, rewards")
     cost.add_argument("config", nargs="?", help="TOML file")
     cost.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
-    cost.add_argument("--from", metavar="RUN", dest="source", help="with the durations of a run that was calibrated")
+    cost.add_argument("--from", metavar="RUN", dest="source", help="use the durations of a calibrated run")
     cost.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     cost.set_defaults(run=_cost)
 
@@ -193,15 +196,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("config", nargs="?", help="TOML file")
     profile.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
-    for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "sequences"), ("--length", "tokens")):
+    for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "batch sizes"), ("--length", "context lengths")):
         profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=f"{what} to measure")
     profile.add_argument(
-        "--out", metavar="FILE", help="default: one in profiles/, named after model, engine and device"
+        "--out", metavar="FILE", help="file to write (default: in profiles/, named after model, engine and device)"
     )
     profile.add_argument(
-        "--judge", nargs="?", const="", metavar="TASK", help="measure the run's own judge instead, of this task"
+        "--judge", nargs="?", const="", metavar="TASK", help="measure the run's own judge instead, for this task"
     )
-    profile.add_argument("--json", action="store_true", help="print where the file is, and what it is of, as JSON")
+    profile.add_argument("--json", action="store_true", help="print the file's path and what was measured, as JSON")
     profile.set_defaults(run=_profile)
 
     report = commands.add_parser("report", help="write the HTML report of one run, or compare several")
@@ -215,45 +218,51 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="a short form, in about a minute")
     bench.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     bench.add_argument(
-        "--model", default="", metavar="FOLDER", help="of kv-migrate and prediction-encoder: a Hugging Face model"
+        "--model", default="", metavar="FOLDER", help="a Hugging Face model, for kv-migrate and prediction-encoder"
     )
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
 
     looking.add_view_commands(commands, _run_path)
     play = commands.add_parser("play", help="play one episode with given weights, and watch it")
-    play.add_argument("config", nargs="?", help="TOML file (default: the config of the run whose weights play)")
+    play.add_argument(
+        "config",
+        nargs="?",
+        help="a run, which plays its own weights; or a TOML file (default: the config of the run that plays)",
+    )
     play.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     play.add_argument(
         "--weights", default="latest", metavar="WHERE", help="a run, a model's folder, or a server's URL (latest)"
     )
     play.add_argument("--prompt", type=int, default=0, metavar="N", help="which held-out prompt, from 0 (0)")
-    play.add_argument("--sample", action="store_true", help="at rollout.temperature instead of greedily")
-    play.add_argument("--token-file", default="", metavar="FILE", help="holds the token of the server's /v1")
+    play.add_argument("--sample", action="store_true", help="sample at rollout.temperature instead of greedy decoding")
+    play.add_argument("--token-file", default="", metavar="FILE", help="file with the token of the server's /v1")
     play.set_defaults(run=_play)
-    lend = commands.add_parser("lend", help="what a serving engine's KV pool lends to rollouts (docs/coserving.md)")
-    lend.add_argument("--max", type=float, metavar="SHARE", help="of the pool, the most that rollouts may have")
-    lend.add_argument("--status", action="store_true", help="only say what is lent, and to whom")
-    dry = "rollouts say what they would have run, and run nothing"
+    lend = commands.add_parser("lend", help="set what a serving engine's KV pool lends to rollouts")
+    lend.add_argument(
+        "--max", type=float, metavar="SHARE", help="the largest share of the pool that rollouts may use, 0 to 1"
+    )
+    lend.add_argument("--status", action="store_true", help="only print what is lent, and to whom")
+    dry = "rollouts report what they would have run, and run nothing"
     lend.add_argument("--dry-run", action=argparse.BooleanOptionalAction, help=dry)
-    reclaim = commands.add_parser("reclaim", help="take back, at once, what a KV pool lends to rollouts")
+    reclaim = commands.add_parser("reclaim", help="take back at once what a KV pool lends to rollouts")
     reclaim.add_argument("--kill", action="store_true", help="end all rollout engines of the pool")
     for command, name in ((lend, "lend"), (reclaim, "reclaim")):
-        command.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
+        command.add_argument("--pool", required=True, metavar="NAME", help="the name given to --rl-kv-pool")
         command.add_argument("--json", action="store_true", help="print the pool's state as JSON")
         command.set_defaults(run=_lend, command=name)
     mps = commands.add_parser("mps", help="NVIDIA's MPS for the engines of a KV pool: start it and watch it")
-    mps.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
-    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon; without: all")
-    mps.add_argument("--status", action="store_true", help="only say whether it is up, and for whom")
+    mps.add_argument("--pool", required=True, metavar="NAME", help="the name given to --rl-kv-pool")
+    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon (all)")
+    mps.add_argument("--status", action="store_true", help="only print whether it is up, and for whom")
     mps.add_argument("--json", action="store_true", help="print the state as JSON")
     mps.set_defaults(run=_mps)
 
-    cache = commands.add_parser("site-cache", help="the cache of a site, which brings weights over its slow link once")
-    cache.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need TLS")
+    cache = commands.add_parser("site-cache", help="run a site's cache, which fetches weights over a slow link once")
+    cache.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs TLS")
     cache.add_argument("--port", type=int, default=0, help="0: a free one")
-    cache.add_argument("--token-file", required=True, metavar="FILE", help="holds the token of its readers")
-    cache.add_argument("--allow-plain", action="store_true", help="listen in a network without TLS")
+    cache.add_argument("--token-file", required=True, metavar="FILE", help="file with the token of its readers")
+    cache.add_argument("--allow-plain", action="store_true", help="listen on a network without TLS")
     tls.add_arguments(cache)
     cache.set_defaults(run=_site_cache)
 
@@ -261,9 +270,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("config", nargs="?", help="TOML file: also check what its run needs")
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
-    doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
+    doctor.add_argument("--quick", action="store_true", help="skip checks that start processes")
     doctor.set_defaults(run=_doctor)
-    completion = commands.add_parser("completion", help="print what completes commands, options and keys in a shell")
+    completion = commands.add_parser("completion", help="print a script that completes commands, options and keys")
     completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
     completion.set_defaults(run=lambda arguments: _completion(arguments, commands.choices))
     help_text.explain_commands(commands.choices)
@@ -287,11 +296,8 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
 def _init(arguments: argparse.Namespace) -> int:
     from orchestrator.ops.first_config import write_first
 
-    file = write_first(arguments.way, arguments.file)
-    print(
-        f"{file}: next "
-        + ("docs/recipes/existing.md" if file.suffix == ".py" else f"rl-coserve train {file} --dry-run")
-    )
+    file, then = write_first(arguments.way, arguments.file)
+    print(f"wrote {file}\n{then}")
     return 0
 
 
@@ -314,6 +320,9 @@ def _play(arguments: argparse.Namespace) -> int:
     from orchestrator.run_folder import RunFolder
     from orchestrator.runtime.preflight import make_task
 
+    named = arguments.config or ""
+    if arguments.weights == "latest" and (named == "latest" or playing.is_run(Path(named))):  # as in `show RUN`
+        arguments.weights, arguments.config = named, None
     weights = str(_run_path("latest")) if arguments.weights == "latest" else arguments.weights
     if playing.is_run(Path(weights)) and (arguments.config is None or "=" in arguments.config):
         data = RunFolder.open(Path(weights)).config().model_dump(mode="json")
@@ -374,8 +383,8 @@ def _train(arguments: argparse.Namespace) -> int:
         config = _chosen(_config(arguments))
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
-    task = preflight.make_task(config)
-    for note in preflight.check(config, task):
+    task, notes = preflight.prepare(config)
+    for note in notes:
         print(note, file=sys.stderr)
     source = _replayed(arguments, config)
     if arguments.dry_run:
@@ -415,7 +424,7 @@ def _train(arguments: argparse.Namespace) -> int:
         _say_report(write_report(folder.path))
         folder.unlock()
     if reason != "completed":
-        print(f"{reason}; resume with: rl-coserve train --resume {folder.path}")
+        print(f"{reason}; resume with: rl-coserve train --resume {shlex.quote(str(folder.path))}")
         return 130
     return 0
 
@@ -465,7 +474,7 @@ def _memory_rows(config: Config, required: bool) -> list[MemoryRow]:
 def _checked_places(config: Config) -> list[PlanRow]:
     from orchestrator.runtime import preflight
 
-    for note in preflight.check(config, preflight.make_task(config)):
+    for note in preflight.prepare(config)[1]:
         print(note, file=sys.stderr)
     return _placed(config)
 
@@ -476,12 +485,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = _chosen(_config(arguments))
     with ThreadPoolExecutor(max_workers=1) as beside:  # a program that imports Megatron-Core, while Ray starts
         planning = beside.submit(_memory_rows, config, arguments.memory)
+        rows, refused = [], None
         try:
             rows = [] if arguments.memory else _checked_places(config)
-        finally:  # what is refused may be in the table
+        except ConfigError as error:  # what is refused may be in the table
+            refused = error
+        try:
             memory = planning.result()
-            if not arguments.json:
-                print("\n".join(memory_plan.describe(memory)), flush=True)
+        except ConfigError as error:  # the checks say it too, with all else
+            raise refused or error from error
+        if not arguments.json:
+            print("\n".join(memory_plan.describe(memory)), flush=True)
+    if refused:
+        raise refused
     if arguments.json:
         places = {} if arguments.memory else {"places": [asdict(row) for row in rows]}
         print(json.dumps({"memory": [asdict(row) | {"over": row.over} for row in memory], **places}))
@@ -548,8 +564,8 @@ def _say_report(page: Path) -> None:
 
 _TRACE_FLAGS = (
     ("--lengths", "sim.trace", "play the lengths of this trace, or of a run's folder"),
-    ("--tools", "sim.tool_trace", "draw what environments take from this one"),
-    ("--serving", "sim.borrowed.trace", "users of the servers that are borrowed ask as in this one"),
+    ("--tools", "sim.tool_trace", "draw the times of environments from this one"),
+    ("--serving", "sim.borrowed.trace", "take what users ask of borrowed servers from this one"),
 )
 
 
@@ -680,6 +696,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     from orchestrator.runtime import judge_setup
     from orchestrator.runtime.real_run import start_ray
 
+    if not (arguments.config or arguments.overrides):
+        raise ConfigError("config", "", "name a TOML file: its model is measured in its engine, which takes minutes")
     config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)

@@ -115,7 +115,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tls-certificate", default="", help="PEM file, with its chain: listen with TLS")
     parser.add_argument("--tls-key", default="", help="its private key, a PEM file")
     parser.add_argument("--tls-authority", default="", help="PEM file of the authority that signs clients")
-    parser.add_argument("--tls-verify-clients", action="store_true", help="take only clients with a certificate of it")
+    parser.add_argument(
+        "--tls-verify-clients", action="store_true", help="accept only clients with a certificate that it signed"
+    )
 
 
 def of_arguments(options: Namespace) -> Tls:

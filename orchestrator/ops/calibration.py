@@ -10,6 +10,7 @@ one: the same machine, model and task, another seed, ``rollout.alpha``, batch, n
 from __future__ import annotations
 
 import json
+import shlex
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,7 @@ def calibrate(folder: Path) -> Calibration:
     if run.kind == "simulated" and not (folder / "trajectories").is_dir():
         raise ConfigError("run", str(folder), "was simulated: calibrate a real one")
     if len(run.steps) < FEWEST_STEPS:
-        fix = f"has {len(run.steps)} steps: at least {FEWEST_STEPS} are needed, for the first ones fill the pipeline"
+        fix = f"has {len(run.steps)} steps: at least {FEWEST_STEPS} are needed, as the first ones fill the pipeline"
         raise ConfigError("run", str(folder), fix)
     step = measured_step(run)
     figures = _figures(run, folder)
@@ -108,7 +109,7 @@ def read_calibration(folder: Path) -> Calibration:
                 raise ValueError(f"{name} is no number")
         return Calibration(str(data["run"]), dict(data["sim"]), **{name: float(one) for name, one in numbers.items()})
     except FileNotFoundError:
-        fix = f"was not calibrated: `rl-coserve calibrate {folder}` writes {FILE}, in about a minute"
+        fix = f"was not calibrated: `rl-coserve calibrate {shlex.quote(str(folder))}` writes {FILE}, in about a minute"
         raise ConfigError("--from", str(folder), fix) from None
     except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise ConfigError("--from", str(file), f"cannot be read: {error!r}; calibrate the run again") from error

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 PLUGIN = "rl-coserve"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each
+_CHECKOUT = (Path(__file__).parents[2] / "Makefile").is_file()  # a wheel has none
+_VENV = "`make venv`" if _CHECKOUT else f"pip install '{PLUGIN}[cpu]' (docs/install.md)"
 _ANSWER = "rl-coserve-doctor-answer "  # engines print too: the answer's line starts with this
 
 
@@ -119,7 +121,7 @@ def _guarded(item: Check) -> Finding:
     except ModuleNotFoundError as error:
         return Finding("fail", _short(str(error)), f"pip install '{PLUGIN}[orchestrator]'")
     except Exception as error:  # noqa: BLE001  whatever is broken in an environment is what is looked for
-        return Finding("fail", f"{type(error).__name__}: {_short(str(error))}", "see the message; then `make venv`")
+        return Finding("fail", f"{type(error).__name__}: {_short(str(error))}", f"see the message; then {_VENV}")
 
 
 def _within_limit(item: Check) -> Finding:
@@ -158,7 +160,7 @@ def _in_process(item: Check, command: Sequence[str] = ()) -> Finding:
             return Finding(**loads(line.removeprefix(_ANSWER)))
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     last = _short(lines[-1]) if lines else "it printed nothing"
-    return Finding("fail", f"its process {how}; last line: {last}", "out of memory? (dmesg); else `make venv`")
+    return Finding("fail", f"its process {how}; last line: {last}", f"out of memory? (dmesg); else {_VENV}")
 
 
 def _answer(name: str) -> int:
@@ -181,7 +183,7 @@ def _tested(component: EngineComponent) -> Finding:
     """The installed version against the tested range; an engine may well live in another environment."""
     found = find_version(component)
     if found is None:
-        fix = f"`make venv`, or install {component.name} {component.tested} ({component.how})"
+        fix = f"{_VENV}, or install {component.name} {component.tested} ({component.how})"
         return Finding("warn", "not installed in this environment", fix)
     installed = check_version(component)
     return Finding("ok", f"{installed.version} ({installed.distribution}; tested: {component.tested}, {component.how})")
@@ -195,7 +197,7 @@ def _megatron_core() -> Finding:
         return finding
     untested = [version for version in beside if version not in MEGATRON_CORE.tested]
     if untested:
-        return Finding("warn", f"{finding.detail}; beside it {', '.join(untested)}, not tested", "`make venv`")
+        return Finding("warn", f"{finding.detail}; beside it {', '.join(untested)}, not tested", _VENV)
     return Finding("ok", f"{finding.detail}; beside it {', '.join(beside)}")
 
 
@@ -206,7 +208,7 @@ def _python() -> Finding:
 def _vllm() -> Finding:
     finding = _tested(VLLM)
     if finding.status == "ok" and _version("vllm") is None:
-        return Finding("warn", f"{finding.detail}; the `vllm` command cannot find its own version", "`make venv`")
+        return Finding("warn", f"{finding.detail}; the `vllm` command cannot find its own version", _VENV)
     return finding
 
 
@@ -233,7 +235,7 @@ def required_distributions() -> list[str]:
 def _torch() -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding("warn", "not installed in this environment", "`make venv`")
+        return Finding("warn", "not installed in this environment", _VENV)
     strangers = [name for name in ("torchvision", "torchaudio", "torchcodec") if _is_other_build(name, version)]
     if strangers:
         names = " ".join(strangers)
@@ -245,7 +247,7 @@ def _torch() -> Finding:
         return Finding("ok", f"{version}, CUDA {torch.version.cuda}: {', '.join(devices)}")
     if torch.version.cuda is None:
         return Finding("ok", f"{version}, a CPU build")
-    fix = "check the NVIDIA driver (nvidia-smi) and CUDA_VISIBLE_DEVICES; without a GPU: `make venv`"
+    fix = f"check the NVIDIA driver (nvidia-smi) and CUDA_VISIBLE_DEVICES; without a GPU: {_VENV}"
     return Finding("warn", f"{version} is built for CUDA {torch.version.cuda}, but there is no usable GPU", fix)
 
 
@@ -270,7 +272,8 @@ def _entry_point() -> Finding:
         found = [point.value for point in importlib.metadata.entry_points(group=group, name=PLUGIN)]
         if not found:
             # Metadata in the working folder goes before what is installed.
-            fix = "pip install -e . (or `make venv`); remove the folder rl_coserve.egg-info if there is an old one"
+            again = "pip install -e . (or `make venv`)" if _CHECKOUT else "install the wheel again"
+            fix = f"{again}; remove the folder rl_coserve.egg-info if there is an old one"
             return Finding("fail", f"none named {PLUGIN} in the group {group}", fix)
         if len(set(found)) > 1:
             fix = f"pip uninstall {PLUGIN} until it is gone, install it again"

@@ -20,16 +20,16 @@ class Usage:
 
 USAGE: Mapping[str, Usage] = {
     "init": Usage(
-        "Write a commented file to begin with: `train` the whole loop by rl-coserve, `lend` rollouts on a `vllm serve` of\n"
-        "yours, `megatron` the lines for your own Megatron script. Nothing that is there is overwritten.",
+        "Write a commented starting file: `train` for a whole run by rl-coserve, `lend` for rollouts on your own `vllm serve`,\n"
+        "`megatron` for the lines that your Megatron script needs. An existing file is never overwritten.",
         ("init train", "init lend served.toml", "init megatron"),
         "start.md",
     ),
     "train": Usage(
-        "Train a model from a TOML config, or continue a run. Any value can be given as section.key=value, also\n"
-        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.\n"
-        "--dry-run starts nothing: the config on standard output, then where the processes would go and OK, or all that is\n"
-        "wrong, on standard error.",
+        "Train a model from a TOML config, or continue a run. Any value can be given as section.key=value, also without a file:\n"
+        "all others then keep their defaults. Everything is written to runs/NAME-001, with a report at the end.\n"
+        "--dry-run starts nothing: it prints the config to standard output, and to standard error where the processes would go\n"
+        "and OK, or everything that is wrong.",
         (
             "train examples/frozenlake.toml --dry-run",
             "train examples/frozenlake.toml rollout.alpha=2 run.steps=40",
@@ -38,21 +38,22 @@ USAGE: Mapping[str, Usage] = {
         "config.md",
     ),
     "plan": Usage(
-        "Say what memory each device needs, by running the trainer's own step on fake tensors, and where the processes of a\n"
-        "run would go, and end in OK: Ray reserves every place, here or in the cluster of ray.address, and has it back. What\n"
-        "cannot be placed is one error with the numbers; what does not fit names the key that cures it.",
+        "Print how much memory each device needs, found by running the trainer's own step on fake tensors, and where the\n"
+        "processes of a run would go, then OK. Ray reserves every place, here or in the cluster of ray.address, and releases\n"
+        "it again. A process that cannot be placed is one error with the numbers; memory that does not suffice is one with the\n"
+        "key to change.",
         ("plan examples/frozenlake.toml", "plan examples/frozenlake.toml --memory --json"),
         "install.md",
     ),
     "scale": Usage(
-        "Change how many engines a run has, and how many environments, while it runs; without a change, say the sizes.\n"
-        "What is in flight on an engine that is taken away continues elsewhere. A resume keeps the sizes (scale.json).",
+        "Change how many engines and environments a run has, while it runs; without a change, print the sizes.\n"
+        "Requests in flight on an engine that is removed continue elsewhere. A resumed run keeps the sizes (scale.json).",
         ("scale", "scale rollout=+2", "scale environments=64 --run runs/frozenlake-001"),
         "processes.md",
     ),
     "sim": Usage(
         "Run the same pipeline in virtual time with simulated engines: seconds for what takes GPUs days. Prints a summary;\n"
-        "one seed gives one history.",
+        "the same seed always gives the same history.",
         ("sim examples/sim.toml", "sim examples/sim.toml rollout.workers=4 sim.fault_rate=0"),
         "simulator.md",
     ),
@@ -72,7 +73,7 @@ USAGE: Mapping[str, Usage] = {
     ),
     "model": Usage(
         "Write the tiny model that a run of this config would make: a Hugging Face folder with random weights and the\n"
-        "words of the config's task, for servers and recipes to be tried without a model of yours. Nothing is downloaded.",
+        "words of the config's task, to try servers and recipes without a model of your own. Nothing is downloaded.",
         ("model MODEL", "model MODEL examples/frozenlake.toml model.layers=3 run.seed=2"),
         "recipes/lend.md",
     ),
@@ -87,14 +88,16 @@ USAGE: Mapping[str, Usage] = {
         "seeing.md",
     ),
     "bench": Usage(
-        "Measure one figure of docs/results afresh.",
+        "Measure one of the figures in docs/results again.",
         ("bench --list", "bench delta-bytes --quick"),
         "results/README.md",
     ),
     "view": Usage(
-        "A live web page of a run, or of one that has ended.", ("view", "view latest --port 8971"), "seeing.md"
+        "Serve a live web page of a run, also of one that has ended, or of all runs of a folder.",
+        ("view", "view latest --port 8971"),
+        "seeing.md",
     ),
-    "top": Usage("A run, live in the terminal.", ("top", "top latest --once"), "seeing.md"),
+    "top": Usage("Watch a run live in the terminal.", ("top", "top latest --once"), "seeing.md"),
     "trace": Usage(
         "Write what a run did as a trace for Perfetto (ui.perfetto.dev).",
         ("trace latest --out trace.json", "trace latest --steps 3-5"),
@@ -108,23 +111,24 @@ USAGE: Mapping[str, Usage] = {
     ),
     "play": Usage(
         "Play one held-out prompt with the final weights of a run, a model's folder or a server's model, and show each turn\n"
-        "as it happens. Greedily, unless --sample. Nothing is trained or written; a folder's weights compute here.",
+        "as it happens. Decoding is greedy unless --sample is given. Nothing is trained or written; a folder's weights run on\n"
+        "the processors of this machine.",
         (
             "play",
-            "play --weights runs/frozenlake-001 --prompt 3 --sample",
+            "play runs/frozenlake-001 --prompt 3 --sample",
             "play examples/frozenlake.toml --weights http://127.0.0.1:8000",
         ),
         "seeing.md",
     ),
     "lend": Usage(
-        "For the serving team: say what the KV pool of a serving engine lends to rollouts. What is said holds until\n"
-        "something else is said, for engines that join later too.",
+        "For the serving team: set how much of its KV pool a serving engine lends to rollouts. It holds until you change it,\n"
+        "also for engines that join later.",
         ("lend --pool gpu0 --status", "lend --pool gpu0 --dry-run", "lend --pool gpu0 --no-dry-run --max 0.3"),
         "recipes/lend.md",
     ),
     "reclaim": Usage(
-        "For the serving team: take back, at once, what a KV pool lends. Nothing is lent afterwards, until\n"
-        "`rl-coserve lend --max` says so.",
+        "For the serving team: take back at once everything that a KV pool lends. Nothing is lent afterwards, until\n"
+        "`rl-coserve lend --max` allows it again.",
         ("reclaim --pool gpu0", "reclaim --pool gpu0 --kill"),
         "recipes/lend.md",
     ),
@@ -134,20 +138,20 @@ USAGE: Mapping[str, Usage] = {
         "coserving.md",
     ),
     "site-cache": Usage(
-        "The cache of a site: engines there whose relay.sites names it read a version's weights from it, and it fetches them\n"
-        "from the relay once, while they are still being pushed. Prints where it listens; ends with SIGTERM or Ctrl-C.",
+        "The cache of a site: engines whose relay.sites names it read each version's weights from it, and it fetches them from\n"
+        "the relay once, while they are still being pushed. It prints where it listens, and ends with SIGTERM or Ctrl-C.",
         ("site-cache --token-file TOKEN", "site-cache --host 10.0.0.5 --port 7100 --token-file TOKEN --allow-plain"),
         "weights.md",
     ),
     "completion": Usage(
-        "Print a script that completes commands, their options and the keys of a config with Tab. Nothing of rl-coserve runs\n"
+        "Print a script with which Tab completes commands, their options and the keys of a config. rl-coserve does not run\n"
         "while you type; print it again after an update.",
         ("completion bash", "completion zsh"),
         "install.md",
     ),
     "doctor": Usage(
-        "Check this installation, and with a config what its run needs of it. One line per check, with a fix below each\n"
-        "failure. Exit code 1 when something that is needed is missing.",
+        "Check this installation and, with a config, what its run needs. One line per check, with a fix below each failure.\n"
+        "Exit code 1 if something required is missing.",
         ("doctor --quick", "doctor examples/frozenlake.toml rollout.workers=4"),
         "install.md",
     ),

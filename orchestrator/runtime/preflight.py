@@ -11,11 +11,12 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from orchestrator.agents.chat_template import ModelChat
 from orchestrator.agents.manager_choice import outcome_scores
 from orchestrator.api import ConfigError, CoserveError, RetryableError, Task, parts_of
-from orchestrator.borrowing import discovery
+from orchestrator.borrowing import discovery, served_workers
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
 from orchestrator.environments.episode_context import setup_of
@@ -58,48 +59,30 @@ def make_task(config: Config) -> Task:
     return MemoryTask(task, **memory.model_dump(exclude={"embed"}), embed=embed)
 
 
+def prepare(config: Config) -> tuple[Task, list[str]]:
+    """The task that the config names, and what :func:`check` says. Raises one ConfigError: of a task that cannot be made, with
+    what else is wrong below its fix."""
+    try:
+        task = make_task(config)
+    except ConfigError as error:
+        _raise_all([error, *_found([*_of_versions(config), partial(_model, config, None), *_of_run(config, [])])])
+    return task, check(config, task)
+
+
 def check(config: Config, task: Task) -> list[str]:
     """Run all checks; returns what could not be checked here, in words. Nothing is started or written. Raises one ConfigError:
     the first that a check found, with the others below its fix."""
     unplanned: list[str] = []
-    checks: list[Callable[[], object]] = [
-        *(partial(tested_versions.check_version, item) for item in requirements.required_components(config)),
-        lambda: requirements.require_packages(config),
-        lambda: _model(config, task),
-        lambda: _trainer(config),
-        lambda: _function(config, task),
-        lambda: _task(config, task),
-        lambda: _one_turn(config, task),
-        lambda: _environments(config, task),
-        lambda: _lengths(config, task),
-        lambda: _predictor(config, task),
-        lambda: _heldout(config),
-        lambda: check_processors(config),
-        lambda: _room(config),
-        lambda: _relay(config),
-        lambda: site_caches.check(config),
-        lambda: check_port(config),
-        lambda: _metadata(config),
+    of_task: list[Callable[[], object]] = [
+        *(
+            partial(one, config, task)
+            for one in (_model, _function, _task, _one_turn, _environments, _lengths, _predictor)
+        ),
         lambda: [setup_of(config.context, part) for part in (task, *parts_of(task).values())],
-        lambda: engine_cuts.check(config),
-        lambda: kv_setup.check(config),
-        lambda: pool_requests.check(config),
-        lambda: run_view.check_view(config),
-        lambda: unplanned.extend(memory_plan.check(config)),
-        lambda: discovery.check(config, task),
     ]
-    found: dict[str, ConfigError] = {}  # one cause may fail two checks
-    for one in checks:
-        try:
-            one()
-        except ConfigError as error:
-            found[str(error)] = error
-        except CoserveError:
-            if not found:  # else it may follow from what was found
-                raise
-    if found:
-        first, *others = found.values()
-        raise ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)])) from first
+    last = partial(discovery.check, config, task)
+    if found := _found([*_of_versions(config), *of_task, *_of_run(config, unplanned), last]):
+        _raise_all(found)
     names = ", ".join(dict.fromkeys(name for group in config.rollout.engine_groups for name in group.unchecked))
     why = "vLLM is not installed here; each engine checks them when it starts"
     table = ".".join(config.rollout.engine_groups[0].table)
@@ -108,6 +91,39 @@ def check(config: Config, task: Task) -> list[str]:
         *unplanned,
         *([f"{table}: {names} could not be checked: {why}"] if names else []),
     ]
+
+
+def _of_versions(config: Config) -> list[Callable[[], object]]:
+    components = (partial(tested_versions.check_version, item) for item in requirements.required_components(config))
+    return [*components, partial(requirements.require_packages, config)]
+
+
+def _of_run(config: Config, unplanned: list[str]) -> list[Callable[[], object]]:
+    """Of all but the task."""
+    checks = (
+        *(_trainer, _heldout, check_processors, _room, _token, _relay, site_caches.check, check_port, _metadata),
+        *(engine_cuts.check, kv_setup.check, pool_requests.check, run_view.check_view),
+    )
+    return [*(partial(one, config) for one in checks), lambda: unplanned.extend(memory_plan.check(config))]
+
+
+def _found(checks: Sequence[Callable[[], object]]) -> list[ConfigError]:
+    """What is wrong, each once: one cause may fail two checks."""
+    found: dict[str, ConfigError] = {}
+    for one in checks:
+        try:
+            one()
+        except ConfigError as error:
+            found[str(error)] = error
+        except CoserveError:
+            if not found:  # else it may follow from what was found
+                raise
+    return list(found.values())
+
+
+def _raise_all(found: Sequence[ConfigError]) -> NoReturn:
+    first, *others = {str(error): error for error in found}.values()
+    raise ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)])) from first
 
 
 def _heldout(config: Config) -> None:
@@ -124,6 +140,11 @@ def check_processors(config: Config) -> None:
         return
     fix = f"{processes} engines and trainer ranks would share {cores} cores and no GPU: at most {_PER_CORE * cores} together"
     raise ConfigError("rollout.workers", config.rollout.workers, fix)
+
+
+def _token(config: Config) -> None:
+    if config.rollout.served:
+        served_workers.read_token(config, os.environ)
 
 
 def _relay(config: Config) -> None:
@@ -171,11 +192,11 @@ def _room(config: Config) -> None:
         raise ConfigError("run.folder", config.run.folder, f"{found.detail}; {found.fix}")
 
 
-def _model(config: Config, task: Task) -> None:
+def _model(config: Config, task: Task | None) -> None:
     if not config.model.path:
         return
     shape = named_function("model.path", _SHAPE)(config.model.path)
-    if shape.vocab_size < len(task.vocabulary):
+    if task is not None and shape.vocab_size < len(task.vocabulary):
         fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its tokenizer"
         raise ConfigError(
             "model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer, task.data.tokenizer)"

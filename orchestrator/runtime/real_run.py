@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -207,7 +208,9 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
             trained = max(trained, life.trained)
             curable = isinstance(error, PartLost) or (lost_at is not None and not life.up)
             if not curable or restarts >= config.run.restarts:
-                hint = f"\n  resume with: rl-coserve train --resume {folder.path}" if life.opened else ""
+                hint = (
+                    f"\n  resume with: rl-coserve train --resume {shlex.quote(str(folder.path))}" if life.opened else ""
+                )
                 tail = role_logs.tail_of(folder.logs, str(error))
                 raise RunError("\n".join(filter(None, (f"{error}{hint}", tail)))) from error
             print(f"{error}\n  continuing from the newest checkpoint", flush=True)

@@ -24,6 +24,7 @@ from orchestrator.adapters.rollout_side import RolloutSide, SideSettings, sampli
 from orchestrator.api import ConfigError, RunError
 from orchestrator.hooks import tested_versions
 from orchestrator.transfer import RelayEndpoint, Subscriber
+from tests.support.page_blocks import page_block
 
 TESTS = Path(__file__).parents[1] / "support"
 HAS_VERL = importlib.util.find_spec("verl") is not None
@@ -386,6 +387,15 @@ def test_verl_finds_every_name_of_the_page_and_starts_no_server_of_its_own(verls
 
 
 def test_the_settings_of_the_page_are_read() -> None:
+    yaml = pytest.importorskip("yaml")
+    page = yaml.safe_load(page_block("docs/adapters.md", "actor_rollout_ref", "yaml"))["actor_rollout_ref"]["rollout"]
+    given = page["custom"]["coserve"]
+    side = SideSettings.model_validate(given)
+    assert (side.alpha, side.config().rollout.served) == (2, ("http://127.0.0.1:8000", "http://127.0.0.1:8001"))
+    assert RelayEndpoint.from_dict(given["relay"]).kind == "fsspec"
+    assert page["checkpoint_engine"]["engine_kwargs"]["coserve"]["relay"] == given["relay"]
+    named = (page["agent"]["agent_loop_manager_class"], page["checkpoint_manager_class"])
+    assert {name.partition("adapters.verl.")[2] for name in named} <= set(adapter._MAKERS)
     assert SideSettings.model_validate(settings()).config().rollout.workers == 1
     served = settings(workers="", rollout={"served": ["http://127.0.0.1:8000"]})
     assert SideSettings.model_validate(served).config().rollout.served == ("http://127.0.0.1:8000",)

@@ -297,7 +297,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "roofline-error",
         lambda r: tuple(100 * part for part in roofline("mixture of experts, H100", "one sequence, H20")(r)),
     ),
-    ("comparison", "is: {:.0f} trajectories per second for our {:.0f}", "peers", peers),
+    ("comparison", "is: {:.0f} trajectories per second against our {:.0f}", "peers", peers),
     (
         "limits",
         "makes {:.1f} times as many trajectories per second as ours",

@@ -172,6 +172,23 @@ def test_dry_run_says_all_that_is_wrong_at_once(capsys: pytest.CaptureFixture[st
     ]
 
 
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["plan"]])
+def test_beside_a_task_that_cannot_be_made_all_else_that_is_wrong_is_said(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "lend"]) == 0
+    capsys.readouterr()
+    assert main([command[0], "served.toml", "evaluation.prompts=5000", *command[1:]]) == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: task.data.tokenizer = 'MODEL': is no folder")
+    assert [line.split(" = ")[0].strip() for line in others] == [
+        "model.path",
+        "evaluation.prompts",
+        "rollout.served_token_file",
+    ]
+
+
 TASKS = """
 from orchestrator.tasks.nim import NimTask
 from orchestrator.tasks.text import Reply

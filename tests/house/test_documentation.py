@@ -51,12 +51,47 @@ NEEDS = {
 PLACES = {
     "CONFIG": "examples/frozenlake.toml",
     "run.toml": "examples/frozenlake.toml",
-    "rows.toml": "examples/frozenlake.toml",
+    "rows.toml": "examples/frozenlake.toml",  # these three run as they stand in tests/tasks
+    "shop.toml": "examples/frozenlake.toml",
+    "agent.toml": "examples/frozenlake.toml",
 }
 WRITTEN = {"guess.toml": "examples/frozenlake.toml"}  # a page has it; it lies in the checkout where commands run
 OPTIONS = {field.name for kind in (PluginOptions, FrontendOptions) for field in dataclasses.fields(kind)}
 
 
+RUN_BY = {  # (page, a line of the block) -> the test that runs a snippet as it stands, or "not run: " and why
+    ("README.md", "wrap(model"): "tests/megatron/test_install.py::test_the_two_lines_of_the_page_wrap_a_model",
+    ("docs/adapters.md", "coserve"): "tests/adapters/test_adapters.py::test_the_settings_of_the_page_are_read",
+    ("docs/megatron.md", "wrap(model"): "tests/megatron/test_install.py::test_the_two_lines_of_the_page_wrap_a_model",
+    ("docs/megatron.md", "cpu.activate()"): (
+        "tests/megatron/test_install.py::test_the_line_for_a_machine_without_cuda_changes_nothing_twice"
+    ),
+    ("docs/megatron.md", "begin_step"): (
+        "tests/megatron/test_install.py::test_the_stream_of_the_page_takes_the_step_that_rl_step_takes"
+    ),
+    ("docs/megatron.md", "pretrain("): (
+        "tests/megatron/test_flags.py::test_stock_pretrain_logs_the_same_losses_and_norms_with_streaming"
+    ),
+    ("docs/megatron.md", "def clipped"): (
+        "tests/megatron/test_objectives.py::test_the_loss_of_the_page_is_trained_by_the_config_of_the_page"
+    ),
+    ("docs/recipes/agent.md", "OpenAI()"): (
+        "tests/tasks/test_tutorials.py::test_the_agent_of_the_page_calls_its_tool_and_prints_its_reward"
+    ),
+    ("docs/recipes/data_set.md", "def right"): "tests/tasks/test_dataset.py::test_the_page_works_as_it_says",
+    ("docs/recipes/environment.md", "class ShopTask"): (
+        "tests/tasks/test_tutorials.py::test_the_environment_of_the_page_is_played_in_the_words_of_a_tokenizer"
+    ),
+    ("docs/recipes/other_model.md", "AutoBridge"): (
+        "tests/megatron/test_install.py::test_the_converter_of_the_page_names_what_is_published"
+    ),
+    ("docs/seeing.md", "scrape_configs"): "not run: it is Prometheus's own; tests/observe asks /metrics as it would",
+    ("docs/tasks.md", "class GuessTask"): "tests/tasks/test_tasks.py::test_the_task_of_the_page_works_as_it_says",
+    ("docs/tasks.md", "Sandbox("): "tests/tasks/test_tasks.py::test_the_sandbox_example_of_the_page_runs",
+    ("docs/vllm.md", "import requests"): (
+        "tests/vllm/test_served_lifecycle.py::test_the_client_of_the_documentation_runs_as_shown"
+    ),
+}
 TASK = (("guess.py", "docs/tasks.md", "python"), ("guess.toml", "docs/recipes/write_a_task.md", "toml"))
 
 
@@ -208,6 +243,24 @@ def importable(name: str) -> bool:
 def test_every_yaml_snippet_is_yaml(block: Block) -> None:
     yaml = pytest.importorskip("yaml")
     assert isinstance(yaml.safe_load(block.text), dict)
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language in ("python", "yaml")], ids=lambda b: f"{b.page}:{b.line}"
+)
+def test_every_snippet_is_run_by_a_test_or_says_why_not(block: Block) -> None:
+    """A snippet in TOML is loaded above; a command runs below, or says in words of NEEDS what it needs."""
+    (said,) = (by for (page, line), by in RUN_BY.items() if page == block.page and line in block.text)
+    file, _, name = said.partition("::")
+    if not said.startswith("not run: "):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert f"def {name}(" in text
+        assert Path(block.page).name in text
+
+
+def test_no_snippet_is_said_to_run_that_is_gone() -> None:
+    gone = {key for key in RUN_BY if not any(block.page == key[0] and key[1] in block.text for block in BLOCKS)}
+    assert gone == set()
 
 
 # -- the form of commands -------------------------------------------------------------------------------------------------

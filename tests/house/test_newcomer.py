@@ -1,4 +1,5 @@
-"""What a newcomer does first, with real engines: the task of the pages is written down, trained and looked at."""
+"""What a newcomer does first, with real engines: the task of the pages is written down, trained, extended and looked at; a data
+set is brought. What a config needs before it starts is in tests/config/test_config.py, the install in test_wheel.py here."""
 
 from __future__ import annotations
 
@@ -52,6 +53,16 @@ def test_the_task_of_the_pages_is_trained_by_the_recipes_config_as_it_stands(tmp
     assert summary["ledger"]["failed_by_cause"] == {}
     assert summary["ledger"]["trained"] == 2 * 64
     assert "completed" in type_in(tmp_path, "top", "latest", "--once")
+    extended = type_in(tmp_path, "train", "--resume", "latest", "run.steps=3")
+    assert "continuing from its checkpoint after step 2, of 3 steps" in extended
+    assert json.loads(type_in(tmp_path, "report", "latest", "--json"))["steps"] == 3
+    listed = json.loads(type_in(tmp_path, "show", "latest", "--json", "--most", "1000"))
+    lowest = min(line["total_reward"] for line in listed["trajectories"] if line["total_reward"] is not None)
+    worst = json.loads(type_in(tmp_path, "show", "latest", "--worst", "--json"))
+    assert worst["line"]["total_reward"] == lowest
+    assert worst["turns"][0]["observation"] == "guess"
+    assert "turn 1" in type_in(tmp_path, "show", "latest", "--worst")
+    assert re.search(r"^reward [01]", type_in(tmp_path, "play"), re.M)
     assert "trace.json" in type_in(tmp_path, "trace", "latest", "--out", "trace.json")
     assert (tmp_path / "runs" / "latest" / "model-final" / "config.json").is_file()
 

@@ -190,6 +190,8 @@ SLIPS = [
     (["train", "examples/frozenlake.toml", "--rollout.alpha=2"], "is written without dashes: rollout.alpha=2"),
     (["view", "--port", "99999"], "'99999' is no port; give one of 1 to 65535, or 0 for a free one"),
     (["view", "--port", "http"], "'http' is no port; give one of 1 to 65535, or 0 for a free one"),
+    (["profile"], "config = '': name a TOML file: its model is measured"),
+    (["sim"], "config = '': name a TOML file: `rl-coserve sim examples/sim.toml` takes some seconds"),
     (["train"], "config = '': name a TOML file: `rl-coserve train examples/frozenlake.toml` is the demo"),
     (
         ["train", "task.name=frozenlak", "--dry-run"],

@@ -223,6 +223,8 @@ def test_the_doctor_of_an_installed_wheel_says_what_is_missing(fresh: Path, tmp_
     assert re.search(r"^OK    weight codec .*native", done.stdout, re.M)
     assert re.search(r"^OK    entry point", done.stdout, re.M)
     assert "Traceback" not in done.stdout + done.stderr
+    assert "make venv" not in done.stdout  # there is no Makefile here
+    assert "fix: pip install 'rl-coserve[cpu]' (docs/install.md), or install vLLM" in done.stdout
     example = fresh / "share" / "rl-coserve" / "examples" / "frozenlake.toml"
     done = run(fresh / "bin" / "rl-coserve", "doctor", "--quick", example, cwd=tmp_path)
     assert done.returncode == 1

@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.support.megatron_training import NEWEST, ROOT, run_script
+from tests.support.page_blocks import page_block
 
 pytest.importorskip("torch")
 
@@ -127,8 +129,20 @@ TRAINING = (
 )
 
 
-def pretrain(*words: str) -> subprocess.CompletedProcess[str]:
-    return run_script(ROOT / "examples/megatron/pretrain_gpt.py", *MODEL.split(), *TRAINING.split(), *words)
+EXAMPLE = ROOT / "examples/megatron/pretrain_gpt.py"
+
+
+def pretrain(*words: str, script: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
+    return run_script(script, *MODEL.split(), *TRAINING.split(), *words)
+
+
+def pages_script(folder: Path) -> Path:
+    """The example, with the lines of the page in place of its own; ``...`` is what each script has of its own."""
+    head, _, end = EXAMPLE.read_text(encoding="utf-8").partition("    args = parse_and_validate_args(")
+    own = end.partition("pretrain_cfg_container_from_args(args),")[2]
+    block = page_block("docs/megatron.md", "pretrain_cfg_container_from_args").replace("...)", own.strip())
+    (folder / "page.py").write_text(head + textwrap.indent(block, "    "), encoding="utf-8")
+    return folder / "page.py"
 
 
 def logged(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
@@ -141,10 +155,10 @@ def logged(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
 @pytest.mark.engine
 @needs_newest
 @pytest.mark.timeout(600)
-def test_stock_pretrain_logs_the_same_losses_and_norms_with_streaming() -> None:
+def test_stock_pretrain_logs_the_same_losses_and_norms_with_streaming(tmp_path: Path) -> None:
     stock = pretrain("--calculate-per-token-loss", "--accumulate-allreduce-grads-in-fp32")
     assert "FED 0" in stock.stdout, stock.stderr[-3000:]
-    streamed = pretrain("--rl-stream-training")
+    streamed = pretrain("--rl-stream-training", script=pages_script(tmp_path))
     assert "FED 18" in streamed.stdout, streamed.stderr[-3000:]
     assert logged(streamed) == logged(stock)
 

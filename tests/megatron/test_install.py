@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import (  # noqa: E402
+    cpu,
     model,
     parallel_layout,
     tiny_model,
@@ -31,6 +34,7 @@ from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import tiny_mixture  # noqa: E402
 from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
+from tests.support.page_blocks import page_block  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 RELAY = {"job": "install", "kind": "memory", "master": "test_megatron_install"}
@@ -139,6 +143,85 @@ def test_weights_are_published_as_a_converter_names_them(built: learner.Learner,
     assert fetched == {name: value.numpy().tobytes() for name, value in hf_bridge.export_hf(built.chunks)}
     with pytest.raises(ConfigError, match=r"^converter = 'object': must have export_hf_weights"):
         wrap(built.chunks, built.optimizer, args, converter=object())
+
+
+# -- the blocks of the pages, as they stand ------------------------------------------------------------------------------
+
+
+def typed(block: str, **names: Any) -> dict[str, Any]:
+    """What a block makes of these names. An import that it has in a comment is done first."""
+    for module in re.findall(r"# from (megatron_rlplugin[\w.]+)", block):
+        names |= {name: value for name, value in vars(importlib.import_module(module)).items() if f"{name}(" in block}
+    exec(compile(block, "a page", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/megatron.md"])
+def test_the_two_lines_of_the_page_wrap_a_model(page: str, built: learner.Learner) -> None:
+    start = built.snapshot()
+    parser, args = argparse.ArgumentParser(), parse(STREAM)
+    names = typed(
+        page_block(page, "wrap(model, optimizer, args)"),
+        parser=parser,
+        args=args,
+        model=built.chunks,
+        optimizer=built.optimizer,
+    )
+    assert names["parser"].parse_args([STREAM]).rl_stream_training is True
+    built.advance_schedule()
+    assert step(names["rl"], iter([1, 2]))[0].taken
+    assert [value.tolist() for value in built.snapshot()] != [value.tolist() for value in start]
+    restore(built, start)
+
+
+def test_the_line_for_a_machine_without_cuda_changes_nothing_twice() -> None:
+    typed(page_block("docs/megatron.md", "cpu.activate()"))
+    live = list(cpu._undo)
+    typed(page_block("docs/megatron.md", "cpu.activate()"))
+    assert cpu._undo == live
+    assert bool(live) == (not torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("offloads", [1, 0], ids=["offloaded between feeds", "not offloaded"])
+def test_the_stream_of_the_page_takes_the_step_that_rl_step_takes(offloads: int, built: learner.Learner) -> None:
+    block, start, found = page_block("docs/megatron.md", "stream.begin_step()"), built.snapshot(), []
+    assert block.count("    stream.offload()") == 1
+    for by_hand in (True, False):
+        restore(built, start)
+        built.reset_optimizer()
+        built.advance_schedule()
+        rl = wrap(built.chunks, built.optimizer, parse(STREAM))
+        if by_hand:
+            text = block if offloads else block.replace("    stream.offload()", "    pass")
+            result = typed(text, rl=rl, arriving=[1, 2, 3], forward_step=forward_step, S=8, B=1)["result"]
+        else:
+            result, _ = step(rl, iter([1, 2, 3]))
+        found.append((result.taken, result.denominator, [value.tolist() for value in built.snapshot()]))
+    assert found[0] == found[1]
+    assert found[0][2] != [value.tolist() for value in start]
+    restore(built, start)
+
+
+def test_the_converter_of_the_page_names_what_is_published(built: learner.Learner, tmp_path: Path) -> None:
+    relay = RELAY | {"job": "page"}
+    asked: list[str] = []
+    stand_in = type("AutoBridge", (), {"from_hf_pretrained": lambda folder: asked.append(folder) or Converter()})
+    names = typed(
+        page_block("docs/recipes/other_model.md", "converter=bridge"),
+        AutoBridge=stand_in,
+        folder="mine",
+        wrap=wrap,
+        version=3,
+        model=built.chunks,
+        optimizer=built.optimizer,
+        args=parse("--rl-weight-relay", json.dumps(relay)),
+    )
+    subscriber = Subscriber(RelayEndpoint.from_dict(relay))
+    published = {key.tensor for key, _ in subscriber.fetch(subscriber.manifest(3))}
+    subscriber.close()
+    names["rl"].close()
+    assert asked == ["mine"]
+    assert "language_model.scale" in published
 
 
 def test_interleaved_stages_get_an_iterator_each_and_whole_rounds(

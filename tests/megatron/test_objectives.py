@@ -4,6 +4,8 @@ from the code in numpy, loss and gradient; a loss of the user's behind the same 
 from __future__ import annotations
 
 import asyncio
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: 
 from orchestrator.api import ConfigError, RunError  # noqa: E402
 from orchestrator.settings.trainer_settings import TrainerSection, TrainerSettings  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import comparable, make_batch, tiny_folder, train, weights_digest  # noqa: E402
+from tests.support.page_blocks import page_block  # noqa: E402
 
 COUNTS, V = (5, 1, 9, 12, 3, 7), 6
 T = sum(COUNTS)
@@ -292,6 +295,23 @@ def test_a_trainer_takes_the_users_loss_and_reports_what_it_says(folder: str) ->
     assert 0 < values["loss_paid"] < 1
     assert values["updates"] == 1
     assert weights_digest(other._learner) != weights_digest(ours._learner)
+
+
+@pytest.mark.engine
+def test_the_loss_of_the_page_is_trained_by_the_config_of_the_page(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "docs/megatron.md"
+    config = tomllib.loads(page_block(page, "my_losses:clipped", "toml"))
+    (tmp_path / "my_losses.py").write_text(page_block(page, "def clipped("))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for stream in (False, True):
+        trainer = make_trainer(folder, **config["trainer"], stream=stream, micro_batch_size=4)
+        before = weights_digest(trainer._learner)
+        values = train(trainer, make_batch(0), [2, 1] if stream else ()).values
+        assert values["loss_ratio"] == pytest.approx(1.0)  # one step per batch: pi is pi_old
+        assert weights_digest(trainer._learner) != before
+    sys.modules.pop("my_losses")
 
 
 @pytest.mark.engine

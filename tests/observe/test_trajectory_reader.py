@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -314,11 +315,22 @@ def test_the_command_lists_and_shows_and_nothing_that_was_said_steers_the_termin
     assert json.loads(said("--json", "--most", "2"))["total"] == 5
 
 
+def test_the_command_that_a_list_ends_with_can_be_typed_as_it_stands(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my runs").symlink_to(run)
+    assert main(["show", str(tmp_path / "my runs")]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("read one: rl-coserve ")[2])
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith(f"{words[-1]}  ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (["t9"], "'t9'"),
         (["--best", "--step", "77"], "there is no such trajectory"),
+        (["--failed", "--step", "77"], "'step 77, failed': there is no such trajectory"),
         (["--reward", "high"], "no range of rewards"),
         (["--most", "0"], "no number of lines"),
         (["--best", "--worst"], "not allowed with"),

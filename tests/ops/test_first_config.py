@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,6 +33,58 @@ def test_a_first_file_is_written_once(
     assert "is there already" in capsys.readouterr().err
     assert written.read_bytes() == before
     assert main(["init", way, "no/such/folder"]) == 2
+
+
+@pytest.mark.parametrize(
+    "name", [None, "first.toml", "no suffix", "a folder/it's mine.toml", "-dashed.toml", "a=b.toml"]
+)
+@pytest.mark.parametrize("way", ["train", "lend"])
+def test_what_is_said_to_be_next_can_be_typed_as_it_stands(
+    way: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a folder").mkdir()
+    given = [] if name is None else ["--", name] if name.startswith("-") else [name]
+    assert main(["init", way, *given]) == 0
+    said = capsys.readouterr().out
+    (typed,) = (shlex.split(line)[1:] for line in re.findall(r"(rl-coserve train .*)", said))
+    written = Path(name or WAYS[way][1])
+    assert said.startswith(f"wrote {written}\n")
+    arguments = cli._parser().parse_args(typed)
+    assert arguments.dry_run
+    assert Path(arguments.config).samefile(written)
+    in_comments = re.findall(r"^# +(rl-coserve train .*?)(?:    .*)?$", written.read_text(), re.M)
+    assert len(in_comments) == 2
+    assert {shlex.split(line)[2] for line in in_comments} == {arguments.config}
+
+
+@pytest.mark.parametrize("name", [None, "X", "my loop.txt"])
+def test_what_is_next_for_a_megatron_script_is_no_command_whatever_the_files_name(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "megatron", *([name] if name else [])]) == 0
+    said = capsys.readouterr().out
+    assert "rl-coserve" not in said
+    assert "docs/recipes/existing.md" in said
+    compile(Path(name or "rl_loop.py").read_text(), "rl_loop.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["lend", "two\nlines.toml"], "must be printable"),
+        (["train", "no/such/folder.toml"], "cannot be written: No such file or directory"),
+        (["train", "."], "is there already"),
+    ],
+)
+def test_a_file_that_cannot_be_written_or_typed_is_one_error(
+    words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", *words]) == 2
+    assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_three_ways_in_are_three_files() -> None:

@@ -156,6 +156,23 @@ def test_weights_that_are_none_are_one_error(tmp_path: Path, capsys: pytest.Capt
     assert "no model-final yet" in capsys.readouterr().err
 
 
+def test_a_run_may_be_named_as_every_other_command_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["play", "latest"]) == 2
+    assert "there is no run here yet" in capsys.readouterr().err
+    run = tmp_path / "runs/latest"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    (run / "events.jsonl").write_text("")
+    for named in ("latest", "runs/latest"):
+        assert main(["play", named, "task.heldout_maps=3"]) == 2
+        error = capsys.readouterr().err
+        assert "runs/latest" in error
+        assert "no model-final yet" in error
+
+
 @pytest.mark.slow
 def test_a_model_of_a_folder_plays_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")

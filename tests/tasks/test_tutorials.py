@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.config import load_config
 from orchestrator.runtime import preflight
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -26,6 +29,16 @@ PAGES = Path(__file__).parents[2] / "docs/recipes"
 
 def block(page: str, language: str) -> str:
     return re.findall(rf"```{language}\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL)[0]
+
+
+def write_model(folder: Path) -> None:
+    """A tiny one, random, that speaks the tokens of a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(folder)
+    words = len(transformers.AutoTokenizer.from_pretrained(folder))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = transformers.Qwen3Config(vocab_size=words, num_key_value_heads=1, head_dim=16, **sizes)
+    transformers.Qwen3ForCausalLM(shape).save_pretrained(folder)
 
 
 @pytest.fixture
@@ -62,6 +75,28 @@ def test_the_environment_of_the_page_is_played_in_the_words_of_a_tokenizer(folde
         answers = [answer for _, answer in inner.expert(prompt.payload)]
         assert asyncio.run(play(prompt.payload, answers)) == 1.0
         assert asyncio.run(play(prompt.payload, [answers[0], "total 999"])) == 0.0
+    sys.modules.pop("shop")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_say_ok_and_play_an_episode_of_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    (folder / "shop.py").write_text(block("environment.md", "python"))
+    (folder / "shop.toml").write_text(block("environment.md", "toml"))
+    write_model(folder / "models/smollm2")
+    monkeypatch.setattr(cli, "_placed", lambda config: [])  # tests/config/test_config.py has a real one
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
+    commands = [shlex.split(line)[2:] for line in block("environment.md", "sh").splitlines() if "PYTHONPATH=." in line]
+    checked, played, trained = commands
+    assert cli.main(checked) == 0, capsys.readouterr().err
+    assert "OK: nothing" in capsys.readouterr().err
+    assert cli.main(played) == 0
+    said = capsys.readouterr().out
+    assert "say 'price NAME' or 'total NUMBER'" in said
+    assert re.search(r"^reward [01]$", said, re.M), said
+    assert trained == [word for word in checked if word != "--dry-run"]
     sys.modules.pop("shop")
 
 
@@ -116,3 +151,22 @@ def test_the_agent_of_the_page_calls_its_tool_and_prints_its_reward(folder: Path
     assert [one.stdout.splitlines()[-1:] for one in done] == [["1.0"], ["0.0"]], done[0].stderr
     assert [one["role"] for one in asked[1]["messages"]] == ["user", "assistant", "tool"]
     assert asked[0]["tools"][0]["function"]["name"] == "add"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_the_config_of_the_agent_passes_all_checks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "adder.py").write_text(block("agent.md", "python"))
+    (folder / "agent.toml").write_text(block("agent.md", "toml"))
+    tasks = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(400)]
+    (folder / "prompts.txt").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
+    write_model(folder / "model")
+    monkeypatch.setattr(cli, "_placed", lambda config: [])
+    monkeypatch.setattr(cli, "_about", lambda config: "nothing")
+    (typed,) = (line for line in block("agent.md", "sh").splitlines() if "--dry-run" in line)
+    words = shlex.split(typed, comments=True)[1:]
+    here = [f"model.path={folder}/model", f"task.agent.tokenizer={folder}/model", "task.agent.readable=['/usr/lib']"]
+    assert cli.main([*words, *here]) == 0, capsys.readouterr().err
+    assert "OK: nothing" in capsys.readouterr().err

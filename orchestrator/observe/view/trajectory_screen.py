@@ -61,7 +61,7 @@ def trajectory_screen(shown: ShownTrajectory, missing: str) -> RenderableType:
         duration(line["wall_time"]),
     ]
     if line["truncated"]:
-        facts.append("truncated")
+        facts.append("truncated: a limit ended it")
     if shown.gap is not None:
         facts.append(f"log-prob gap of the batch {significant(shown.gap)}")
     parts: list[RenderableType] = [head, Text(", ".join(facts), "dim")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,45 +20,52 @@ FindRun = Callable[[str], Path]
 def add_view_commands(commands: Any, find: FindRun) -> None:
     """Add them to the command line. ``find``: a run's folder by its name."""
     view = commands.add_parser(
-        "view", help="a live web page of a run, of one that has ended, or of all runs of a folder"
+        "view", help="serve a live web page of a run, of one that has ended, or of all runs of a folder"
     )
     view.add_argument(
         "name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest), or a folder of runs"
     )
-    view.add_argument("--port", type=_port, default=0, help="on loopback (a free one)")
-    view.add_argument("--token-file", default="", metavar="FILE", help="holds the page's token (a new one)")
+    view.add_argument("--port", type=_port, default=0, help="port on loopback (a free one)")
+    view.add_argument("--token-file", default="", metavar="FILE", help="file with the page's token (a new token)")
     view.set_defaults(run=lambda arguments: _view(arguments, find))
 
-    top = commands.add_parser("top", help="the same in the terminal")
+    top = commands.add_parser("top", help="watch a run in the terminal")
     top.add_argument("name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest)")
-    top.add_argument("--once", action="store_true", help="one picture, then end")
-    top.add_argument("--json", action="store_true", help="one picture as JSON, then end")
+    top.add_argument("--once", action="store_true", help="print once and exit")
+    top.add_argument("--json", action="store_true", help="print once as JSON and exit")
     top.set_defaults(run=lambda arguments: _top(arguments, find))
 
     trace = commands.add_parser("trace", help="write what a run did as a trace for Perfetto (ui.perfetto.dev)")
     trace.add_argument("name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest)")
-    trace.add_argument("--out", default="trace.json", metavar="FILE", help="trace.json; .gz is compressed")
+    trace.add_argument(
+        "--out",
+        default="trace.json",
+        metavar="FILE",
+        help="file to write (trace.json; .gz compresses it)",
+    )
     trace.add_argument("--steps", default="", metavar="FIRST-LAST", help="only these training steps")
     trace.set_defaults(run=lambda arguments: _trace(arguments, find))
 
-    show = commands.add_parser("show", help="what the agent saw and said: a list of trajectories, or one turn by turn")
+    show = commands.add_parser(
+        "show", help="show what the agent saw and said: a list of trajectories, or one turn by turn"
+    )
     show.add_argument("name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest)")
-    show.add_argument("id", nargs="?", default="", metavar="ID", help="of a trajectory, which is shown whole")
+    show.add_argument("id", nargs="?", default="", metavar="ID", help="the trajectory to show in full")
     one = show.add_mutually_exclusive_group()
     for pick, order in (("best", "highest reward"), ("worst", "lowest reward"), ("longest", "most tokens said")):
         help_ = f"show the trajectory with the {order}, of those chosen"
         one.add_argument(f"--{pick}", dest="pick", action="store_const", const=pick, default="", help=help_)
     one.add_argument("--failed", action="store_true", help="show the last one that failed")
-    show.add_argument("--step", type=int, metavar="N", help="only those of a training step")
-    show.add_argument("--task", default="", metavar="NAME", help="only those of a task")
+    show.add_argument("--step", type=int, metavar="N", help="only trajectories of this training step")
+    show.add_argument("--task", default="", metavar="NAME", help="only trajectories of this task")
     show.add_argument(
-        "--cause", default="", metavar="END", help="only those that ended so: trained, failed, 'failed: ...'"
+        "--cause", default="", metavar="END", help="only those that ended this way: trained, failed, 'failed: ...'"
     )
     show.add_argument(
-        "--reward", type=_rewards, default=(None, None), metavar="LOW:HIGH", help="only those from LOW to HIGH"
+        "--reward", type=_rewards, default=(None, None), metavar="LOW:HIGH", help="only rewards from LOW to HIGH"
     )
-    show.add_argument("--most", type=_count, default=20, metavar="N", help="lines of a list (20)")
-    show.add_argument("--json", action="store_true", help="print it as JSON")
+    show.add_argument("--most", type=_count, default=20, metavar="N", help="lines to list (20)")
+    show.add_argument("--json", action="store_true", help="print as JSON")
     show.set_defaults(run=lambda arguments: _show(arguments, find))
 
 
@@ -101,7 +109,7 @@ def _show(arguments: argparse.Namespace, find: FindRun) -> int:
             order = arguments.pick or "newest"
             found, _ = reader.lines(chosen, order, 0, 1)
             if not found:
-                wanted = ", ".join([order, *chosen.words()])
+                wanted = ", ".join([*filter(None, [arguments.pick]), *chosen.words()])
                 raise ConfigError("show", wanted, f"there is no such trajectory in {reader.folder.name}")
             line = found[0]
         shown = reader.read(line)
@@ -117,7 +125,7 @@ def _show(arguments: argparse.Namespace, find: FindRun) -> int:
     asked = "".join(f", {one}" for one in chosen.words())
     Console(soft_wrap=True).print(list_screen(lines, total, f" of {reader.folder.name}{asked}"))
     if lines:
-        print(f"\nread one: rl-coserve show {arguments.name} {lines[0]['trajectory_id']}")
+        print(f"\nread one: rl-coserve show {shlex.join([arguments.name, lines[0]['trajectory_id']])}")
     return 0
 
 
