@@ -4,7 +4,8 @@ Real: one run of the demo is calibrated; another one, with another seed, stalene
 looked at. Both are made in pairs, the one or the other first in turn, as the load of a shared machine is in both; its load
 average is in the detail. A run before them all is not counted: it alone reads the libraries from the disk. How far the runs that
 are calibrated, alike but for their seeds, are from each other is in the detail too: no prediction can be nearer than that.
-Short: 60 steps of the demo's 240. ``--quick`` makes one pair of few steps: it shows that the measurement works.
+Each has 120 steps, about as many as the demo has before it ends by itself. ``--quick`` makes one pair of few steps: it shows that
+the measurement works.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from scripts.bench.probes.training_run import train
 from scripts.bench.result import frame, now
 
 NAME = "calibrated-prediction"
-PAIRS, STEPS = 3, 60
+PAIRS, STEPS = 3, 120
 STEP_BAR, WALL_BAR = 0.10, 0.15
 _CONFIG = Path("examples/frozenlake.toml")
-_BOTH = ("evaluation.prompts=100", "run.minutes=20")
+_BOTH = ("evaluation.prompts=100", "run.minutes=20", "run.signal_share=0")
 _OTHER = ("rollout.alpha=2", "rollout.groups_per_step=6")
 
 
