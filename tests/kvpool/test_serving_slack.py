@@ -739,6 +739,15 @@ def test_learned_costs_are_those_of_steps_alone_and_grow_with_sizes_never_seen()
     assert costs.prefill(128) == pytest.approx(0.04)
 
 
+def test_an_unlucky_step_of_a_size_is_not_its_cost_where_larger_ones_cost_less() -> None:
+    costs = LearnedCosts(0.5)
+    costs.observe_step(0, 1, 0.013, shared=True)
+    assert costs.decode(1) == pytest.approx(0.013), "all that is known"
+    for _ in range(5):
+        costs.observe_step(0, 4, 0.002, shared=False)
+    assert [costs.decode(batch) for batch in (1, 2, 3, 4, 8)] == pytest.approx([0.002, 0.002, 0.002, 0.002, 0.004])
+
+
 def config_of(architecture: str = "Qwen3ForCausalLM") -> Any:
     shape = SimpleNamespace(num_hidden_layers=2, hidden_size=64)
     model = SimpleNamespace(

@@ -18,6 +18,7 @@ Pure: reading and writing files is :mod:`orchestrator.profiler.profile_file`.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -313,7 +314,9 @@ class LearnedCosts:
 
     Guarantees: sizes are kept in powers of two, each with the upper quintile of its last ``KEPT`` steps; a size that was never
     seen costs as much more than the next smaller one as it is larger, else what the next larger one costs; nothing seen at
-    all costs ``unknown`` seconds. Steps during which the device was shared count only until others were seen."""
+    all costs ``unknown`` seconds. No size costs more than a larger one that was seen: an unlucky step of a size, after which
+    nobody may take another, would be its cost for ever. Steps during which the device was shared count only until others were
+    seen."""
 
     def __init__(self, unknown: float) -> None:
         self._unknown = unknown
@@ -344,13 +347,12 @@ class LearnedCosts:
     def _read(self, sizes: dict[int, _SizeSeconds], count: int) -> float:
         if count <= 0:
             return 0.0
+        if not sizes:
+            return self._unknown
         rank = _rank(count)
-        if (size := sizes.get(rank)) is not None:
-            return size.seconds()
+        least = min((size.seconds() for known, size in sizes.items() if known >= rank), default=math.inf)
         below = max((known for known in sizes if known <= rank), default=None)
-        if below is not None:
-            return sizes[below].seconds() * 2.0 ** (rank - below)
-        return sizes[min(sizes)].seconds() if sizes else self._unknown
+        return least if below is None else min(least, sizes[below].seconds() * 2.0 ** (rank - below))
 
 
 class ProfiledCosts:
