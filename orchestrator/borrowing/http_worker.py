@@ -208,11 +208,12 @@ class HttpWorker:
 
     def _check_answer(self, completion: Completion, asked_for: _Asked) -> None:
         """What the trainer cannot take would end the run: tokens that are not there, numbers that are infinite in float32;
-        tokens of weights that are to come would never be stale. Raises RetryableError."""
+        tokens of weights that are to come would never be stale (those of before this run's are of version -1). Raises
+        RetryableError."""
         tokens, logprobs, most = completion.token_ids, completion.logprobs, asked_for.most
         known = not tokens or 0 <= min(tokens) <= max(tokens) < (self._vocabulary or math.inf)
         likely = not logprobs or _LEAST_LOGPROB <= min(logprobs) <= max(logprobs) <= 1.0
-        told = self._newest < 0 or all(0 <= version <= self._newest for version, _ in completion.versions)
+        told = self._newest < 0 or all(-1 <= version <= self._newest for version, _ in completion.versions)
         if not told:
             asked = f"weights up to version {self._newest} were given to it"
             raise RetryableError(f"{self.name}: the versions of {completion.request_id} cannot be: {asked}")

@@ -114,7 +114,7 @@ def test_an_answer_that_the_trainer_would_refuse_is_its_servers_failure(
     play(1, scenario, monkeypatch)
 
 
-@pytest.mark.parametrize("lie", [8, -1, (1 << 63) - 1, -(1 << 63)])
+@pytest.mark.parametrize("lie", [8, -2, (1 << 63) - 1, -(1 << 63)])
 def test_tokens_of_weights_that_a_server_was_never_given_are_its_failure(
     lie: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
