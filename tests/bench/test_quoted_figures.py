@@ -121,11 +121,12 @@ def borrowed(found: Any) -> tuple[float, ...]:
 
 
 def admission(found: Any) -> tuple[float, ...]:
-    """Late of all under dual admission, late without any, and the worst ratios, on Azure's trace."""
-    runs, judged = found["detail"]["runs"]["azure_code"], found["detail"]["traces"]["azure_code"]
-    late = {mode: sum(run[mode]["late"] for run in runs) for mode in ("dual", "none")}
-    tails = (judged["dual"][f"{name}_p99_over_alone"]["worst"] for name in ("ttft", "tpot"))
-    return (late["dual"], judged["dual"]["requests"], late["none"], *tails)
+    """Late of all under dual admission, of both traces; without any, on Azure's; and the worst ratios."""
+    detail = found["detail"]
+    late = sum(run["dual"]["late"] for runs in detail["runs"].values() for run in runs)
+    judged, none = [trace["dual"] for trace in detail["traces"].values()], detail["ladder"]["azure_code"]["none"]
+    tails = (max(dual[f"{name}_p99_over_alone"]["worst"] for dual in judged) for name in ("ttft", "tpot"))
+    return (late, sum(dual["requests"] for dual in judged), none["late"], none["requests"], *tails)
 
 
 def stream_steps(found: Any) -> tuple[float, ...]:
@@ -262,7 +263,12 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "borrowed",
         borrowed,
     ),
-    ("results/README", "| {} of {} (without admission {}); {:.2f}, {:.2f} | `coserve-slo`", "coserve-slo", admission),
+    (
+        "results/README",
+        "| {} of {:,} (without admission {} of {}); {:.2f}, {:.2f} | `coserve-slo`",
+        "coserve-slo",
+        admission,
+    ),
     (
         "results/README",
         "| {:.3f}, {:.3f}, {:.3f} | `learns`",
@@ -313,7 +319,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ),
     (
         "coserving",
-        "TTFT {3:.2f} and TPOT {4:.2f} of serving alone under dual admission, {0} of {1} late, without admission {2} ",
+        "TTFT {4:.2f} and TPOT {5:.2f} of serving alone under dual admission, {0} of {1:,} late, without admission {2} of {3} ",
         "coserve-slo",
         admission,
     ),
