@@ -39,6 +39,7 @@ from orchestrator.manager_shards import shard_messages as messages
 from orchestrator.manager_shards.shard_messages import EpisodeEnd
 from orchestrator.transfer.turns import HeldContexts, decode_turns, encode_completions
 
+_HELD_TOKENS = 1 << 31  # of a shard's contexts: the episodes under way have them in any case
 _EVENTS = ("fault", "recovered", "alarm")  # of a shard's environments and of its loop
 _PLAYED = EpisodeEnd("", "played")
 
@@ -65,7 +66,7 @@ class _Shard:
     starter: ShardStarter
     link: ShardLink | None = None
     flights: dict[str, _Flight] = field(default_factory=dict)
-    held: HeldContexts = field(default_factory=HeldContexts)
+    held: HeldContexts = field(default_factory=lambda: HeldContexts(_HELD_TOKENS))
     heard_at: float = 0.0
     counters: Mapping[str, Any] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -247,7 +248,10 @@ class ShardManagers:
         self._send(shard, messages.pack(messages.TAKEN, number, digests))
         for request in requests:
             flight = shard.flights.get(request.trajectory_id)
-            if flight is None or request.request_id in flight.requests:
+            if flight is None:  # it has ended
+                shard.held.forget(request.trajectory_id)
+                continue
+            if request.request_id in flight.requests:
                 continue
             turns = flight.episode.turns
             if turns and self._is_stale(turns[0].versions[0][0]):
@@ -397,7 +401,7 @@ class ShardManagers:
             shard.failed = early[0]
             self._events.emit("fault", what=shard.name, cause="shard", detail=shard.failed[:300])
             return
-        shard.link, shard.held, shard.heard_at = made[0], HeldContexts(), asyncio.get_running_loop().time()
+        shard.link, shard.held, shard.heard_at = made[0], HeldContexts(_HELD_TOKENS), asyncio.get_running_loop().time()
         self._tell_sizes(shard)
         self._up.set()
 
