@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
@@ -311,6 +313,32 @@ def test_what_a_shard_had_ends_with_a_cause_when_it_is_gone(way: str) -> None:
         assert "1 trajectories end with it" in head.sink.text()
         said_by_it(EpisodeEnd("t1", "stale").message())  # it was on its way
         assert head.shard.kills == 1
+        await head.close()
+
+    run(main())
+
+
+def test_what_the_head_has_seen_takes_the_bytes_of_its_numbers_and_is_kept_when_the_shard_is_gone(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        head, folder, tokens = Head(), ShardFolder(tmp_path / "disk", tmp_path), 100_000
+        played = await head.play()
+        tracemalloc.start()
+        head.shard.ask(0, *range(1000, 1000 + tokens))
+        await asyncio.sleep(0.01)
+        head.proxy.asked.clear()
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < 12 * tokens, "the context and the turn, 4 bytes per token each"
+        head.shard.lost("its process ended")
+        with pytest.raises(TrajectoryError):
+            await played
+        [turn] = folder.finish(head.episode.trajectory(4.0)).turns
+        assert turn.observation_ids == tuple(range(1000, 1000 + tokens))
+        assert (turn.action_ids, turn.logprobs, turn.versions) == ((5, 1), (-0.5, -0.25), ((3, 2),))
+        folder.close()
         await head.close()
 
     run(main())
