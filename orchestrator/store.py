@@ -15,8 +15,9 @@ Guarantees:
   of its trajectory's end, the ledger says.
 * :meth:`TrajectoryStore.append` does not wait for the disk: a thread writes, or asks a process that writes what lies in shards
   (:mod:`orchestrator.runtime.record_writer`), so that this one's interpreter is free. What is not on disk yet is held, what lies
-  in a shard by reference, and given to the next writer when one dies. Once ``backlog`` bytes wait, those who would add more
-  are to wait until :meth:`TrajectoryStore.behind` says that there is room: a run starts no group and trains no batch then.
+  in a shard by reference, and given to the next writer when one dies. Once ``backlog`` bytes wait beside the batch that was
+  trained last, those who would add more are to wait until :meth:`TrajectoryStore.behind` says that there is room: a run starts
+  no group and trains no batch then. A batch may be as large as it is: it has the next step's time to be written.
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
 Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token, and a filter on task, date
@@ -182,7 +183,7 @@ class TrajectoryStore:
     """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes. ``epoch``: the
     date at which a trajectory's times are 0, so that this reads no clock. ``journals``: logs that are synced first.
     ``writer``: writes what lies in the shards of ``finish``; None: this process writes, and where nobody waits for room
-    :meth:`append` does. ``backlog``: bytes that may wait for the disk; 0: ``BACKLOG``."""
+    :meth:`append` does. ``backlog``: bytes that may wait for the disk, beside as many as the newest batch has; 0: ``BACKLOG``."""
 
     def __init__(
         self,
@@ -207,6 +208,7 @@ class TrajectoryStore:
         self._pending_rows = self._pending_bytes = 0
         self._taken: dict[_FileKey, list[StoredRow]] = {}  # being written, by a thread perhaps
         self._appended = self._appended_bytes = 0
+        self._batch, self._batch_bytes = -1, 0  # that was trained last: its step
         self._written = self._written_bytes = 0  # counted by who writes; that is one at a time
         self._taken_until = self._on_disk = 0  # of what was appended first: taken, and all written
         self._writing: Future[None] | None = None
@@ -238,6 +240,9 @@ class TrajectoryStore:
         self._pending_bytes += row.bytes
         self._appended += 1
         self._appended_bytes += row.bytes
+        if outcome == TRAINED:
+            self._batch_bytes = row.bytes + (self._batch_bytes if step == self._batch else 0)
+            self._batch = step
         if self._writer is None and self._waiting_bytes > self._backlog:
             self._await_thread()
         if self._pending_rows >= self._rows_per_file or self._pending_bytes >= _FILE_BYTES:
@@ -248,7 +253,7 @@ class TrajectoryStore:
         cannot be written: that is kept, and tried again by the next flush."""
         if self._writing is not None and self._writing.done():
             self._await_thread()
-        if self._waiting_bytes <= self._backlog:
+        if self._waiting_bytes <= self._backlog + self._batch_bytes:
             return ""
         self._hand_over()
         rows = self._appended - self._written

@@ -15,14 +15,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from orchestrator.api import (
     CommandError,
+    Completion,
     ConfigError,
     GenerationRequest,
     RunError,
@@ -37,8 +40,10 @@ from orchestrator.envs import SHARD_LOST, Episode, StaleTrajectory, TurnServer
 from orchestrator.events import EventLog
 from orchestrator.manager_shards import shard_messages as messages
 from orchestrator.manager_shards.shard_messages import EpisodeEnd
+from orchestrator.shards.trajectory_shard import Column
 from orchestrator.transfer.turns import HeldContexts, decode_turns, encode_completions
 
+_HELD_TOKENS = 1 << 31  # of a shard's contexts: the episodes under way have them in any case
 _EVENTS = ("fault", "recovered", "alarm")  # of a shard's environments and of its loop
 _PLAYED = EpisodeEnd("", "played")
 
@@ -65,7 +70,7 @@ class _Shard:
     starter: ShardStarter
     link: ShardLink | None = None
     flights: dict[str, _Flight] = field(default_factory=dict)
-    held: HeldContexts = field(default_factory=HeldContexts)
+    held: HeldContexts = field(default_factory=lambda: HeldContexts(_HELD_TOKENS))
     heard_at: float = 0.0
     counters: Mapping[str, Any] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -247,7 +252,10 @@ class ShardManagers:
         self._send(shard, messages.pack(messages.TAKEN, number, digests))
         for request in requests:
             flight = shard.flights.get(request.trajectory_id)
-            if flight is None or request.request_id in flight.requests:
+            if flight is None:  # it has ended
+                shard.held.forget(request.trajectory_id)
+                continue
+            if request.request_id in flight.requests:
                 continue
             turns = flight.episode.turns
             if turns and self._is_stale(turns[0].versions[0][0]):
@@ -279,8 +287,8 @@ class ShardManagers:
             context = TokenSequence.of(request.token_ids)
             known = len(flight.asked) + len(episode.turns[-1].action_ids) if episode.turns else 0
             new = context[known:] if context.begins_with(flight.asked) else ()
-            told = completion.token_ids, completion.logprobs, completion.versions
-            episode.turns.append(Turn(new, *told, generate_seconds=round(loop.time() - asked, 6)))
+            told = _columns(new, completion)
+            episode.turns.append(Turn(*told, completion.versions, generate_seconds=round(loop.time() - asked, 6)))
             flight.asked, flight.turn_times = context, (asked, loop.time())
         self._send(flight.shard, messages.pack(messages.ANSWER, encode_completions(0, [completion])))
 
@@ -397,7 +405,7 @@ class ShardManagers:
             shard.failed = early[0]
             self._events.emit("fault", what=shard.name, cause="shard", detail=shard.failed[:300])
             return
-        shard.link, shard.held, shard.heard_at = made[0], HeldContexts(), asyncio.get_running_loop().time()
+        shard.link, shard.held, shard.heard_at = made[0], HeldContexts(_HELD_TOKENS), asyncio.get_running_loop().time()
         self._tell_sizes(shard)
         self._up.set()
 
@@ -413,6 +421,12 @@ class ShardManagers:
         for flight in flights:
             self._close(flight, EpisodeEnd(flight.episode.id, "failed", SHARD_LOST, f"{shard.name}: {why}"))
         shard.gone.set()
+
+
+def _columns(observation: Sequence[int], completion: Completion) -> tuple[Any, Any, Any]:
+    """What is kept of a turn while it is under way: Python's own numbers take five times the memory, and nobody may ever look."""
+    tokens = Column(np.array(observation, np.int32)), Column(np.array(completion.token_ids, np.int32))
+    return *tokens, Column(np.array(completion.logprobs, np.float64))
 
 
 def _forget(flight: _Flight, request_id: str, _: asyncio.Task[None]) -> None:

@@ -1,9 +1,9 @@
 """Where the shards of a run lie, and how long.
 
 Guarantees: :meth:`ShardFolder.finish` returns when the shard can be read by every process of this machine; a shard is freed
-when nothing refers to it any more, neither a trajectory nor a sample nor a job of the writer; where shared memory is full,
-shards go to the disk, and where that is full, too, it is one RunError and nothing is left half written. What a process left that
-was killed is removed by the next one.
+when nothing refers to it any more, neither a trajectory nor a sample nor a job of the writer; where seven eighths of shared
+memory are in use, shards go to the disk, and where that is full it is one RunError and nothing is left half written. What a
+process left that was killed is removed by the next one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rl-coserve-shards-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_OTHERS = 8  # one part of so many of shared memory is for others: Ray's object store and collectives die where a page is missing
 
 
 _NOTHING = Trajectory("", "", "", Prompt("", "", 0, ""), (Turn((), (), (), ()),), None, "", 0, False)
@@ -283,6 +284,8 @@ def _write(folders: Sequence[Path], name: str, data: memoryview, held: int = 0) 
         path = folder / name
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder != folders[-1]:
+                _leave_room(folder, len(data))
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 rest = data
@@ -302,6 +305,13 @@ def _write(folders: Sequence[Path], name: str, data: memoryview, held: int = 0) 
         f"a trajectory's shard cannot be written: {problem.strerror}, {problem.filename or path} "
         f"({held >> 20} MiB of shards are held)"
     )
+
+
+def _leave_room(folder: Path, size: int) -> None:
+    """Raises OSError where so many bytes more would take what is for others."""
+    facts = os.statvfs(folder)
+    if facts.f_bavail * facts.f_frsize - size < facts.f_blocks * facts.f_frsize // _OTHERS:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def _remove_unless_locked(folder: Path) -> None:

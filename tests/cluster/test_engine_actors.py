@@ -356,15 +356,20 @@ def test_a_call_of_a_rank_is_as_small_however_large_the_batch_is(
     shards.close()
 
 
+@pytest.mark.parametrize("kind", ["ObjectStoreFullError", "OutOfDiskError"])  # it spills to the disk first
 def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_the_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     ray = pytest.importorskip("ray")
+    full = getattr(ray.exceptions, kind)
 
-    def refuse(_: Any) -> Any:
+    def lose(_: Any) -> Any:
         raise ray.exceptions.RayError("gone or full")
 
-    monkeypatch.setattr(ray, "get", refuse)
+    def refuse(_: Any) -> Any:
+        raise full("gone or full")
+
+    monkeypatch.setattr(ray, "get", lose)
     monkeypatch.setattr(ray, "put", refuse)
     with pytest.raises(RunError, match="shard /a is lost: Ray cannot fetch it: gone or full"):
         NodeShard("/a", 8, "0", "object").open()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
@@ -42,7 +44,7 @@ from orchestrator.manager_shards.shard_messages import EpisodeEnd
 from orchestrator.shards.shard_folder import ShardFolder, TrajectoryWriter, lay_by_value, shard_of, turns_by_value
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.train_samples import to_samples
-from orchestrator.transfer.turns import decode_completions, encode_turns
+from orchestrator.transfer.turns import HeldContexts, decode_completions, encode_turns
 from scripts.bench.virtual_run import run
 from tests.loop.test_shards import a_trajectory
 
@@ -128,9 +130,10 @@ class Shard:
     def kills(self) -> int:
         return len(self.killed)
 
-    def ask(self, number: int, *tokens: int) -> None:
+    def ask(self, number: int, *tokens: int, known: int = 0) -> None:
+        """``known``: of the tokens, that the head has."""
         request = GenerationRequest(f"t1/{number}", "t1", number, tokens, SAMPLING, "sim", group_id="g")
-        turns = encode_turns([(request, TokenSequence(tokens), None)])
+        turns = encode_turns([(request, TokenSequence(tokens), TokenSequence(tokens[:known]) if known else None)])
         self.heard(shard_messages.pack(shard_messages.TURNS, number, turns))
 
     def kinds(self) -> str:
@@ -224,6 +227,33 @@ def test_an_episode_is_played_and_scored_in_a_shard() -> None:
     run(main())
 
 
+def test_the_head_has_the_contexts_of_what_is_under_way_however_many_and_of_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a shard of thousands of long episodes would send each context whole, turn by turn."""
+    monkeypatch.setattr(HeldContexts.__init__, "__defaults__", (8,))
+
+    async def main() -> None:
+        head = Head()
+        played = await head.play()
+        first = tuple(range(2, 9))
+        head.shard.ask(0, *first)
+        await asyncio.sleep(0.01)
+        head.shard.ask(1, *first, 5, 1, 9, known=7)
+        await asyncio.sleep(0.01)
+        head.shard.ask(2, *first, 5, 1, 9, 5, 1, 9, known=10)
+        await asyncio.sleep(0.01)
+        assert [len(request.token_ids) for request in head.proxy.asked] == [7, 10, 13]
+        head.shard.heard(EpisodeEnd("t1", "stale").message())
+        with pytest.raises(StaleTrajectory):
+            await played
+        head.shard.ask(3, *first)  # it was on its way
+        assert (len(head.proxy.asked), len(head.managers._shards[0].held)) == (3, 0)
+        await head.close()
+
+    run(main())
+
+
 def test_an_episode_that_is_called_off_returns_what_there_is_when_the_shard_has_ended_it() -> None:
     async def main() -> None:
         head = Head()
@@ -283,6 +313,32 @@ def test_what_a_shard_had_ends_with_a_cause_when_it_is_gone(way: str) -> None:
         assert "1 trajectories end with it" in head.sink.text()
         said_by_it(EpisodeEnd("t1", "stale").message())  # it was on its way
         assert head.shard.kills == 1
+        await head.close()
+
+    run(main())
+
+
+def test_what_the_head_has_seen_takes_the_bytes_of_its_numbers_and_is_kept_when_the_shard_is_gone(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        head, folder, tokens = Head(), ShardFolder(tmp_path / "disk", tmp_path), 100_000
+        played = await head.play()
+        tracemalloc.start()
+        head.shard.ask(0, *range(1000, 1000 + tokens))
+        await asyncio.sleep(0.01)
+        head.proxy.asked.clear()
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < 12 * tokens, "the context and the turn, 4 bytes per token each"
+        head.shard.lost("its process ended")
+        with pytest.raises(TrajectoryError):
+            await played
+        [turn] = folder.finish(head.episode.trajectory(4.0)).turns
+        assert turn.observation_ids == tuple(range(1000, 1000 + tokens))
+        assert (turn.action_ids, turn.logprobs, turn.versions) == ((5, 1), (-0.5, -0.25), ((3, 2),))
+        folder.close()
         await head.close()
 
     run(main())

@@ -127,13 +127,13 @@ def test_what_a_writer_that_gets_no_processor_leaves_undone_waits_and_is_done_wh
     store = TrajectoryStore(tmp_path / "store", 4, finish=shards.finish, writer=writer)
 
     async def scenario() -> None:
-        store.append(originals[0], 0, "trained")
+        store.append(originals[0], 0, "evicted_stale")
         await store.flushed()
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGSTOP)
         begun = time.monotonic()
         for trajectory in originals[1:]:
-            store.append(trajectory, 0, "trained")
+            store.append(trajectory, 0, "evicted_stale")
         assert time.monotonic() - begun < 5, "the loop did not wait for it"
         assert store.behind().startswith("the trajectory store: ")
         os.kill(writer.pid, signal.SIGCONT)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api import ContextStart, Prompt, RunError, TrainSample, Trajectory, Turn
 from orchestrator.shards.sample_references import PART, pack, unpack
-from orchestrator.shards.shard_folder import ShardFolder, shard_of
+from orchestrator.shards.shard_folder import ShardFolder, TrajectoryWriter, shard_of
 from orchestrator.shards.trajectory_shard import Column, OpenShard, encode
 from orchestrator.train_samples import to_samples
 
@@ -196,6 +197,23 @@ def test_full_shared_memory_goes_on_on_the_disk_and_a_full_disk_is_one_error(
         folder.finish(a_trajectory("t2"))
     left = list(tmp_path.rglob("*.arrow"))
     assert left == [Path(shard.path)]
+    folder.close()
+
+
+@pytest.mark.parametrize(("free", "where"), [(0.12, "disk"), (0.2, "memory")])
+def test_shared_memory_is_never_filled_to_the_last_page_which_others_would_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, where: str
+) -> None:
+    """Whoever maps a page that is not there is killed by the kernel: Ray's object store, a collective's buffers."""
+    (tmp_path / "memory").mkdir()
+    folder = ShardFolder(tmp_path / "disk", tmp_path / "memory")
+    facts = SimpleNamespace(f_blocks=1 << 20, f_frsize=4096, f_bavail=int(free * (1 << 20)))
+    monkeypatch.setattr(os, "statvfs", lambda path: facts)
+    laid = TrajectoryWriter(folder.folders, "s0").lay(a_trajectory("t2"))
+    shard = shard_of(folder.finish(a_trajectory()))
+    assert shard is not None
+    for path in (laid.path, shard.path):
+        assert Path(path).relative_to(tmp_path).parts[0] == where
     folder.close()
 
 

@@ -423,7 +423,7 @@ def test_what_waits_for_a_slow_writer_is_held_by_reference_and_says_when_it_is_t
     for number in range(60):
         trajectory = make_trajectory(number)
         said.append(bool(store.behind()))
-        store.append(shards.finish(trajectory) if number % 2 else trajectory, 0, "trained")
+        store.append(shards.finish(trajectory) if number % 2 else trajectory, 0, "evicted_stale")
     del trajectory
     assert writer.asked.wait(30)
     assert 20 < said.index(True) < 40  # their numbers count, too
@@ -436,6 +436,26 @@ def test_what_waits_for_a_slow_writer_is_held_by_reference_and_says_when_it_is_t
     store.close()
     assert stored(tmp_path / "store") == [make_trajectory(number) for number in range(60)]
     assert shards.bytes == 0
+
+
+def test_a_batch_that_is_larger_than_what_may_wait_is_waited_for_by_the_one_after_the_next(
+    tmp_path: Path, shards: ShardFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With routed experts a batch has gigabytes: a writer that has it on disk within a step holds nothing up."""
+    monkeypatch.setattr(store_module, "BACKLOG", 8 * store_module._ROW_BYTES)
+    writer = HeldWriter()
+    store = TrajectoryStore(tmp_path / "store", finish=shards.finish, writer=writer)
+    said = []
+    for step in range(3):
+        for number in range(20):
+            store.append(make_trajectory(20 * step + number), step, "trained")
+        said.append(bool(store.behind()))
+    assert said == [False, True, True]
+    writer.may.set()
+    while store.behind():
+        time.sleep(0.01)
+    store.close()
+    assert len(stored(tmp_path / "store")) == 60
 
 
 def test_a_file_is_bounded_by_its_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

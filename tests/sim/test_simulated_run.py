@@ -24,9 +24,11 @@ from orchestrator.buffer import SampleBuffer, Taken
 from orchestrator.config import Config, load_config
 from orchestrator.ledger import Ledger
 from orchestrator.observe.occupancy import SAMPLE_SECONDS
+from orchestrator.pipeline import Pipeline
 from orchestrator.policies.batching.staleness import StalenessBound
 from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.crash_remains import SimStore
+from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.simulated_worker import SimWorker, TurnMoves
 from orchestrator.sim.twins import SimTrainer
@@ -421,7 +423,16 @@ def test_while_the_store_is_behind_no_group_starts_and_no_batch_trains_and_the_w
         begun = asyncio.get_running_loop().time()
         return "the trajectory store: 1024 MiB" if since <= begun < since + hour else ""
 
+    named, note = dict[str, None](), Pipeline._note_store
+
+    def noted(self: Pipeline) -> str:
+        found = note(self)
+        if found:
+            named[self.waiting_for] = None
+        return found
+
     monkeypatch.setattr(SimStore, "behind", behind)
+    monkeypatch.setattr(Pipeline, "_note_store", noted)
     result = simulate(
         config("run.steps=6", f"run.mode={mode}", f"rollout.alpha={2 * (mode == 'async')}", "rollout.environments=36")
     )
@@ -430,6 +441,7 @@ def test_while_the_store_is_behind_no_group_starts_and_no_batch_trains_and_the_w
     (alarm,) = (event for event in events if event["kind"] == "alarm" and event["what"] == "store")
     assert since <= alarm["t"] <= since + SAMPLE_SECONDS
     assert alarm["detail"] == "starts and training wait for the trajectory store: 1024 MiB"
+    assert list(named) == ["the trajectory store: 1024 MiB"], "what the terminal, `top` and the page show"
     (over,) = (event for event in events if event["kind"] == "recovered" and event["what"] == "store")
     waits = [event for event in events if event["kind"] == "stage" and event["stage"] == "wait_store"]
     assert [one["waiting_for"] for one in waits] == ["the trajectory store: 1024 MiB"] * (
@@ -439,3 +451,55 @@ def test_while_the_store_is_behind_no_group_starts_and_no_batch_trains_and_the_w
     assert not [one for one in stages if one["stage"] == "train_step" and alarm["t"] < one["start"] < since + hour]
     started = [json.loads(line) for line in result.journal.decode().splitlines()]
     assert [one["t"] for one in started if one["state"] == "running" and alarm["t"] < one["t"] < over["t"]] == []
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 6, 9])  # each with a store that is behind; rounds, streaming, shards
+def test_whatever_a_run_is_a_store_that_is_behind_now_and_then_loses_nothing_and_stops_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under faults, kills and resumes too."""
+
+    def behind(_: SimStore) -> str:
+        spell = int(asyncio.get_running_loop().time() // 15)
+        return "the trajectory store" if random_stream(seed, "behind", spell).random() < 0.5 else ""
+
+    monkeypatch.setattr(SimStore, "behind", behind)
+    result = simulate(ledger_faults.config_of(seed), strict=False)
+    assert (result.unaccounted, result.violations) == (0, [])
+    assert b"starts and training wait for the trajectory store" in result.events
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(
+            ("run.mode=sync_plus", "rollout.alpha=0", "trainer.stream=true", "rollout.colocation.enabled=true"),
+            id="devices change hands",
+        ),
+        pytest.param(
+            ("run.mode=async", "rollout.alpha=2", "rollout.weights_overlap=true"), id="weights travel beside a step"
+        ),
+    ],
+)
+def test_a_run_that_is_stopped_while_it_waits_for_the_store_ends_and_accounts_for_all(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next life finishes it."""
+    note, stopped = Pipeline._note_store, list[float]()
+
+    def noted(self: Pipeline) -> str:
+        if (now := asyncio.get_running_loop().time()) > 600 and not stopped:
+            stopped.append(now)
+            self.stop("asked to")
+        return note(self)
+
+    def behind(_: SimStore) -> str:
+        return "the trajectory store" if asyncio.get_running_loop().time() > 20 and not stopped else ""
+
+    monkeypatch.setattr(SimStore, "behind", behind)
+    monkeypatch.setattr(Pipeline, "_note_store", noted)
+    result = simulate(config("run.steps=8", *more), strict=False)
+    assert (result.unaccounted, result.violations, result.lives) == (0, [], 2)
+    ends = [json.loads(line) for line in result.events.decode().splitlines() if '"run_end"' in line]
+    assert [one["status"] for one in ends] == ["interrupted", "completed"]
+    assert 0 <= ends[0]["t"] - stopped[0] < 60
