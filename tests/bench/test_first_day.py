@@ -17,14 +17,17 @@ from tests.support import fake_cuda
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu" / "first_day.sh"
 
-# Of ten steps one hangs, one fails, one lacks something; the small programs of the script are run.
+# One step hangs, one fails, one lacks something, one ends without a result, others log something after theirs; the small programs
+# of the script are run.
 STAND_IN = """#!/bin/sh
 case "$*" in
-    "-m scripts.bench.probes.vllm.first_day_probe") printf '%s\\n' "one 20" "hangs 1" "fails 20" "lacks 20" "last 20"; exit 0 ;;
+    "-m scripts.bench.probes.vllm.first_day_probe")
+        printf '%s\\n' "one 20" "hangs 1" "fails 20" "lacks 20" "silent 20" "last 20"; exit 0 ;;
     *"first_day_probe hangs"*) exec sleep 60 ;;
     *"first_day_probe fails"*) echo "begun"; echo "no such kernel" >&2; exit 1 ;;
     *"first_day_probe lacks"*) echo "2 GPUs" >&2; exit 3 ;;
-    *first_day_probe*) echo "loading"; echo '{"args": "'"$*"'"}'; exit 0 ;;
+    *"first_day_probe silent"*) echo "loading"; exit 0 ;;
+    *first_day_probe*) echo "loading"; echo '{"args": "'"$*"'"}'; echo "INFO the engine has ended"; exit 0 ;;
 esac
 exec PYTHON "$@"
 """
@@ -46,12 +49,13 @@ def test_a_step_that_hangs_fails_or_lacks_something_keeps_no_other_from_running(
     python.write_text(STAND_IN.replace("PYTHON", sys.executable))
     python.chmod(0o755)
     code, steps, printed = run(tmp_path / "out", "--dry", str(tmp_path / "out"), python=str(python))
-    assert code == 2, printed
+    assert code == 3, printed
     assert {name: (row["state"], row["why"]) for name, row in steps.items()} == {
         "one": ("ok", ""),
         "hangs": ("failed", "took longer than 1 s"),
         "fails": ("failed", "exit code 1: no such kernel"),
         "lacks": ("left out", "needs 2 GPUs"),
+        "silent": ("failed", "it printed no result"),
         "last": ("ok", ""),
     }
     assert steps["last"]["result"] == {"args": "-m scripts.bench.probes.vllm.first_day_probe last --dry"}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,15 @@ import pytest
 
 from orchestrator.api import ConfigError, SharedDevice, WorkerStats
 from orchestrator.api.http import stats_from_json
-from orchestrator.policies.parallelism.engine_profile import LearnedCosts
+from orchestrator.policies.parallelism.engine_profile import (
+    PHASES,
+    EngineLayout,
+    EngineProfile,
+    LearnedCosts,
+    ProfiledCosts,
+    ProfilePoint,
+    StepCosts,
+)
 from orchestrator.policies.serving.admission import Admission, ServingState, Slo
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
@@ -591,6 +600,56 @@ def test_a_dry_run_computes_nothing_and_counts_what_it_would_have(setup: Setup) 
     assert told.would == 3 * 256, "a chunk takes 36 ms"
     setup.pool.control(ControlWord.DRY, 0)
     assert setup.step().total_num_scheduled_tokens == 256
+
+
+def refused_but(setup: Setup, costs: StepCosts, takes: Callable[[int], float], seconds: float) -> list[float]:
+    """Of a rollout engine with a sequence that decodes: when its steps began. ``takes``: seconds of its n-th step."""
+    turns, begun = RolloutAdmission(setup.stock, setup.other, costs, 1, now=lambda: setup.at), list[float]()
+    turns._sleep = lambda pause: None
+    setup.stock.add("r", 100, outputs=5)
+    start = setup.at
+    while setup.at < start + seconds:
+        output = turns.schedule(setup.stock.schedule, False)
+        if output.total_num_scheduled_tokens:
+            begun.append(setup.at - start)
+            setup.at += takes(len(begun))
+            turns.step_ended(output)
+        else:
+            setup.at += 0.01
+    return begun
+
+
+def test_one_unlucky_step_keeps_a_rollout_engine_out_for_a_second_and_not_for_ever(setup: Setup) -> None:
+    setup.meter.publish_idle()
+    begun = refused_but(setup, LearnedCosts(0.02), lambda step: 0.3 if step == 1 else 0.002, 3.0)
+    assert begun[1] - begun[0] == pytest.approx(1.3, abs=0.02)
+    assert len(begun) > 500
+
+
+def test_steps_that_never_fit_are_tried_ever_less_often(setup: Setup) -> None:
+    setup.meter.publish_idle()
+    begun = refused_but(setup, LearnedCosts(0.02), lambda step: 0.06, 300.0)
+    waits = [after - before - 0.06 for before, after in itertools.pairwise(begun)]
+    assert waits == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.0, 64.0], abs=0.02)
+
+
+def test_what_nobody_measured_is_tried_though_it_is_reckoned_too_long(setup: Setup) -> None:
+    setup.meter.publish_idle()
+    assert len(refused_but(setup, LearnedCosts(1.0), lambda step: 0.002, 2.0)) > 400
+
+
+@pytest.mark.parametrize("why", ["serving is busy", "it was profiled", "serving spares nothing"])
+def test_nothing_is_tried_where_it_could_make_a_token_late_or_teach_nothing(setup: Setup, why: str) -> None:
+    busy, left = why == "serving is busy", -1.0 if why == "serving spares nothing" else 0.03
+    setup.at = 0.0
+    state = ServingState(0.0, step_end=60.0, busy=busy, tpot_slack=left, arriving=left, tick=1)
+    setup.pool.publish(ServingWords(state).pack())
+    costs: StepCosts = LearnedCosts(1.0)
+    if why == "it was profiled":
+        layout = EngineLayout()
+        points = [ProfilePoint(phase, layout, 1, 64, 1.0) for phase in PHASES]
+        costs = ProfiledCosts(EngineProfile(points), 64)
+    assert refused_but(setup, costs, lambda step: 0.002, 50.0) == []
 
 
 def test_what_makes_no_progress_for_two_seconds_is_handed_back_once(setup: Setup) -> None:

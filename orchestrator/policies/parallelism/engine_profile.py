@@ -344,6 +344,10 @@ class LearnedCosts:
             return
         size.add(seconds, shared)
 
+    def forget(self, decoding: bool) -> None:
+        """Of decoding, else of prefills: the next step is all that is known."""
+        (self._decode if decoding else self._prefill).clear()
+
     def _read(self, sizes: dict[int, _SizeSeconds], count: int) -> float:
         if count <= 0:
             return 0.0

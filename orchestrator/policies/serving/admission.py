@@ -5,12 +5,16 @@ Guarantees:
 * No rollout step is admitted while a prompt of serving waits for its first token. Whatever ran then would delay every prompt
   that arrives until the queue is empty, one step each: in a burst that is many. Device time is not lost by it, as serving
   computes meanwhile. So a prompt waits for one admitted step at most, the one under way when the first of its burst came.
-* No rollout step is admitted whose cost exceeds the least slack of serving, less the guard; and of one slack that serving
-  published, all steps together take no more than the whole. So serving is delayed by no more than it can spare.
+* No rollout step is admitted whose cost exceeds the least slack of serving, less the guard (but for trials, below); and of one
+  slack that serving published, all steps together take no more than the whole. So serving is delayed by no more than it can
+  spare.
 * What serving published is believed for ``STALE_SECONDS`` after its running step should have ended: older, and there is no slack
   where it had requests.
 * The guard grows with every near miss of a step that took longer than was admitted, and decays slowly, also while it keeps steps
   out: a profile that is wrong costs rollout speed, never an SLO twice. A burst that leaves no slack says nothing of the profile.
+* With ``trials``, for costs that are learned: one that kept every step out for ``TRIAL_SECONDS`` is not believed for ever, as
+  what never runs is never measured again. While serving has no request and could spare something, the least step that there is
+  runs once. Each one that was in vain doubles the time until the next, up to ``TRIAL_MOST``.
 
 Deviations, on the safe side: equation 1 admits a step beside prompts that can spare it, which is the first line here; a queued
 prefill also waits for those before it in the queue; a request whose tokens came slower than its SLO in the mean has no slack
@@ -34,6 +38,7 @@ MODES: tuple[Mode, ...] = ("dual", "ttft", "tpot", "none")
 CHUNK = 512  # tokens of a rollout's prefill at a time (ROSE 4.1)
 GUARD_MOST = 0.05  # seconds
 STALE_SECONDS = 0.1
+TRIAL_SECONDS, TRIAL_MOST = 1.0, 64.0  # half of the time after which what makes no progress is handed back
 PROMPTS = 64  # of the latest ones, by which one that arrives is judged
 
 
@@ -71,12 +76,14 @@ class ServingState:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedWork:
-    """What may run now, as one step: ``tokens`` of prefill beside one token each of ``decode`` sequences; ``seconds``: cost."""
+    """What may run now, as one step: ``tokens`` of prefill beside one token each of ``decode`` sequences; ``seconds``: cost;
+    ``trial``: whatever it costs, to learn that."""
 
     tokens: int = 0
     decode: int = 0
     seconds: float = 0.0
     reason: str = ""  # why nothing may
+    trial: bool = False
 
 
 def ttft_slack(
@@ -140,6 +147,7 @@ class Admission:
         *,
         mode: Mode = "dual",
         guard: float = 0.002,
+        trials: bool = False,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode = {mode!r}: one of {', '.join(MODES)}")
@@ -149,6 +157,8 @@ class Admission:
         self.guard = self._least = guard
         self._prefill, self._decode = prefill, decode
         self._spent = (-1, 0.0)  # of which tick, how many seconds
+        self._trials = trials
+        self._shut, self._patience = math.inf, TRIAL_SECONDS  # since when nothing was short enough; until it is tried
 
     def slack(self, state: ServingState, now: float) -> float:
         """Seconds that serving can spare from now on, guard included; infinite when there is nothing to consider."""
@@ -200,7 +210,12 @@ class Admission:
                     break
         if not batch and not tokens:
             self._decay()
+            self._shut = min(self._shut, now)
+            if self._trials and not state.busy and slack > 0 and now - self._shut >= self._patience:
+                self._shut, self._patience = math.inf, min(TRIAL_MOST, 2 * self._patience)
+                return AdmittedWork(int(not decoding), int(decoding > 0), slack, trial=True)
             return AdmittedWork(reason="serving has no slack")
+        self._shut, self._patience = math.inf, TRIAL_SECONDS
         if state.busy:
             self._spent = (state.tick, seconds + (self._spent[1] if self._spent[0] == state.tick else 0.0))
         return AdmittedWork(tokens, batch, seconds)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.policies.parallelism.engine_profile import StepCosts
+from orchestrator.policies.parallelism.engine_profile import LearnedCosts, StepCosts
 from orchestrator.policies.serving.admission import CHUNK, Admission, AdmittedWork
 from orchestrator.policies.serving.progress_watch import ProgressWatch
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
@@ -47,7 +47,8 @@ class RolloutAdmission:
     ) -> None:
         self._scheduler, self._pool, self._costs = scheduler, pool, costs
         self._minimum, self._now, self._sleep = minimum, now, sleep
-        self._admission = Admission(costs.prefill, costs.decode)
+        self._learned = costs if isinstance(costs, LearnedCosts) else None
+        self._admission = Admission(costs.prefill, costs.decode, trials=self._learned is not None)
         self._serving = -1  # its slot
         self._read: bytes | None = None  # what was read there last
         self._said: ServingWords | None = None  # and what it means
@@ -113,6 +114,8 @@ class RolloutAdmission:
             self._pretends = now + found.seconds
             self.reason = "a dry run"
             return AdmittedWork(reason=self.reason)
+        if found.trial and self._learned is not None:
+            self._learned.forget(found.decode > 0)
         return found
 
     def _is_dry_run(self) -> bool:
