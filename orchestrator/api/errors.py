@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -63,6 +64,12 @@ class ConfigError(CoserveError):
         self.field = field
         self.value = value
         self.fix = fix
+
+    @staticmethod
+    def of_all(found: Iterable[ConfigError]) -> ConfigError:
+        """One for several, each once: the first, with the others below its fix."""
+        first, *others = {str(error): error for error in found}.values()
+        return ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         return ConfigError, (self.field, self.value, self.fix)  # it crosses processes

@@ -58,7 +58,7 @@ class RelaySection(Section):
     # with snapshot_every: a version may still travel whole, where that takes less time, or it never does
     encoding: Literal["auto", "difference"] = "difference"
     codec_threads: Positive = 1  # of each rank that encodes or applies differences
-    sites: dict[str, SiteSection] = {}  # by any name; workers of no site read the relay itself
+    sites: dict[str, SiteSection] = {}  # by any name; workers without a site read the relay itself
     site_token_file: str = ""  # of the caches, a file on every machine; empty: RL_COSERVE_SITE_TOKEN_FILE, or a new one
     site_allow_plain: bool = False  # caches that the run starts in a Ray cluster may do without tls.certificate
     # a version that cannot be published is tried again for this long; generation continues
@@ -86,7 +86,7 @@ class ResourcesSection(Section):
     pools: dict[str, Positive] = {}
     # of the pools, where jobs share a metadata store
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "default"
-    silent: PositiveSeconds = 60.0  # without a heartbeat of another job, before what it has of them is free
+    silent: PositiveSeconds = 60.0  # without a heartbeat from another job, before its devices are free
     trainer: str = "H800"  # class that trainer ranks ask for
     devices_per_rank: Positive = 1
     # class -> rollout workers that ask for it, rollout.workers in all; empty: all H20
@@ -95,7 +95,8 @@ class ResourcesSection(Section):
     devices_per_server: Positive = 8
     # class -> 10^9 bytes of a device, where `rl-coserve plan` does not know it; "GPU": where there are no pools
     memory_gb: dict[str, Annotated[float, Field(gt=0)]] = {}
-    compatible: dict[str, tuple[str, ...]] = {}  # class -> stand-ins while it has none free; not in it: all of its kind
+    # class -> stand-ins while it has none free; if not given: all of its kind
+    compatible: dict[str, tuple[str, ...]] = {}
 
 
 class RaySection(Section):
@@ -111,7 +112,7 @@ class TlsSection(Section):
 
     certificate: str = ""  # with its chain; empty: listeners speak plain HTTP, on loopback only
     key: str = ""  # of the certificate; a file that only you can read
-    authority: str = ""  # whom clients trust; empty: the system's authorities
+    authority: str = ""  # authority that clients trust; empty: the system's
     verify_clients: bool = False  # listeners take only clients with a certificate of the authority
     allow_plain_http: bool = False  # rewards, judges and tools elsewhere may be called unencrypted
 

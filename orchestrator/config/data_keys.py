@@ -20,12 +20,12 @@ class DataSection(Section):
         ""  # the same, of rows that are never trained on; empty: a fifth of `file`, by the hash of the prompt
     )
     prompt: str = "prompt"  # column: text, or a list of messages
-    answer: str = "answer"  # column that the reward is given: text or a number
-    columns: tuple[str, ...] = ()  # more columns that it is given
+    answer: str = "answer"  # column passed to the reward: text or a number
+    columns: tuple[str, ...] = ()  # more columns passed to it
     # module:function, called with what the policy said, the answer, and the row; or several, each with its weight
     reward: Target | dict[Target, Weight] = {}
     tokenizer: str = ""  # a Hugging Face folder with a chat template; empty: characters, for the tiny model
-    system: str = ""  # instructions before every prompt; empty: the template's own, where it has some
+    system: str = ""  # instructions before every prompt; empty: the template's own, if any
     prompt_tokens: Positive = 512  # of a prompt in its template, at most
     skip_long: bool = False  # leave longer prompts out; false: they are an error
     response_tokens: Positive = 256  # of an answer, at most

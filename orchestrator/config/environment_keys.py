@@ -13,7 +13,8 @@ from orchestrator.settings.section import Conflict, Positive, PositiveSeconds, S
 class KubernetesSection(Section):
     """Pods that environments run in (environment.backend = "kubernetes")."""
 
-    image: str = ""  # has Python, this package in this version, and what the task needs; a prompt may name another
+    # must have Python, this package in this version, and what the task needs; a prompt may name another
+    image: str = ""
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
     context: str = ""  # of the kubeconfig; empty: the current one, or the pod's own account inside a cluster
     registry_mirror: str = ""  # images are pulled from here first: replaces the registry in `image` (RollArt 8)
@@ -22,7 +23,7 @@ class KubernetesSection(Section):
     cpu: Annotated[str, Field(pattern=r"^[0-9]+m?$|^[0-9]+\.[0-9]+$")] = "500m"  # request and limit of a pod
     memory: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi|K|M|G)?$")] = "512Mi"
     node_selector: dict[str, str] = {}
-    port: Annotated[int, Field(ge=1024, le=65535)] = 8011  # that the environment listens on, in its pod
+    port: Annotated[int, Field(ge=1024, le=65535)] = 8011  # where the environment listens, in its pod
     orphan_seconds: PositiveSeconds = 120.0  # a pod ends when nobody has been connected to it for this long
 
 
@@ -31,21 +32,21 @@ class EnvironmentSection(Section):
     keep a pool of instances that live on between episodes. Limits of a step and of a trajectory are in [rollout]."""
 
     backend: Literal["in-process", "in-process-pool", "subprocess", "kubernetes"] = "in-process"
-    size: Annotated[int, Field(ge=0)] = 0  # instances at most; 0: rollout.environments
+    size: Annotated[int, Field(ge=0)] = 0  # instances, at most; 0: rollout.environments
     warm: Annotated[int, Field(ge=0)] = 4  # instances kept ready beyond those in use
     parallel_starts: Positive = 4
     start_timeout: PositiveSeconds = 60.0
     start_tries: Positive = (
-        8  # failures in a row, with none alive, that end the run, or those who wait for this template
+        8  # failures in a row, with none alive, that end the run (or the trajectories that wait for this template)
     )
-    reset_tries: Annotated[int, Field(ge=1, le=16)] = 3  # environments that are asked until one begins an episode
+    reset_tries: Annotated[int, Field(ge=1, le=16)] = 3  # environments tried until one begins an episode
     backoff_first: PositiveSeconds = 1.0  # pause after a failed start; doubles with each failure
     backoff_limit: PositiveSeconds = 60.0
-    health_seconds: PositiveSeconds = 30.0  # between checks of idle ones
+    health_seconds: PositiveSeconds = 30.0  # seconds between checks of idle instances
     health_timeout: PositiveSeconds = 5.0
-    idle_seconds: PositiveSeconds = 300.0  # those beyond `warm` end when they were idle for this long
-    max_age_seconds: PositiveSeconds = 3600.0  # then replaced, between two episodes
-    max_episodes: Annotated[int, Field(ge=0)] = 0  # then replaced; 0: no limit
+    idle_seconds: PositiveSeconds = 300.0  # instances beyond `warm` end after being idle for this long
+    max_age_seconds: PositiveSeconds = 3600.0  # age at which an instance is replaced, between two episodes
+    max_episodes: Annotated[int, Field(ge=0)] = 0  # episodes after which it is replaced; 0: no limit
     memory_mb: Annotated[int, Field(ge=0)] = 2048  # address space of one process (subprocess); 0: no limit
     cpu_seconds: Annotated[int, Field(ge=0)] = 0  # processor time of one call (subprocess, kubernetes); 0: no limit
     kubernetes: KubernetesSection = KubernetesSection()
@@ -69,11 +70,11 @@ class ToolsSection(Section):
     functions: dict[ToolName, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = {}  # name -> module:function
     urls: dict[ToolName, str] = {}  # name -> URL of a function elsewhere; token in RL_COSERVE_TOOLS_TOKEN
     concurrency: Positive = 16  # calls of one tool in flight
-    burst: Annotated[int, Field(ge=0)] = 64  # more that may wait; one beyond fails
+    burst: Annotated[int, Field(ge=0)] = 64  # further calls that may wait; any beyond fail
     timeout: PositiveSeconds = 10.0
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     warm: Annotated[int, Field(ge=0)] = 1  # processes of each tool that are kept ready
-    idle_seconds: PositiveSeconds = 30.0  # the embedded host ends the others after this
+    idle_seconds: PositiveSeconds = 30.0  # the embedded host ends further processes after this
     host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -20,7 +20,7 @@ class StreamedJudgeSection(Section):
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # auto: the GPU where there is one
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    memory_mb: Annotated[int, Field(ge=0)] = 0  # what it may have of the device; 0: what is free (a CPU: any)
+    memory_mb: Annotated[int, Field(ge=0)] = 0  # device memory that it may use; 0: what is free (on a CPU: any)
     layers_file: str = ""  # keep the layers in this file instead of memory (on a CPU)
     # file of `rl-coserve profile --judge`: what a token takes, and how many questions together are fastest; empty: by its sizes
     profile: str = ""
@@ -44,7 +44,8 @@ class JudgeSection(Section):
     high: int = 10
     structured: bool | None = None  # the endpoint enforces the form of the answer (response_format); None: with `url`
     max_tokens: Positive = 64
-    # of a question, not its wait for others in the run's own judge; None: reward.timeout, with "adaptive" reward.adaptive.whole
+    # for a question, not counting its wait for others in the run's own judge; None: reward.timeout, with "adaptive"
+    # reward.adaptive.whole
     timeout: PositiveSeconds | None = None
     streamed: StreamedJudgeSection = StreamedJudgeSection()
 
@@ -70,8 +71,8 @@ class ServeSection(Section):
 
     min_replicas: Annotated[int, Field(ge=0)] = 1  # 0: none when nobody calls, and a cold start of seconds
     max_replicas: Positive = 4
-    per_replica: Positive = 1  # calls that one works on at once, a process each; more load than that adds replicas
-    cpus: Annotated[float, Field(gt=0)] = 1.0  # that Ray counts for a replica
+    per_replica: Positive = 1  # calls that one replica handles at once, a process each; more load adds replicas
+    cpus: Annotated[float, Field(gt=0)] = 1.0  # CPUs that Ray counts per replica
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one; of a cluster's Serve, the port it listens on
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -86,8 +87,8 @@ class AdaptiveTimeoutSection(Section):
     factor: Annotated[float, Field(ge=1)] = adaptive_timeouts.FACTOR
     least: PositiveSeconds = adaptive_timeouts.LEAST
     most: PositiveSeconds = adaptive_timeouts.MOST
-    rule: PositiveSeconds = adaptive_timeouts.RULE_LIMIT  # of a call where the task's reward has no test cases
-    whole: PositiveSeconds = 120.0  # of all test cases of a trajectory together
+    rule: PositiveSeconds = adaptive_timeouts.RULE_LIMIT  # for a call where the task's reward has no test cases
+    whole: PositiveSeconds = 120.0  # for all test cases of a trajectory together
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.least <= self.most <= self.whole:
@@ -124,10 +125,10 @@ class RewardSection(Section):
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this, Ray Serve to min_replicas
     host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
-    host: Literal["embedded", "ray_serve"] = "embedded"  # worker processes of this machine, or of a whole Ray
+    host: Literal["embedded", "ray_serve"] = "embedded"  # worker processes on this machine, or across a Ray cluster
     serve: ServeSection = ServeSection()
     votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
-    vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
+    vote_by: Literal["majority", "median"] = "majority"  # how the votes are combined
     judge: JudgeSection = JudgeSection()
     # task of a mixture -> its judge; `function` scores the others (RollPacker 4.3: maths, code and judge in one run)
     judges: dict[str, JudgeSection] = {}

@@ -22,20 +22,20 @@ class RoutingSection(Section):
 
     policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
     imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
-    skew: Annotated[float, Field(ge=0)] = 0.0  # in its place: largest over smallest load that it may come to; 0: off
+    skew: Annotated[float, Field(ge=0)] = 0.0  # used instead: the largest over smallest load allowed; 0: off
     # requests a dedicated worker has at a time; the others go to served workers, or wait. 0: no limit. None: as `profile` says,
     # else 16 a device (ROSE, appendix A) where served workers are borrowed beside them and dedicated ones go first, else no limit
     cap: Annotated[int, Field(ge=0)] | None = None
-    served_cap: Annotated[int, Field(ge=0)] | None = None  # the same of a served worker, without `profile`
-    # file of `rl-coserve profile` that says from how many requests on a dedicated worker gets no faster (ROSE, appendix A)
+    served_cap: Annotated[int, Field(ge=0)] | None = None  # the same for a served worker, without `profile`
+    # file of `rl-coserve profile`: from how many requests on a dedicated worker gets no faster (ROSE, appendix A)
     profile: str = ""
     # dedicated-first: a served worker gets what dedicated ones have no room for (ROSE). least-utilized: the worker with the
     # smallest share of its cap taken, dedicated or served.
     spread: Literal["dedicated-first", "least-utilized"] = "dedicated-first"
     # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
     hardware: dict[str, str] = {}
-    affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
-    fallback: bool = True  # a task may use the other classes while its own has no room
+    affinity: dict[str, str] = {}  # task, or "default" -> class to run it on (RollArt, Listing 1)
+    fallback: bool = True  # a task may use other classes while its own has no room
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.profile and self.cap is not None:
@@ -62,16 +62,18 @@ class BorrowedSection(Section):
 
     # servers, those whose neighbours used least KV memory in the last hour; 0: all that are named
     most: Annotated[int, Field(ge=0)] = 0
-    file: str = ""  # names more of them, a URL a line; read again at every look
-    every: PositiveSeconds = 10.0  # between two looks at the servers
-    lease: Annotated[float, Field(ge=5, le=3600)] = 60.0  # that a server stays a run's without a sign of life of it
-    window: PositiveSeconds = 3600.0  # of the use that counts
-    margin: Fraction = 0.1  # of the memory that another server's neighbour must use less, to be taken in place of one
-    crowded: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the memory: above it a server is given back; 1: never
-    patience: PositiveSeconds = 30.0  # with a server that is silent, or lends nothing, before it is given back
-    rest: Annotated[float, Field(ge=0)] = 60.0  # before one that was crowded, reclaimed or gone is taken again
-    idle: Annotated[float, Field(ge=0)] = 120.0  # without need of a server before it is given back; 0: never for that
-    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # of its share, where several runs want servers
+    file: str = ""  # file with more of them, one URL per line; read again at every look
+    every: PositiveSeconds = 10.0  # seconds between two looks at the servers
+    # how long a server stays with a run that shows no sign of life
+    lease: Annotated[float, Field(ge=5, le=3600)] = 60.0
+    window: PositiveSeconds = 3600.0  # the period over which use is averaged
+    margin: Fraction = 0.1  # share of memory by which another server must be used less to replace one
+    crowded: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of memory above which a server is given back; 1: never
+    patience: PositiveSeconds = 30.0  # how long a server may be silent or lend nothing before it is given back
+    rest: Annotated[float, Field(ge=0)] = 60.0  # wait before one that was crowded, reclaimed or gone is taken again
+    # how long a server goes unneeded before it is given back; 0: never for that
+    idle: Annotated[float, Field(ge=0)] = 120.0
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # weight of this run's share where several want servers
 
     @property
     def exchanged(self) -> bool:
@@ -87,14 +89,14 @@ class KvTransferSection(Section):
     """Prefix KV that is copied to the worker that a turn goes to, not recomputed (Heddle 5.3): docs/kv_transfer.md."""
 
     enabled: bool = False
-    min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a shorter one is always computed
-    limit: PositiveSeconds = 10.0  # of a move; then the prefix is computed
-    staging_mb: Positive = 256  # of a worker's host memory, for KV that came and is not loaded yet
-    host: str = "127.0.0.1"  # that the run's own workers hand KV out at; "node": the address of each one's machine
-    allow_plain: bool = False  # another host than loopback may do without tls.certificate; KV then travels unencrypted
-    carrier: Literal["tcp", "mooncake"] = "tcp"  # of the blocks; who may have them is proved over TCP with either
+    min_tokens: Annotated[int, Field(ge=0)] = 64  # tokens of a context; a shorter one is always computed
+    limit: PositiveSeconds = 10.0  # for a move; then the prefix is computed
+    staging_mb: Positive = 256  # host memory per worker for KV that has arrived and is not loaded yet
+    host: str = "127.0.0.1"  # address where the run's own workers hand out KV; "node": that of each one's machine
+    allow_plain: bool = False  # a host other than loopback needs no tls.certificate; KV then travels unencrypted
+    carrier: Literal["tcp", "mooncake"] = "tcp"  # what carries the blocks; access is proved over TCP either way
     protocol: Literal["tcp", "rdma"] = "tcp"  # of Mooncake's transfer engine
-    device: str = ""  # RDMA devices with commas between, as in /sys/class/infiniband; empty: Mooncake chooses
+    device: str = ""  # comma-separated RDMA devices, as in /sys/class/infiniband; empty: Mooncake chooses
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.carrier == "tcp" and (self.protocol, self.device) != ("tcp", ""):
@@ -107,9 +109,9 @@ class DisaggregationSection(Section):
 
     enabled: bool = False
     prefill: str = ""  # class of the workers that prefill, as in routing.hardware or a pool
-    decode: str = ""  # of those that decode
-    tasks: tuple[str, ...] = ()  # that are served so; empty: all
-    min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a turn with a shorter one is served whole
+    decode: str = ""  # class of the workers that decode
+    tasks: tuple[str, ...] = ()  # tasks served this way; empty: all
+    min_tokens: Annotated[int, Field(ge=0)] = 64  # tokens of a context; a turn with a shorter one is served whole
     degrees: dict[Annotated[str, Field(pattern=r"^vllm-\d+$")], Positive] = {}  # own worker -> devices of its engine: 1
 
 
@@ -120,12 +122,15 @@ class PlannerSection(Section):
     enabled: bool = False
     # file of `rl-coserve profile`: the first TP, gains and re-profiling; without it gains are tried out
     profile: str = ""
-    max_tp: Annotated[int, Field(ge=0)] = 0  # 0: rollout.workers, the devices of this machine
-    experts: bool = False  # of a mixture: layouts with whole experts on a device too (EP); in simulated runs only
-    expected_tokens: Annotated[int, Field(ge=0)] = 0  # of a response, before the first step; 0: the task's longest
-    rise: Annotated[float, Field(ge=1)] = 1.05  # of preemptions from one step to the next: then TP doubles
-    calm_steps: Positive = 4  # without preemption: then TP is halved
-    # of a step's time from the profile's: then an alarm asks for a new one
+    max_tp: Annotated[int, Field(ge=0)] = 0  # largest degree; 0: rollout.workers, the devices of this machine
+    # for mixtures of experts: also try layouts with whole experts per device (EP); simulated runs only
+    experts: bool = False
+    # tokens expected of a response before the first step; 0: the task's longest
+    expected_tokens: Annotated[int, Field(ge=0)] = 0
+    # factor by which preemptions rise from one step to the next: then TP doubles
+    rise: Annotated[float, Field(ge=1)] = 1.05
+    calm_steps: Positive = 4  # steps without preemption: then TP is halved
+    # factor between a step's time and the profile's: then an alarm asks for a new profile
     divergence: Annotated[float, Field(gt=1)] = 2.0
 
 
@@ -133,9 +138,9 @@ class ColocationSection(Section):
     """Rollout and training on the same devices, streamed within a step (RollPacker 4.4): docs/modes.md."""
 
     enabled: bool = False
-    low: Fraction = 0.2  # of a step's trajectories that are finished: devices may be freed from here on,
+    low: Fraction = 0.2  # share of a step's trajectories that are finished: devices may be freed from here on,
     high: Fraction = 0.5  # up to here,
-    every: Annotated[float, Field(gt=0, le=1)] = 0.05  # tried again when this many more are finished
+    every: Annotated[float, Field(gt=0, le=1)] = 0.05  # tried again when this much more is finished
     level: Literal["weights", "dropped"] = "weights"  # what workers release: weights go to the host, or are read again
 
 
@@ -144,15 +149,15 @@ class RoundsSection(Section):
 
     enabled: bool = False
     eta_prompts: float = 1.25  # a short round launches this many times the prompts that it keeps
-    eta_responses: float = 1.25  # the same of a prompt's responses
+    eta_responses: float = 1.25  # the same for a prompt's responses
     # values of eta to try in the first rounds, 1.1 to 1.4 in the paper; empty: no search
     search: tuple[float, ...] = ()
     epoch_prompts: Annotated[int, Field(ge=0)] | None = None  # in the data set; 0: never repeats; None: the task knows
-    tries: Positive = 16  # a prompt whose groups failed so often is given up, and counted
-    isolate_environments: bool = False  # prompts that their environment made late wait in a queue of their own
+    tries: Positive = 16  # a prompt whose groups failed this often is given up, and counted
+    isolate_environments: bool = False  # prompts delayed by their environment wait in a queue of their own
     max_active: Positive | None = None  # trajectories in flight for each worker at most (DAPO with rounds)
-    # who says which prompts are long: the prompts' own lengths in earlier epochs, or a function of a prompt; they wait for a long
-    # round unplayed. Empty: nobody
+    # what predicts which prompts are long: their own lengths in earlier epochs, or a function of a prompt; they wait for a long
+    # round unplayed. Empty: nothing
     predict: Annotated[str, Field(pattern=r"^(history|progressive|[\w.]+:\w+)?$")] = ""
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -173,54 +178,58 @@ class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
     workers: Annotated[int, Field(ge=0, le=65536)] = (
-        1  # vLLM engines that the run starts; 0 with `served`; with `engines` their sum
+        1  # vLLM engines that the run starts; may be 0 with `served`; with `engines` their sum
     )
     served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
-    served_token_file: str = ""  # holds their bearer token, which it may change; empty: the variable RL_COSERVE_TOKEN
-    served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
+    served_token_file: str = ""  # file with their bearer token, which may change; empty: the variable RL_COSERVE_TOKEN
+    served_allow_plain_http: bool = False  # plain http to other machines, too: the token travels unencrypted
     # Added to the priority of the run's requests there: the lower number goes first, and users have 0.
     served_priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 1_000_000
-    served_deactivate: bool = False  # at the run's end, rollout engines of a device's pool that nobody else uses
+    served_deactivate: bool = False  # at the run's end deactivate rollout engines in a pool that nobody else uses
     environments: Positive = 64  # trajectories in flight at most
-    # processes that environments, their managers and calls of rewards are shared out over: docs/processes.md; 1: the run's own
+    # processes among which environments, their managers and reward calls are divided: docs/processes.md; 1: the run's own
     shards: Annotated[int, Field(ge=1, le=256)] = 1
-    shards_on: Literal["head", "nodes"] = "head"  # the run's own machine, or over the nodes of ray.address
+    shards_on: Literal["head", "nodes"] = "head"  # on the run's own machine, or over the nodes of ray.address
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
     groups_per_step: Positive = 32
-    redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # launched over needed
-    # the same of a group's members; the rest is aborted
+    redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # groups launched over groups needed
+    # the same for a group's members; the rest are aborted
     redundant_members: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0
-    member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, a group
-    group_timeout: PositiveSeconds | None = None  # then a group is trained without its stragglers, or they are replaced
-    buffer_limit: Positive | None = None  # trajectories between start and training; None: what alpha allows
+    member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, per group
+    # seconds; then a group is trained without its stragglers, or they are replaced
+    group_timeout: PositiveSeconds | None = None
+    buffer_limit: Positive | None = None  # trajectories between start and training, at most; None: what alpha allows
     staleness_decay: Annotated[float, Field(ge=0)] = 0.0  # a trajectory counts exp(-this * lag) in the loss; 0: off
     ess_alarm: Fraction = 0.0  # alarm when a step's effective sample size falls below this share; 0: off
-    dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal by other groups (DAPO)
-    max_filtered_groups: Positive = 64  # replaced per step, at most; those beyond are trained as they are
-    # launch for a batch what the one before it took, with what dynamic sampling replaced (ROSE 6, of DAPO)
+    dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal (DAPO)
+    max_filtered_groups: Positive = 64  # groups replaced per step, at most; any beyond are trained as they are
+    # launch for a batch what the one before took, replaced groups included (ROSE 6, of DAPO)
     dynamic_concurrency: bool = False
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     environment_step_timeout: PositiveSeconds = 10.0
-    environment_reset_timeout: PositiveSeconds | None = None  # of a reset; None: that of a step
+    environment_reset_timeout: PositiveSeconds | None = None  # for a reset; None: as for a step
     trajectory_timeout: PositiveSeconds = 3600.0
     worker_restarts: Annotated[int, Field(ge=0)] = 2
-    restart_window: PositiveSeconds = 3600.0  # what `worker_restarts` counts in: older restarts are forgotten
-    start_timeout: PositiveSeconds = 1800.0  # of all engines, from their processes to their weights
-    # of one that died; and how long a run waits for a server when it has no other
+    restart_window: PositiveSeconds = 3600.0  # in which `worker_restarts` counts: older restarts are forgotten
+    start_timeout: PositiveSeconds = 1800.0  # for all engines, from process start to loaded weights
+    # for one that died; also how long a run waits for a server when it has no other
     restart_timeout: PositiveSeconds = 1800.0
-    prepare_timeout: PositiveSeconds = 600.0  # to fetch a version while generating; then the update fetches it
+    prepare_timeout: PositiveSeconds = 600.0  # to fetch a version while generating; after that the update fetches it
     update_timeout: PositiveSeconds = 600.0  # to load a version, or to release the device's memory or take it back
-    # as `stall_timeout`, of one that had no work before; the longer counts
+    # like `stall_timeout`, for one that had no work before; the longer counts
     first_token_timeout: PositiveSeconds = 300.0
     # a worker that computes nothing, or leaves a command unanswered, is restarted
     stall_timeout: PositiveSeconds = 60.0
-    heartbeat_seconds: PositiveSeconds = 5.0  # a worker with work that was silent for this long is asked how it is
-    heartbeat_misses: Positive = 4  # this many times without an answer in that time, then it is restarted
-    weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
+    # a worker with work that was silent for this long is asked for a sign of life
+    heartbeat_seconds: PositiveSeconds = 5.0
+    heartbeat_misses: Positive = 4  # unanswered this many times in a row, it is restarted
+    # how the run's own workers get a version; served ones use the relay
+    weights: Literal["relay", "collective"] = "relay"
     # a version travels beside the next training step, which otherwise begins when the workers have it; async and areal only
     weights_overlap: bool = False
-    collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
+    # to deliver a version; after that, workers that lack it take it from the relay
+    collective_timeout: PositiveSeconds = 60.0
     engine: EngineSettings = EngineSettings()
     engines: tuple[EngineGroup, ...] = ()  # groups with options of their own, in place of `engine`
     routing: RoutingSection = RoutingSection()
@@ -451,10 +460,11 @@ class TaskContextSection(Section):
     """What long episodes are shown: docs/long_episodes.md. Sizes are tokens."""
 
     strategy: Literal["keep", "summarise", "restart"] = "keep"
-    tokens: Annotated[int, Field(ge=0)] = 0  # a context with its response; 0: all that the task has room for
-    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, that stay when a context starts over
-    summary: Annotated[str, Field(pattern=r"^(model|[\w.]+:\w+)$")] = "model"  # by the policy, or module:function
-    summary_tokens: Annotated[int, Field(ge=0)] = 0  # at most; 0: as a response
+    tokens: Annotated[int, Field(ge=0)] = 0  # tokens of a context with its response; 0: all that the task has room for
+    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, which stay when a context starts over
+    # written by the policy, or module:function
+    summary: Annotated[str, Field(pattern=r"^(model|[\w.]+:\w+)$")] = "model"
+    summary_tokens: Annotated[int, Field(ge=0)] = 0  # tokens, at most; 0: as for a response
     ask: tuple[int, ...] = ()  # token ids that ask the policy for a summary
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -476,16 +486,17 @@ class FiltersSection(Section):
     """Which scored trajectories may be trained on, what a batch is made of; see
     :mod:`orchestrator.policies.batching.trajectory_filters`."""
 
-    completeness: bool = True  # drop what an error cut short, or what holds no token of the policy
+    completeness: bool = True  # drop episodes that an error cut short, or that hold no token of the policy
     truncated: Literal["keep", "drop"] = "keep"  # episodes that ran into their turn or context limit
     reward_min: float | None = None
     reward_max: float | None = None
-    ngram: Annotated[int, Field(ge=2, le=64)] = 4  # tokens; of the next two
+    ngram: Annotated[int, Field(ge=2, le=64)] = 4  # tokens per n-gram, for the next two
     max_repetition: Fraction | None = None  # share of a trajectory's action n-grams that repeat earlier ones of it
-    max_similarity: Fraction | None = None  # share that the last `similarity_window` trajectories have already
+    max_similarity: Fraction | None = None  # share that already occurs in the last `similarity_window` trajectories
     similarity_window: Positive = 256  # trajectories of the same task
     balance: Literal["none", "task", "difficulty"] = "none"
-    balance_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch's groups, for one task or difficulty
+    # largest share of a batch's groups for one task or difficulty
+    balance_share: Annotated[float, Field(gt=0, le=1)] = 0.5
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.reward_min is not None and self.reward_max is not None and self.reward_min > self.reward_max:

@@ -23,12 +23,12 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     mode: Literal["sync", "sync_plus", "one_off", "areal", "async"] = "async"  # docs/modes.md
     steps: Positive = 100
-    trainer_start_timeout: PositiveSeconds = 1800.0  # of its ranks, from their processes to their model
+    trainer_start_timeout: PositiveSeconds = 1800.0  # for its ranks, from process start to loaded model
     trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long counts as dead
     # This often, without a new training step in between, a trainer that died comes back and a run that lost the relay's master
     # continues by itself from its newest checkpoint; then it ends. 0: it ends at once.
     restarts: Annotated[int, Field(ge=0)] = 2
-    sync_seconds: PositiveSeconds = 1.0  # of log and journal that a power cut may take, between two checkpoints
+    sync_seconds: PositiveSeconds = 1.0  # log and journal that a power cut may lose between two checkpoints
     minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
     # Past its half a run ends, and says so, where fewer groups of the last 20 steps had members with different rewards, from
     # which alone it learns; 0: never.
@@ -55,9 +55,9 @@ class ModelSection(Section):
 class MemorySection(Section):
     """A memory as a tool, around any task: see docs/long_episodes.md."""
 
-    turns: Annotated[int, Field(ge=0)] = 0  # that an episode has for it beside the task's own; 0: no memory
+    turns: Annotated[int, Field(ge=0)] = 0  # turns that an episode has for it beside the task's own; 0: no memory
     longest: Annotated[int, Field(ge=2)] = 64  # tokens of an answer, at most
-    notes: Positive = 64  # that are kept; then the oldest goes
+    notes: Positive = 64  # notes that are kept; then the oldest goes
     # of yours, module:function: token ids of notes -> a vector each; the nearest answer. Empty: those that share most words
     embed: str = ""
 
@@ -71,10 +71,10 @@ class ChatSection(Section):
 
     # a Hugging Face folder with a chat template, often model.path; empty: the task's closed vocabulary
     tokenizer: str = ""
-    system: str = ""  # instructions that every episode begins with; empty: the template's own, where it has some
-    response_tokens: Positive | None = None  # of an answer, at most; None: as many as the task has ids for
+    system: str = ""  # instructions that every episode begins with; empty: the template's own, if any
+    response_tokens: Positive | None = None  # tokens of an answer, at most; None: as many as the task has ids for
     examples: Annotated[int, Field(ge=0)] = 0  # episodes of the task's own expert that stand before each prompt
-    answer: str = ""  # regular expression of RE2: of a turn the task hears its last match only; empty: all of it
+    answer: str = ""  # regular expression (RE2): the task gets only its last match in a turn; empty: the whole turn
 
 
 class TaskSection(Section):
@@ -175,7 +175,7 @@ class CheckpointSection(Section):
     """Atomic checkpoints, at the start, the end, and when ``every`` or ``minutes`` says so; the last ``keep`` stay."""
 
     every: Annotated[int, Field(ge=0)] = 10  # training steps; 0: by time only
-    minutes: Annotated[float, Field(ge=0)] = 30.0  # since the last one; 0: by steps only
+    minutes: Annotated[float, Field(ge=0)] = 30.0  # minutes since the last one; 0: by steps only
     keep: Positive = 2
     keep_every: Annotated[int, Field(ge=0)] = 0  # one per this many steps is kept for good; 0: none
 

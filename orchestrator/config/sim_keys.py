@@ -69,8 +69,8 @@ class SimBorrowedSection(Section):
     played with "autoscale"."""
 
     how: Literal["coserve", "multiplex", "autoscale", "spot", "serverless"] = "coserve"
-    workers: Annotated[int, Field(ge=0)] = 0  # rollout workers so borrowed; 0: none
-    serving: Annotated[int, Field(ge=0)] = 0  # serving engines that they are chosen of; 0: as many as workers
+    workers: Annotated[int, Field(ge=0)] = 0  # rollout workers borrowed this way; 0: none
+    serving: Annotated[int, Field(ge=0)] = 0  # serving engines to choose from; 0: as many as workers
     device: str = ""  # class of their devices, which the affinity of tasks goes by; empty: sim.device
     model: str = "Qwen2.5-7B"  # that is served, of orchestrator/sim/hardware.py
     # collocated: each engine prefills and decodes (ROSE 4.3)
@@ -114,15 +114,15 @@ class SimSection(Section):
     degrees: tuple[Positive, ...] = ()  # devices of each worker, in order; empty: tensor_parallel of each
     # devices of a worker that whole experts are shared out over; 1: slices on each (roofline)
     expert_parallel: Positive = 1
-    # columns that slices of an expert are filled up to; 0: they are not (roofline)
+    # columns that expert slices are padded to; 0: not padded (roofline)
     expert_tile: Annotated[int, Field(ge=0)] = 0
     expert_imbalance: Annotated[dict[Version, Imbalance], BeforeValidator(_from_the_first)] = {
         0: 1.0
     }  # tokens of the fullest device's experts over the mean: a number, or {version = number}, each from that version on
-    prediction_seconds: Annotated[float, Field(ge=0)] = 0.15  # until a forecast is there: Heddle, table 1
+    prediction_seconds: Annotated[float, Field(ge=0)] = 0.15  # seconds until a forecast is there: Heddle, table 1
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
-    trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference
+    trainer_forwards: Annotated[int, Field(ge=0)] = 1  # forward passes besides the training one: old policy, reference
     # roofline: of a trained token, however many GPUs train; None: orchestrator/sim/hardware.py
     trainer_serial_seconds: Annotated[float, Field(ge=0)] | None = None
     # a streamed step is fed once only, at most so much of a batch (RollPacker, table 4); 0: as it comes
@@ -130,10 +130,11 @@ class SimSection(Section):
     pull_gb_s: Annotated[float, Field(ge=0)] = 0.0  # a worker from the relay; 0: its devices' network
     push_gb_s: Annotated[float, Field(ge=0)] = 0.0  # the trainer to the relay; 0: its devices' network
     kv_gb_s: Annotated[float, Field(ge=0)] = 0.0  # KV from worker to worker; 0: the receiver's devices' network
-    stall_seconds: Seconds = 0.0  # that workers stand still at each update beside loading: a transfer nothing overlaps
+    # that workers stand still at each update besides loading: a transfer that nothing overlaps
+    stall_seconds: Seconds = 0.0
     kv_tokens: Positive | None = None  # that a worker has room for; None: what its devices have, linear: any number
     start_seconds: Seconds = 5.0  # of an engine's process, weights not counted; a model's figure, no measurement
-    grain: Positive = 1  # tokens of the engine that one simulated token stands for
+    grain: Positive = 1  # engine tokens that one simulated token stands for
     tasks: dict[str, SimTaskSection] = {}
     borrowed: SimBorrowedSection = SimBorrowedSection()
     reward_slots: Annotated[int, Field(ge=0)] = 0  # scores computed at a time; 0: any number (serverless)
@@ -145,7 +146,7 @@ class SimSection(Section):
     turns_max: Positive = 8
     environment_seconds_mean: Annotated[float, Field(ge=0)] = 0.5
     environment_seconds_sigma: Annotated[float, Field(ge=0)] = 0.5
-    templates: Annotated[int, Field(ge=0)] = 0  # that prompts' environments begin from; 0: all from the same
+    templates: Annotated[int, Field(ge=0)] = 0  # templates that environments start from; 0: one for all
     data_set: Annotated[int, Field(ge=0)] = 0  # prompts that training goes through again and again; 0: it never repeats
     kinds: Positive = 1  # prompts of this many tasks in turn, all alike: sim, sim-2, ...
     tools: Fraction = 0.0  # chance that an environment's step calls a tool

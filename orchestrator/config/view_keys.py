@@ -38,6 +38,6 @@ class LoggingSection(Section):
     """What a run writes or sends for others to look at, docs/seeing.md."""
 
     tensorboard: bool = True  # event files in the run folder's tensorboard/, where the package is installed
-    turns_mb: Annotated[float, Field(ge=0)] = 64.0  # of turns.jsonl, for traces: about 80 bytes per turn; 0: none
+    turns_mb: Annotated[float, Field(ge=0)] = 64.0  # size of turns.jsonl, for traces: about 80 bytes per turn; 0: none
     wandb: WandbSection = WandbSection()
     otlp: OtlpSection = OtlpSection()

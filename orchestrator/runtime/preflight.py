@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from orchestrator.agents.chat_template import ModelChat
 from orchestrator.agents.manager_choice import outcome_scores
@@ -65,7 +64,9 @@ def prepare(config: Config) -> tuple[Task, list[str]]:
     try:
         task = make_task(config)
     except ConfigError as error:
-        _raise_all([error, *_found([*_of_versions(config), partial(_model, config, None), *_of_run(config, [])])])
+        without: list[Callable[[], object]] = [partial(_model, config, None), partial(_function, config, None)]
+        checks = [*_of_versions(config), *without, *_of_run(config, [])]
+        raise ConfigError.of_all([error, *_found(checks)]) from error
     return task, check(config, task)
 
 
@@ -82,7 +83,7 @@ def check(config: Config, task: Task) -> list[str]:
     ]
     last = partial(discovery.check, config, task)
     if found := _found([*_of_versions(config), *of_task, *_of_run(config, unplanned), last]):
-        _raise_all(found)
+        raise ConfigError.of_all(found)
     names = ", ".join(dict.fromkeys(name for group in config.rollout.engine_groups for name in group.unchecked))
     why = "vLLM is not installed here; each engine checks them when it starts"
     table = ".".join(config.rollout.engine_groups[0].table)
@@ -119,11 +120,6 @@ def _found(checks: Sequence[Callable[[], object]]) -> list[ConfigError]:
             if not found:  # else it may follow from what was found
                 raise
     return list(found.values())
-
-
-def _raise_all(found: Sequence[ConfigError]) -> NoReturn:
-    first, *others = {str(error): error for error in found}.values()
-    raise ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)])) from first
 
 
 def _heldout(config: Config) -> None:
@@ -271,11 +267,12 @@ def _spoken(task: Task, token_ids: Sequence[int]) -> None:
         raise ValueError(f"an observation holds token {wrong[0]}, the vocabulary has {len(task.vocabulary)}")
 
 
-def _function(config: Config, task: Task) -> None:
+def _function(config: Config, task: Task | None) -> None:
     reward = config.reward
     judge_setup.check(config)
     if not reward.url and not reward.judge.any and not outcome_scores(reward, task):
-        named_function("reward.function", config.reward.function or registry.reward_of(task))
+        if target := reward.function or (registry.reward_of(task) if task else ""):
+            named_function("reward.function", target)
         if config.reward.host == "ray_serve":
             _ray_serve(config)
 

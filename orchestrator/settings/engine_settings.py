@@ -65,7 +65,7 @@ class EngineSettings(Section):
     max_num_seqs: Positive = 64
     max_model_len: Positive = 256
     block_size: Annotated[int, Field(gt=0, multiple_of=32)] = 32
-    # MiB of KV cache; 0, and where gpu_memory_utilization is given: what vLLM finds free
+    # MiB of KV cache; 0, or where gpu_memory_utilization is given: what vLLM finds free
     kv_cache_mb: Annotated[int, Field(ge=0)] = 64
     threads: Positive = 1
     tensor_parallel_size: Positive = 1
@@ -129,7 +129,7 @@ class EngineGroup(EngineSettings):
     table = ("rollout", "engines")
 
     count: Positive = 1  # engines
-    hardware: str = ""  # class of `resources.pools` that they ask for; empty: H20
+    hardware: str = ""  # class of `resources.pools` that they use; empty: H20
 
 
 @functools.cache

@@ -63,7 +63,8 @@ class TrainerSettings(Section):
 
     table = ("trainer",)
     learning_rate: Annotated[Rate, Flag(megatron="lr")] = 1e-3
-    final_learning_rate: Annotated[Rate | None, Flag(megatron="min_lr")] = None  # decays to this over run.steps
+    # the rate decays to this over run.steps
+    final_learning_rate: Annotated[Rate | None, Flag(megatron="min_lr")] = None
     lr_decay: Annotated[LrDecay, Flag(megatron="lr_decay_style")] = "linear"  # the way to final_learning_rate
     lr_warmup_steps: Annotated[int, Field(ge=0), Flag(megatron="lr_warmup_iters")] = 0
     weight_decay: Annotated[NotNegative, Flag(megatron="weight_decay")] = 0.0
@@ -79,7 +80,7 @@ class TrainerSettings(Section):
         Annotated[float, Field(gt=1)] | None,
         Flag("bound of the ratio where the advantage is negative; 3 is usual"),
     ] = None
-    # what the clip compares with: pi_old recomputed, or what sampled
+    # what the clip compares with: pi_old recomputed, or the policy that sampled
     ratio_to: Annotated[RatioTo, Flag("what the clip compares with: pi_old, or the rollout that sampled")] = "trainer"
     # of the KL to the reference, the weights RL began with
     kl_coefficient: Annotated[NotNegative, Flag("weight of the KL to the weights that training began with")] = 0.0
@@ -105,8 +106,8 @@ class TrainerSettings(Section):
     )
     # the lower bound, with tis_mode = "mask"
     tis_floor: Annotated[NotNegative, Flag("lower bound of that weight, with --rl-tis-mode mask")] = 0.0
-    # tokens outside of the bounds: held at the cap, or left out
-    tis_mode: Annotated[TisMode, Flag("tokens outside of the bounds: held at the cap, or left out")] = "truncate"
+    # tokens outside the bounds: held at the cap, or left out
+    tis_mode: Annotated[TisMode, Flag("tokens outside the bounds: held at the cap, or left out")] = "truncate"
     # whose ratio the bounds hold: a token's, its trajectory's (a product), or their geometric mean
     tis_level: Annotated[TisLevel, Flag("whose ratio that is: a token's, or its trajectory's")] = "token"
     # leave out trajectories with a negative advantage that pi left by more than this, in the mean over their tokens of log
@@ -117,7 +118,8 @@ class TrainerSettings(Section):
     entropy_coefficient: Annotated[NotNegative, Flag("weight of the entropy bonus")] = 0.0
     # divide by the group's standard deviation; ppo: whiten over the batch
     normalize_advantage: Annotated[bool, Flag("divide advantages by their standard deviation")] = True
-    # how token losses become one number, None: the objective's own; or a function of yours that makes them (module:function)
+    # how token losses become one number; None: the objective's own; or a function of yours that makes them
+    # (module:function)
     loss: Annotated[
         LossName | None,
         Flag(f"how token losses become one number: {', '.join(get_args(LossMean))}, or module:function", unset=OWN),
@@ -244,7 +246,8 @@ class TrainerSection(TrainerSettings):
     reference_samples: Annotated[int, Field(ge=0)] = (
         0  # trajectories per step whose KL to the reference is only measured
     )
-    logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
+    # trajectories that the gap is measured on, per version; 0: off
+    logprob_gap_samples: Annotated[int, Field(ge=0)] = 32
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
     entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off
     tis_alarm: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of tokens at the cap or left out; 0: off
@@ -263,8 +266,8 @@ class TrainerSection(TrainerSettings):
                 said[flag.megatron],
                 said.get("min_lr") and said.get("lr_decay_style", "linear") != "constant",
             )
-            if key in ("final_learning_rate", "lr_decay") and not decays:
-                continue  # a constant rate is one without a final one here
+            if key in ("final_learning_rate", "lr_decay") and not decays:  # a constant rate has no final one
+                continue
             if found.setdefault(key, value) != value:
                 word = f"--{flag.megatron.replace('_', '-')}"
                 raise ConfigError(

@@ -10,9 +10,10 @@
     tokenizer = "/models/Qwen3-0.6B"
 
 Guarantees: all rows are read and checked before anything starts; the first that are wrong are named with file and line, and
-none is cut or left out without a word. Training goes through all of its rows in an order that the seed decides, and only then
-through all of them again. The SHA-256 of the prompt decides whether a row is trained on or held out, so that the same question
-is never both; with ``heldout``, that file is held out, and its questions are not trained on where they stand in the other, too.
+none is cut or left out without a word. What is wrong with tokenizer, reward functions and files is said in one error. Training
+goes through all of its rows in an order that the seed decides, and only then through all of them again. The SHA-256 of
+the prompt decides whether a row is trained on or held out, so that the same question is never both; with ``heldout``, that file
+is held out, and its questions are not trained on where they stand in the other, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import inspect
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,9 +49,12 @@ class DatasetTask:
     def __init__(self, heldout: int = 300, settings: DataSection | None = None) -> None:
         settings = settings or DataSection()
         self._settings = settings
-        self.chat: ChatFormat = (
-            ModelChat(settings.tokenizer, "task.data.tokenizer") if settings.tokenizer else VocabularyChat()
-        )
+        wrong: list[ConfigError] = []
+        self.chat: ChatFormat = VocabularyChat()
+        with _gathered(wrong):
+            if settings.tokenizer:
+                self.chat = ModelChat(settings.tokenizer, "task.data.tokenizer")
+        self._measured = not wrong  # without its tokenizer nobody knows how long a prompt is
         self.vocabulary: Sequence[str] = self.chat.vocabulary
         self.pad_id, self.end_id = self.chat.pad_id, self.chat.end_id
         self.words = SimpleNamespace(decode=self.chat.text)  # what transcripts are written with
@@ -57,11 +62,17 @@ class DatasetTask:
         self.max_context_tokens = settings.prompt_tokens + settings.response_tokens
         self.reward = REWARD if settings.rewards else ""
         for target in settings.rewards:
-            scorer(target)
-        self._left_out = 0
-        rows = self._read("task.data.file", settings.file)
+            with _gathered(wrong):
+                scorer(target)
+        self._left_out, rows, apart = 0, list[Prompt](), list[Prompt]()
+        with _gathered(wrong):
+            rows = self._read("task.data.file", settings.file)
+        with _gathered(wrong):
+            apart = self._read("task.data.heldout", settings.heldout) if settings.heldout else []
+        if wrong:
+            raise ConfigError.of_all(wrong)
         if settings.heldout:
-            known = {prompt.key: prompt for prompt in reversed(self._read("task.data.heldout", settings.heldout))}
+            known = {prompt.key: prompt for prompt in reversed(apart)}
             training = [prompt for prompt in rows if prompt.key not in known]
         else:
             known = {prompt.key: prompt for prompt in reversed(rows) if splits.is_heldout(prompt.key)}
@@ -147,7 +158,7 @@ class DatasetTask:
         given = {"row": values, "prompt": settings.prompt, "answer": settings.answer, "rewards": settings.rewards}
         payload = json.dumps(given, ensure_ascii=False, sort_keys=True)
         try:
-            tokens = len(self.encode(payload))
+            tokens = len(self.encode(payload)) if self._measured else 0
         except TemplateRefused as error:
             return BadRow(row.place, str(error))
         if tokens <= settings.prompt_tokens:
@@ -206,6 +217,14 @@ def scorer(target: str) -> Callable[[str, str, dict[str, Any]], float]:
     if inspect.iscoroutinefunction(found):
         raise ConfigError(field, target, "is a coroutine: write a plain function, it has a process of its own")
     return found
+
+
+@contextmanager
+def _gathered(wrong: list[ConfigError]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        wrong.append(error)
 
 
 def _messages(prompt: Any) -> list[Message]:

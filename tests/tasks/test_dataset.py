@@ -75,6 +75,22 @@ def trained(task: DatasetTask, count: int, seed: int = 0) -> list[Prompt]:
     return list(itertools.islice(task.prompts("train", seed), count))
 
 
+def test_what_is_wrong_with_tokenizer_rewards_and_files_is_said_at_once() -> None:
+    write("rows.jsonl", [*rows(), "{"])
+    given = ["task.name=dataset", "task.data.file=rows.jsonl", "task.data.prompt=question", "task.heldout_maps=3"]
+    given += ["task.data.heldout=none.jsonl", "task.data.tokenizer=none", "evaluation.prompts=4"]
+    given += ['task.data.reward={"grader_of_rows:none" = 1.0, "grader_of_rows:later" = 1.0}']
+    with pytest.raises(ConfigError) as error:
+        preflight.prepare(load_config(None, given))
+    said = str(error.value)
+    assert [line.partition(" = ")[0].strip() for line in said.splitlines() if " = " in line] == [
+        *("task.data.tokenizer", "task.data.reward", "task.data.reward", "task.data.file", "task.data.heldout"),
+        "evaluation.prompts",
+    ]
+    assert "rows.jsonl:41: is no JSON object" in said
+    assert "tokens" not in said  # a prompt that no tokenizer has read is not called too long
+
+
 def test_every_row_is_trained_on_once_before_any_is_twice_and_none_that_is_held_out() -> None:
     write("rows.jsonl", rows())
     task = make()
