@@ -183,6 +183,8 @@ def test_beside_a_task_that_cannot_be_made_all_else_that_is_wrong_is_said(
     first, *others = capsys.readouterr().err.splitlines()
     assert first.startswith("error: task.data.tokenizer = 'MODEL': is no folder")
     assert [line.split(" = ")[0].strip() for line in others] == [
+        "task.data.reward",
+        "task.data.file",
         "model.path",
         "evaluation.prompts",
         "rollout.served_token_file",
