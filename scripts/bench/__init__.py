@@ -42,7 +42,6 @@ BENCHES = {
     "reward-timeout": Bench("scripts.bench.micro.reward_timeout", "3 min", "bubblewrap"),
     "turn-cost": Bench("scripts.bench.micro.turn_cost", "1 min"),
     "scale-out": Bench("scripts.bench.micro.scale_out", "4 min", "root, iproute2"),
-    "event-loop": Bench("scripts.bench.micro.event_loop", "31 min", "bubblewrap"),
     "environments": Bench("scripts.bench.micro.environments", "41 min"),
     "learning-parity": Bench("scripts.bench.papers.learning_parity", "100 min", RUN),
     "trajectory-vs-batch": Bench("scripts.bench.micro.trajectory_vs_batch", "15 min", f"{VLLM}, ray"),

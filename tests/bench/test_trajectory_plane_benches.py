@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 import time
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from scripts.bench.micro import (
     batch_handover,
     checkpoint_stall,
     environments,
-    event_loop,
     ledger_faults,
-    soak,
+    memory_rise,
     store,
     stream_step,
     trajectory_vs_batch,
@@ -31,44 +29,19 @@ from scripts.bench.micro import (
 )
 from scripts.bench.micro.busy_loop import BusySelector, Durations
 from scripts.bench.micro.hold_watch import Beat, HoldWatch
-from scripts.bench.micro.loop_delay import LoopDelay, WatchedSelector, percentiles
 from scripts.bench.papers import learning_parity
-
-
-def test_a_callback_that_blocks_is_the_loops_own_delay() -> None:
-    selector = WatchedSelector()
-    probe = LoopDelay(selector)
-
-    async def scenario() -> None:
-        probe.start()
-        await asyncio.sleep(0.03)
-        time.sleep(0.2)  # noqa: ASYNC251  what is to be found
-        await asyncio.sleep(0.03)
-        probe.stop()
-
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        runner.run(scenario())
-    assert 0.15 < max(probe.own) <= max(probe.all) + 1e-9
-    assert sum(value > 0.15 for value in probe.own) == 1
-
-
-def test_percentiles_are_in_milliseconds_and_need_values() -> None:
-    found = percentiles(array("d", [number / 1000 for number in range(1000)]))
-    assert (found["p50"], found["p99"], found["max"]) == (500.0, 990.0, 999.0)
-    with pytest.raises(ValueError, match="nothing"):
-        percentiles(array("d"))
 
 
 def test_a_leak_has_a_slope_and_noise_has_none() -> None:
     leak = [(float(second), 100 + second / 360 + second % 7) for second in range(0, 900, 5)]
-    rise, low, high = soak.slope(leak)
+    rise, low, high = memory_rise.slope(leak)
     assert low > 5
     assert abs(rise - 10) < 3
     flat = [(float(second), 100 + second * 7919 % 11) for second in range(0, 900, 5)]
-    _, low, high = soak.slope(flat)
+    _, low, high = memory_rise.slope(flat)
     assert low < 0 < high
     with pytest.raises(ValueError, match="too few"):
-        soak.slope(leak[:5])
+        memory_rise.slope(leak[:5])
 
 
 def row(variant: int, seed: int, success: float, seconds: float) -> dict[str, Any]:
@@ -285,18 +258,12 @@ def test_sessions_in_shard_processes_train_and_are_accounted_for() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bench", [event_loop, store])
-def test_the_quick_form_measures_afresh(bench: Any) -> None:
-    found = bench.run(quick=True, nonce="test")
-    assert found["name"] == bench.NAME
+def test_the_quick_form_of_the_store_measures_afresh() -> None:
+    found = store.run(quick=True, nonce="test")
+    assert found["name"] == store.NAME
     assert found["detail"]["nonce"] == "test"
     assert found["detail"]["samples"] > 100
-    if bench is event_loop:
-        assert found["detail"]["orphans"] == 0
-        assert found["detail"]["ledger_closes"]
-        assert found["detail"]["sandbox_runs"] > 0
-    else:
-        assert found["detail"]["files_changed"] == []
+    assert found["detail"]["files_changed"] == []
 
 
 def test_a_checkpoint_beside_the_loop_is_measured_and_what_it_wrote_is_read_back() -> None:

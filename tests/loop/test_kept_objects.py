@@ -27,7 +27,7 @@ from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_shards import SimShards
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
-from scripts.bench.micro.soak import UnauditedBatches
+from scripts.bench.micro.environments import UnauditedBatches
 from scripts.bench.virtual_run import run
 
 STEPS = 10

@@ -22,7 +22,7 @@ from orchestrator.shards.shard_folder import TrajectoryWriter
 from orchestrator.sim.twins import SimReward, SimTask
 from scripts.bench.micro.busy_loop import BusySelector
 from scripts.bench.micro.hold_watch import Beat
-from scripts.bench.micro.soak import resident_mib
+from scripts.bench.micro.memory_rise import resident_mib
 
 _WARM_SECONDS = 20.0  # after its start, which is not counted
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import orchestrator
-from orchestrator.api import ManagedWorker, RunError
+from orchestrator.api import ManagedWorker, RunError, TrainBatch
 from orchestrator.build import build_pipeline
 from orchestrator.components import Components, ManagerParts
 from orchestrator.config import Config, parse_config
@@ -53,7 +53,7 @@ from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from scripts.bench.micro.busy_loop import BusySelector
 from scripts.bench.micro.hold_watch import Beat, HoldWatch, children, priority_of, share_priority
-from scripts.bench.micro.soak import UnauditedBatches, resident_mib, slope
+from scripts.bench.micro.memory_rise import resident_mib, slope
 from scripts.bench.result import frame, now
 
 NAME = "environments"
@@ -101,6 +101,18 @@ def config_of(sessions: int, shards: int, seed: int, quick: bool) -> Config:
             },
         }
     )
+
+
+class UnauditedBatches:
+    """For the trainer's twin: an audit remembers every trajectory, which a memory figure must not show."""
+
+    trained_ids: tuple[str, ...] = ()
+
+    def check_batch(self, batch: TrainBatch, version: int) -> None:
+        """Nothing."""
+
+    def record_training(self, batch: TrainBatch) -> None:
+        """Nothing."""
 
 
 async def play(config: Config, folder: Path, selector: BusySelector, seconds: float, warm: float) -> dict[str, Any]:
