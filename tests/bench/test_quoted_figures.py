@@ -102,9 +102,8 @@ def sparse(density: float) -> Figures:
 
 
 def two_schedulers(found: Any) -> tuple[float, ...]:
-    ladder = found["detail"]["ladder"]
-    steps = {model: {name: row["step_seconds"] for name, row in rows.items()} for model, rows in ladder.items()}
-    return tuple(steps[m]["veRL"] / steps[m]["+ reward scheduler"] for m in ("7B/8k", "14B/16k", "32B/32k"))
+    rows = {row["what"]: row["simulated"] for row in found["detail"]["rows"]}
+    return tuple(rows[f"{model}: + reward scheduler, over veRL"] for model in ("7B/8k", "14B/16k", "32B/32k"))
 
 
 def heddle(found: Any) -> tuple[float, ...]:
