@@ -115,8 +115,9 @@ def heddle(found: Any) -> tuple[float, ...]:
 
 def borrowed(found: Any) -> tuple[float, ...]:
     """With 4, 8, 16 devices: under ROSE's rule, then spread by utilization."""
-    rules = [found["detail"]["rules"][rule]["speed_up"] for rule in ("dedicated-first", "least-utilized")]
-    return tuple(speed_up[devices] for speed_up in rules for devices in ("4", "8", "16"))
+    rows = {row["what"]: row["simulated"] for row in found["detail"]["rows"]}
+    rules = ("dedicated-first", "least-utilized, imbalance 2")
+    return tuple(rows[f"{rule}: speed-up with {number} borrowed GPUs"] for rule in rules for number in (4, 8, 16))
 
 
 def admission(found: Any) -> tuple[float, ...]:
