@@ -116,6 +116,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         prompts=config.evaluation.prompts,
         slots=config.rollout.environments,
         timeout=config.rollout.trajectory_timeout,
+        forget=rollout.proxy.forget,
     )
     trainer = config.trainer
     bars = AlarmBars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)
