@@ -32,6 +32,7 @@ from orchestrator.config import Config
 from orchestrator.config.rollout_keys import FiltersSection, RolloutSection, RoutingSection
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSource
+from orchestrator.environments.environment_wire import longest_answer
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.lockstep import Lockstep
@@ -116,6 +117,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         prompts=config.evaluation.prompts,
         slots=config.rollout.environments,
         timeout=config.rollout.trajectory_timeout,
+        forget=rollout.proxy.forget,
     )
     trainer = config.trainer
     bars = AlarmBars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)
@@ -417,7 +419,16 @@ def _environment_backend(
 
             target, arguments = environment_target(config, task)
             limits = {"memory_mb": chosen.memory_mb, "cpu_seconds": chosen.cpu_seconds}
-            return SubprocessBackend(target, arguments, owner=owner, limits=limits, log=log, tools=tools, tally=tally)
+            return SubprocessBackend(
+                target,
+                arguments,
+                owner=owner,
+                limits=limits,
+                log=log,
+                tools=tools,
+                tally=tally,
+                longest=longest_answer(task),
+            )
         case "kubernetes":
             return _pod_backend(config, task, owner, tools, tally)
 
@@ -459,6 +470,7 @@ def _pod_backend(
         pre_pull=pods.pre_pull,
         tools=tools,
         tally=tally,
+        longest=longest_answer(task),
     )
 
 

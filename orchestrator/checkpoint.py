@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -34,6 +36,7 @@ _NAME = re.compile(r"step-(\d+)")
 _STATE, _FILES, _BUFFER = "state.json", "files.json", "buffer.shards"
 _ALIGNED = 64  # bytes, that a shard in that file begins at a multiple of, for Arrow
 _PARTIAL = ".partial-"
+_logger = logging.getLogger("rl-coserve")
 
 
 @dataclass(frozen=True)
@@ -81,26 +84,29 @@ class Checkpoints:
         self._writer = writer
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the trainer to write into; :meth:`commit` makes it a checkpoint."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """An empty folder for the trainer to write into; :meth:`commit` makes it a checkpoint. Raises RunError."""
         partial = self._folder / f"{_PARTIAL}{step:06d}"
-        if partial.exists():
-            shutil.rmtree(partial)
-        (partial / "trainer").mkdir(parents=True)
+        with _writing(partial):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if partial.exists():
+                shutil.rmtree(partial)
+            (partial / "trainer").mkdir(parents=True)
         return partial
 
     def commit(self, partial: Path, state: CheckpointState) -> Path:
-        """Write the state, sync everything, rename. Drops the oldest beyond ``keep``. Raises RunError where the disk is full, or
-        a log cannot be synced; those before are as they were."""
+        """Write the state, sync everything, rename. Drops the oldest beyond ``keep``; one that cannot be removed (on NFS, where
+        somebody has a file of it open) is a warning, and tried again after the next. Raises RunError where the disk is full, or a
+        log cannot be synced; those before are as they were."""
         for journal in self._journals:
             journal.sync()
-        try:
+        with _writing(partial):
             final = self._write(partial, state)
-        except OSError as error:
-            raise RunError(f"{partial} cannot be written: {error.strerror or error}") from error
         for old in self.all()[: -self._keep]:
             if not self._keep_every or _step(old) % self._keep_every or not _step(old):
-                shutil.rmtree(old)
+                try:
+                    shutil.rmtree(old)
+                except OSError as error:
+                    _logger.warning("%s is not removed yet: %s", old, error)
         return final
 
     def _write(self, partial: Path, state: CheckpointState) -> Path:
@@ -138,12 +144,20 @@ class Checkpoints:
         return None
 
     def drop_after(self, step: int) -> None:
-        """Remove checkpoints of later steps (a resume went back behind them), and partial ones."""
-        for folder in self.all():
-            if _step(folder) > step:
+        """Remove checkpoints of later steps (a resume went back behind them), and partial ones. Raises RunError."""
+        later = [folder for folder in self.all() if _step(folder) > step]
+        for folder in (*later, *self._folder.glob(f"{_PARTIAL}*")):
+            with _writing(folder):
                 shutil.rmtree(folder)
-        for partial in self._folder.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(partial)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the disk refuses there is the run's error."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def write_checkpoint(

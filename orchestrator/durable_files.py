@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, Self
 
 from orchestrator.api import RunError
+
+_TAIL = 1 << 20  # bytes that are read at a time to find the last line
 
 
 class Syncable(Protocol):
@@ -95,15 +98,16 @@ class JournalFile:
             except OSError as error:
                 raise self._broken("synced", error) from error
 
-    def lines(self) -> list[str]:
-        """All lines. What is not UTF-8 comes as lone surrogates."""
-        return _lines(self.path.read_bytes())
+    def lines(self) -> Iterator[str]:
+        """All lines, each read when it is asked for: a week's are gigabytes. What is not UTF-8 comes as lone surrogates."""
+        with self.path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+            for line in stream:
+                yield line.removesuffix("\n")
 
     def keep(self, lines: int) -> None:
         """Cut off what comes after so many lines, durably."""
-        data, end = self.path.read_bytes(), 0
-        for _ in range(lines):
-            end = data.index(b"\n", end) + 1
+        with self.path.open("rb") as stream:
+            end = sum(map(len, islice(stream, lines)))
         os.ftruncate(self._file, end)
         os.fsync(self._file)
 
@@ -125,15 +129,19 @@ class JournalFile:
         self.close()
 
     def _close_off(self) -> None:
-        data = self.path.read_bytes()
-        begin = data.rfind(b"\n") + 1
-        if begin == len(data):
+        end, last = os.fstat(self._file).st_size, b""
+        while end and b"\n" not in last:
+            begin = max(0, end - _TAIL)
+            last = os.pread(self._file, end - begin, begin) + last
+            end = begin
+        last = last[last.rfind(b"\n") + 1 :]
+        if not last:
             return
         try:
-            json.loads(data[begin:])  # all but the line's end was written
+            json.loads(last)  # all but the line's end was written
         except (ValueError, RecursionError):
-            self.cut = len(data) - begin
-            os.ftruncate(self._file, begin)
+            self.cut = len(last)
+            os.ftruncate(self._file, os.fstat(self._file).st_size - len(last))
         else:
             os.write(self._file, b"\n")
 
@@ -170,8 +178,3 @@ class GroupCommit:
                     file.sync()
                 except RunError:  # the run meets it at its next line
                     return
-
-
-def _lines(data: bytes) -> list[str]:
-    found = data.decode("utf-8", "surrogateescape").split("\n")
-    return found if found[-1] else found[:-1]

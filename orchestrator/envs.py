@@ -458,12 +458,10 @@ class EnvManager:
         episode.environment_in_order = False
         size = len(self._task.vocabulary)
         tokens = observation.token_ids
+        if len(tokens) > self._part(episode).max_context_tokens:  # first: it is soon seen
+            raise TrajectoryError("environment_output", f"observation of {len(tokens)} tokens is over the context")
         if not tokens or min(tokens) < 0 or max(tokens) >= size:
             raise TrajectoryError("environment_output", f"observation must be token ids in [0, {size})")
-        if len(observation.token_ids) > self._part(episode).max_context_tokens:
-            raise TrajectoryError(
-                "environment_output", f"observation of {len(observation.token_ids)} tokens is over the context"
-            )
         episode.environment_in_order = True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -45,7 +46,8 @@ def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, floa
 
 class Evaluator:
     """Plays held-out prompts in the run's environments: ``prompts`` of the stream of ``seed``, at most ``slots`` at a time;
-    ``timeout``: seconds for a reward. ``waiting_for``: how far it is, in words; "" while none is played."""
+    ``timeout``: seconds for a reward; ``forget``: told the id of each episode that is over, of which nobody need know any more.
+    ``waiting_for``: how far it is, in words; "" while none is played."""
 
     def __init__(
         self,
@@ -57,10 +59,11 @@ class Evaluator:
         prompts: int,
         slots: int,
         timeout: float,
+        forget: Callable[[str], None],
     ) -> None:
         self._environments, self._task, self._reward = environments, task, reward
         self._seed, self._prompts, self._slots, self._timeout = seed, prompts, slots, timeout
-        self._parts = parts_of(task)
+        self._parts, self._forget = parts_of(task), forget
         self.waiting_for = ""
 
     async def evaluate(self, label: str) -> EvaluationResult:
@@ -118,3 +121,5 @@ class Evaluator:
             if this is not None and this.cancelling():
                 raise
             return None  # an environment raised it
+        finally:
+            self._forget(name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quote
 from typing import Any
@@ -247,7 +247,7 @@ class Ledger:
         self._sink.write(_line(record) + "\n")
 
 
-def intact_lines(lines: Sequence[str], claimed: int) -> tuple[int, str]:
+def intact_lines(lines: Iterable[str], claimed: int) -> tuple[int, str]:
     """How many lines of a journal a resume keeps, and in words what is wrong with the rest ("": nothing). ``claimed``: records
     that the checkpoint was written after. Later ones may be torn or missing, as they need not have been synced when the power
     failed: it is cut where they begin to be. Raises RunError where one of those that are claimed is."""
@@ -267,7 +267,7 @@ def intact_lines(lines: Sequence[str], claimed: int) -> tuple[int, str]:
             f"ledger: the journal holds {found} records, the checkpoint was written after {claimed}: {claimed - found} are "
             f"missing ({why}); put ledger.jsonl back as it was, or start a new run"
         )
-    return kept, problem if kept < len(lines) else ""
+    return kept, problem
 
 
 def _is_text(line: str) -> bool:

@@ -138,6 +138,7 @@ class Pipeline:
         self._evaluating = asyncio.Lock()  # the workers keep their weights
         self._saving: asyncio.Task[None] | None = None  # of the last checkpoint
         self._saved = parts.events.time()  # when the last checkpoint was begun
+        self._saved_step = position.step  # the steps in it
         self._occupancy = Occupancy(parts.gpus)
         self._watch = watch
         self._exhausted = False  # too few groups teach anything: the run ends
@@ -400,6 +401,7 @@ class Pipeline:
         if self.parts.timeouts is not None:
             self.parts.timeouts.restore(self.position.run_times)
         self.rollout.restore(list(self.position.buffered), self.position.version)
+        self.position.buffered = self.position.kept = ()  # they map files of a checkpoint that will be removed
         if self.position.step == 0:
             await self._evaluate("start")
             await self._checkpoint(self._run_state())
@@ -412,6 +414,8 @@ class Pipeline:
         await self._settled()
         await self._finish_training()
         await self._settled()  # what the last step began
+        if self.position.step > self._saved_step:  # it ends before the last of the steps that it was to do
+            await self._checkpoint(self._run_state())
         await self._finish_saving()
         self.feeder.close()
         await self.feeder.idle()
@@ -482,7 +486,7 @@ class Pipeline:
 
     async def _checkpoint(self, state: CheckpointState) -> None:
         checkpoints = self.parts.checkpoints
-        self._saved = self.parts.events.time()
+        self._saved, self._saved_step = self.parts.events.time(), state.step
         if checkpoints is None:
             return
         with self.parts.events.stage("checkpoint", state.step):

@@ -40,6 +40,7 @@ from orchestrator.tail_batching import Rounds, longest
 FAILED_IN_ROW = 100  # trajectories, and
 MANY = 100  # versions of a task's environments, and causes: of more nothing is said, they are not told apart
 OTHER_CAUSE = "other_cause"
+SLICE = 0.01  # seconds that prompts are drawn for before others have a turn
 FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
 
 
@@ -94,9 +95,6 @@ class Rollout:
             part.name: Sampling(part.max_response_tokens, self.settings.temperature, stop_token_ids=(self.task.end_id,))
             for part in (self.task, *parts_of(self.task).values())
         }
-        for _ in range(self.groups if self.rounds is None else 0):
-            self._next_prompt()
-        self.prompts.repeated_share()  # of those only what comes now is told
         self._members: dict[str, asyncio.Task[None]] = {}
         self.episodes: dict[str, Episode] = {}
         self._environment_versions: dict[str, list[str]] = {}  # by task
@@ -152,6 +150,7 @@ class Rollout:
     async def start_groups(self) -> None:
         """Start whole groups while the gate allows. Runs until cancelled."""
         settings = self.settings
+        await self._skip_prompts()
         while True:
             await self._room.wait()
             self._room.clear()
@@ -167,6 +166,17 @@ class Rollout:
                 for trajectory_id in members:
                     self._start_member(trajectory_id, group_id, prompt)
                 self._set_deadline(group_id)
+
+    async def _skip_prompts(self) -> None:
+        """Draw again what was drawn before a resume: after a week that may take half a minute, and others have turns."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        for _ in range(self.groups if self.rounds is None else 0):
+            self._next_prompt()
+            if loop.time() - begun > SLICE:
+                await asyncio.sleep(0)
+                begun = loop.time()
+        self.prompts.repeated_share()  # of those only what comes now is told
 
     def _may_start(self) -> bool:
         """Whether a group may start now."""

@@ -56,6 +56,7 @@ FRESH = 1.0  # seconds for which an answer counts as a health check
 DETAIL = 300  # characters of an error that go into an event
 REFUSALS = 2  # first starts in a row that say that the config is wrong: then it is
 RECENT = 64  # episodes that demand is counted over
+STARTS = 32  # after so many it is known how long one takes
 NO_TEMPLATE = "environment_template"  # the cause where a prompt's image or repository cannot be had
 TemplateOf = Callable[[Prompt], EnvironmentTemplate]
 _Entry = tuple[float, int, int]  # since when somebody waits, in which order, and of this entry alone
@@ -216,6 +217,8 @@ class EnvPool:
         self._recent: deque[_Shelf] = deque()  # of the last episodes
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._totals = _Totals()
+        self._start_seconds = 0.0  # of all that started
+        self._told_short = False
         self._numbers = 0
         self._broken: Exception | None = None
         self._closed = False
@@ -537,6 +540,7 @@ class EnvPool:
             self._start_failed(member, detail, error)
             return
         self._totals.started += 1
+        self._note_start(loop.time() - member.born)
         member.born = member.seen = member.used = loop.time()
         shelf = member.shelf
         if shelf.failures:
@@ -545,6 +549,20 @@ class EnvPool:
             shelf.end_pause()
         self._offer(member)
         self._pump()
+
+    def _note_start(self, seconds: float) -> None:
+        """Say, once, where sessions grow old before all can be there."""
+        settings, started = self._settings, self._totals.started
+        self._start_seconds += seconds
+        each = self._start_seconds / started
+        if self._told_short or started < STARTS or each * settings.size <= settings.parallel_starts * settings.max_age:
+            return
+        self._told_short = True
+        most = int(settings.parallel_starts * settings.max_age / each)
+        starts = f"{settings.parallel_starts} start at a time, in {each:.1f} s, and each is replaced after {settings.max_age:g} s"
+        fix = "raise environment.parallel_starts, or environment.max_age_seconds"
+        detail = f"{starts}: no more than {most} of {settings.size} will ever be there; {fix}"
+        self._events.emit("alarm", what="environments", detail=detail)
 
     def _start_failed(self, member: _Member, what: str, error: BaseException) -> None:
         settings, shelf, alike = self._settings, member.shelf, self._template_of is None

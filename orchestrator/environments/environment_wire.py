@@ -22,11 +22,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.api import Observation, StepResult, TrajectoryError, jsontext
+from orchestrator.api import Observation, StepResult, Task, TrajectoryError, jsontext, parts_of
 from orchestrator.api.errors import shown, writable
 
 PROTOCOL = 1
 MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
+_BESIDE = 1 << 16  # bytes of an answer beside its token ids
 MAX_VERSION = 200  # characters of what an environment says that it is
 _DETAIL = 2000  # characters
 _STEP = ("reward", "done", "truncated", "invalid_action")  # fields of a StepResult, beside the observation
@@ -38,6 +39,13 @@ _CAUSE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 def encode_line(message: Mapping[str, Any]) -> bytes:
     """One line. Raises ValueError for what JSON cannot say."""
     return json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def longest_answer(task: Task) -> int:
+    """Bytes of a line that an environment of this task may answer with: more token ids fit no context, and to read them takes the
+    loop 12 ms per MiB."""
+    tokens = max(part.max_context_tokens for part in (task, *parts_of(task).values()))
+    return min(MAX_LINE, _BESIDE + tokens * len(f"{len(task.vocabulary)},"))
 
 
 async def read_line(reader: asyncio.StreamReader) -> bytes:

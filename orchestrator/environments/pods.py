@@ -45,7 +45,7 @@ CONNECT_LIMIT = 5.0  # seconds for one try
 @dataclass(eq=False)
 class PodBackend:
     """Implements :class:`~orchestrator.environments.environment_session.EnvironmentBackend`. ``limits`` are those of the worker;
-    ``context`` names one of the kubeconfig."""
+    ``context`` names one of the kubeconfig; ``longest``: bytes of an answer."""
 
     name = "kubernetes"
 
@@ -58,6 +58,7 @@ class PodBackend:
     pre_pull: bool = False
     tools: Mapping[str, Any] | None = None
     tally: ToolTally | None = None
+    longest: int = MAX_LINE
 
     def __post_init__(self) -> None:
         self._life = secrets.token_hex(2)  # pods of an earlier life may still be on their way out
@@ -122,7 +123,8 @@ class PodBackend:
             try:
                 await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
                 address = await self._ready(self._watch, pod)
-                channel = TcpChannel(address, settings.port, token, functools.partial(self._delete, pod), pod)
+                end = functools.partial(self._delete, pod)
+                channel = TcpChannel(address, settings.port, token, end, pod, self.longest)
                 session = RemoteSession(channel, pod, self.tally)
                 await session.build_environment(self.target, self.arguments, self.limits, self.tools, template.setup)
                 return session
@@ -229,11 +231,14 @@ class TcpChannel:
     network.
     """
 
-    def __init__(self, host: str, port: int, token: str, end: Callable[[], Awaitable[None]], seed: object) -> None:
+    def __init__(
+        self, host: str, port: int, token: str, end: Callable[[], Awaitable[None]], seed: object, longest: int
+    ) -> None:
         self._host = host
         self._port = port
         self._token = token
         self._end = end
+        self._longest = longest
         self._random = random.Random(f"{seed}/connect")
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -251,7 +256,7 @@ class TcpChannel:
             except ConnectionError:
                 pass  # as its end, without a word
             except ValueError as error:  # longer than the limit
-                raise TrajectoryError("environment_output", f"an answer of more than {MAX_LINE} B") from error
+                raise TrajectoryError("environment_output", f"an answer of more than {self._longest} B") from error
             self._disconnect()
         raise TrajectoryError("environment_died", f"{self._host}:{self._port} ends every connection")
 
@@ -264,7 +269,7 @@ class TcpChannel:
         for left in reversed(range(CONNECT_TRIES)):
             try:
                 async with asyncio.timeout(CONNECT_LIMIT):
-                    reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE)
+                    reader, writer = await asyncio.open_connection(self._host, self._port, limit=self._longest)
                     try:
                         writer.write(self._token.encode() + b"\n")
                         await writer.drain()

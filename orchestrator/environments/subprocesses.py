@@ -31,7 +31,8 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # t
 class SubprocessBackend:
     """Implements :class:`~orchestrator.environments.environment_session.EnvironmentBackend`. ``target`` and
     ``arguments``: what makes the environment there, see :func:`orchestrator.environments.environment_process.maker_of`.
-    ``limits`` are those of its process; ``log`` gets what environments print; ``tools`` are the fields of the ToolSettings."""
+    ``limits`` are those of its process; ``log`` gets what environments print; ``tools`` are the fields of the ToolSettings;
+    ``longest``: bytes of an answer."""
 
     name = "subprocess"
 
@@ -43,6 +44,7 @@ class SubprocessBackend:
     log: Path | None = None
     tools: Mapping[str, Any] | None = None
     tally: ToolTally | None = None
+    longest: int = MAX_LINE
 
     async def open(self) -> None:
         """Nothing of an earlier life can be left."""
@@ -62,11 +64,11 @@ class SubprocessBackend:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                limit=MAX_LINE,
+                limit=self.longest,
                 env={**dict.fromkeys(ONE_THREAD, "1"), **public_environment()},
                 start_new_session=True,
             )
-        session = RemoteSession(PipeChannel(process), name, self.tally)
+        session = RemoteSession(PipeChannel(process, self.longest), name, self.tally)
         try:
             await session.build_environment(self.target, self.arguments, self.limits, self.tools, template.setup)
         except BaseException:
@@ -79,10 +81,11 @@ class SubprocessBackend:
 
 
 class PipeChannel:
-    """Implements :class:`~orchestrator.environments.remote_session.Channel`."""
+    """Implements :class:`~orchestrator.environments.remote_session.Channel`. ``longest``: the limit of the process's pipe."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, longest: int) -> None:
         self.process = process
+        self._longest = longest
 
     async def exchange(self, line: bytes) -> bytes:
         assert self.process.stdin is not None
@@ -94,7 +97,7 @@ class PipeChannel:
         except ConnectionError:
             answer = b""
         except ValueError as error:  # longer than the limit
-            raise TrajectoryError("environment_output", f"an answer of more than {MAX_LINE} B") from error
+            raise TrajectoryError("environment_output", f"an answer of more than {self._longest} B") from error
         if not answer.endswith(b"\n"):
             raise TrajectoryError("environment_died", await self._end())
         return answer

@@ -50,7 +50,8 @@ class Membership:
             state.removed = False
             proxy.router.readmit_worker(state.index)
         proxy.tell_stranded(proxy.router.reseat_worker(state.index, seat.hardware))  # it may have another class now
-        state.worker, state.full = worker, False
+        state.have_worker(worker)
+        state.full = False
         state.restarts.clear()
         state.lives += 1
         try:

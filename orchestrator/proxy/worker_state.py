@@ -133,8 +133,12 @@ class WorkerState:
     session: SessionWorker | None = field(init=False)  # the worker, where it remembers contexts
 
     def __post_init__(self) -> None:
-        self.borrowed = isinstance(self.worker, BorrowedWorker)
-        self.session = self.worker if isinstance(self.worker, SessionWorker) else None
+        self.have_worker(self.worker)
+
+    def have_worker(self, worker: ManagedWorker) -> None:
+        """This one has its place from now on."""
+        self.worker, self.borrowed = worker, isinstance(worker, BorrowedWorker)
+        self.session = worker if isinstance(worker, SessionWorker) else None
 
     @property
     def without_device(self) -> bool:

@@ -9,6 +9,7 @@ the run waits for, by name. After ``limit`` restarts in a row the run ends with 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from orchestrator.events import EventLog
 
 STEADY_SECONDS = 300.0
 PAUSE_FIRST, PAUSE_LIMIT = 1.0, 30.0  # seconds before the second restart in a row; doubles; the first one is at once
+_logger = logging.getLogger("rl-coserve")
 
 
 class Child(Protocol):
@@ -97,8 +99,12 @@ class Keeper:
                 written = found
 
     def _write(self, pids: dict[str, int]) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             replace_text(self._file, "".join(f"{name} {pid}\n" for name, pid in pids.items()))
+        except OSError as error:  # people read it: a full disk ends the run where something is kept
+            _logger.warning("%s is not as it should be: %s", self._file, error)
 
     async def _watch(self, name: str, child: Child, limit: int, fail: Callable[[BaseException], None]) -> None:
         loop, restarts = asyncio.get_running_loop(), 0

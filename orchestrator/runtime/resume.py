@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from orchestrator.ledger import Ledger, intact_lines
 class Journal(Protocol):
     """The lines of a ledger, as they are."""
 
-    def lines(self) -> list[str]: ...
+    def lines(self) -> Iterable[str]: ...
 
     def keep(self, lines: int, /) -> None:
         """Cut off what comes after so many."""
@@ -78,13 +79,15 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Journal, store: Re
     when the journal does not hold what the checkpoint claims."""
     found = checkpoints.newest()
     folder, state, damaged = found if found is not None else (None, CheckpointState(0, 0, 0, 0.0, ()), [])
-    lines = journal.lines()
-    kept, problem = intact_lines(lines, state.journal_sequence)
-    cut = f"{len(lines) - kept} lines of the journal were cut off: {problem}" if problem else ""
-    if kept < len(lines):
+    kept, problem = intact_lines(journal.lines(), state.journal_sequence)
+    cut = ""
+    if problem:
+        cut = f"{sum(1 for _ in journal.lines()) - kept} lines of the journal were cut off: {problem}"
         journal.keep(kept)
     checkpoints.drop_after(state.step)
-    returned = set(ledger.restore(lines[:kept], state.step, {trajectory.id for trajectory in state.buffer}))
+    returned = set(
+        ledger.restore(islice(journal.lines(), kept), state.step, {trajectory.id for trajectory in state.buffer})
+    )
     store.discard_after(state.step)
     position = Position(
         state.step,

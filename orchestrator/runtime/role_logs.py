@@ -22,6 +22,7 @@ from orchestrator.observe.report.page_text import printable
 LIMIT = 64 << 20  # bytes
 EVERY = 30.0  # seconds between two looks
 _TAIL_LINES, _TAIL_BYTES, _WIDTH = 15, 16 << 10, 200
+_logger = logging.getLogger("rl-coserve")
 
 
 @contextmanager
@@ -51,13 +52,21 @@ async def rotate_forever(logs: Path) -> None:
 
 def rotate(logs: Path, limit: int = LIMIT) -> None:
     """Move what is in a file beyond ``limit`` to ``NAME.log.1``. Its writers append: they continue at its new end."""
-    for file in logs.glob("*.log"):
+    for file in _logs_of(logs):
         try:
             if file.stat().st_size > limit:
                 shutil.copyfile(file, file.with_suffix(".log.1"))
                 os.truncate(file, 0)
         except OSError as error:  # a full disk: the run has more to say about that
-            logging.getLogger("rl-coserve").warning("%s is not rotated: %s", file, error)
+            _logger.warning("%s is not rotated: %s", file, error)
+
+
+def _logs_of(logs: Path) -> list[Path]:
+    try:
+        return [logs / name for name in os.listdir(logs) if name.endswith(".log")]
+    except OSError as error:  # a file server that is away: the next look may find it
+        _logger.warning("%s is not rotated: %s", logs, error)
+        return []
 
 
 def tail_of(logs: Path, error: str) -> str:

@@ -640,3 +640,29 @@ def test_a_change_costs_the_same_however_many_templates_wait(waiting: int, monke
             await asyncio.gather(*asking, return_exceptions=True)
 
     played(scenario)
+
+
+def test_a_pool_that_can_never_be_full_says_so_once() -> None:
+    """The default number of starts at a time is for a few dozen."""
+    for parallel, told in ((4, 1), (64, 0)):
+        sink = MemorySink()
+
+        async def main(settings: PoolSettings, sink: MemorySink = sink) -> int:
+            pool = EnvPool(Backend(lambda *_: 30.0), settings, EventLog(sink, asyncio.get_running_loop().time))
+            await pool.open()
+            taken = [asyncio.create_task(pool.acquire(PROMPT, lambda _: None)) for _ in range(settings.size)]
+            await asyncio.sleep(1800)
+            had = sum(task.done() for task in taken)
+            for task in taken:
+                task.cancel()
+            await asyncio.gather(*taken, return_exceptions=True)
+            await pool.close()
+            return had
+
+        had = run(main(PoolSettings(1000, parallel_starts=parallel, kill_timeout=60.0)), max_callbacks=10_000_000)
+        alarms = [json.loads(line)["detail"] for line in sink.lines if '"alarm"' in line]
+        assert len(alarms) == told
+        assert (had == 1000) == (not told)
+        if told:
+            assert "4 start at a time, in 30.0 s" in alarms[0]
+            assert "no more than 480 of 1000 will ever be there; raise environment.parallel_starts" in alarms[0]

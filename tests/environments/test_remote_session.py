@@ -13,17 +13,19 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from orchestrator import child_process
-from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, TrajectoryError
+from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, TrajectoryError, jsontext
 from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
-from orchestrator.environments import remote_session
+from orchestrator.environments import environment_wire, remote_session
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_session import EnvironmentBackend
+from orchestrator.environments.environment_wire import longest_answer
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.subprocesses import SubprocessBackend
@@ -184,6 +186,41 @@ def test_each_misbehaviour_has_its_cause_and_the_pool_goes_on(kind: str) -> None
 
     backend = InProcessBackend(MisbehavingTask()) if kind == "in-process-pool" else subprocesses()
     with_pool(backend, scenario)
+
+
+class Apart(MisbehavingTask):  # type: ignore[misc,valid-type]
+    def environment_target(self) -> tuple[str, dict[str, Any]]:
+        return "misbehaving:MisbehavingTask", {}
+
+
+def test_no_more_of_an_answer_is_parsed_than_a_context_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parsed holds the event loop up, 12 ms per MiB."""
+    parsed: list[int] = []
+
+    def parse_object(text: str | bytes, **options: Any) -> dict[str, Any]:
+        parsed.append(len(text))
+        return real(text, **options)
+
+    async def scenario(pool: EnvPool, manager: EnvManager) -> None:
+        assert await cause_of(manager, "say far too much") == "environment_output"
+        assert await cause_of(manager, "be good") == ""
+
+    real = jsontext.parse_object
+    monkeypatch.setattr(jsontext, "parse_object", parse_object)
+    config, events = load_config(None, ["environment.backend=subprocess"]), EventLog(MemorySink(), lambda: 0.0)
+    made: Any = build_environment_pool(config, Apart(), "run", events)
+    with_pool(made._backend, scenario)
+    assert len(parsed) > 4
+    assert max(parsed) <= longest_answer(Apart()) < 1 << 17
+
+
+def test_an_answer_may_have_as_many_tokens_as_the_longest_context_of_a_mixture() -> None:
+    parts = {name: SimpleNamespace(max_context_tokens=tokens) for name, tokens in (("a", 10), ("b", 32_000))}
+    task: Any = SimpleNamespace(max_context_tokens=20, vocabulary=("",) * 151_936, parts=parts)
+    full = environment_wire.encode_line({"id": 9, "result": {"observation": (151_935,) * 32_000}})
+    assert len(full) <= longest_answer(task) < len(full) + (1 << 16)
+    parts["b"].max_context_tokens = 10_000_000
+    assert longest_answer(task) == environment_wire.MAX_LINE
 
 
 @pytest.mark.long

@@ -174,7 +174,7 @@ def log_end(folder: Path) -> Drawn:
         file.write_bytes(data)
         (folder / "life").write_bytes(data[:9])
         with inputs.bounded(), JournalFile(file) as log:
-            cut, lines = log.cut, log.lines()
+            cut, lines = log.cut, list(log.lines())
         kept = file.read_bytes()
         assert kept == b"" or kept.endswith(b"\n")
         assert kept.startswith(data[: data.rfind(b"\n") + 1])

@@ -480,6 +480,15 @@ def job(script: str, folder: Path, *arguments: str, **variables: str) -> subproc
     )
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_node_that_dies_neither_ends_a_slurm_job_nor_begins_it_again(script: Path) -> None:
+    """Both are Slurm's defaults, and the script would begin a new run."""
+    lines = script.read_text(encoding="utf-8").splitlines()
+    asked = [line.split()[1] for line in lines if line.startswith("#SBATCH ")]
+    assert "--no-requeue" in asked
+    assert "--no-kill" in asked or "--nodes=1" in asked
+
+
 def test_a_slurm_job_near_its_limit_lets_a_twin_of_the_run_end_in_order(tmp_path: Path) -> None:
     program(tmp_path, "rl-coserve", RUN_TWIN)
     process = job("one_node.sbatch", tmp_path, "run.toml", "run.steps=3")

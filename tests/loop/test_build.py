@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from orchestrator.policies.batching.coordination_modes import coordination_mode
 from orchestrator.policies.routing.turn_routing import Seat
 from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.prefill_decode import PrefillDecode
+from orchestrator.rollout import Rollout
 from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker, TurnMoves
 from scripts.bench.virtual_run import run
@@ -109,3 +113,26 @@ def test_without_borrowed_workers_two_classes_and_engines_that_are_cut_anew_are_
         load_config(
             None, ["rollout.workers=2", 'rollout.routing.hardware={"vllm-0" = "P", "vllm-1" = "D"}', *APART, *CUT]
         )
+
+
+def test_prompts_of_before_a_resume_are_drawn_again_while_others_have_turns() -> None:
+    """A week may have a million, of 25 microseconds each where arithmetic is asked: all at once held the loop up."""
+    drawn: list[float] = []
+    turns = 0
+
+    def draw() -> None:
+        time.sleep(0.001)  # as a task may take for one
+        drawn.append(0.0)
+
+    async def main() -> None:
+        nonlocal turns
+        rollout: Any = SimpleNamespace(groups=200, rounds=None, prompts=SimpleNamespace(repeated_share=dict))
+        rollout._next_prompt = draw
+        skipping = asyncio.create_task(Rollout._skip_prompts(rollout))
+        while not skipping.done():
+            await asyncio.sleep(0)
+            turns += 1
+
+    asyncio.run(main())
+    assert len(drawn) == 200
+    assert turns > 10

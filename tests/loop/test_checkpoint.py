@@ -1,8 +1,10 @@
 """Checkpoints are whole or absent; a damaged one is noticed and the one before it is used."""
 
 import asyncio
+import errno
 import json
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -168,3 +170,33 @@ def test_a_run_that_is_stopped_during_a_checkpoint_ends_after_it(tmp_path: Path)
         return [path.name for path in checkpoints.all()]
 
     assert asyncio.run(stopped()) == ["step-000001"]
+
+
+def test_one_that_cannot_be_removed_yet_is_said_and_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On NFS a file that somebody has open is renamed, and its folder is not empty."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    first = write(checkpoints, 1)
+    with monkeypatch.context() as patched:
+        busy = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(first))
+        patched.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(busy))
+        second = write(checkpoints, 2)
+    assert checkpoints.all() == [first, second]
+    assert f"{first} is not removed yet: [Errno 39] Directory not empty" in caplog.text
+    assert checkpoints.newest() == (second, state(2), [])
+    third = write(checkpoints, 3)
+    assert checkpoints.all() == [third]
+
+
+def test_where_nothing_can_be_written_or_removed_it_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"partial-000001 cannot be written: (Not a directory|File exists)"):
+        Checkpoints(tmp_path / "file", keep=1).begin(1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    write(checkpoints, 2)  # of a history that a resume goes back behind
+    monkeypatch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(RunError, match=r"step-000002 cannot be written: Input/output error"):
+        checkpoints.drop_after(1)

@@ -241,3 +241,15 @@ def test_a_checkpoint_of_shards_lets_the_loop_go_on(tmp_path: Path, shards: Shar
         return max((stall.own for stall in watch.stop()), default=0.0)
 
     assert asyncio.run(scenario()) < 0.1  # a million tokens held it up for 0.3 s and more in pieces
+
+
+def test_what_is_put_back_from_a_checkpoint_maps_no_file_of_it(tmp_path: Path, shards: ShardFolder) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    checkpoints.commit(checkpoints.begin(3), a_state(shards.finish(a_trajectory("t"))))
+    found = checkpoints.newest()
+    assert found is not None
+    assert "buffer.shards" in Path("/proc/self/maps").read_text()
+    (back,) = map(shards.finish, found[1].buffer)
+    del found
+    assert "buffer.shards" not in Path("/proc/self/maps").read_text()
+    assert back == a_trajectory("t")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import os
 import subprocess
@@ -81,3 +83,36 @@ def test_the_warnings_of_the_orchestrator_are_kept_and_still_shown(
         root.handlers = before
     assert "WARNING rl-coserve: the token of before holds" in (tmp_path / "orchestrator.log").read_text()
     assert "the token of before holds" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_read_for_a_while_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that is away ends no rotation: a week without has filled disks."""
+    (tmp_path / "vllm-0.log").write_bytes(b"x" * 300)
+    looks: list[float] = []
+
+    def away(*_: object) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    async def main() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "listdir", away)
+            patched.setattr(os, "scandir", away)
+            rotating = asyncio.create_task(role_logs.rotate_forever(tmp_path))
+            while len(looks) < 2:
+                await asyncio.sleep(0.01)
+        while not (tmp_path / "vllm-0.log.1").exists() and not rotating.done():
+            await asyncio.sleep(0.01)
+        rotating.cancel()
+
+    real = role_logs.rotate
+
+    def rotate(logs: Path) -> None:
+        looks.append(0.0)
+        real(logs, limit=200)
+
+    monkeypatch.setattr(role_logs, "EVERY", 0.01)
+    monkeypatch.setattr(role_logs, "rotate", rotate)
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert (tmp_path / "vllm-0.log.1").read_bytes() == b"x" * 300

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from orchestrator import cli
+from orchestrator import cli, durable_files
 from orchestrator.api import ConfigError, RunError
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.cli import main
@@ -176,7 +177,7 @@ def test_a_log_that_cannot_be_written_says_so_and_is_left_with_half_a_line_that_
     journal.close()
     with JournalFile(tmp_path / "log") as after:
         assert after.cut == 4
-        assert after.lines() == ['{"a":1}']
+        assert list(after.lines()) == ['{"a":1}']
 
 
 def test_a_sync_that_failed_is_never_said_to_have_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,3 +322,35 @@ def test_a_store_that_disagrees_with_the_journal_is_said_in_words() -> None:
     assert compare_store({0: 4, 1: 4}, {0: 4, 1: 4}) == []
     assert compare_store({0: 4, 1: 4}, {0: 4}) == ["the store holds 0 of 4 trajectories that were trained in step 1"]
     assert compare_store(dict.fromkeys(range(5), 1), {})[-1] == "... and 2 more steps like these"
+
+
+def test_a_journal_is_read_a_line_at_a_time(tmp_path: Path) -> None:
+    """That of a week has gigabytes."""
+    lines = [f"{line}\n" for line in journal_of(40_000)]
+    (tmp_path / "ledger.jsonl").write_text("".join(lines) + '{"half')
+    tracemalloc.start()
+    try:
+        with JournalFile(tmp_path / "ledger.jsonl") as journal:
+            assert intact_lines(journal.lines(), 40_000) == (40_000, "")
+            journal.keep(39_999)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20, "of 3 MB of journal, and the piece that is looked at for its end"
+    assert (tmp_path / "ledger.jsonl").read_text() == "".join(lines[:-1])
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 100])
+def test_the_end_of_a_log_is_found_in_whatever_pieces_it_is_read(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_files, "_TAIL", piece)
+    for content, kept in (
+        (b'{"a":1}\n{"b":2', b'{"a":1}\n'),
+        (b'{"a":1}\n', b'{"a":1}\n'),
+        (b'{"a":1', b""),
+        (b"1", b"1\n"),
+    ):
+        (tmp_path / "log").write_bytes(content)
+        JournalFile(tmp_path / "log").close()
+        assert (tmp_path / "log").read_bytes() == kept

@@ -261,3 +261,23 @@ def test_what_does_not_come_up_in_its_time_ends_the_run_with_the_key_that_says_h
             await training.within(1800.0, asyncio.sleep(1801.0), "vLLM", "rollout.start_timeout")
 
     run(main())
+
+
+def test_a_list_of_processes_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only people read it."""
+
+    async def scenario(host: Host, keeper: Keeper, ends: list[BaseException]) -> None:
+        keeper.record(tmp_path / "gone" / "processes", dict)
+        await asyncio.sleep(2)
+        host.pid = 4711
+        await asyncio.sleep(2)
+        assert ends == []
+        (tmp_path / "gone").mkdir()
+        host.pid = 4712
+        await asyncio.sleep(2)
+
+    kept(1, scenario)
+    assert "processes is not as it should be: [Errno 2]" in caplog.text
+    assert "reward-host 4712" in (tmp_path / "gone" / "processes").read_text()

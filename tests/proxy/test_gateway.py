@@ -1,6 +1,7 @@
 """LLMProxy: each request ends once, whatever workers do. The workers here are scripted doubles behind the port."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from orchestrator.api import (
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.worker_state import MOST_REFUSED, WorkerLimits
 from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, RelayError, Subscriber
 
@@ -680,3 +682,71 @@ def test_when_the_last_worker_for_a_task_is_gone_the_run_ends_with_the_reason() 
         assert not fatal
 
     play([gone, other], scenario, restarts=1, router=router)
+
+
+class Remembering(ScriptedWorker):
+    """A borrowed server's client, which remembers contexts; with ``lies`` its server never has the right one."""
+
+    def __init__(self, url: str, lies: bool = False) -> None:
+        super().__init__(url)
+        self.url, self.lies = url, lies
+        self.forgotten: list[str] = []
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        if self.lies:
+            self.add_calls += 1
+            raise RetryableError(
+                f"{self.name}: claims a context for {requests[0].request_id} that is not the one meant"
+            )
+        await super().add(requests)
+
+    def forget(self, trajectory_id: str) -> None:
+        self.forgotten.append(trajectory_id)
+
+    def take_resent(self) -> tuple[int, int]:
+        return 1, 3
+
+
+def test_what_a_server_that_was_taken_again_remembers_is_forgotten_and_counted() -> None:
+    """Its client is another one."""
+    own, first, again = ScriptedWorker("own"), Remembering("server"), Remembering("server")
+    own.auto = False
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        await proxy.suspend()
+        await proxy.update(1)
+        await proxy.resume()
+        members = Membership(proxy)
+        await members.give_back(proxy.states[1])
+        await members.take_worker(again, Seat())
+        proxy.router.close_worker(0)
+        await proxy.generate(request("r", "t"))
+        proxy.forget("t")
+
+    sink = play([own, first], scenario)
+    assert (first.forgotten, again.forgotten) == ([], ["t"])
+    assert [json.loads(line)["tokens"] for line in sink.lines if '"contexts_resent"' in line] == [3]
+
+
+def test_a_server_that_lies_about_contexts_is_given_up_and_ends_the_run_only_where_nobody_else_is_left() -> None:
+    async def alone(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        while not fatal:
+            await asyncio.sleep(0.01)
+        assert "no rollout worker left: liar: it failed 3 times" in str(fatal[0])
+        assert "claims a context for r that is not the one meant" in str(fatal[0])
+        waiting.cancel()
+
+    play([Remembering("liar", lies=True)], alone)
+    liar, other = Remembering("liar", lies=True), ScriptedWorker("own")
+
+    async def beside(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        for number in range(8):
+            await proxy.generate(request(f"r{number}", f"t{number}"))
+        while not proxy.states[0].removed:
+            await proxy.generate(request(f"s{liar.add_calls}", f"s{liar.add_calls}"))
+            await asyncio.sleep(0.01)
+        assert not fatal
+
+    play([liar, other], beside)
+    assert liar.add_calls == 3

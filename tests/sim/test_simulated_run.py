@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from typing import Any
 import pytest
 
 import orchestrator.envs
-from orchestrator.api import Completion, Trajectory, Turn
+from orchestrator.api import Completion, GenerationRequest, Trajectory, Turn
 from orchestrator.buffer import SampleBuffer, Taken
+from orchestrator.checkpoint import CheckpointState
 from orchestrator.config import Config, load_config
 from orchestrator.ledger import Ledger
 from orchestrator.observe.occupancy import SAMPLE_SECONDS
 from orchestrator.pipeline import Pipeline
 from orchestrator.policies.batching.staleness import StalenessBound
 from orchestrator.sim.cost_model import FETCH_SHARE
-from orchestrator.sim.crash_remains import SimStore
+from orchestrator.sim.crash_remains import SimCheckpoints, SimStore
 from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.simulated_worker import SimWorker, TurnMoves
@@ -114,6 +115,70 @@ def test_the_global_random_generator_is_not_touched() -> None:
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------------------
+
+
+def test_no_context_is_remembered_of_what_is_over_evaluations_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 32,000 tokens takes 128 KiB of the orchestrator."""
+    asked: set[str] = set()
+    remembered: list[str] = []
+
+    async def add(worker: SimWorker, requests: Sequence[GenerationRequest]) -> None:
+        asked.update(request.trajectory_id for request in requests)
+        await adds(worker, requests)
+
+    async def close(worker: SimWorker) -> None:
+        remembered.extend(worker.session._sent)
+        await closes(worker)
+
+    adds, closes = SimWorker.add, SimWorker.close
+    monkeypatch.setattr(SimWorker, "add", add)
+    monkeypatch.setattr(SimWorker, "close", close)
+    simulate(config("evaluation.every=2"))
+    assert sum(name.startswith("eval-") for name in asked) == 3 * 4
+    assert remembered == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_whose_time_is_over_leaves_its_last_step_in_a_checkpoint(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who extends it trains no step again, and what it exports is what the checkpoint holds."""
+    saved: list[int] = []
+
+    def commit(checkpoints: SimCheckpoints, partial: Path, state: CheckpointState) -> Path:
+        saved.append(state.step)
+        return real(checkpoints, partial, state)
+
+    real = SimCheckpoints.commit
+    monkeypatch.setattr(SimCheckpoints, "commit", commit)
+    rare = ("checkpoint.every=1000", "checkpoint.minutes=0", "sim.fault_rate=0.001", 'sim.faults=["delay"]')
+    more = () if mode == "async" else ("rollout.alpha=0",)
+    result = simulate(config("run.steps=1000", "run.minutes=2", f"run.mode={mode}", *rare, *more))
+    steps = [json.loads(line)["step"] for line in result.events.decode().splitlines() if '"kind":"step"' in line]
+    assert result.summary["reason"] == "completed"
+    assert 3 < len(steps) < 1000
+    assert saved == [0, steps[-1] + 1]
+
+
+def test_a_resumed_run_keeps_nothing_of_the_checkpoint_that_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its buffer held would keep a file of it mapped, which a file server cannot remove then."""
+    held: list[tuple[int, int]] = []
+
+    async def prepare(pipeline: Pipeline) -> None:
+        before = len(pipeline.position.buffered)
+        await real(pipeline)
+        held.append((before, len(pipeline.position.buffered)))
+
+    real = Pipeline._prepare
+    monkeypatch.setattr(Pipeline, "_prepare", prepare)
+    for seed in range(8):
+        simulate(
+            config(
+                "run.steps=8", "checkpoint.every=1", "sim.fault_rate=0.02", 'sim.faults=["crash"]', f"run.seed={seed}"
+            )
+        )
+    assert max(before for before, _ in held) > 0
+    assert {after for _, after in held} == {0}
 
 
 @pytest.mark.parametrize("mode", [("sync", 0), ("async", 1), ("async", 3)])

@@ -87,6 +87,8 @@ class Misbehaving:
                 os._exit(7)
             case "crash":
                 ctypes.string_at(0)
+            case "say far too much":
+                answer = StepResult(Observation((4,) * 2_000_000), 0.0, False)  # 4 MB on the wire
             case "flood":
                 answer = StepResult(Observation((10**18,) * 450_000), 0.0, False)  # 9 MB on the wire
             case "take all memory":
