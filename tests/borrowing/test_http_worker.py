@@ -164,6 +164,25 @@ def test_a_failed_command_is_the_error_that_it_was_and_changes_nothing() -> None
     run(scenario)
 
 
+def test_an_update_that_cannot_shut_out_old_kv_is_refused_before_the_model_is_touched() -> None:
+    """Else the weights were new, KV was not, and the engine stood still for everybody, with those whom it waited for."""
+
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.holders = "1 waiting requests hold KV blocks, first a user's"
+        version = server.publish()
+        await worker.suspend()
+        with pytest.raises(RetryableError, match="hold KV blocks, first a user's: resume, and try again"):
+            await worker.update(version)
+        assert (server.client.loaded, (await worker.status())["unusable"]) == (-1, "")
+        await worker.resume()
+        assert not server.client.paused
+        server.client.holders = ""
+        await worker.suspend()
+        assert (await worker.update(version)).version == version
+
+    run(scenario)
+
+
 def test_an_update_goes_to_its_end_when_its_caller_is_cancelled() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         await worker.suspend()

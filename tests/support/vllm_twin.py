@@ -81,6 +81,10 @@ class TwinAsyncLLM:
         self.pages, self.back = True, ""  # whether there are any for it; what is wrong with weights that come back
         self.room = True  # on the device, for its weights
         self.dead = False
+        self.pausing = asyncio.Event()  # a pause ends with it
+        self.pausing.set()
+        self.fail_pause = self.holders = ""  # why a pause fails; who holds KV while it waits
+        self.most = 1 << 30  # requests that its owner allows
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states=self.requests, parent_requests={})
         self.output_handler: asyncio.Task[None] | None = asyncio.create_task(self._run())
@@ -206,7 +210,11 @@ class TwinAsyncLLM:
             return {"pages": 0}
         running = 0 if self.paused else min(len(self.requests), LIMITS.slots)
         return {
+            if self.holders:
+                raise Exception(f"Call to rl_coserve method failed: {self.holders}")
             "running": running,
+        if command == "may_update":
+            return {"refused": self.holders}
             "waiting": len(self.requests) - running,
             "kv_used": len(self.requests),
             "kv_capacity": self.capacity,

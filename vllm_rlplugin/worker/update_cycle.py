@@ -178,7 +178,7 @@ class UpdateCycle:
     async def _update(self, version: int) -> UpdateResult:
         began = asyncio.get_running_loop().time()
         await self._prepare(version)  # the engine goes on answering while it is fetched
-        await self._rpc_before_load(f"update to version {version}", "start_weight_update")
+        await self._open_session(f"update to version {version}")
         await self._receive(version)
         self._observe("fetch", asyncio.get_running_loop().time() - began)
         self._received = None
@@ -195,7 +195,7 @@ class UpdateCycle:
         self._check_paused("start a weight update")
         self._check_relay()
         self._received = None
-        await self._change(self._rpc_before_load("starting a weight update", "start_weight_update"))
+        await self._change(self._open_session("starting a weight update"))
 
     async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
         """``/update_weights`` with ``{"version": N}``: fetch, verify, stage."""
@@ -257,6 +257,13 @@ class UpdateCycle:
         """Load what was received; then shut out old KV, and tell vLLM the version."""
         clock = asyncio.get_running_loop().time
         began, before = clock(), self.unusable
+    async def _open_session(self, what: str) -> None:
+        """vLLM's ``start_weight_update``, unless old KV could not be shut out afterwards: found then, the engine would have to
+        stand still, and what it waits for with it. Raises RetryableError."""
+        if why := (await self._engine.command("may_update", {})).get("refused"):
+            raise RetryableError(f"{what}: {why}: resume, and try again")
+        await self._rpc_before_load(what, "start_weight_update")
+
         self.unusable = f"the update to version {version} has not ended well"
         try:
             await self._engine.command("loading", {})
