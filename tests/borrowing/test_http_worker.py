@@ -183,6 +183,29 @@ def test_an_update_that_cannot_shut_out_old_kv_is_refused_before_the_model_is_to
     run(scenario)
 
 
+def test_a_resume_counts_also_before_the_pause_has_ended_and_after_one_that_failed() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.pausing.clear()
+        pause = asyncio.ensure_future(worker.suspend())
+        while not server.client.paused:
+            await asyncio.sleep(0.005)
+        await worker.resume()  # as of a client that has waited for long enough
+        server.client.pausing.set()
+        await pause
+        assert not server.client.paused
+        assert not (await worker.status())["suspended"]
+        server.client.fail_pause = "Failed to reset KV cache"
+        with pytest.raises(RetryableError, match="500"):
+            await worker.suspend()
+        assert server.client.paused
+        await worker.resume()
+        assert not server.client.paused
+        await worker.add([a_request("a")])
+        assert list(await collected(worker, 1)) == ["a"]
+
+    run(scenario)
+
+
 def test_an_update_goes_to_its_end_when_its_caller_is_cancelled() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         await worker.suspend()

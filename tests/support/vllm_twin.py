@@ -174,6 +174,9 @@ class TwinAsyncLLM:
         return self.paused
 
     async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        await self.pausing.wait()
+        if self.fail_pause:
+            raise Exception(f"Call to pause_scheduler method failed: {self.fail_pause}")
         return not self.requests or reset_running_requests
 
     async def update_weight_version(self, new_version: str) -> None:

@@ -51,6 +51,7 @@ class UpdateCycle:
         self._changing: asyncio.Task[Any] | None = None  # the update that is under way
         self._wanted = -1  # the version of that update
         self._received: int | None = None  # by update_weights, not yet finished
+        self._resumes = 0  # a pause that was overtaken by one does not hold
         self._labels: dict[str, int] = {}
         self.history = VersionHistory()
         self.loaded = (0, 0)  # history and version of the weights in the model, which are in the salts
@@ -85,19 +86,22 @@ class UpdateCycle:
         """vLLM's own pause, in any of its modes."""
         if mode not in PAUSE_MODES:
             raise CommandError("invalid_request", f"mode {mode!r} is not one of {', '.join(PAUSE_MODES)}")
+        resumes = self._resumes
         await self._engine.guard_call(self._engine.client.pause_generation(mode=mode, clear_cache=clear_cache))
-        self.suspended = True
+        if resumes == self._resumes:
+            self.suspended = True
 
     async def resume(self) -> None:
-        """Go on. Idempotent. Raises CommandError while an update is under way or the weights cannot be used."""
+        """Go on, also after a pause that has not ended, or that failed: the engine stands still all the same. Idempotent. Raises
+        CommandError while an update is under way or the weights cannot be used."""
         if self._changing is not None:
             raise CommandError("update_in_progress", "a weight update is under way; resume when it has ended")
         if self.unusable:
             raise CommandError("weights_unusable", f"{self.unusable}; update again, or restart the server")
         self._received = None
-        if self.suspended:
-            await self._engine.guard_call(self._engine.client.resume_generation())
-            self.suspended = False
+        self._resumes += 1
+        await self._engine.guard_call(self._engine.client.resume_generation())
+        self.suspended = False
 
     # Our update.
 
@@ -253,10 +257,6 @@ class UpdateCycle:
         except Exception as error:  # vLLM passes on the text of any exception as a bare Exception
             raise RetryableError(f"{what}: {_text(error)}") from error
 
-    async def _apply(self, version: int, label: str) -> tuple[list[Any], dict[str, Any]]:
-        """Load what was received; then shut out old KV, and tell vLLM the version."""
-        clock = asyncio.get_running_loop().time
-        began, before = clock(), self.unusable
     async def _open_session(self, what: str) -> None:
         """vLLM's ``start_weight_update``, unless old KV could not be shut out afterwards: found then, the engine would have to
         stand still, and what it waits for with it. Raises RetryableError."""
@@ -264,6 +264,10 @@ class UpdateCycle:
             raise RetryableError(f"{what}: {why}: resume, and try again")
         await self._rpc_before_load(what, "start_weight_update")
 
+    async def _apply(self, version: int, label: str) -> tuple[list[Any], dict[str, Any]]:
+        """Load what was received; then shut out old KV, and tell vLLM the version."""
+        clock = asyncio.get_running_loop().time
+        began, before = clock(), self.unusable
         self.unusable = f"the update to version {version} has not ended well"
         try:
             await self._engine.command("loading", {})
