@@ -206,6 +206,37 @@ def test_a_resume_counts_also_before_the_pause_has_ended_and_after_one_that_fail
     run(scenario)
 
 
+def test_connections_that_are_lost_cost_neither_a_turn_nor_a_completion_nor_the_worker() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        def cut() -> None:
+            for connection in list(server._server.server_state.connections):
+                connection.transport.abort()
+
+        take, lost = server.control.contexts.take, [1]
+
+        def take_and_cut(message: Any) -> Any:
+            while lost:
+                lost.pop()
+                cut()  # the answer never arrives, the turn did
+            return take(message)
+
+        server.control.contexts.take = take_and_cut  # type: ignore[method-assign]
+        await worker.add([a_request("a", 250)])
+        assert not lost
+        waiting = asyncio.ensure_future(worker.completions())
+        for _ in range(2):  # aiohttp itself asks once more where it has used the connection before
+            await asyncio.sleep(0.05)
+            cut()
+        assert [item.request_id for item in await waiting] == ["a"]
+        await server.stop()
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(RetryableError):
+            await worker.completions()
+        assert asyncio.get_running_loop().time() - begun < 5.0  # one that is gone is noticed
+
+    run(scenario)
+
+
 def test_an_update_goes_to_its_end_when_its_caller_is_cancelled() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         await worker.suspend()
