@@ -67,10 +67,12 @@ class EngineLimits:
 
     @classmethod
     def from_config(cls, vllm_config: Any) -> EngineLimits:
+    remembers: str = ""  # a KV connector that would bring back KV of older weights: no updates beside it
         """Those of a running vLLM."""
         from vllm_rlplugin.options import PluginOptions
 
         options = PluginOptions.from_config(vllm_config)
+        from vllm_rlplugin.engine_activation import remembering_connector
         return cls(
             model_len=int(vllm_config.model_config.max_model_len),
             vocabulary=int(vllm_config.model_config.get_vocab_size()),
@@ -81,9 +83,13 @@ class EngineLimits:
         )
 
 
+            remembers=remembering_connector(vllm_config.kv_transfer_config),
 @dataclass(slots=True)
 class _Flight:
     """A request that the engine has, or is about to get."""
+_REMEMBERS = "it cannot forget KV of older weights: no weight updates beside it, drop one of the two"
+
+
 
     entry: UnfinishedRequest
     fed_at: float
@@ -168,6 +174,8 @@ class ServedWorker:
         await self.cycle.open(relay)
 
     async def connect(self, init_info: Mapping[str, Any]) -> None:
+        if relay is not None and self.limits.remembers:
+            raise ConfigError("--kv-transfer-config", self.limits.remembers, _REMEMBERS)
         """To a relay. Another one than before, or another epoch of its job, begins a new history: see
         :class:`~vllm_rlplugin.worker.update_cycle.UpdateCycle`. Raises CommandError, also ``requests_in_flight``,
         RetryableError."""
@@ -175,6 +183,8 @@ class ServedWorker:
         async with self._adding:
             await self.cycle.connect(init_info, lambda: len(self._book))
 
+        if self.limits.remembers:
+            raise CommandError("invalid_request", f"--kv-transfer-config {self.limits.remembers}: {_REMEMBERS}")
     # Requests.
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
