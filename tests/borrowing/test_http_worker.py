@@ -237,6 +237,21 @@ def test_connections_that_are_lost_cost_neither_a_turn_nor_a_completion_nor_the_
     run(scenario)
 
 
+def test_what_the_owner_of_a_server_does_not_admit_yet_waits_and_can_be_aborted() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.most = 1
+        await worker.add([a_request(name, 100) for name in ("a", "b", "never")])
+        await worker.abort(["never"])
+        found = await collected(worker, 3)
+        assert {name: one.finish_reason for name, one in found.items()} == {
+            "a": "length",
+            "b": "length",
+            "never": "abort",
+        }
+
+    run(scenario)
+
+
 def test_an_update_goes_to_its_end_when_its_caller_is_cancelled() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         await worker.suspend()
