@@ -6,6 +6,7 @@ Guarantees: every function is idempotent; on a vLLM that was not tested nothing 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks.patch_register import PatchRegister
@@ -15,6 +16,8 @@ from vllm_rlplugin.patches import cpu_keep_weights, kv_range
 
 _PATCHES = PatchRegister(VLLM, (cpu_keep_weights.PATCH, kv_range.PATCH))
 _MIXES_ADAPTERS = VersionRange(">=0.32,<0.33")
+# Connectors that bring the KV which a request itself names, and nobody else's. Rollouts name none.
+_BY_REQUEST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
 _RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray workers inherit beside its own variables
 
 
@@ -82,6 +85,22 @@ def check_adapters(asked: bool, installed: InstalledComponent) -> None:
             "vLLM 0.32 computes rollouts beside an adapter's user with the adapter on a CPU: leave it out, or use 0.33"
         )
         raise ConfigError("--enable-lora", asked, fix)
+
+
+def remembering_connector(config: Any) -> str:
+    """``config``: vLLM's ``KVTransferConfig``, or None. The name of a connector in it that may find KV for any request, and that
+    cannot be told to forget what older weights made (vLLM then takes it for reset: ``Scheduler.reset_connector_cache``, 0.32.0;
+    LMCache's looks for tokens, whatever the salt); "": there is none."""
+    if config is None or not config.kv_connector or config.kv_connector in _BY_REQUEST:
+        return ""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if config.kv_connector == "MultiConnector":
+        parts = [type(config)(**part) for part in config.kv_connector_extra_config.get("connectors", ())]
+        return next(filter(None, map(remembering_connector, parts)), "")
+    connector = KVConnectorFactory.get_connector_class(config)
+    return str(config.kv_connector) if connector.reset_cache is KVConnectorBase_V1.reset_cache else ""
 
 
 def is_cpu_build(installed: InstalledComponent) -> bool:

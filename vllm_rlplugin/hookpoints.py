@@ -332,6 +332,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_SLEEP}:AllocationData": ("handle", "tag", "is_asleep"),
     f"{_SLEEP}.cumem:CuMemAllocator": ("instance", "pointer_to_data"),
     "vllm.distributed.parallel_state": ("get_tp_group", "get_pp_group", "get_pcp_group"),
+    "vllm.exceptions:GracefulHTTPError": ("http_status",),
     "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions", "routed_experts"),
 }
 

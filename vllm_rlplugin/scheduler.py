@@ -66,6 +66,7 @@ class CoserveScheduler(PriorityPreemption):
         * ``prioritize`` {"priorities": {trajectory id: priority}}: of all their unfinished requests -> {"changed"}
         * ``advance_version`` {"version", "history" (default: the present one)}: the weights are now of this version; it
           never decreases within a history, and histories never return -> {"preempted", "how", "seconds"}
+        * ``may_update`` {}: asked before weights are written -> {"refused": why ``advance_version`` would fail now; "": nothing}
         * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
           serving engine (a rollout engine says so itself, with ``advance_version``) -> pages, budget, what is lent, admitted and
           late ({} without a pool)
@@ -76,11 +77,13 @@ class CoserveScheduler(PriorityPreemption):
             return self._rl_prioritize(**arguments)
         if command == "advance_version":
             return self._rl_advance_version(**arguments)
+        if command == "may_update":
+            return {"refused": self._rl_holders()}
         if command == "snapshot":
             return self._rl_snapshot()
         if command in POOL_COMMANDS:
             return self._rl_pages.command(command, arguments) if self._rl_pages is not None else {}
-        known = ("prioritize", "advance_version", "snapshot", *POOL_COMMANDS)
+        known = ("prioritize", "advance_version", "may_update", "snapshot", *POOL_COMMANDS)
         raise ValueError(f"{command!r} is not a command of the scheduler: {', '.join(known)}")
 
     # ---- hooks into stock methods ----
@@ -158,6 +161,8 @@ class CoserveScheduler(PriorityPreemption):
                 f"version {version} of history {history}: version {self._rl_version} of history {self._rl_history} is "
                 "loaded, which never decreases"
             )
+        if held := self._rl_holders():  # stock's reset refuses too, after having preempted everything
+            raise RuntimeError(held)
         started, running = time.monotonic(), len(self.running)
         # No salt of its own: the very first version, and one that was loaded again (its number may stand for other weights).
         flush = self._rl_flush or wanted in ((0, 0), present) or self._rl_flush_is_cheaper()
@@ -173,21 +178,22 @@ class CoserveScheduler(PriorityPreemption):
             self._rl_pages.begin_rl_step()
         return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
 
+    def _rl_holders(self) -> str:
+        """Who keeps KV of the present weights while it waits, which stock cannot take away; "": nobody."""
+        held = [request.request_id for request in self.kv_holding_waiting]
+        what = "waiting requests hold KV blocks (KV transfers or streaming input in progress), first"
+        return f"{len(held)} {what} {held[0]}" if held else ""
+
     def _rl_flush_is_cheaper(self) -> bool:
         """A new salt hashes every token of every request anew, inside the pause; a flush hashes none, shuts out the same KV, and
         leaves requests the salt that they have, which no later request gets. Not with a connector: its blocks go by the salt."""
-        if self.connector is not None or self.kv_holding_waiting:
+        if self.connector is not None:
             return False
         return bool(sum(request.num_tokens for request in self.requests.values()) > REHASH_TOKENS)
 
     def _rl_salt_all(self, version: int, history: int) -> None:
         """Old blocks stay cached under their old hashes, which nobody can ask for any more, until they are reused."""
         stock: Any = self
-        held = [request.request_id for request in self.kv_holding_waiting]
-        if held:  # stock's reset refuses too, after having preempted everything
-            raise RuntimeError(
-                f"{len(held)} waiting requests hold KV blocks (KV transfers or streaming input in progress), first {held[0]}"
-            )
         if not stock.reset_connector_cache():  # a connector need not know of salts
             raise RuntimeError("the KV connector did not reset its cache")
         now = time.monotonic()

@@ -7,8 +7,9 @@ Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
 * Each completion is returned exactly once: the server keeps a batch until this client has acknowledged it, and a batch
   that comes twice is dropped here.
 * A lost connection, no answer in time, and HTTP 5xx are RetryableErrors; repeating the call is harmless, since commands
-  are idempotent by request id. A server that was started anew has lost the requests: every call raises RetryableError
-  until ``restart``. A refusal of the worker is the CommandError that it was there.
+  are idempotent by request id. Turns, aborts and the wait for completions are repeated here, for a second, when their connection
+  is lost: who gives a worker up loses the tokens of all its requests. A server that was started anew has lost the requests:
+  every call raises RetryableError until ``restart``. A refusal of the worker is the CommandError that it was there.
 * A wrong token, a client address that is not allowed and another protocol version are ConfigErrors.
 * With a ``relay``, ``start`` and ``restart`` tell the server of it, which begins a history of weight versions of its own
   there; another client's relay that was connected meanwhile is noticed: the server is not ours any more. Request ids on the
@@ -65,6 +66,7 @@ POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
 MAX_ANSWER_BYTES = 4 << 20  # JSON
 MAX_TURNS_BYTES = 256 << 20  # completions: of a quarter of a million tokens with the experts of sixty layers
 LEASE_SECONDS = 60.0
+_REPEATS = (0.2, 0.8)  # seconds before each repetition of a call whose connection was lost
 _LEAST_LOGPROB = -1e6
 _MOST_WRONG = 8  # answers in a row
 _LOOKED_AT_HERE = 1 << 16  # bytes of experts, which take less than a millisecond; more are looked at in a thread
@@ -74,6 +76,10 @@ _ERRORS = (CommandError, ConfigError, RetryableError)
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Answer = TypeVar("_Answer")
+
+
+class _ConnectionLost(RetryableError):
+    """Nobody knows whether the server has got the call."""
 
 
 class _Asked(NamedTuple):
@@ -161,9 +167,8 @@ class HttpWorker:
         await self._contexts.add(sent)
 
     async def _send_turns(self, message: bytes) -> list[object]:
-        return _read(
-            lambda answer: list(answer["contexts"]), await self._ask("POST", wire.TURNS, data=message), wire.TURNS
-        )
+        answer = await self._repeated(lambda: self._ask("POST", wire.TURNS, data=message))
+        return _read(lambda answer: list(answer["contexts"]), answer, wire.TURNS)
 
     def forget(self, trajectory_id: str) -> None:
         """See :class:`orchestrator.api.SessionWorker`."""
@@ -181,7 +186,7 @@ class HttpWorker:
     async def _abort(self, names: Sequence[str], trajectories: Sequence[str] = (), groups: Sequence[str] = ()) -> None:
         body = {"request_ids": list(names), "trajectories": list(trajectories), "groups": list(groups)}
         try:
-            await self._post(wire.ABORT, body)
+            await self._repeated(lambda: self._post(wire.ABORT, body))
         except CommandError as error:
             if error.code != "unknown_request":  # the port ignores unknown ones
                 raise
@@ -197,7 +202,7 @@ class HttpWorker:
     async def completions(self) -> list[Completion]:
         await self._joined.wait()  # before its first weights it has no requests, and becomes another instance
         while True:
-            found = await self._poll(POLL_SECONDS)
+            found = await self._repeated(lambda: self._poll(POLL_SECONDS))
             # Others are of a client before this one, or of requests that restart has given up.
             ours = [completion for completion in found if completion.request_id in self._unfinished]
             for completion in ours:
@@ -418,6 +423,16 @@ class HttpWorker:
         self._unfinished.clear()
         self._wrong = 0
 
+    async def _repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """A call that changes nothing when it comes twice. Raises what it raises, a lost connection at the last try only."""
+        for pause in _REPEATS:
+            try:
+                return await call()
+            except _ConnectionLost as error:
+                _logger.info("%s; repeated", error)
+            await asyncio.sleep(pause)
+        return await call()
+
     async def _poll(self, seconds: float, *, look: bool = True) -> list[Completion]:
         query = {"timeout": f"{seconds:g}"}
         if self._acknowledged is not None:
@@ -562,7 +577,7 @@ class HttpWorker:
     def _lost(self, path: str, error: Exception) -> RetryableError:
         if self._closed:
             return RetryableError(f"{self.name} is closed")
-        return RetryableError(f"{self.name}: {path}: {type(error).__name__}: {error}")
+        return _ConnectionLost(f"{self.name}: {path}: {type(error).__name__}: {error}")
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._closed:

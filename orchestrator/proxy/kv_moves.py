@@ -20,6 +20,8 @@ from orchestrator.policies.routing.turn_routing import TurnRouter
 from orchestrator.proxy.worker_state import LOST, WorkerState
 
 EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
+# To one worker at a time: it has other calls to answer, and a burst of turns would wait for one another.
+MOST_MOVES = 16
 REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
 
 
@@ -43,6 +45,7 @@ class KvMoves:
         self.sources: dict[str, int] = {}  # request -> the worker whose KV it needs, whatever it costs; -1: nobody's
         self._contexts: dict[str, GenerationRequest] | None = None  # by trajectory, its last turn
         self._tasks: set[asyncio.Task[None]] = set()
+        self._doors: dict[int, asyncio.Semaphore] = {}  # of workers that KV goes to
         self.moves = self.tokens = self.bytes = 0  # that came about
         self.failures: Counter[str] = Counter()  # by kind
 
@@ -66,7 +69,8 @@ class KvMoves:
             source = states[holder]
             tokens = len(request.token_ids)
             moves = self._can(state) and self._can(source) and source.usable
-            moves = moves and (needed is not None or self._policy.move_pays(tokens))
+            room = sum(held is state for held, _ in self._held.values()) < MOST_MOVES
+            moves = moves and (needed is not None or (room and self._policy.move_pays(tokens)))
             self._elsewhere[request.request_id] = _Elsewhere(tokens, moves)
             if len(self._elsewhere) > REMEMBERED:  # of those that never ended: their worker died
                 del self._elsewhere[next(iter(self._elsewhere))]
@@ -137,7 +141,8 @@ class KvMoves:
         begun, moved = loop.time(), None
         try:
             async with asyncio.timeout(2 * self._limit):  # its own limit is kept by the worker, while that answers
-                moved = await self._fetch(state, request, source)
+                async with self._doors.setdefault(state.index, asyncio.Semaphore(MOST_MOVES)):
+                    moved = await self._fetch(state, request, source)
             why = moved.why
         except LOST as error:
             why = f"lost: {error}"

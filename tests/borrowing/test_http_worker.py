@@ -164,6 +164,94 @@ def test_a_failed_command_is_the_error_that_it_was_and_changes_nothing() -> None
     run(scenario)
 
 
+def test_an_update_that_cannot_shut_out_old_kv_is_refused_before_the_model_is_touched() -> None:
+    """Else the weights were new, KV was not, and the engine stood still for everybody, with those whom it waited for."""
+
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.holders = "1 waiting requests hold KV blocks, first a user's"
+        version = server.publish()
+        await worker.suspend()
+        with pytest.raises(RetryableError, match="hold KV blocks, first a user's: resume, and try again"):
+            await worker.update(version)
+        assert (server.client.loaded, (await worker.status())["unusable"]) == (-1, "")
+        await worker.resume()
+        assert not server.client.paused
+        server.client.holders = ""
+        await worker.suspend()
+        assert (await worker.update(version)).version == version
+
+    run(scenario)
+
+
+def test_a_resume_counts_also_before_the_pause_has_ended_and_after_one_that_failed() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.pausing.clear()
+        pause = asyncio.ensure_future(worker.suspend())
+        while not server.client.paused:
+            await asyncio.sleep(0.005)
+        await worker.resume()  # as of a client that has waited for long enough
+        server.client.pausing.set()
+        await pause
+        assert not server.client.paused
+        assert not (await worker.status())["suspended"]
+        server.client.fail_pause = "Failed to reset KV cache"
+        with pytest.raises(RetryableError, match="500"):
+            await worker.suspend()
+        assert server.client.paused
+        await worker.resume()
+        assert not server.client.paused
+        await worker.add([a_request("a")])
+        assert list(await collected(worker, 1)) == ["a"]
+
+    run(scenario)
+
+
+def test_connections_that_are_lost_cost_neither_a_turn_nor_a_completion_nor_the_worker() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        def cut() -> None:
+            for connection in list(server._server.server_state.connections):
+                connection.transport.abort()
+
+        take, lost = server.control.contexts.take, [1]
+
+        def take_and_cut(message: Any) -> Any:
+            while lost:
+                lost.pop()
+                cut()  # the answer never arrives, the turn did
+            return take(message)
+
+        server.control.contexts.take = take_and_cut  # type: ignore[method-assign]
+        await worker.add([a_request("a", 250)])
+        assert not lost
+        waiting = asyncio.ensure_future(worker.completions())
+        for _ in range(2):  # aiohttp itself asks once more where it has used the connection before
+            await asyncio.sleep(0.05)
+            cut()
+        assert [item.request_id for item in await waiting] == ["a"]
+        await server.stop()
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(RetryableError):
+            await worker.completions()
+        assert asyncio.get_running_loop().time() - begun < 5.0  # one that is gone is noticed
+
+    run(scenario)
+
+
+def test_what_the_owner_of_a_server_does_not_admit_yet_waits_and_can_be_aborted() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.most = 1
+        await worker.add([a_request(name, 100) for name in ("a", "b", "never")])
+        await worker.abort(["never"])
+        found = await collected(worker, 3)
+        assert {name: one.finish_reason for name, one in found.items()} == {
+            "a": "length",
+            "b": "length",
+            "never": "abort",
+        }
+
+    run(scenario)
+
+
 def test_an_update_goes_to_its_end_when_its_caller_is_cancelled() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         await worker.suspend()

@@ -53,6 +53,7 @@ class Worker:
         self.moves: list[KvMove] = []
         self.fetch: Any = KvMoved(64, 64, 1000, 0.1)
         self.answers = True
+        self.busy = self.most = 0  # moves at once
         self.place = f"{name}:1"
         self._done: asyncio.Queue[Completion] = asyncio.Queue()
 
@@ -61,7 +62,10 @@ class Worker:
 
     async def fetch_kv(self, move: KvMove) -> KvMoved:
         self.moves.append(move)
+        self.busy += 1
+        self.most = max(self.most, self.busy)
         await asyncio.sleep(0.1)
+        self.busy -= 1
         if isinstance(self.fetch, Exception):
             raise self.fetch
         if self.fetch is None:
@@ -210,6 +214,29 @@ def test_a_move_that_fails_or_hangs_costs_its_limit_and_is_said_once(outcome: An
         assert fleet.moves.failures[kind] == 2
         assert len([event for event in fleet.events_of("fault") if event["cause"] == "kv"]) == 1
         assert not fleet.fatal
+        await fleet.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_burst_of_turns_asks_a_worker_for_a_few_moves_at_a_time(needed: bool) -> None:
+    """A worker in an actor answers 64 calls at once: with more moves under way it gives neither completions nor a sign of life.
+    Turns beyond compute their prefix, unless they need the KV, and then they wait for their move."""
+
+    async def scenario() -> None:
+        fleet = Fleet()
+        fleet.blocker = asyncio.create_task(asyncio.sleep(0, Completion("", (), (), (), "stop")))
+        a, b = fleet.proxy.states
+        for index in range(100):
+            request = GenerationRequest(f"r{index}", f"r{index}", 1, tuple(range(100)), Sampling(8), "task")
+            if needed:
+                fleet.moves.sources[request.request_id] = a.index
+            fleet.moves.send_turn(b, request, fleet.proxy.states, a.index)
+        await asyncio.sleep(2.0)
+        worker = fleet.workers[1]
+        assert (worker.most, len(worker.moves)) == (16, 100 if needed else 16)
+        assert len(worker.added) == (0 if needed else 84)  # those that moved are no turns of the proxy here
         await fleet.close()
 
     run(scenario())

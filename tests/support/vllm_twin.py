@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from ipaddress import ip_network
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,12 @@ class TwinRequest:
     stats: Any = None
 
 
+class TwinBusy(Exception):
+    """As vLLM's ``QueueOverflowError``."""
+
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
 class TwinAsyncLLM:
     """As much of vLLM's ``AsyncLLM``, its scheduler and its workers as the carrier uses: every millisecond each of the
     best ``slots`` requests gets one token, whose label is the weight version."""
@@ -74,6 +81,10 @@ class TwinAsyncLLM:
         self.loaded, self.damaged, self.fail_finish, self.fetching = -1, False, "", 0
         self.hold = asyncio.Event()  # finish_weight_update waits for it
         self.hold.set()
+        self.pausing = asyncio.Event()  # a pause ends with it
+        self.pausing.set()
+        self.fail_pause = self.holders = ""  # why a pause fails; who holds KV while it waits
+        self.most = 1 << 30  # requests that its owner allows
         self.generated = self.orders = self.steps = 0
         self.calls: list[str] = []
         self.prompt: Any = None  # of the last request
@@ -142,6 +153,8 @@ class TwinAsyncLLM:
         self.prompt = prompt["tokens"]
         if prompt["tokens"][0] == 63:
             raise ValueError("the twin does not like token 63")
+        if len(self.requests) >= self.most:
+            raise TwinBusy("the twin has as many as it may")
         request = TwinRequest(request_id, session_id, priority, self.orders, sampling_params.max_tokens)
         request.stats = SimpleNamespace(scheduled_ts=0.0, first_token_ts=0.0, last_token_ts=0.0)
         self.orders += 1
@@ -161,6 +174,9 @@ class TwinAsyncLLM:
         self.paused = True
         if mode == "abort":
             await self.abort(list(self.requests))
+        await self.pausing.wait()
+        if self.fail_pause:
+            raise Exception(f"Call to pause_scheduler method failed: {self.fail_pause}")
 
     async def resume_generation(self) -> None:
         self.paused = False
@@ -194,7 +210,11 @@ class TwinAsyncLLM:
             return {"changed": 0}
         if command == "advance_version":
             assert self.paused
+            if self.holders:
+                raise Exception(f"Call to rl_coserve method failed: {self.holders}")
             return {"preempted": len(self.requests), "how": "salt", "seconds": 0.0}
+        if command == "may_update":
+            return {"refused": self.holders}
         if command == "deactivate":
             assert self.paused
             if self.requests and arguments.get("stepped", True):

@@ -8,6 +8,7 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,6 +256,47 @@ def test_without_a_relay_there_are_no_updates_until_a_stock_client_names_one() -
         assert (await worker.update(server.publish())).version == 1
 
     run(scenario, relay=False)
+
+
+def test_beside_a_connector_that_remembers_kv_of_older_weights_no_relay_is_connected() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.worker.limits = replace(server.worker.limits, remembers="LMCacheConnectorV1")
+        told = {"init_info": {"endpoint": ENDPOINT}}
+        status, answer = await raw(server, "POST", "/init_weight_transfer_engine", json=told)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request")
+        assert "LMCacheConnectorV1: it cannot forget KV" in answer["error"]["message"]
+        with pytest.raises(ConfigError, match="cannot forget KV"):
+            await server.worker.open(ENDPOINT)
+
+    run(scenario, relay=False)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "remembers"),
+    [
+        ("ExampleConnector", True),  # it finds KV by tokens alone
+        ("LMCacheConnectorV1", True),
+        ("OffloadingConnector", False),
+        ("NixlConnector", False),  # of requests that name their source only
+    ],
+)
+def test_which_connectors_of_vllm_remember_kv_of_older_weights(name: str, remembers: bool) -> None:
+    from vllm.config import KVTransferConfig
+
+    from vllm_rlplugin.engine_activation import remembering_connector
+
+    config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+    parts = {
+        "connectors": [
+            {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+            {"kv_connector": name, "kv_role": "kv_both"},
+        ]
+    }
+    several = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=parts)
+    for given in (config, several):
+        assert remembering_connector(given) == (name if remembers else "")
+    assert remembering_connector(None) == ""
 
 
 def test_a_client_of_stock_vllm_needs_only_the_token() -> None:

@@ -555,9 +555,11 @@ def test_an_update_is_refused_while_waiting_requests_hold_kv_and_changes_nothing
     engine.add("a", tokens=30)
     loading = engine.add("b")
     engine.step()
+    assert engine.rl("may_update") == {"refused": ""}
     engine.scheduler.waiting.remove_request(loading)
     loading.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     engine.scheduler._enqueue_waiting_request(loading)
+    assert "hold KV blocks" in engine.rl("may_update")["refused"]  # asked before weights are written
     with pytest.raises(RuntimeError, match="hold KV blocks"):
         engine.rl("advance_version", version=1)
     assert engine.running() == ["a"]

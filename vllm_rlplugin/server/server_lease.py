@@ -290,8 +290,8 @@ class LeaseKeeper:
         cycle = self._worker.cycle
         if self._stopped and cycle.changing:
             return  # looked at again
-        if self._stopped and cycle.suspended and cycle.unusable:
+        if self._stopped and cycle.unusable:
             _logger.warning("the engine stays paused until an update succeeds: %s", cycle.unusable)
-        elif self._stopped and cycle.suspended:
+        elif self._stopped:  # also where the pause has not ended yet
             await self._worker.resume()
         self._stopped = False

@@ -17,12 +17,14 @@ monotonic clock, which the engine core stamps with too; only vLLM's arrival time
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from orchestrator.api import (
@@ -47,6 +49,7 @@ from vllm_rlplugin.worker.update_cycle import Observe, UpdateCycle
 ARRIVAL_STEP = 1e-6  # seconds; keeps arrival times distinct, so that the order within a priority is that of ADD
 REMEMBERED_NAMES = 1 << 16  # trajectories and groups of which it is known that they were there
 AT_ONCE = 32  # requests that vLLM is given in one turn of the event loop: some 4 ms of it
+BUSY_SECONDS = (0.25, 4.0)  # between the first tries of a request that vLLM does not admit, and later ones
 ENGINE_ID = "rl-{}"  # of our requests inside vLLM, whose own begin with cmpl- or chatcmpl-
 
 _logger = logging.getLogger("vllm.rl_coserve")
@@ -64,10 +67,12 @@ class EngineLimits:
     lookahead: int  # how many requests may wait inside the engine
     max_wait: float = math.inf  # seconds after which a request goes before those that overtook it
     salted: bool = True  # the weight version is in the cache salt (else KV is flushed on an update)
+    remembers: str = ""  # a KV connector that would bring back KV of older weights: no updates beside it
 
     @classmethod
     def from_config(cls, vllm_config: Any) -> EngineLimits:
         """Those of a running vLLM."""
+        from vllm_rlplugin.engine_activation import remembering_connector
         from vllm_rlplugin.options import PluginOptions
 
         options = PluginOptions.from_config(vllm_config)
@@ -78,7 +83,11 @@ class EngineLimits:
             lookahead=options.lookahead,
             max_wait=options.max_wait,
             salted=options.kv_on_update == "salt",
+            remembers=remembering_connector(vllm_config.kv_transfer_config),
         )
+
+
+_REMEMBERS = "it cannot forget KV of older weights: no weight updates beside it, drop one of the two"
 
 
 @dataclass(slots=True)
@@ -88,7 +97,7 @@ class _Flight:
     entry: UnfinishedRequest
     fed_at: float
     registered: bool = False
-    aborted: bool = False
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
@@ -165,6 +174,8 @@ class ServedWorker:
         except Exception as error:  # what vLLM makes of an unknown method
             fix = "this engine has not our scheduler class and worker extension: start it with --plugin rl-coserve"
             raise ConfigError("engine", str(error), fix) from error
+        if relay is not None and self.limits.remembers:
+            raise ConfigError("--kv-transfer-config", self.limits.remembers, _REMEMBERS)
         await self.cycle.open(relay)
 
     async def connect(self, init_info: Mapping[str, Any]) -> None:
@@ -172,6 +183,8 @@ class ServedWorker:
         :class:`~vllm_rlplugin.worker.update_cycle.UpdateCycle`. Raises CommandError, also ``requests_in_flight``,
         RetryableError."""
         self._check()
+        if self.limits.remembers:
+            raise CommandError("invalid_request", f"--kv-transfer-config {self.limits.remembers}: {_REMEMBERS}")
         async with self._adding:
             await self.cycle.connect(init_info, lambda: len(self._book))
 
@@ -213,9 +226,9 @@ class ServedWorker:
             if flight is None:  # held back: the engine never had it
                 self._finish(request_id, self._note_aborted(request_id))
             elif flight.task is not None:
-                flight.aborted = True
+                flight.aborted.set()
                 pending.append(flight.task)
-        names = [name for name, flight in self._flights.items() if flight.aborted]
+        names = [name for name, flight in self._flights.items() if flight.aborted.is_set()]
         while pending:
             await self._engine.guard_call(self._client.abort([ENGINE_ID.format(name) for name in names]))
             # Answered between two steps, after the abort was taken: no further token of them is generated.
@@ -375,7 +388,13 @@ class ServedWorker:
         try:
             for _ in range(turns):  # of the loop, in which others of a large batch begin
                 await asyncio.sleep(0)
-            completion = await self._generate(flight)
+            pause, longest = BUSY_SECONDS
+            while (completion := await self._generate(flight)) is None:
+                self._registered -= flight.registered
+                flight.registered = False
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(flight.aborted.wait(), pause)
+                pause = min(2 * pause, longest)
         except Exception as error:  # whatever vLLM raises for one request
             if self._engine.dead:
                 self._break(f"the vLLM engine died: {error}")
@@ -388,9 +407,10 @@ class ServedWorker:
         self._finish(request_id, completion)
         self._feed()
 
-    async def _generate(self, flight: _Flight) -> Completion:
+    async def _generate(self, flight: _Flight) -> Completion | None:
+        """None: the server has as many as its owner allows (``--max-num-queued-reqs``, ``--max-num-queued-tokens``)."""
         request = flight.entry.request
-        if flight.aborted:
+        if flight.aborted.is_set():
             return self._note_aborted(request.request_id)
         # The scheduler puts in the salt of the present version in any case; the right one at once saves it the hashing.
         history, version = self.cycle.loaded
@@ -405,7 +425,12 @@ class ServedWorker:
             priority=request.priority,
             session_id=request.trajectory_id,
         )
-        final = [output async for output in outputs]  # one: only the final output was asked for
+        try:
+            final = [output async for output in outputs]  # one: only the final output was asked for
+        except Exception as error:
+            if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:  # of vLLM's GracefulHTTPError
+                return None
+            raise
         if not final:
             return _failed(request.request_id, "vLLM gave no output")
         return self._completion(flight, final[-1], time.monotonic())

@@ -51,6 +51,7 @@ class UpdateCycle:
         self._changing: asyncio.Task[Any] | None = None  # the update that is under way
         self._wanted = -1  # the version of that update
         self._received: int | None = None  # by update_weights, not yet finished
+        self._resumes = 0  # a pause that was overtaken by one does not hold
         self._labels: dict[str, int] = {}
         self.history = VersionHistory()
         self.loaded = (0, 0)  # history and version of the weights in the model, which are in the salts
@@ -85,19 +86,22 @@ class UpdateCycle:
         """vLLM's own pause, in any of its modes."""
         if mode not in PAUSE_MODES:
             raise CommandError("invalid_request", f"mode {mode!r} is not one of {', '.join(PAUSE_MODES)}")
+        resumes = self._resumes
         await self._engine.guard_call(self._engine.client.pause_generation(mode=mode, clear_cache=clear_cache))
-        self.suspended = True
+        if resumes == self._resumes:
+            self.suspended = True
 
     async def resume(self) -> None:
-        """Go on. Idempotent. Raises CommandError while an update is under way or the weights cannot be used."""
+        """Go on, also after a pause that has not ended, or that failed: the engine stands still all the same. Idempotent. Raises
+        CommandError while an update is under way or the weights cannot be used."""
         if self._changing is not None:
             raise CommandError("update_in_progress", "a weight update is under way; resume when it has ended")
         if self.unusable:
             raise CommandError("weights_unusable", f"{self.unusable}; update again, or restart the server")
         self._received = None
-        if self.suspended:
-            await self._engine.guard_call(self._engine.client.resume_generation())
-            self.suspended = False
+        self._resumes += 1
+        await self._engine.guard_call(self._engine.client.resume_generation())
+        self.suspended = False
 
     # Our update.
 
@@ -178,7 +182,7 @@ class UpdateCycle:
     async def _update(self, version: int) -> UpdateResult:
         began = asyncio.get_running_loop().time()
         await self._prepare(version)  # the engine goes on answering while it is fetched
-        await self._rpc_before_load(f"update to version {version}", "start_weight_update")
+        await self._open_session(f"update to version {version}")
         await self._receive(version)
         self._observe("fetch", asyncio.get_running_loop().time() - began)
         self._received = None
@@ -195,7 +199,7 @@ class UpdateCycle:
         self._check_paused("start a weight update")
         self._check_relay()
         self._received = None
-        await self._change(self._rpc_before_load("starting a weight update", "start_weight_update"))
+        await self._change(self._open_session("starting a weight update"))
 
     async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
         """``/update_weights`` with ``{"version": N}``: fetch, verify, stage."""
@@ -252,6 +256,13 @@ class UpdateCycle:
             raise
         except Exception as error:  # vLLM passes on the text of any exception as a bare Exception
             raise RetryableError(f"{what}: {_text(error)}") from error
+
+    async def _open_session(self, what: str) -> None:
+        """vLLM's ``start_weight_update``, unless old KV could not be shut out afterwards: found then, the engine would have to
+        stand still, and what it waits for with it. Raises RetryableError."""
+        if why := (await self._engine.command("may_update", {})).get("refused"):
+            raise RetryableError(f"{what}: {why}: resume, and try again")
+        await self._rpc_before_load(what, "start_weight_update")
 
     async def _apply(self, version: int, label: str) -> tuple[list[Any], dict[str, Any]]:
         """Load what was received; then shut out old KV, and tell vLLM the version."""
