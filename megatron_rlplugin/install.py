@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
+
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from, vocabulary_from
 from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult, without_nan_check
 from megatron_rlplugin.stream.rank_agreement import agree_on_step, counts_in_step
@@ -109,6 +111,11 @@ class RLTraining:
             raise ConfigError("--rl-weight-relay", None, "is needed to publish weights")
         if self._publisher is None:
             self._publisher = WeightPublisher(self._relay, self.model, version, self._converter)
+        with torch.no_grad():
+            # With overlap_param_gather Megatron gathers the weights of a step in the forward pass of the next.
+            for chunk in self.model:
+                if getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles:
+                    chunk.start_param_sync(force_sync=True)
         return self._publisher.publish(version)
 
     def close(self) -> None:
@@ -135,12 +142,20 @@ class RLTraining:
         if not micro_batches:
             fix = f"give every replica at least one, or use {STREAM}: then a replica may have none"
             raise ConfigError("micro_batches", 0, fix)
+        config = self.model[0].config
+        if not config.calculate_per_token_loss:
+            fix = f"must be true when the model is built, or use {STREAM}: else the mean is of micro-batches, whatever is in them"
+            raise ConfigError("model.calculate_per_token_loss", False, fix)
         _check_in_step(len(micro_batches))
         counted: list[float] = []
         for chunk in self.model:
             chunk.zero_grad_buffer()
             if chunk.config.finalize_model_grads_func is None:  # Megatron-LM sets it where its own train() begins
                 chunk.config.finalize_model_grads_func = finalize_model_grads
+        # Likewise: else each backward pass would count as the last one, which reduces.
+        if config.no_sync_func is None and self.model[0].ddp_config.overlap_grad_reduce:
+            waiting = [chunk.no_sync for chunk in self.model]
+            config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
         self.optimizer.zero_grad()
         with without_nan_check(self.model):
             reports = get_forward_backward_func()(

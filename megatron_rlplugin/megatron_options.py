@@ -247,6 +247,17 @@ def check_optimizer(options: MegatronOptions, *, distributed: bool) -> None:
             raise ConfigError(f"{TABLE}.{name}", str(given[name]).removeprefix("torch."), fix)
 
 
+def check_scaling(options: MegatronOptions, replicas: int) -> None:
+    """Refuse FP8 whose scales are reduced over replicas in each forward pass: these have different numbers of micro-batches, and
+    would wait for each other for ever. Raises ConfigError."""
+    given = options.transformer
+    delayed = given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed"
+    if delayed and replicas > 1 and not given.get("tp_only_amax_red"):
+        fix = "must be another one, such as tensorwise, or tp_only_amax_red true: its scales are reduced over all replicas in "
+        fix += "every forward pass, and these have different numbers of micro-batches"
+        raise ConfigError(f"{TABLE}.fp8_recipe", "delayed", fix)
+
+
 def _unknown(key: str, known: set[str]) -> str:
     from megatron.core import __version__
 

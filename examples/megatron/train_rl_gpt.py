@@ -45,7 +45,7 @@ from megatron_rlplugin.trainer.micro_batches import (
     usable_samples,
 )
 from megatron_rlplugin.trainer.recorded_rows import read_batches
-from orchestrator.api import TrainBatch
+from orchestrator.api import ConfigError, TrainBatch
 from orchestrator.settings.trainer_settings import TrainerSettings
 
 
@@ -118,8 +118,24 @@ def forward_step_of(settings: TrainerSettings, temperature: float) -> Callable[.
     return forward_step
 
 
+NEEDED = {
+    "hidden_dropout": (0, "with dropout (Megatron's default is 0.1) the trained policy is not the one that sampled"),
+    "attention_dropout": (0, "with dropout (Megatron's default is 0.1) the trained policy is not the one that sampled"),
+    "context_parallel_size": (1, "a micro-batch here is whole rows, and each rank would take all of them for its part"),
+    "num_experts": (None, "model_provider here makes dense layers"),
+}
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what this script would train wrongly without a word."""
+    for name, (value, why) in NEEDED.items():
+        if getattr(args, name) != value:
+            raise ConfigError(f"--{name.replace('_', '-')}", getattr(args, name), f"must be {value}: {why}")
+
+
 if __name__ == "__main__":
     args = parse_and_validate_args(extra_args_provider=add_rl_args)  # <<< rl-coserve, line 1 of 2
+    check(args)
     initialize_megatron()
     model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider)
     rl = wrap(model, optimizer, args)  # <<< rl-coserve, line 2 of 2

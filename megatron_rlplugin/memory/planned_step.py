@@ -197,7 +197,7 @@ def longest_micro_batch(request: StepRequest, settings: TrainerSection, learner:
         values=values if settings.needs_critic else None,
         returns=values if settings.needs_critic else None,
     )
-    multiple = learner.layout.row_multiple
+    multiple = learner.row_multiple
     limits = MicroBatchLimits(settings.micro_batch_size, settings.order, None, multiple, settings.micro_batch_tokens)
     return micro_batch([row] * request.rows, range(request.rows), limits, settings.loss_mean)
 

@@ -23,6 +23,7 @@ from megatron_rlplugin.megatron_options import (
     MegatronOptions,
     check_agreed,
     check_optimizer,
+    check_scaling,
     make_config,
     refusals,
     sort_options,
@@ -125,6 +126,7 @@ class Learner:
         self._deferred = prepare is None
         self.replays = replay
         check_optimizer(self.options, distributed=settings.distributed_optimizer)
+        check_scaling(self.options, settings.data_parallel)
         check_router_options(self.options.transformer, self.shape.num_experts, replay=replay)
         check_multi_token(self.options.transformer, self.shape, self.layout)
         built = {**self.options.transformer, **({"moe_enable_routing_replay": True} if replay else {})}
@@ -160,6 +162,14 @@ class Learner:
         from megatron.core import parallel_state
 
         return parallel_state.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows have a multiple of so many tokens: ranks divide them evenly, and each part is one that kernels of FP8 take."""
+        from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+
+        low = self.config.fp8 or self.config.fp4
+        return self.layout.row_multiple * (int(get_align_size_for_quantization(self.config)) if low else 1)
 
     def parameters(self) -> Iterator[Tensor]:
         """The parameters of this rank."""
@@ -398,6 +408,7 @@ def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     options = sort_options(settings.megatron, settings.megatron_arguments)
     token_loss_of(settings)
     check_optimizer(options, distributed=settings.distributed_optimizer)
+    check_scaling(options, settings.data_parallel)
     if not folder:
         return
     shape = read_shape(folder)

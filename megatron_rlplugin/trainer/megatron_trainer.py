@@ -145,7 +145,7 @@ class MegatronTrainer:
                 learning_rate=settings_.value_rate,
             )
         self._replicas = Replicas()
-        multiple = self._learner.layout.row_multiple
+        multiple = self._learner.row_multiple
         self._limits = limits = MicroBatchLimits(
             settings_.micro_batch_size,
             settings_.order,

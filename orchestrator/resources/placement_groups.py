@@ -112,13 +112,10 @@ class Placement:
 
     def nodes(self) -> list[str]:
         """The same of every part."""
-        from ray.util import placement_group_table
-
         if self._reserved is None:
             return [""] * self.parts
         reserved, index = self._reserved
-        found = placement_group_table(reserved.group)["bundles_to_node_id"]
-        return [str(found[index + part]) for part in range(self.parts)]
+        return _nodes_of(reserved.group)[index : index + self.parts]
 
     def machine_gone(self) -> bool:
         """Whether the place is on a node that died, and Ray has none elsewhere yet: it waits until there is one. Blocks."""
@@ -185,9 +182,10 @@ class Placement:
 
 
 def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], seconds: float = RESERVE_SECONDS) -> None:
-    """The places of several workers, all or none: beside each other, and given back together; or over as many nodes as there
-    are, and each given back alone. The devices of one worker are in one node either way, or on as many as it has parts. Raises
-    ConfigError for what the nodes that are there could never hold, and RetryableError for what others have now. Blocks."""
+    """The places of several workers, all or none: beside each other, in order node by node, and given back together; or over as
+    many nodes as there are, and each given back alone. The devices of one worker are in one node either way, or on as many as it
+    has parts. Raises ConfigError for what the nodes that are there could never hold, and RetryableError for what others have now.
+    Blocks."""
     import ray
 
     if not places or not (lacking := _reserve(places, strategy, seconds)):
@@ -238,9 +236,26 @@ def _reserve(places: Sequence[Placement], strategy: str, seconds: float) -> str:
         return _shortage(bundles, free)
     for group, holders in groups:
         reserved = _Reserved(group, [place.bundle() for place in holders for _ in range(place.parts)], len(holders))
-        for index, place in enumerate(holders):
+        order = range(len(holders)) if strategy != "PACK" else _by_node(reserved.bundles, _nodes_of(group))
+        for index, place in zip(order, holders, strict=True):
             place.hold(reserved, index)
     return ""
+
+
+def _nodes_of(group: Any) -> list[str]:
+    """Of its bundles."""
+    from ray.util import placement_group_table
+
+    found = placement_group_table(group)["bundles_to_node_id"]
+    return [str(found[index]) for index in range(len(found))]
+
+
+def _by_node(bundles: Sequence[Mapping[str, float]], nodes: Sequence[str]) -> list[int]:
+    """Bundles in an order in which those of a node follow each other, the fullest node first. Ray gives equal bundles to nodes in
+    any order, and ranks that follow each other (of one tensor-parallel group) must not speak over the network."""
+    if any(bundle != bundles[0] for bundle in bundles):
+        return list(range(len(bundles)))
+    return sorted(range(len(bundles)), key=lambda index: (-nodes.count(nodes[index]), nodes.index(nodes[index]), index))
 
 
 def _spread(bundles: Sequence[Mapping[str, float]], free: Mapping[str, Mapping[str, float]]) -> list[str | None]:

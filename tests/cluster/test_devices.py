@@ -123,6 +123,20 @@ def test_engines_are_spread_over_nodes_and_ranks_are_beside_each_other() -> None
     assert len({seen.node for name, seen in found.items() if name.startswith("trainer")}) == 1
 
 
+def test_ranks_that_follow_each_other_are_on_one_node() -> None:
+    """Tensor parallelism speaks in every layer: Megatron-Core takes ranks in a row for it. Ray shuffles more than 16 bundles."""
+    config = load_config(None, ["trainer.tensor_parallel=8", "trainer.data_parallel=3", "ray.address=auto"])
+    places = pool_requests.without_pools(config, print)
+    try:
+        pool_requests.reserve_all(config, places)
+        nodes_of = [place.node() for name, place in places.items() if name.startswith("trainer")]
+    finally:
+        for place in places.values():
+            place.release()
+    assert len(nodes_of) == 24
+    assert [len(set(nodes_of[first : first + 8])) for first in (0, 8, 16)] == [1, 1, 1]
+
+
 def test_an_engine_of_the_beginning_that_is_taken_away_gives_its_devices_to_others_and_is_placed_anew() -> None:
     config = load_config(None, ["rollout.engines=[{count=4, tensor_parallel_size=6}]", "ray.address=auto"])
     places = pool_requests.without_pools(config, print)

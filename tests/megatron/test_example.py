@@ -209,6 +209,21 @@ def test_a_loop_on_what_megatron_lm_sets_up_streams_the_same_and_publishes_witho
     assert kept[0]["model.embed_tokens.weight"][0] == (40, 32)  # Megatron has 128 rows
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not NEWEST.is_dir(), reason="the wheel of Megatron-Core 0.19.2 is not unpacked")
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--hidden-dropout 0.1", "--hidden-dropout = 0.1: must be 0"),
+        ("--num-experts 2", "--num-experts = 2: must be None"),
+    ],
+)
+def test_what_that_loop_would_train_wrongly_is_refused(words: str, complaint: str) -> None:
+    done = run_script(SCRIPT.parent / "train_rl_gpt.py", *LAYERS.split(), *words.split(), "--rl-trajectories", "none")
+    assert done.returncode != 0
+    assert complaint in done.stderr
+
+
 # -- the reader ------------------------------------------------------------------------------------------------------
 
 

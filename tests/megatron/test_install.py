@@ -32,7 +32,7 @@ from megatron_rlplugin.weights import hf_bridge  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
-from scripts.bench.probes.megatron.trainer_probe import tiny_mixture  # noqa: E402
+from scripts.bench.probes.megatron.trainer_probe import tiny_folder, tiny_mixture  # noqa: E402
 from tests.support.forked_ranks import ForkedRank, wait_for_all  # noqa: E402
 from tests.support.page_blocks import page_block  # noqa: E402
 
@@ -376,6 +376,63 @@ def test_replicas_that_share_experts_and_have_different_counts_are_told_and_do_n
             f"micro_batches = {1 - rank}: must be as many on all replicas that share experts, and are 0 to 1"
         )
         assert taken == again == [True, 28.0]
+
+
+# Two replicas, of which Megatron overlaps something with the passes, or nothing; steps with different numbers of micro-batches.
+OVERLAPPED = """
+import hashlib, json, sys
+from megatron_rlplugin.install import wrap
+from megatron_rlplugin.megatron_options import sort_options
+from megatron_rlplugin.trainer.learner import Learner, Rendezvous
+from orchestrator.settings.trainer_settings import TrainerSettings
+from orchestrator.transfer import RelayEndpoint, Subscriber
+from tests.megatron.test_install import parse, step
+rank, (folder, meet, place, option) = int(sys.argv[1]), sys.argv[2:]
+settings = TrainerSettings(data_parallel=2, distributed_optimizer=True)
+said = []
+for on in (False, True):
+    relay = {"job": str(on), "kind": "fsspec", "master": f"file://{place}", "metadata": f"{place}.sqlite"}
+    where = Rendezvous(rank, 2, meet)
+    built = Learner(
+        folder, settings, 4, "float32", where, options=sort_options({option: on}), prepare=lambda chunks: None
+    )
+    for chunk in built.chunks:
+        if chunk.use_forward_hook:
+            chunk.enable_forward_pre_hook()  # as Megatron leaves it: a learner streams, and has taken the hooks out
+    rl = wrap(built.chunks, built.optimizer, parse("--rl-weight-relay", json.dumps(relay)))
+    for version, count in enumerate((1, 3, 2)):
+        built.advance_schedule()
+        result, _ = step(rl, [1 + rank + number for number in range(count)])
+        rl.publish(version)
+        subscriber = Subscriber(RelayEndpoint.from_dict(relay))
+        found = sorted((key.tensor, key.start, bytes(data)) for key, data in subscriber.fetch(subscriber.manifest(version)))
+        subscriber.close()
+        said.append([result.taken, result.denominator, hashlib.sha256(repr(found).encode()).hexdigest()])
+    rl.close()
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize("option", ["overlap_grad_reduce", "overlap_param_gather"])
+def test_what_megatron_overlaps_changes_neither_the_steps_nor_what_is_published(option: str, tmp_path: Path) -> None:
+    words = (str(tmp_path / "m"), f"file://{tmp_path / 'meet'}", str(tmp_path / "relay"), option)
+    tiny_folder(words[0], vocabulary=[f"w{index}" for index in range(40)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = wait_for_all([ForkedRank("-c", OVERLAPPED, str(rank), *words, env=environment) for rank in range(2)], 120)
+    for one in ended:
+        assert one.code == 0, one.err
+        said = json.loads(one.out.splitlines()[-1])
+        assert [taken for taken, *_ in said] == [True] * 6
+        assert said[:3] == said[3:]
+
+
+def test_a_stock_step_of_a_model_whose_loss_is_a_mean_of_micro_batches_is_refused(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built.config, "calculate_per_token_loss", False)  # Megatron's default
+    with pytest.raises(ConfigError, match=r"^model\.calculate_per_token_loss = False: .*mean is of micro-batches"):
+        step(wrap(built.chunks, built.optimizer, parse()), iter([1, 2]))
+    assert step(wrap(built.chunks, built.optimizer, parse(STREAM)), iter([1, 2]))[0].denominator == 14
 
 
 # -- stock pretrain() ------------------------------------------------------------------------------------------------

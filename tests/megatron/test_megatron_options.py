@@ -124,6 +124,11 @@ def test_what_is_decided_elsewhere_exists_in_some_version() -> None:
             "trainer.megatron.overlap_param_gather",
             "distributed_optimizer",
         ),
+        (
+            {"megatron": {"fp8": "hybrid"}, "data_parallel": 2},
+            "trainer.megatron.fp8_recipe",
+            "'delayed': must be another one",
+        ),
         ({"loss": "math:sqrt"}, "trainer.loss", "tried with 5 tokens"),
         ({"expert_parallel": 2, "data_parallel": 2}, "layout.expert", "no experts"),
     ],

@@ -646,6 +646,16 @@ def test_the_reference_takes_the_models_place_only_where_something_is_computed(
     assert rows[0].reference is not None
 
 
+def test_rows_have_as_many_tokens_as_kernels_of_fp8_take(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(folder)
+    built = trainer._learner
+    assert trainer._limits.multiple == built.row_multiple == 1
+    monkeypatch.setattr(built.config, "fp8", "hybrid")
+    for recipe, multiple in (("tensorwise", 16), ("mxfp8", 32)):
+        monkeypatch.setattr(built.config, "fp8_recipe", recipe)
+        assert built.row_multiple == multiple
+
+
 def test_stages_tell_each_other_shapes_only_where_they_differ(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(folder)
     rows, _, _ = trainer._experience.rows(make_batch(0).samples, 0)
