@@ -112,9 +112,9 @@ def refusal(error: BaseException, plain_fix: str = PLAIN_FIX) -> str:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of a program that listens; :func:`of_arguments` reads them."""
-    parser.add_argument("--tls-certificate", default="", help="PEM file, with its chain: listen with TLS")
-    parser.add_argument("--tls-key", default="", help="its private key, a PEM file")
-    parser.add_argument("--tls-authority", default="", help="PEM file of the authority that signs clients")
+    parser.add_argument("--tls-certificate", default="", help="PEM certificate file, with its chain: listen with TLS")
+    parser.add_argument("--tls-key", default="", help="PEM file with its private key")
+    parser.add_argument("--tls-authority", default="", help="PEM file of the CA that signs client certificates")
     parser.add_argument(
         "--tls-verify-clients", action="store_true", help="accept only clients with a certificate that it signed"
     )

@@ -306,7 +306,7 @@ def test_a_byte_that_is_no_text_ends_a_resume_in_words_or_is_cut_off(tmp_path: P
 def test_a_life_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     folder.life_file.write_text("two\n")
-    with pytest.raises(ConfigError, match=r"life.*is no number"):
+    with pytest.raises(ConfigError, match=r"life.*is not a number"):
         folder.next_life()
 
 

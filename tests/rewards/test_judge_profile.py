@@ -205,7 +205,7 @@ def test_what_cannot_be_measured_of_a_judge_is_refused(
     with pytest.raises(ConfigError, match=f"^{field} = .*{words}"):
         own_judge(config(folder), task, wanted)
     assert own_judge(config(folder), "", Wanted()).path == folder
-    with pytest.raises(ConfigError, match=r"^--judge = .*no judge is the run's own"):
+    with pytest.raises(ConfigError, match=r"^--judge = .*the run has no judge of its own"):
         own_judge(load_config(None, []), "", Wanted())
 
 
