@@ -28,7 +28,9 @@ class SiteSection(Section):
         if not (self.workers or self.label):
             yield "workers", [], "nothing would be at this site: name its workers, or the label of its nodes"
         elif not (self.cache or self.label or any(worker.startswith("vllm-") for worker in self.workers)):
-            fix = "start `rl-coserve site-cache` there and give its host:port: a run starts one beside workers of its own only"
+            fix = (
+                "start `rl-coserve site-cache` there and give its host:port: a run starts one only for its own workers"
+            )
             yield "cache", "", fix
 
 

@@ -138,7 +138,7 @@ class RewardSection(Section):
         if self.votes % 2 == 0:
             yield "votes", self.votes, "must be odd, so that there is a majority"
         if self.judge.any and self.timeout == "adaptive":
-            fix = "a judge has no test cases: give the seconds of a call, or name the tasks that it scores in reward.judges"
+            fix = "a judge has no test cases: give seconds per call, or name the tasks that it scores in reward.judges"
             yield "timeout", self.timeout, fix
         if self.judge.any and self.judges:
             fix = "score some of the tasks, and reward.judge scores all of them: leave one of the two out"

@@ -67,8 +67,8 @@ USAGE: Mapping[str, Usage] = {
         "cost.md",
     ),
     "calibrate": Usage(
-        "Measure how long each stage took in a finished run, and write it to its folder (calibration.json): `cost --from RUN` and\n"
-        "`sim --from RUN` then predict another run of the same model and machine. Takes about a minute.",
+        "Measure how long each stage took in a finished run, and write it to its folder (calibration.json):\n"
+        "`cost --from RUN` and `sim --from RUN` then predict another run of the same model and machine, in about a minute.",
         ("calibrate latest", "calibrate runs/frozenlake-001 --json"),
         "cost.md",
     ),

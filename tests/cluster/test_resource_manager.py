@@ -134,7 +134,7 @@ def test_what_a_dead_job_has_is_free_when_its_heartbeat_has_stood_still_and_nobo
     assert [*new.view().bindings] == ["a", "o"], "one that never said that it lives is nobody's to judge"
     new.bind("n", "H20", 8)
     alive.beat()
-    with pytest.raises(RunError, match="the devices of d are another job's"):
+    with pytest.raises(RunError, match="another job now has the devices of d"):
         dead.beat()
 
 

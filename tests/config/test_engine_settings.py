@@ -76,7 +76,7 @@ def test_an_engine_with_a_kv_cache_of_a_size_starts_beside_a_trainer_that_holds_
     [
         ("quantisation='fp8'", "did you mean 'quantization'"),
         ("max_num_seq=8", "did you mean 'max_num_seqs'"),
-        ("scheduler_clas='x'", "no option of the installed vLLM"),
+        ("scheduler_clas='x'", "is not an option of the installed vLLM"),
         ("enable_expert_parallel=1", "is bool"),
         ("max_num_batched_tokens='many'", "is int | None"),
         ("max_num_batched_tokens=true", "is int | None"),
@@ -164,7 +164,7 @@ def test_groups_of_engines_have_options_and_classes_of_their_own() -> None:
         ("rollout.engines=[{cuont=2}]", "engines.0.cuont", "did you mean 'count'"),
         ("rollout.engines=[{count=0}]", "engines.0.count", "must be more than 0"),
         ("rollout.colocation.enabled=true", "engines", "so does rollout.colocation"),
-        ("rollout.placement.profile='x'", "placement.profile", "engines that are alike"),
+        ("rollout.placement.profile='x'", "placement.profile", "is for identical engines"),
     ],
 )
 def test_groups_exclude_what_is_said_of_all_engines(more: str, field: str, words: str) -> None:

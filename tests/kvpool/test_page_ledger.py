@@ -116,7 +116,7 @@ def test_a_second_serving_engine_and_a_taken_name_are_refused_with_who_is_there(
     serving.join("serve", "serving")
     with pytest.raises(ConfigError, match=rf"one serving engine.*serve \(serving, process {os.getpid()}\)"):
         other.join("second", "serving")
-    with pytest.raises(ConfigError, match="each name once"):
+    with pytest.raises(ConfigError, match="each name only once"):
         other.join("serve", "rollout")
     others = [PagePool.open(path) for _ in range(native_pages.TENANTS - 1)]
     for index, pool in enumerate(others):

@@ -239,7 +239,7 @@ def test_a_journal_that_is_torn_behind_the_checkpoint_is_cut_there() -> None:
     assert intact_lines([*lines[:4], "\0\0\0", lines[5]], 4) == (4, "line 6 is record 5 where 4 was to come")
     assert intact_lines([*lines[:3], '{"id":"\udcff"}'], 3) == (
         3,
-        "line 4 holds a byte 0xff that is no UTF-8: the file is damaged",
+        "line 4 holds a byte 0xff that is not UTF-8: the file is damaged",
     )
     assert intact_lines([*lines[:2], '{"half', *lines[2:]], 6) == (7, "")  # closed off by an earlier version
 

@@ -93,7 +93,7 @@ def test_what_cannot_be_under_mps_is_one_error_that_says_why(folder: Path, contr
     assert caught.value.field == "kv_pool_mps"
     mps_client.check_mps(0, "cpu", {})
     assert enter(0, "libcuda-not-here.so") == {}
-    with pytest.raises(ConfigError, match="this engine computes on cpu"):
+    with pytest.raises(ConfigError, match="this engine runs on cpu"):
         mps_client.check_mps(30, "cpu", {})
     with pytest.raises(ConfigError, match="CUDA started without it"):
         mps_client.check_mps(30, "cuda", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "40"})

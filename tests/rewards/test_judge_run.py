@@ -109,7 +109,7 @@ def test_on_a_gpu_without_the_mps_program_the_way_on_is_named(tmp_path: Path, mo
     [
         (False, None, [], "no GPU here"),
         (True, "", [], "no GPU here"),
-        (True, None, ["reward.judge.streamed.device=cpu"], "computes on the CPU"),
+        (True, None, ["reward.judge.streamed.device=cpu"], "runs on the CPU"),
         (True, None, ["reward.judge.streamed.mps=false"], "mps is false"),
         (True, None, ["ray.address='h:1'"], "not this run's processes"),
         (True, "0", [], ""),

@@ -166,7 +166,7 @@ def test_with_a_pattern_the_task_hears_its_last_match_only(folder: Path) -> None
     assert scored(task, prompt, [said(task, f"It is {right}.")[:-1]]) == 0.0, "not ended"
     with pytest.raises(ConfigError, match=r"^task\.chat\.answer = '\('"):
         make(folder, "task.name=nim", "task.chat.answer=(")
-    with pytest.raises(ConfigError, match=r"^task\.chat\.answer = .*RE2, which looks neither ahead"):
+    with pytest.raises(ConfigError, match=r"^task\.chat\.answer = .*RE2 accepts \(no look-around"):
         make(folder, "task.name=nim", "task.chat.answer=(?=a)b")
 
 
@@ -248,7 +248,7 @@ def test_the_models_folder_is_checked_before_anything_starts(folder: Path, tmp_p
         words = [f"w{index}" for index in range(size)]
         tiny_model.create_llama(str(tmp_path), vocabulary=words, max_positions=64, dtype="float32", seed=0, **shape)
         if size < spoken:
-            with pytest.raises(ConfigError, match=rf"speaks {spoken} tokens, this model knows {size}: take its tok"):
+            with pytest.raises(ConfigError, match=rf"uses {spoken} tokens, this model has {size}: use its tok"):
                 preflight._model(config, task)
     preflight._model(config, task)
     data = json.loads((tmp_path / "config.json").read_text())

@@ -377,7 +377,7 @@ async def update_weight_version(request: Request, body: request_bodies.LabelBody
 async def weight_checker(request: Request, body: request_bodies.WeightCheckerBody) -> JSONResponse:
     """``checksum``: of every tensor in the model, as vLLM counts it; ``compare``: which differ from the ``baseline``."""
     if body.action == "reset":
-        fix = "it would leave weights that are none: load another version over those that are there"
+        fix = "it would leave no valid weights: load another version instead"
         raise CommandError("invalid_request", f"action 'reset': {fix}")
     baseline = body.baseline
     if body.action == "compare" and baseline is None:

@@ -68,7 +68,5 @@ def alpha_conflict(name: str, alpha: int) -> str:
     if alpha >= least and (most is None or alpha <= most):
         return ""
     if alpha == 0:
-        return (
-            f"alpha = 0 is synchronous, run.mode = {name!r} is not: set run.mode='sync' or 'sync_plus', or alpha >= 1"
-        )
+        return f"alpha = 0 is synchronous, but run.mode = {name!r} is not: set run.mode='sync' or 'sync_plus', or alpha >= 1"
     return f"must be {most} when run.mode is {name!r} (set rollout.alpha={most}, or run.mode='async')"

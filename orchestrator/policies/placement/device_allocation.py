@@ -90,7 +90,7 @@ def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView,
     if wish.worker in view.bindings:
         there = view.bindings[wish.worker]
         has = f"{there.hardware} {', '.join(map(str, there.devices))}"
-        fix = f"a worker with this id has {has} already; each worker needs an id of its own"
+        fix = f"a worker with this id already has {has}; each worker needs its own id"
         raise ConfigError("resources.worker", wish.worker, fix)
     if wish.devices < 1:
         raise ConfigError("resources.devices", wish.devices, "a worker needs at least one device")
@@ -109,7 +109,9 @@ def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView,
         fix = f"no pool of {', '.join(candidates)} has that many (at most {biggest})"
         raise ConfigError("resources.devices", wish.devices, f"{wish.worker}: {fix}")
     states = ", ".join(f"{name}: {len(view.free(name))} free" for name in candidates)
-    raise RetryableError(f"{wish.worker} wants {wish.devices} devices of {wish.hardware}, but none are left ({states})")
+    raise RetryableError(
+        f"{wish.worker} needs {wish.devices} devices of {wish.hardware}, but not enough are left ({states})"
+    )
 
 
 def release_workers(view: AllocationView, workers: Iterable[str]) -> AllocationView:
@@ -158,7 +160,7 @@ def _why(view: AllocationView, wish: DeviceWish, hardware: str) -> str:
         return ""
     if view.pool(wish.hardware) is None:
         return f"there is no pool of class {wish.hardware}"
-    return f"{wish.hardware} has {len(view.free(wish.hardware))} devices free of {wish.devices} wished for"
+    return f"{wish.hardware} has {len(view.free(wish.hardware))} devices free of the {wish.devices} needed"
 
 
 def _marked(view: AllocationView, hardware: str, devices: Sequence[int], *, broken: bool) -> AllocationView:

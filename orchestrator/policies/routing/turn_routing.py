@@ -276,7 +276,7 @@ class TurnRouter:
         """Load relative to nothing is no load. Raises ConfigError."""
         if self._relative and not seat.cap:
             key = "served_cap" if seat.borrowed else "cap"
-            fix = "spread = 'least-utilized' compares the shares of caps that are taken: set it to at least 1"
+            fix = "spread = 'least-utilized' compares how much of each cap is used: set it to at least 1"
             raise ConfigError(f"rollout.routing.{key}", seat.cap, fix)
 
     def _strand(self) -> list[str]:
@@ -483,7 +483,7 @@ class TurnRouter:
     def no_worker_error(self, task: str) -> RunError:
         """The error when no worker is left that may serve a task."""
         wanted = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ANY))
-        why = f"no rollout worker is left for task {task}, which runs on class {wanted}"
+        why = f"no rollout worker is left for task {task}, which needs class {wanted}"
         return RunError(why if self._fallback else f"{why} only (rollout.routing.fallback = false)")
 
     # -- accounts ----------------------------------------------------------------------------------------------------

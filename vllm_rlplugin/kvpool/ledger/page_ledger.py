@@ -180,7 +180,7 @@ class PagePool:
         slot = self._try_native("rlc_pool_join", name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
         if slot == native_pages.BUSY:
             there = ", ".join(f"{tenant.name} ({tenant.role}, process {tenant.pid})" for tenant in self.view().tenants)
-            fix = f"the pool has one serving engine, and each name once; there are: {there}"
+            fix = f"a pool has one serving engine, and each name only once; there are: {there}"
             raise ConfigError("kv_pool.name", name, fix)
         if slot == native_pages.NAMESPACE:
             fix = (
@@ -188,7 +188,7 @@ class PagePool:
             )
             raise ConfigError("kv_pool.path", str(self.path), fix)
         if slot == native_pages.FULL:
-            raise ConfigError("kv_pool.name", name, f"the pool has {native_pages.TENANTS} tenants already")
+            raise ConfigError("kv_pool.name", name, f"the pool already has {native_pages.TENANTS} engines")
         self._role, self._slot = role, self._check_code(slot)
         return self._slot
 
