@@ -236,7 +236,9 @@ def _check_auxiliary(chunks: Sequence[Any], mean: str) -> None:
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers"):
             value = getattr(chunk.config, name, None)
             if (any(value) if isinstance(value, list | tuple) else value) and mean != "token-mean":
-                fix = f"must be 0 with {mean}, which averages over trajectories, not tokens; or set --rl-loss token-mean"
+                fix = (
+                    f"must be 0 with {mean}, which averages over trajectories, not tokens; or set --rl-loss token-mean"
+                )
                 raise ConfigError(f"model.{name}", value, fix)
 
 
