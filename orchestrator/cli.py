@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
 
-    scale = commands.add_parser("scale", help="change the pool sizes of a running run")
+    scale = commands.add_parser("scale", help="change the pool sizes of a run while it is running")
     scale.add_argument(
         "changes",
         nargs="*",

@@ -86,7 +86,7 @@ def test_an_engine_with_a_kv_cache_of_a_size_starts_beside_a_trainer_that_holds_
         ("kv_transfer_config={kv_connector='x'}", "rollout.kv_transfer"),
         ("dtype='float16'", "model.dtype"),
         ("nnodes=2", "is `nodes`"),
-        ("nodes=2", "1 are not a multiple of it"),
+        ("nodes=2", "1 is not a multiple of it"),
         ("block_size=16", "multiple of 32"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_share_and_a_size_of_the_memory_exclude_each_other() -> None:
     ["rollout.planner.enabled=true", "rollout.colocation.enabled=true", "rollout.disaggregation.degrees={vllm-0=2}"],
 )
 def test_only_one_says_over_how_many_devices_an_engine_runs(cut: str) -> None:
-    with pytest.raises(ConfigError, match="says how many devices each engine has"):
+    with pytest.raises(ConfigError, match="sets how many devices each engine has"):
         load_config(None, [f"{ENGINE}tensor_parallel_size=2", cut])
 
 

@@ -313,7 +313,7 @@ def test_a_life_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_log_that_is_no_text_is_one_clear_error(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     folder.ledger_file.write_bytes(b"{}\n\xff\n")
-    with pytest.raises(ConfigError, match="line 2 holds a byte 0xff that is no UTF-8"):
+    with pytest.raises(ConfigError, match="line 2 holds a byte 0xff that is not UTF-8"):
         folder.lines(folder.ledger_file)
 
 
