@@ -10,7 +10,7 @@ from types import ModuleType
 
 from orchestrator.api import ConfigError
 
-_FIX = "benchmarks are not in the wheel: clone the repository, run `make venv`, and start it from there"
+_FIX = "benchmarks are not in the wheel: git clone the repository, run `make venv`, and start it from there"
 
 
 def import_bench() -> ModuleType:

@@ -270,7 +270,7 @@ def test_a_ray_serve_that_could_not_start_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("encoder", "rollout.prediction.encoder = .*is no Hugging Face folder"),
+        ("encoder", "rollout.prediction.encoder = .*is not a Hugging Face folder"),
         ("start", "rollout.prediction.start = .*cannot be used"),
     ],
 )
