@@ -76,7 +76,7 @@ class RelaySection(Section):
                 if (other := seen.setdefault(worker.rstrip("/"), name)) != name:
                     yield f"sites.{name}.workers", worker, f"is in sites.{other} too: an engine is at one site"
             if site.label and (other := seen.setdefault(site.label, name)) != name:
-                yield f"sites.{name}.label", site.label, f"is that of sites.{other} too: a node is at one site"
+                yield f"sites.{name}.label", site.label, f"is also sites.{other}'s: a node is at one site"
 
 
 class ResourcesSection(Section):

@@ -39,7 +39,7 @@ class RoutingSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.profile and self.cap is not None:
-            yield "profile", self.profile, f"says what cap is, and so does cap = {self.cap}: leave one of the two out"
+            yield "profile", self.profile, f"sets the cap, and so does cap = {self.cap}: leave one of the two out"
         if self.spread == "dedicated-first":
             return
         what = "rollout.routing.spread = 'least-utilized'"
@@ -410,7 +410,11 @@ class RolloutSection(Section):
                 )
             yield f"{field}.enabled", True, fix
         if not self.workers:
-            yield f"{field}.enabled", True, "cuts the run's own engines, and rollout.workers is 0: set it to false"
+            yield (
+                f"{field}.enabled",
+                True,
+                "re-divides the run's own engines, and rollout.workers is 0: set it to false",
+            )
         if not self.placement.enabled:
             fix = "gives long trajectories the large engines: set rollout.placement.enabled to true too"
             yield f"{field}.enabled", True, fix

@@ -111,7 +111,7 @@ class Config(Section):
         for name in self.reward.judges:
             if name not in self.task.mixture:
                 there = ", ".join(sorted(self.task.mixture)) or "none: task.mixture names them"
-                yield f"reward.judges.{name}", "", f"is no task of the mixture; there are: {there}"
+                yield f"reward.judges.{name}", "", f"is not a task of the mixture; there are: {there}"
         if self.trainer.routing_replay and rollout.kv_transfer.enabled:
             fix = "vLLM cannot report experts for tokens with transferred KV: leave out rollout.kv_transfer, or this"
             yield "trainer.routing_replay", True, fix
@@ -200,8 +200,8 @@ class Config(Section):
         pooled = self.environment.size if self.environment.backend != "in-process" else 0
         if self.run.mode == "sync" and 0 < pooled < rollout.environments:
             fix = (
-                f"is less than rollout.environments = {rollout.environments}: in run.mode = 'sync' those with an environment "
-                "would wait for those without one, for ever (make them equal)"
+                f"is less than rollout.environments = {rollout.environments}: in run.mode = 'sync' trajectories with an "
+                "environment would wait forever for those without one (make them equal)"
             )
             yield "environment.size", pooled, fix
         launched = math.ceil(self.batch_trajectories * self.redundancy)

@@ -63,7 +63,7 @@ class MemorySection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.embed and not self.turns:
-            yield "embed", self.embed, "there is no memory without turns for it: set turns, or leave this out"
+            yield "embed", self.embed, "memory needs turns: set turns, or leave this out"
 
 
 class ChatSection(Section):
@@ -129,7 +129,7 @@ class TaskSection(Section):
         if self.name == "dataset" and self.memory.turns:
             yield "memory", self.memory, "not for name = 'dataset', which asks once"
         if self.name == "agent" and self.memory.turns:
-            yield "memory", self.memory, "not for name = 'agent': the agent keeps what it wants to keep"
+            yield "memory", self.memory, "not for name = 'agent': the agent keeps its own memory"
         if self.chat.tokenizer and self.name in ("agent", "dataset"):
             own = {"agent": "task.agent.tokenizer", "dataset": "task.data.tokenizer"}[self.name]
             fix = f"for tasks in text, not for name = {self.name!r}; {own} is its own"

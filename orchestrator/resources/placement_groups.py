@@ -203,7 +203,7 @@ def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], se
             there = "no node alone has" if place.parts == 1 else f"{fit} nodes of {place.parts} have"
             short += f"; {there} the {_words(wanted)} of {place.worker} (most GPUs of a node: {most:g})"
             fix = "an engine or rank must fit on one node, unless its engine sets `nodes`; engines that are re-divided"
-            fix += " want nodes of resources.devices_per_server"
+            fix += " need nodes with resources.devices_per_server devices"
             raise ConfigError("resources.pools", place.worker, f"{short}: {fix}")
     whole = ray.cluster_resources()
     if any(count > whole.get(name, 0) for name, count in _sum(bundles).items()):

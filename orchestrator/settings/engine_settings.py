@@ -34,7 +34,7 @@ OWNED: Mapping[str, str] = {
     "seed": "is run.seed, and differs from engine to engine",
     "kv_cache_memory_bytes": "is kv_cache_mb",
     "enable_sleep_mode": "is rollout.colocation.enabled",
-    "device_ids": "is said by Ray, or by the strategy that cuts engines: leave it out",
+    "device_ids": "is set by Ray, or by what divides the engines: leave it out",
     "scheduler_cls": _PLUGIN,
     "scheduling_policy": _PLUGIN,
     "weight_transfer_config": _PLUGIN,

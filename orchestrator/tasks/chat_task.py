@@ -152,7 +152,7 @@ class ChatTask:
         ValueError for a template that cannot say."""
         ids = self.chat.encode_continuation(messages[:-1], [new], "", answer)
         if ids is None:
-            raise ValueError("the chat template does not take a message behind an answer")
+            raise ValueError("the chat template does not allow a message after an answer")
         return ids
 
 

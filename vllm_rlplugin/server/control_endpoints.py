@@ -336,9 +336,7 @@ async def shutdown_weight_transfer_engine(request: Request) -> JSONResponse:
 @router.post("/start_draft_weight_update")
 async def start_draft_weight_update() -> JSONResponse:
     """Refused: a version on the relay is one of the served model."""
-    raise CommandError(
-        "invalid_request", "weights of a draft model are not updated: only those of the served model are"
-    )
+    raise CommandError("invalid_request", "draft model weights cannot be updated: only those of the served model can")
 
 
 @router.post("/start_weight_update")

@@ -359,10 +359,10 @@ def _reason(code: int, pages: int, page_bytes: int, ranks: int) -> str:
     if code == native_pages.SYSTEM:
         return str(native_pages.system_error())
     return {
-        native_pages.FOREIGN: "belongs to another user, can be opened by others, or is no KV pool: choose another pool name",
+        native_pages.FOREIGN: "belongs to another user, can be opened by others, or is not a KV pool: choose another pool name",
         native_pages.VERSION: "was made by another version of rl-coserve: end the engines that use it first",
-        native_pages.SHAPE: f"{pages} pages of {page_bytes} bytes for engines of {ranks} ranks do not fit: engines that run have "
-        "a pool of another shape there, or the size of a page is no power of two of at least 4096, or there are more than "
+        native_pages.SHAPE: f"{pages} pages of {page_bytes} bytes for engines of {ranks} ranks do not fit: running engines have "
+        "a pool of another shape there, or the page size is not a power of two of at least 4096, or there are more than "
         f"{native_pages.RANKS} ranks",
     }[code]
 
