@@ -196,7 +196,7 @@ class StepPlanner:
                 total = self._planner.correction
                 found = f"steps with {plan.reprofile} take {plan.scaled:.3g} times what the profile says; it is scaled by that"
                 self._events.emit("profile_scaled", step=step, tp=before.tp, factor=plan.scaled, total=total)
-            detail = f"{found}: measure again with `rl-coserve profile`, with a larger grid or on an idle machine"
+            detail = f"{found}: measure again with `rl-coserve profile`, of a larger grid or on the idle machine"
             self._events.emit("alarm", what="profile", detail=detail)
         return Cut(plan.layout, f"engines with {plan.layout}") if plan.changes else None
 

@@ -255,7 +255,7 @@ class LengthTracker:
 
     def _note(self, why: str) -> None:
         if not self._away:
-            detail = f"{why}; using the mean of finished trajectories instead"[:300]
+            detail = f"{why}; the mean of what has ended stands in"[:300]
             self._events.emit("fault", what="predictor", cause="predictor", detail=detail)
         self._away = why
 
