@@ -97,7 +97,9 @@ def check_disk(folder: Path | None = None, field: str = "run.folder") -> Finding
     usage = shutil.disk_usage(here)
     free = usage.free >> 20
     if not usage.total or not os.access(here, os.W_OK) or not here.is_dir():  # /proc and its like are of no size
-        return Finding("fail", f"{here} is not writable", f"start runs in a folder where you may write, or set {field}")
+        return Finding(
+            "fail", f"{here} cannot be written", f"start runs in a folder where you may write, or set {field}"
+        )
     detail = f"{free} MB free in {here}"
     if free < DISK_MIN_MB:
         return Finding("fail", detail, f"free at least {DISK_TIGHT_MB} MB, or set {field} to another disk")

@@ -191,7 +191,7 @@ def test_a_class_that_ray_does_not_have_is_said_and_the_worker_goes_to_another_p
     placement.release()
     assert [(item.hardware, item.fallback) for item in heard] == [
         ("B200", ""),
-        ("CPU", "B200 has 0 devices free of 1 wished for"),
+        ("CPU", "B200 has 0 devices free of 1 needed"),
     ]
     assert [pool.failed for pool in manager.view().pools] == [(0, 1, 2, 3), ()]
 

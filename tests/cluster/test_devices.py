@@ -283,7 +283,7 @@ def test_what_the_cluster_can_never_hold_is_one_error_with_the_numbers() -> None
 
 def test_what_a_run_wants_of_a_cluster_without_pools_is_one_error_with_the_numbers() -> None:
     config = load_config(None, ["rollout.workers=32", "ray.address=auto"])
-    with pytest.raises(ConfigError, match="wants 33 GPUs and this cluster has 32"):
+    with pytest.raises(ConfigError, match="needs 33 GPUs and this cluster has 32"):
         device_plan.rehearse(config, print)
 
 

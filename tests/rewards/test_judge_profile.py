@@ -195,7 +195,7 @@ def test_a_run_names_a_profile_that_is_not_there_or_of_another_model_before_anyt
     ("task", "wanted", "field", "words"),
     [
         ("", Wanted(tp=(2,)), "--tp", "one device"),
-        ("", Wanted(batches=(65,)), "--batch", "64 questions together"),
+        ("", Wanted(batches=(65,)), "--batch", "at most 64 questions"),
         ("chess", Wanted(), "--judge", "name one of"),
     ],
 )

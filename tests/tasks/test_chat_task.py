@@ -224,7 +224,7 @@ def test_a_task_that_no_tokenizer_can_speak_is_refused(folder: Path, overrides: 
 def test_a_tokenizer_is_named_and_has_a_template(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^task\.chat\.tokenizer = .*: name the folder"):
         load_config(None, ["task.name=nim", "task.chat.system=Hello"])
-    with pytest.raises(ConfigError, match=r"^task\.chat\.tokenizer = .*no folder"):
+    with pytest.raises(ConfigError, match=r"^task\.chat\.tokenizer = .*not a folder"):
         make(tmp_path / "none", "task.name=nim")
     with pytest.raises(ConfigError, match=r"^task\.chat\.tokenizer = .*no chat template"):
         make(write_tokenizer(tmp_path / "plain", template=""), "task.name=nim")
@@ -269,7 +269,7 @@ def test_a_data_set_of_reasoning_gym_takes_its_own_options() -> None:
     for wrong, words in (
         ({"no_such": 1}, "does not take them"),
         ({"max_terms": 1}, "does not take"),
-        ({"seed": 3}, "run's"),
+        ({"seed": 3}, "set by the run"),
     ):
         with pytest.raises(ConfigError, match=rf"^task\.dataset_options = .*{words}"):
             registry.make("reasoning_gym", 5, dataset="chain_sum", dataset_options=wrong)

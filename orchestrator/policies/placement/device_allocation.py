@@ -160,7 +160,7 @@ def _why(view: AllocationView, wish: DeviceWish, hardware: str) -> str:
         return ""
     if view.pool(wish.hardware) is None:
         return f"there is no pool of class {wish.hardware}"
-    return f"{wish.hardware} has {len(view.free(wish.hardware))} devices free of the {wish.devices} needed"
+    return f"{wish.hardware} has {len(view.free(wish.hardware))} devices free of {wish.devices} needed"
 
 
 def _marked(view: AllocationView, hardware: str, devices: Sequence[int], *, broken: bool) -> AllocationView:
