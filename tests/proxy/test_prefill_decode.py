@@ -176,7 +176,7 @@ def test_a_part_never_leaves_its_class_and_a_trajectory_has_a_worker_in_each() -
         ([*ON, "rollout.disaggregation.prefill=P"], "disaggregation"),
         ([*ON, "rollout.disaggregation.prefill=P", "rollout.disaggregation.decode=P"], "disaggregation"),
         (["rollout.disaggregation.degrees={vllm-0=2}"], "disaggregation.degrees"),
-        ([*ON, *PD, "rollout.disaggregation.degrees={vllm-3=2}"], "there is no vllm-3: rollout.workers is 3"),
+        ([*ON, *PD, "rollout.disaggregation.degrees={vllm-3=2}"], "there is no worker vllm-3: rollout.workers is 3"),
         ([*ON, *PD, "rollout.disaggregation.degrees={sim-0=2}"], "disaggregation.degrees"),
     ],
 )
