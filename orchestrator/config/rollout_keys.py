@@ -402,7 +402,7 @@ class RolloutSection(Section):
             others = [name for name in others if name != "disaggregation"]
         if others:
             fix = (
-                f"re-divides the engines, which rollout.{others[0]} does too or cannot work with: leave one of them out"
+                f"re-divides the engines, and so does rollout.{others[0]} (or it needs them fixed): leave one of them out"
             )
             if others == ["disaggregation"]:
                 fix = (

@@ -140,7 +140,7 @@ def test_a_placement_profile_that_lacks_a_tp_of_the_engines_is_refused_before_an
     file.save()
     given = config(f"{DEGREES}.enabled=false", f'rollout.placement.profile="{file.path}"', *overrides)
     refusal = (
-        rf"rollout\.placement\.profile.*TP {lacks}.*the profile has TP {has}: measure it with `rl-coserve profile`"
+        rf"rollout\.placement\.profile.*TP {lacks}.*the profile has only TP {has}: measure it with `rl-coserve profile`"
     )
     with pytest.raises(ConfigError, match=refusal):
         simulate(given)
