@@ -401,9 +401,7 @@ class RolloutSection(Section):
         if self.borrows:
             others = [name for name in others if name != "disaggregation"]
         if others:
-            fix = (
-                f"re-divides the engines, and so does rollout.{others[0]} (or it needs them fixed): leave one of them out"
-            )
+            fix = f"re-divides the engines, and so does rollout.{others[0]} (or it needs them fixed): leave one of them out"
             if others == ["disaggregation"]:
                 fix = (
                     "re-divides all engines, but each pool has its own: name degrees in rollout.disaggregation.degrees"
