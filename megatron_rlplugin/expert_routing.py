@@ -41,7 +41,7 @@ def check_router_options(options: Mapping[str, Any], experts: int, *, replay: bo
         raise ConfigError("trainer.routing_replay", True, "the model has no experts: leave it out")
     kinds, weights = (value if isinstance(value, list) else [value] for value in (kind, weight))
     if any(one not in (*BALANCING, "none") for one in kinds):
-        fix = f"must be one of {', '.join(BALANCING)}, none: others wait for all replicas, or choose other experts than an engine"
+        fix = f"must be one of {', '.join(BALANCING)}, none: others wait for all replicas, or route differently from the engine"
         raise ConfigError(f"trainer.megatron.{_LOSSES[0]}", kind, fix)
     if any(weights) != any(one in BALANCING for one in kinds) or (kinds != ["none"] and len(kinds) != len(weights)):
         fix = f"goes with {_LOSSES[1]} (a loss has a kind and a weight above 0): set both, or neither"
@@ -49,7 +49,7 @@ def check_router_options(options: Mapping[str, Any], experts: int, *, replay: bo
     if replay:
         for name in ("moe_router_fusion", "enable_cuda_graph", "external_cuda_graph"):
             if options.get(name):
-                fix = "must be off with trainer.routing_replay: the kernel would choose for itself"
+                fix = "must be off with trainer.routing_replay: the kernel chooses experts itself"
                 raise ConfigError(f"trainer.megatron.{name}", options[name], fix)
 
 
@@ -191,7 +191,7 @@ class RecordedRouting:
         if (layers, choices) != (shape.num_hidden_layers, shape.num_experts_per_tok):
             mine = f"{shape.num_hidden_layers} layers with {shape.num_experts_per_tok} experts a token"
             raise RunError(
-                f"the rollout's experts are of {layers} layers with {choices} experts a token, the model has {mine}"
+                f"the rollout's experts cover {layers} layers with {choices} experts per token, the model has {mine}"
             )
         if (most := int(chosen_BSLK.max())) >= shape.num_experts:
             raise RunError(f"the rollout chose expert {most}, the model has {shape.num_experts}")

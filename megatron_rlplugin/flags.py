@@ -38,13 +38,13 @@ def add_rl_args(parser: argparse.ArgumentParser, then: Provider | None = None) -
     group.add_argument(
         "--rl-weight-relay",
         metavar="JSON",
-        help="where weights are published: the fields of a RelayEndpoint as JSON, or a file of it (default: nowhere)",
+        help="where weights are published: a RelayEndpoint as JSON, or a file that contains it (default: nowhere)",
     )
     group.add_argument(
         "--rl-vocab-size",
         type=int,
         metavar="N",
-        help="vocab_size of the engines' config.json; what Megatron pads it with is not published (default: no padding)",
+        help="vocab_size of the engines' config.json; Megatron's padding is not published (default: no padding)",
     )
     group.add_argument(
         "--rl-trajectories",
@@ -56,7 +56,7 @@ def add_rl_args(parser: argparse.ArgumentParser, then: Provider | None = None) -
         type=float,
         default=1.0,
         metavar="X",
-        help="the rollout's: log-probs are those of the sampling distribution (default: 1.0)",
+        help="sampling temperature of the rollout; log-probs are those of that distribution (default: 1.0)",
     )
     return parser if then is None else then(parser)
 
@@ -91,7 +91,7 @@ def settings_from(args: argparse.Namespace) -> TrainerSettings:
         value = getattr(args, flag.argument(key), None)
         if not flag.megatron and not hasattr(args, flag.argument(key)):
             raise ConfigError(
-                flag.spelled(key), None, "is unknown to this parser: give it to add_rl_args before it parses"
+                flag.spelled(key), None, "is unknown to this parser: call add_rl_args(parser) before parsing"
             )
         if flag.megatron and value is None:
             continue
@@ -136,7 +136,7 @@ def relay_from(args: argparse.Namespace) -> RelayEndpoint | None:
             text = Path(text).read_text(encoding="utf-8")
         data = parse_object(text)
     except (OSError, ValueError) as error:
-        fix = f"must be a JSON object with a RelayEndpoint's fields, or a file of one ({error})"
+        fix = f"must be a JSON object with a RelayEndpoint's fields, or a file that contains one ({error})"
         raise ConfigError("--rl-weight-relay", args.rl_weight_relay, fix) from error
     try:
         return RelayEndpoint.from_dict(data)

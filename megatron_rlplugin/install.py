@@ -212,7 +212,7 @@ def install(args: argparse.Namespace) -> bool:
     try:
         import megatron.training.training  # noqa: F401
     except ImportError as error:
-        fix = f"is not in this Megatron-Core; use wrap() in a loop of your own, or a wheel that has it ({error})"
+        fix = f"is not in this Megatron-Core; use wrap() in your own loop, or a wheel that has it ({error})"
         raise ConfigError("megatron.training", "not installed", fix) from error
     from megatron_rlplugin.patches import REGISTER
 
@@ -240,7 +240,7 @@ def _check_in_step(count: int) -> None:
     """Raises ConfigError on all ranks that share experts, where they have different numbers of micro-batches and would hang."""
     least, most = counts_in_step(count)
     if least != most:
-        fix = f"must be as many on all replicas that share experts, and are {least} to {most}: fill up with ones that weigh 0"
+        fix = f"must be equal on all replicas that share experts, but {least} to {most} were given: fill up with ones of weight 0"
         raise ConfigError("micro_batches", count, fix)
 
 
@@ -251,7 +251,9 @@ def _check_auxiliary(chunks: Sequence[Any], mean: str) -> None:
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers"):
             value = getattr(chunk.config, name, None)
             if (any(value) if isinstance(value, list | tuple) else value) and mean != "token-mean":
-                fix = f"must be 0 with {mean}, which divides by trajectories: it is a loss by tokens; or set --rl-loss token-mean"
+                fix = (
+                    f"must be 0 with {mean}, which averages over trajectories, not tokens; or set --rl-loss token-mean"
+                )
                 raise ConfigError(f"model.{name}", value, fix)
 
 

@@ -165,7 +165,7 @@ def sort_options(given: Mapping[str, Any], arguments: Mapping[str, Any] | None =
     more = {key: value for key, value in (arguments or {}).items() if key not in OWNED}
     for key in more.keys() & given.keys():
         if more[key] != given[key]:
-            fix = f"trainer.arguments says {more[key]!r}: leave one of the two out"
+            fix = f"trainer.arguments sets it to {more[key]!r}: leave one of the two out"
             raise ConfigError(f"{TABLE}.{key}", given[key], fix)
     given = {**more, **given}
     if not given and not agreed:

@@ -37,7 +37,7 @@ def transformer_config(
 
     for name in ("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if (rate := (options or {}).get(name)) and layout.sequence and layout.pipeline > 1:
-            fix = "must be unset with sequence and pipeline parallelism: Megatron-Core cannot tell padding there; it would count"
+            fix = "must be unset with sequence and pipeline parallelism: Megatron-Core would count padding there"
             raise ConfigError(f"trainer.megatron.{name}", rate, fix)
     mixture = _mixture(shape) if shape.num_experts else {}
     if layout.virtual is not None:  # without overlap the interleaved schedule needs another order of sends
@@ -149,7 +149,7 @@ def _mixture(shape: ModelShape) -> dict[str, Any]:
 def _latent(shape: ModelShape) -> dict[str, Any]:
     assert shape.latent is not None
     if shape.latent.q_lora_rank is None and importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config"):
-        fix = "must be given: this Megatron-Core puts a norm before queries that are not compressed; 0.16.1 does not"
+        fix = "must be set: this Megatron-Core normalises uncompressed queries; 0.16.1 does not"
         raise ConfigError("model.q_lora_rank", None, fix)
     found: dict[str, Any] = {
         "q_lora_rank": shape.latent.q_lora_rank,

@@ -377,7 +377,7 @@ class _Reader:
             "dense_layers": self._dense_layers(layers),
         }
         if len(found["dense_layers"]) == layers:
-            raise ConfigError("model.num_hidden_layers", layers, "has no layer with experts; that is a dense model")
+            raise ConfigError("model.num_hidden_layers", layers, "has no layer with experts: that is a dense model")
         if family.shared_key:
             found["shared_size"] = self.integer(family.shared_key)
             if family.shared_key == "n_shared_experts":
@@ -455,7 +455,7 @@ class _Reader:
         for name in names:
             from_one = name in ("factor", "original_max_position_embeddings")
             if rope.get(name) is None or (from_one and rope[name] < 1):
-                fix = "must be a number from 1 on" if from_one else f"must be a number: {kind} needs it"
+                fix = "must be a number of at least 1" if from_one else f"must be a number: {kind} needs it"
                 raise ConfigError(f"model.rope_parameters.{name}", rope.get(name), fix)
         if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
             fix = "must be more than low_freq_factor"
@@ -511,9 +511,7 @@ class _Reader:
         if family.bias and not data.get("attention_bias", True):
             raise ConfigError("model.attention_bias", False, "is not supported: must be true here")
         if (quantized := data.get("quantization_config")) is not None:
-            fix = (
-                "is not supported: weights are trained in bfloat16 or float32; give a folder that was converted to one"
-            )
+            fix = "is not supported: weights are trained in bfloat16 or float32; give a folder converted to one of them"
             raise ConfigError("model.quantization_config", quantized, fix)
 
 

@@ -108,7 +108,7 @@ def initialize_parallel(
         parallel_state.destroy_model_parallel()
     if parallel_state.model_parallel_is_initialized():
         if _joined != [(layout, world_size)]:
-            fix = f"this process runs with {_joined[0] if _joined else 'groups of another program'}; start another process"
+            fix = f"this process has {_joined[0] if _joined else 'groups of another program'} already; start another process"
             raise ConfigError("layout", (layout, world_size), fix)
         return
     if not dist.is_initialized():
@@ -144,7 +144,7 @@ def initialize_parallel(
 def _check_interface(interface: str) -> None:
     there = [name for _, name in socket.if_nameindex()]
     if interface and interface not in there:
-        fix = f"{socket.gethostname()} has none of that name: {', '.join(there)}"
+        fix = f"{socket.gethostname()} has no such interface; it has: {', '.join(there)}"
         raise ConfigError("trainer.interface", interface, fix)
 
 

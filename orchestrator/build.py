@@ -445,7 +445,7 @@ def _pod_backend(
     from orchestrator.environments.pods import PodBackend
 
     if config.tools.functions:
-        fix = "pods do not reach the embedded host, which listens on loopback: give tools.urls that they reach"
+        fix = "pods cannot reach the embedded host, which listens on loopback: give tools.urls that they can reach"
         raise ConfigError("tools.functions", sorted(config.tools.functions), fix)
     chosen, rollout = config.environment, config.rollout
     pods = chosen.kubernetes
@@ -522,7 +522,7 @@ def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastPa
     names = [state.worker.name for state in proxy.states]
     for name in rollout.placement.speeds:
         if name not in names and not router_setup.may_come(rollout, name):
-            fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
+            fix = f"no rollout worker has this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", name, fix)
     rates = given.rates
     if rates is None and (rollout.placement.profile or rollout.placement.degrees.enabled):

@@ -247,7 +247,7 @@ def _read_state(folder: Path) -> CheckpointState:
             data["buffer"] = [_trajectory_from_json(item) for item in data["buffer"]]
         return _state_from_json(data)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise RunError(f"{file} is no state of a run: {error!r:.300}") from error
+        raise RunError(f"{file} is not a run's state: {error!r:.300}") from error
 
 
 def _at(file: Path, offset: int, size: int, digest: str) -> Trajectory:

@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         if bad := re.search(r"COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
             near = difflib.get_close_matches(bad[1], re.findall(r"\w+", bad[2]), n=1)
             hint = f"did you mean '{near[0]}'?" if near else "see rl-coserve --help"
-            message = f"{bad[1]!r} is no command; {hint}"
+            message = f"{bad[1]!r} is not a command; {hint}"
         elif message.endswith("required: COMMAND"):
             message = "give a command; `rl-coserve --help` lists them, `rl-coserve doctor` checks this installation"
         elif (bad := re.search(r"unrecognized arguments: --(\w+\.[\w.]+)(?:[= ](\S+))?", message)) is not None:
@@ -110,15 +110,17 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rl-coserve",
-        description="Agentic RL beside stock vLLM and stock Megatron-Core. New here: docs/start.md.",
+        description="Agentic RL on stock vLLM and stock Megatron-Core. New here? See docs/start.md.",
         epilog=help_text.EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"rl-coserve {orchestrator.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    first = commands.add_parser("init", help="write a commented starting file, for one of the three ways in")
+    first = commands.add_parser("init", help="write a commented starter file, for one of three ways in")
     first.add_argument(
-        "way", choices=("train", "lend", "megatron"), help="a whole run, rollouts on your server, or your own script"
+        "way",
+        choices=("train", "lend", "megatron"),
+        help="a whole run, rollouts on your server, or your own training script",
     )
     first.add_argument("file", nargs="?", metavar="FILE", help="file to write (run.toml, served.toml, rl_loop.py)")
     first.set_defaults(run=_init)
@@ -134,27 +136,27 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--replay", metavar="RUN", help="train on the trajectories that a run recorded, without engines")
     train.add_argument("--view", action="store_true", help="show the run on a web page (view.enabled=true)")
     train.add_argument(
-        "--dry-run", action="store_true", help="check everything; print the resolved config, then the plan and OK"
+        "--dry-run", action="store_true", help="check everything; print the resolved config, the plan and OK"
     )
     train.set_defaults(run=_train)
 
     plan = commands.add_parser(
-        "plan", help="say where the processes of a run would go, and what memory each device needs"
+        "plan", help="show where a run's processes would go, and how much memory each device needs"
     )
     plan.add_argument("config", nargs="?", help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     plan.add_argument(
-        "--memory", action="store_true", help="only the memory, without asking Ray, a cluster or a device"
+        "--memory", action="store_true", help="only the memory, without contacting Ray, a cluster or a device"
     )
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
 
-    scale = commands.add_parser("scale", help="change the sizes of a run's pools, while it runs")
+    scale = commands.add_parser("scale", help="change the pool sizes of a run while it is running")
     scale.add_argument(
         "changes",
         nargs="*",
         metavar="POOL=+N",
-        help="rollout=+2, environments=64; POOL=-N removes; none: print the sizes",
+        help="such as rollout=+2, environments=64; POOL=-N removes; none: print the sizes",
     )
     scale.add_argument("--run", default="latest", metavar="RUN", dest="name", help="run folder (default: the newest)")
     scale.add_argument("--json", action="store_true", help="print the sizes as JSON")
@@ -168,8 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--from", metavar="RUN", dest="source", help="use the durations of a calibrated run")
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
     sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
-    sim.add_argument("--seeds", type=int, default=3, help="seeds of --ablate (3)")
-    sim.add_argument("--svg", metavar="FILE", help="draw what --ablate found")
+    sim.add_argument("--seeds", type=int, default=3, help="number of seeds for --ablate (default: 3)")
+    sim.add_argument("--svg", metavar="FILE", help="draw the result of --ablate")
     sim.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     sim.set_defaults(run=_sim)
 
@@ -180,26 +182,26 @@ def _parser() -> argparse.ArgumentParser:
     cost.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     cost.set_defaults(run=_cost)
 
-    calibrate = commands.add_parser("calibrate", help="learn a finished run's durations, to predict others with")
+    calibrate = commands.add_parser("calibrate", help="measure a finished run's durations, to predict other runs")
     calibrate.add_argument("run_folder", metavar="RUN", help="run folder, or `latest`")
     calibrate.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
     calibrate.set_defaults(run=_calibrate)
 
     model = commands.add_parser("model", help="write the tiny model of a config: a MODEL to try servers with")
-    model.add_argument("folder", metavar="FOLDER", help="new or empty; becomes a Hugging Face folder")
-    model.add_argument("config", nargs="?", help="TOML file: sizes of [model], words of its task (default: FrozenLake)")
+    model.add_argument("folder", metavar="FOLDER", help="new or empty folder; becomes a Hugging Face model")
+    model.add_argument("config", nargs="?", help="TOML file with [model] and task (default: FrozenLake)")
     model.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     model.set_defaults(run=_model)
 
     profile = commands.add_parser(
-        "profile", help="measure the config's model in this engine: prefill and decode over TP, batch and length"
+        "profile", help="measure the config's model in its engine: prefill and decode over TP, batch size and length"
     )
     profile.add_argument("config", nargs="?", help="TOML file")
     profile.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "batch sizes"), ("--length", "context lengths")):
         profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=f"{what} to measure")
     profile.add_argument(
-        "--out", metavar="FILE", help="file to write (default: in profiles/, named after model, engine and device)"
+        "--out", metavar="FILE", help="file to write (default: in profiles/, named after the model, engine and device)"
     )
     profile.add_argument(
         "--judge", nargs="?", const="", metavar="TASK", help="measure the run's own judge instead, for this task"
@@ -215,12 +217,12 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure one figure of docs/results")
     bench.add_argument("name", nargs="?", metavar="NAME", help="one of --list")
     bench.add_argument("--list", action="store_true", help="list the benchmarks")
-    bench.add_argument("--quick", action="store_true", help="a short form, in about a minute")
+    bench.add_argument("--quick", action="store_true", help="a short version, about a minute")
     bench.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     bench.add_argument(
         "--model", default="", metavar="FOLDER", help="a Hugging Face model, for kv-migrate and prediction-encoder"
     )
-    bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
+    bench.add_argument("--nonce", default="", help="returned in the result, as proof that it is new")
     bench.set_defaults(run=_bench)
 
     looking.add_view_commands(commands, _run_path)
@@ -228,13 +230,13 @@ def _parser() -> argparse.ArgumentParser:
     play.add_argument(
         "config",
         nargs="?",
-        help="a run, which plays its own weights; or a TOML file (default: the config of the run that plays)",
+        help="a run, to play its own weights; or a TOML file (default: the config of the run in --weights)",
     )
     play.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     play.add_argument(
-        "--weights", default="latest", metavar="WHERE", help="a run, a model's folder, or a server's URL (latest)"
+        "--weights", default="latest", metavar="WHERE", help="a run, a model folder, or a server URL (default: latest)"
     )
-    play.add_argument("--prompt", type=int, default=0, metavar="N", help="which held-out prompt, from 0 (0)")
+    play.add_argument("--prompt", type=int, default=0, metavar="N", help="which held-out prompt, from 0 (default: 0)")
     play.add_argument("--sample", action="store_true", help="sample at rollout.temperature instead of greedy decoding")
     play.add_argument("--token-file", default="", metavar="FILE", help="file with the token of the server's /v1")
     play.set_defaults(run=_play)
@@ -243,25 +245,25 @@ def _parser() -> argparse.ArgumentParser:
         "--max", type=float, metavar="SHARE", help="the largest share of the pool that rollouts may use, 0 to 1"
     )
     lend.add_argument("--status", action="store_true", help="only print what is lent, and to whom")
-    dry = "rollouts report what they would have run, and run nothing"
+    dry = "rollouts report what they would have run, but run nothing"
     lend.add_argument("--dry-run", action=argparse.BooleanOptionalAction, help=dry)
     reclaim = commands.add_parser("reclaim", help="take back at once what a KV pool lends to rollouts")
-    reclaim.add_argument("--kill", action="store_true", help="end all rollout engines of the pool")
+    reclaim.add_argument("--kill", action="store_true", help="kill all rollout engines of the pool")
     for command, name in ((lend, "lend"), (reclaim, "reclaim")):
         command.add_argument("--pool", required=True, metavar="NAME", help="the name given to --rl-kv-pool")
         command.add_argument("--json", action="store_true", help="print the pool's state as JSON")
         command.set_defaults(run=_lend, command=name)
     mps = commands.add_parser("mps", help="NVIDIA's MPS for the engines of a KV pool: start it and watch it")
     mps.add_argument("--pool", required=True, metavar="NAME", help="the name given to --rl-kv-pool")
-    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon (all)")
-    mps.add_argument("--status", action="store_true", help="only print whether it is up, and for whom")
+    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon (default: all)")
+    mps.add_argument("--status", action="store_true", help="only print whether it is up, and its clients")
     mps.add_argument("--json", action="store_true", help="print the state as JSON")
     mps.set_defaults(run=_mps)
 
-    cache = commands.add_parser("site-cache", help="run a site's cache, which fetches weights over a slow link once")
+    cache = commands.add_parser("site-cache", help="run a site cache, which fetches weights over a slow link only once")
     cache.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs TLS")
-    cache.add_argument("--port", type=int, default=0, help="0: a free one")
-    cache.add_argument("--token-file", required=True, metavar="FILE", help="file with the token of its readers")
+    cache.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
+    cache.add_argument("--token-file", required=True, metavar="FILE", help="file with the token that readers need")
     cache.add_argument("--allow-plain", action="store_true", help="listen on a network without TLS")
     tls.add_arguments(cache)
     cache.set_defaults(run=_site_cache)
@@ -345,7 +347,10 @@ def _play(arguments: argparse.Namespace) -> int:
     show("head", f"task {prompt.task}, held-out prompt {arguments.prompt}, weights of {weights}")
     reward = asyncio.run(playing.play_episode(config, task, prompt, speaker, show))
     show(
-        "head", f"reward {reward:g}" if reward is not None else "not scored: the config's judge or endpoint is a run's"
+        "head",
+        f"reward {reward:g}"
+        if reward is not None
+        else "not scored: only a run can reach the config's judge or endpoint",
     )
     return 0
 
@@ -516,7 +521,7 @@ def _scale(arguments: argparse.Namespace) -> int:
     config = folder.config()
     if arguments.changes:
         if not folder.is_running():
-            raise ConfigError("run", str(folder.path), "no process runs it; a resume begins with the sizes that it had")
+            raise ConfigError("run", str(folder.path), "is not running; a resume starts with the sizes that it had")
         change_sizes(folder.path, config, arguments.changes)
     sizes = read_sizes(folder.path, config)
     print(json.dumps(sizes) if arguments.json else "\n".join(f"{name}: {size}" for name, size in sizes.items()))
@@ -563,9 +568,9 @@ def _say_report(page: Path) -> None:
 
 
 _TRACE_FLAGS = (
-    ("--lengths", "sim.trace", "play the lengths of this trace, or of a run's folder"),
-    ("--tools", "sim.tool_trace", "draw the times of environments from this one"),
-    ("--serving", "sim.borrowed.trace", "take what users ask of borrowed servers from this one"),
+    ("--lengths", "sim.trace", "take lengths from this trace, or from a run folder"),
+    ("--tools", "sim.tool_trace", "draw environment times from this trace"),
+    ("--serving", "sim.borrowed.trace", "take user requests to borrowed servers from this trace"),
 )
 
 
@@ -575,17 +580,17 @@ def _sim(arguments: argparse.Namespace) -> int:
             arguments.overrides.append(f"{key}={json.dumps(file)}")
     for flag, file in (("--events", arguments.events), ("--svg", arguments.svg)):
         if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):  # said before the minutes
-            raise ConfigError(flag, file, "cannot be written there; name a file in a folder that is yours")
+            raise ConfigError(flag, file, "cannot be written; name a file in a folder where you may write")
     if arguments.ablate:
         return _ablate(arguments)
     if not (arguments.config or arguments.source or arguments.overrides):
-        raise ConfigError("config", "", "name a TOML file: `rl-coserve sim examples/sim.toml` takes some seconds")
+        raise ConfigError("config", "", "name a TOML file: `rl-coserve sim examples/sim.toml` takes a few seconds")
     from orchestrator.sim.simulated_run import simulate
 
     config = _config(arguments)
     if arguments.serving and not config.sim.borrowed.workers:
         raise ConfigError(
-            "sim.borrowed.trace", arguments.serving, "no server is borrowed: set sim.borrowed.workers as well"
+            "sim.borrowed.trace", arguments.serving, "no servers are borrowed: set sim.borrowed.workers too"
         )
     result = simulate(config, events_sink=_steps_told(config.run.steps))
     if arguments.events:
@@ -651,10 +656,10 @@ def _cost(arguments: argparse.Namespace) -> int:
         wall = known.wall_seconds(config, found.seconds_per_step)
         values = found.as_dict() | {"wall_seconds": round(wall, 3), "calibrated_with": known.run}
         beside = f"start-up, warm-up and evaluations included (as {known.run} took for them)"
-        text = f"{found.text(known.run)}\nin all {wall / 60:.1f} min, {beside}"
+        text = f"{found.text(known.run)}\n{wall / 60:.1f} min in all, {beside}"
     else:
         found = estimate_cost(config)
-        values, hint = found.as_dict(), "`--from RUN` takes the durations of a run of yours (rl-coserve calibrate RUN)"
+        values, hint = found.as_dict(), "`--from RUN` uses the durations of one of your runs (rl-coserve calibrate RUN)"
         text = f"{found.text()}\n{hint}"
     print(json.dumps(values, sort_keys=True) if arguments.json else text)
     return 0
@@ -684,7 +689,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers; write 1,2,4") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers; write 1,2,4") from error
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -782,10 +787,10 @@ def _run_path(name: str) -> Path:
     path = Path("runs/latest") if name == "latest" else Path(name)
     if not (path / "config.json").is_file():
         if name == "latest":
-            fix = "there is no run here yet: `rl-coserve train CONFIG` makes one, or give the path of a run"
+            fix = "there is no run here yet: start one with `rl-coserve train CONFIG`, or give the path of a run"
             raise ConfigError("run", name, fix)
-        fix = "see `ls runs`" if Path("runs").is_dir() else "there is no folder runs here; give the path of a run"
-        raise ConfigError("run", name, f"is no run folder (it has no config.json); {fix}")
+        fix = "see `ls runs`" if Path("runs").is_dir() else "there is no folder `runs` here; give the path of a run"
+        raise ConfigError("run", name, f"is not a run folder (it has no config.json); {fix}")
     return path.resolve()
 
 

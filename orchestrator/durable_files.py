@@ -38,7 +38,7 @@ def sync(path: Path) -> None:
 
 def describe_byte(byte: int) -> str:
     """What is wrong with a line that is no text."""
-    return f"byte 0x{byte:02x} that is no UTF-8: the file is damaged"
+    return f"byte 0x{byte:02x} that is not UTF-8: the file is damaged"
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -217,7 +217,7 @@ class Ledger:
     def _replay(self, record: dict[str, Any], place: int) -> None:
         trajectory_id, state = record["id"], record["state"]
         if record["seq"] != self.sequence:
-            fix = f"record {record['seq']} where {self.sequence} was to come: lines are missing, repeated or of another run"
+            fix = f"record {record['seq']} where {self.sequence} was expected: lines are missing, repeated or from another run"
             raise RunError(f"ledger: line {place} of the journal: {fix}")
         entry = self._entries.get(trajectory_id)
         before = "not started" if entry is None else entry.state
@@ -339,4 +339,4 @@ def _parse(line: str) -> dict[str, Any] | None:
             return dict(record)
     except (TypeError, KeyError, AttributeError):
         pass
-    raise RunError(f"ledger: the journal holds a line that is no record: {line!r:.200}")
+    raise RunError(f"ledger: the journal has a line that is not a record: {line!r:.200}")

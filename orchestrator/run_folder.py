@@ -86,7 +86,7 @@ class RunFolder:
         """An existing run. Raises ConfigError when it is none."""
         folder = cls(Path(path).resolve())
         if not folder.config_file.is_file():
-            raise ConfigError("run", str(path), "is no run folder (it has no config.json); see `ls runs`")
+            raise ConfigError("run", str(path), "is not a run folder (it has no config.json); see `ls runs`")
         check_format(folder.path)
         return folder
 
@@ -115,7 +115,7 @@ class RunFolder:
         except BlockingIOError as error:
             owner = os.pread(file, 300, 0).decode("utf-8", "replace").strip() or "another process"
             os.close(file)
-            raise ConfigError("run", str(self.path), f"is being written by {owner}: wait for it, or end it") from error
+            raise ConfigError("run", str(self.path), f"is being written by {owner}: wait for it, or stop it") from error
         except OSError as error:
             os.close(file)
             if error.errno not in _NO_LOCKS:
@@ -151,7 +151,7 @@ class RunFolder:
         try:
             before = int(self.life_file.read_text(encoding="ascii")) if self.life_file.exists() else 0
         except ValueError as error:
-            fix = f"is no number ({error}); write one that is larger than any behind the ids in ledger.jsonl"
+            fix = f"is not a number ({error}); write one that is larger than any at the end of the ids in ledger.jsonl"
             raise ConfigError("run", str(self.life_file), fix) from error
         write_durably(self.life_file, f"{before + 1}\n")
         return before + 1

@@ -749,7 +749,7 @@ def _footer(file: Path) -> tuple[int, bool]:
         if trained not in (b"0", b"1"):
             raise ValueError(f"trained {trained!r:.40}")
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError("trajectories", str(file), f"is no file of a trajectory store: {error!r:.300}") from error
+        raise ConfigError("trajectories", str(file), f"is not a trajectory store file: {error!r:.300}") from error
     if found > FORMAT:
         fix = f"is of format {found}, this version reads {FORMAT}: use the version that wrote it, or a newer one"
         raise ConfigError("trajectories", str(file), fix)

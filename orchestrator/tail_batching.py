@@ -238,7 +238,7 @@ class Rounds:
             raise ConfigError(
                 "checkpoint",
                 "its long-prompt queue",
-                f"is of another run: {', '.join(different)}; resume the run itself",
+                f"is from another run: {', '.join(different)}; resume that run",
             )
         self.planner.restore(state["planner"])
         if self._lengths and "lengths" in state:
@@ -250,7 +250,7 @@ class Rounds:
             if number in keys:
                 self._prompts[number] = prompt
                 if prompt.key != keys[number]:
-                    fix = f"is of another data set: prompt {number} is {prompt.key}; resume with the task of the run"
+                    fix = f"is from another data set: prompt {number} is {prompt.key}; resume with the run's own task"
                     raise ConfigError("checkpoint", f"its long-prompt queue, prompt {number}: {keys[number]}", fix)
 
     def resumed(self) -> list[str]:

@@ -64,7 +64,7 @@ def add_flags(parser: Any) -> Any:
         action="append",
         choices=[PLUGIN],
         default=argparse.SUPPRESS,
-        help=f"activate this plugin, as naming it in the environment variable {ALLOWED} does (default: none)",
+        help=f"activate this plugin, as does naming it in the environment variable {ALLOWED} (default: none)",
     )
     for item in (*fields(PluginOptions), *fields(FrontendOptions)):
         _add_flag(group, item)

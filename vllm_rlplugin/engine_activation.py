@@ -61,7 +61,7 @@ def check_drafts(drafts: object, on_cpu: bool) -> None:
     beside drafts. Its ``_expand_kernel_impl`` (0.32.0, ``vllm/utils/cpu_triton_utils.py``) fills a copy, so that logits are
     divided by whatever was in memory, not by the temperatures."""
     if drafts and on_cpu:
-        fix = "vLLM's CPU backend loses the temperatures beside drafts, and log-probs are wrong: leave it out, or use a GPU"
+        fix = "vLLM's CPU backend drops temperatures with drafts, so log-probs are wrong: leave it out, or use a GPU"
         raise ConfigError("--speculative-config", drafts, fix)
 
 
@@ -70,9 +70,7 @@ def check_experts(asked: bool, on_cpu: bool) -> None:
     Its experts (0.32.0, ``CPUUnquantizedExperts.apply`` in ``fused_moe/experts/cpu_moe.py``) drop ``expert_map``, so that
     numbers of all experts are taken for those of a rank's own."""
     if asked and on_cpu:
-        fix = (
-            "vLLM's CPU backend takes the numbers of all experts for those of a rank's own: leave it out, or use a GPU"
-        )
+        fix = "vLLM's CPU backend confuses global and local expert numbers: leave it out, or use a GPU"
         raise ConfigError("--enable-expert-parallel", asked, fix)
 
 
@@ -81,9 +79,7 @@ def check_adapters(asked: bool, installed: InstalledComponent) -> None:
     with a user of an adapter gets that adapter, too. Its ``bgmv_shrink`` (``vllm/lora/ops/torch_ops/lora_ops.py``) takes the
     index of none, -1, for the last one's (vllm-project/vllm#48421, cured in 0.33)."""
     if asked and is_cpu_build(installed) and installed.version in _MIXES_ADAPTERS:
-        fix = (
-            "vLLM 0.32 computes rollouts beside an adapter's user with the adapter on a CPU: leave it out, or use 0.33"
-        )
+        fix = "on a CPU, vLLM 0.32 applies users' adapters to rollouts in the same step: leave it out, or use 0.33"
         raise ConfigError("--enable-lora", asked, fix)
 
 

@@ -87,7 +87,7 @@ class EngineProfiler:
     def measure(self, phase: str, batch: int, tokens: int) -> Mapping[str, Any]:
         """``seconds`` and ``spread``, or ``why`` there are none. ConfigError: no such phase."""
         if phase not in ("prefill", "decode"):
-            raise ConfigError("phase", phase, "is 'prefill' or 'decode'")
+            raise ConfigError("phase", phase, "must be 'prefill' or 'decode'")
         extra = 1 if phase == "prefill" else SETTLING + STEPS
         if why := self._refusal(batch, tokens, extra):
             return {"why": why}
@@ -109,7 +109,7 @@ class EngineProfiler:
         if batch > options.max_num_seqs:
             return f"max_num_seqs is {options.max_num_seqs}"
         if tokens + extra > options.max_model_len:
-            return f"max_model_len is {options.max_model_len}, {tokens} + {extra} are needed"
+            return f"max_model_len is {options.max_model_len}, but {tokens} + {extra} are needed"
         block = options.block_size
         needed = batch * -(-(tokens + extra) // block) * block
         return f"the KV cache holds {room} tokens, {needed} are needed" if needed > room else ""

@@ -49,68 +49,71 @@ class PluginOptions:
         True, "", "a waiting request takes the slot of a running one that it outranks (its prefix stays cached)"
     )
     max_wait: float = _option(
-        30.0, "seconds", "a request that waited longer goes before those that overtook it, so that nothing starves"
+        30.0, "seconds", "a request that waited longer goes before those that overtook it, so that none starves"
     )
     quantum: int = _option(
-        64, "tokens", "how much a request that had waited too long generates before it may be preempted again"
+        64, "tokens", "tokens that a request which waited too long may generate before it can be preempted"
     )
     kv_on_update: str = _option(
-        "salt", "", "how KV of older weights is shut out: by the version in the cache salt, or by a flush", KV_ON_UPDATE
+        "salt",
+        "",
+        "how reuse of old weights' KV is prevented: by the version in the cache salt, or by a flush",
+        KV_ON_UPDATE,
     )
     lookahead: int = _option(
-        16, "requests", "how many added requests wait inside the engine; the others are held in front of it"
+        16, "requests", "how many requests may wait inside the engine; the others are held in front of it"
     )
     kv_transfer: bool = _option(
-        False, "", "prefix KV can be copied from this engine and into it (a KV connector; docs/kv_transfer.md)"
+        False, "", "let prefix KV be copied from and to this engine (a KV connector; docs/kv_transfer.md)"
     )
-    kv_staging_mb: int = _option(256, "MiB", "host memory for KV that was fetched and is not loaded yet")
+    kv_staging_mb: int = _option(256, "MiB", "host memory for fetched KV that is not loaded yet")
 
-    kv_pool: str = _option("", "name", "the KV cache lies in this pool, which engines of one device share")
+    kv_pool: str = _option("", "name", "put the KV cache in this pool, which engines on one device share")
     kv_pool_role: str = _option(
-        "rollout", "", "serving comes first, one a pool; rollout gets what it is lent", KV_ROLES
+        "rollout", "", "serving has priority, one engine per pool; rollout gets what is lent", KV_ROLES
     )
     kv_pool_mib: int = _option(
-        0, "MiB", "make the pool where no engine lives in it, of this size on each device; 0: it is there already"
+        0, "MiB", "create the pool, of this size on each device, if no engine is in it; 0: the pool must exist"
     )
     kv_pool_page_kib: int = _option(2048, "KiB", "size of a page, the same for all engines of a pool")
     kv_pool_supply: str = _option(
         "kept",
         "",
-        "on a GPU, for a pool that is made: one process keeps its memory, or each engine makes pages as it gets them",
+        "when a GPU pool is created: one process keeps its memory, or each engine allocates pages as it gets them",
         KV_SUPPLIES,
     )
-    kv_pool_budget_mib: int = _option(0, "MiB", "what a rollout engine may have until a serving engine decides")
-    kv_pool_headroom: float = _option(0.2, "share", "of the pool, kept free for serving (the serving engine's flag)")
+    kv_pool_budget_mib: int = _option(0, "MiB", "what a rollout engine may use until a serving engine decides")
+    kv_pool_headroom: float = _option(
+        0.2, "share", "share of the pool kept free for serving (set on the serving engine)"
+    )
     kv_pool_watermark: float = _option(
-        0.25, "share", "of the headroom: what serving uses of it before rollouts are cut"
+        0.25, "share", "share of the headroom that serving may use before rollouts are cut"
     )
     kv_pool_lent: float = _option(
         0.0,
         "share",
-        "of the pool, the most that rollouts may have until `rl-coserve lend` says (the serving engine's flag)",
+        "largest share of the pool for rollouts until `rl-coserve lend` changes it (set on the serving engine)",
     )
     kv_pool_window: float = _option(
-        60.0, "seconds", "over which serving's own peak counts when rollouts get their budget"
+        60.0, "seconds", "window of serving's own peak usage, from which the rollouts' budget is set"
     )
-    kv_pool_keep: float = _option(10.0, "seconds", "pages that were idle for this long go back to the pool")
+    kv_pool_keep: float = _option(10.0, "seconds", "pages idle for this long go back to the pool")
     kv_pool_scrub: bool = _option(
         True,
         "",
-        "zero a page of another engine before it is used here: its bytes may read as NaN, which masks do not stop",
+        "zero pages from another engine before use: their bytes may be NaN, which attention masks do not stop",
     )
     kv_pool_admission: str = _option(
         "dual",
         "",
-        "which SLOs a rollout step may not endanger (the serving engine's flag); none: steps as they come",
+        "which SLOs a rollout step must not endanger (set on the serving engine); none: no admission control",
         ADMISSION,
     )
     kv_pool_ttft: float = _option(0.1, "seconds", "the serving engine's SLO from arrival to the first token")
     kv_pool_tpot: float = _option(0.05, "seconds", "the serving engine's SLO between two tokens")
-    kv_pool_mps: int = _option(
-        0, "per cent", "of the GPU's threads, beside the pool's other engines under MPS (`rl-coserve mps`); 0: no MPS"
-    )
+    kv_pool_mps: int = _option(0, "per cent", "share of the GPU's threads under MPS (`rl-coserve mps`); 0: no MPS")
     kv_pool_profile: str = _option(
-        "", "path", "what this engine's steps cost, by `rl-coserve profile`; without it, learned while it runs"
+        "", "path", "costs of this engine's steps, from `rl-coserve profile`; without it they are learned at run time"
     )
 
     def __post_init__(self) -> None:
@@ -120,7 +123,7 @@ class PluginOptions:
         if self.quantum < 1:
             raise ConfigError("quantum", self.quantum, "give at least 1 token")
         if self.kv_on_update not in KV_ON_UPDATE:
-            raise ConfigError("kv_on_update", self.kv_on_update, f"is {' or '.join(map(repr, KV_ON_UPDATE))}")
+            raise ConfigError("kv_on_update", self.kv_on_update, f"must be {' or '.join(map(repr, KV_ON_UPDATE))}")
         if self.lookahead < 1:
             raise ConfigError("lookahead", self.lookahead, "give at least 1 request")
         if self.kv_staging_mb < 1:
@@ -130,9 +133,9 @@ class PluginOptions:
         if self.kv_pool and not (self.kv_pool.replace("-", "").replace("_", "").isalnum() and len(self.kv_pool) < 64):
             raise ConfigError("kv_pool", self.kv_pool, "give a name of letters, digits, - and _")
         if self.kv_pool_role not in KV_ROLES:
-            raise ConfigError("kv_pool_role", self.kv_pool_role, f"is {' or '.join(map(repr, KV_ROLES))}")
+            raise ConfigError("kv_pool_role", self.kv_pool_role, f"must be {' or '.join(map(repr, KV_ROLES))}")
         if self.kv_pool_supply not in KV_SUPPLIES:
-            raise ConfigError("kv_pool_supply", self.kv_pool_supply, f"is {' or '.join(map(repr, KV_SUPPLIES))}")
+            raise ConfigError("kv_pool_supply", self.kv_pool_supply, f"must be {' or '.join(map(repr, KV_SUPPLIES))}")
         for name in ("kv_pool_mib", "kv_pool_budget_mib"):
             if getattr(self, name) < 0:
                 raise ConfigError(name, getattr(self, name), "give 0 or more MiB")
@@ -142,7 +145,7 @@ class PluginOptions:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "give a share from 0 to 1")
         if self.kv_pool_admission not in ADMISSION:
-            raise ConfigError("kv_pool_admission", self.kv_pool_admission, f"is one of {', '.join(ADMISSION)}")
+            raise ConfigError("kv_pool_admission", self.kv_pool_admission, f"must be one of {', '.join(ADMISSION)}")
         for name in ("kv_pool_ttft", "kv_pool_tpot"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "give a time over 0 seconds")
@@ -190,34 +193,34 @@ class FrontendOptions:
     """
 
     token_file: str = _option(
-        "", "path", "file that holds the bearer token of the control endpoints; else RL_COSERVE_TOKEN, else generated"
+        "", "path", "file with the control endpoints' bearer token; else RL_COSERVE_TOKEN, else one is generated"
     )
     max_body_mb: int = _option(64, "MiB", "largest body that a control endpoint accepts")
     allow_clients: str = _option(
-        LOOPBACK, "CIDR[,CIDR]", "networks whose clients may call the control endpoints; others get status 403"
+        LOOPBACK, "CIDR[,CIDR]", "networks from which the control endpoints may be called; others get status 403"
     )
     relay: str = _option(
-        "", "JSON|path", "the weight relay, a RelayEndpoint as JSON or a file that holds it; without: no weight updates"
+        "", "JSON|path", "the weight relay: a RelayEndpoint as JSON, or a file with it; without it, no weight updates"
     )
     deactivate_after: float = _option(
-        0.0, "seconds", "a rollout engine of a pool is deactivated when it was idle for this long; 0: never"
+        0.0, "seconds", "deactivate a pool's rollout engine after this long without work; 0: never"
     )
 
     kv_host: str = _option(
-        "127.0.0.1", "address", "where KV is handed out with --rl-kv-transfer; 'node': this machine's own address"
+        "127.0.0.1", "address", "address that serves KV with --rl-kv-transfer; 'node': this machine's own"
     )
     kv_allow_plain: bool = _option(
-        False, "", "--rl-kv-host may be another address than loopback without --ssl-certfile: KV travels unencrypted"
+        False, "", "allow --rl-kv-host off loopback without --ssl-certfile: KV travels unencrypted"
     )
-    kv_carrier: str = _option("tcp", "", "what blocks of KV travel over: our own TCP, or Mooncake", ("tcp", "mooncake"))
+    kv_carrier: str = _option("tcp", "", "transport for KV blocks: our own TCP, or Mooncake", ("tcp", "mooncake"))
     kv_protocol: str = _option(
-        "tcp", "", "of Mooncake's transfer engine, with --rl-kv-carrier mooncake", ("tcp", "rdma")
+        "tcp", "", "protocol of Mooncake's transfer engine, with --rl-kv-carrier mooncake", ("tcp", "rdma")
     )
     kv_device: str = _option("", "name[,name]", "RDMA devices, as in /sys/class/infiniband; empty: Mooncake chooses")
 
     def __post_init__(self) -> None:
         if self.token_file and not Path(self.token_file).is_file():
-            raise ConfigError("--rl-token-file", self.token_file, "there is no such file")
+            raise ConfigError("--rl-token-file", self.token_file, "no such file")
         if not 0 <= self.deactivate_after < float("inf"):
             raise ConfigError("--rl-deactivate-after", self.deactivate_after, "give 0 or more seconds")
         if self.max_body_mb < 1:
@@ -266,7 +269,7 @@ class FrontendOptions:
             values = parse_object(text)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                "--rl-relay", self.relay, f"no JSON object and no file that holds one: {error}"
+                "--rl-relay", self.relay, f"is neither a JSON object nor a file with one: {error}"
             ) from error
         return RelayEndpoint.from_dict(values)
 

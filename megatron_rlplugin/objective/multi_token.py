@@ -53,11 +53,11 @@ def check_multi_token(options: Mapping[str, Any], shape: ModelShape, layout: Par
             f"trainer.{name}", split[name], f"must be unset with {field}: its heads are not split so here"
         )
     if layout.pipeline > 1 and shape.tie_word_embeddings:
-        fix = f"must be 1 with {field} and a tied embedding, of which the last stage would have two copies"
+        fix = f"must be 1 with {field} and a tied embedding: the last stage would have two copies of it"
         raise ConfigError("trainer.pipeline_parallel", layout.pipeline, fix)
     for name in _OF_PADDING:
         if options.get(name):
-            fix = f"must be unset with {_OPTION}: Megatron-Core does not tell the heads' routers what is padding"
+            fix = f"must be unset with {_OPTION}: Megatron-Core does not mark padding for the heads' routers"
             raise ConfigError(f"trainer.megatron.{name}", options[name], fix)
 
 

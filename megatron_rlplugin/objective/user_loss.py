@@ -40,7 +40,7 @@ class UserLoss:
         except (ImportError, AttributeError) as error:
             raise ConfigError(FIELD, self.target, f"cannot be imported ({error}); write module:function") from error
         if not callable(self._function):
-            raise ConfigError(FIELD, self.target, "is no function; write module:function")
+            raise ConfigError(FIELD, self.target, "is not a function; write module:function")
         self.metrics: tuple[str, ...] = ()
         self._try(Coefficients.from_settings(settings), streamed=settings.stream)
 

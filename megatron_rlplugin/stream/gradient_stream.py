@@ -267,7 +267,7 @@ class GradientStream:
             if schedule.pop(name, False):
                 raise ConfigError(name, True, "must be off: a stream takes gradients")
         if "model" in schedule:
-            raise ConfigError("model", type(schedule["model"]).__name__, "is the stream's own; leave it out")
+            raise ConfigError("model", type(schedule["model"]).__name__, "is set by the stream; leave it out")
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         least = stages if len(self.model) > 1 else 1  # the interleaved schedule fills the pipeline with each call
         if num_microbatches < least:

@@ -64,7 +64,7 @@ def check_movable(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         graphs = getattr(chunk.config, "cuda_graph_impl", "none")
         if str(graphs) != "none" or getattr(chunk.config, "enable_cuda_graph", False):
-            fix = "must be none where gradients are offloaded: a recorded graph writes them to where they were"
+            fix = "must be none if gradients are offloaded: a captured graph writes them to their old address"
             raise ConfigError("model.cuda_graph_impl", graphs, fix)
 
 
@@ -77,7 +77,7 @@ def _check_ddp(ddp: Any) -> None:
             raise ConfigError(f"ddp.{name}", True, f"must be off: {why}")
     instances = getattr(ddp, "num_distributed_optimizer_instances", 1)
     if instances > 1 and ddp.overlap_grad_reduce:
-        fix = "must be 1 with overlap_grad_reduce: the end of the step would reduce between the instances twice"
+        fix = "must be 1 with overlap_grad_reduce: the end of the step would reduce twice between instances"
         raise ConfigError("ddp.num_distributed_optimizer_instances", instances, fix)
 
 
@@ -99,11 +99,11 @@ def _check_config(config: Any, elastic: bool) -> None:
     kinds = balancing if isinstance(balancing, list) else [balancing]
     experts = getattr(config, "num_moe_experts", None) is not None
     if elastic and experts and "global_aux_loss" in kinds:
-        fix = "must be another one: it reduces over all replicas in every forward, so none can train alone"
+        fix = "must be a different one: it reduces over all replicas in every forward, so none can train alone"
         raise ConfigError("model.moe_router_load_balancing_type", balancing, fix)
     recipe = getattr(config, "fp8_recipe", None)
     if elastic and getattr(config, "fp8", None) and str(recipe).endswith("delayed"):
-        fix = "must be another one: its scales are reduced over all replicas in every forward, so none can train alone"
+        fix = "must be a different one: its scales are reduced over all replicas in every forward, so none can train alone"
         raise ConfigError("model.fp8_recipe", recipe, fix)
     if not config.calculate_per_token_loss:
         coefficient = getattr(config, "moe_aux_loss_coeff", 0.0) or 0.0

@@ -437,7 +437,7 @@ def check_same_shape(field: str, folder: str, shape: ModelShape) -> None:
     for item in fields(shape):
         mine, theirs = getattr(shape, item.name), getattr(other, item.name)
         if mine != theirs:
-            fix = f"has {item.name} = {theirs!r}, the model {mine!r}: the reference takes the model's place, so shapes must agree"
+            fix = f"has {item.name} = {theirs!r}, the model {mine!r}: the reference replaces the model, so shapes must agree"
             raise ConfigError(field, folder, fix)
 
 

@@ -54,7 +54,7 @@ def trajectory_files(folder: str | Path) -> list[Path]:
     """The Parquet files of a run folder, what was rolled back not included. Raises ConfigError when there is none."""
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(FIELD, str(folder), "is no folder; give a run folder, or the trajectories folder in it")
+        raise ConfigError(FIELD, str(folder), "is not a folder; give a run folder, or the trajectories folder in it")
     for root in (path / "trajectories", path):
         # The store's layout; names that begin with an underscore (rolled back) do not match.
         found = [file for layout in _LAYOUTS for file in root.glob(layout)]
@@ -153,7 +153,7 @@ def _read(file: Path, columns: Sequence[str]) -> Any:
             names = data.schema_arrow.names
             missing = [name for name in columns if name not in names and name not in _OPTIONAL]
             if missing:
-                fix = f"has no column {missing[0]!r}, so it is no trajectory file of a run"
+                fix = f"has no column {missing[0]!r}, so it is not a run's trajectory file"
                 raise ConfigError(FIELD, str(file), fix)
             return data.read(columns=[name for name in columns if name in names], use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -69,7 +69,7 @@ class Replicas:
         if units is None:
             return True
         if strange := [unit for unit in units if not 0 <= unit < self.units]:
-            fix = f"there are {self.units}, from 0: a replica, or those that share experts"
+            fix = f"must be below {self.units} and at least 0: a replica, or a set of replicas that share experts"
             raise ConfigError("replicas", strange[0], fix)
         return self.index // self._each in units
 

@@ -194,7 +194,9 @@ def _checked(parts: TrainerParts, path: Path) -> dict[str, Any]:
     for item in fields(shape):
         found, value = getattr(shape, item.name), getattr(parts.policy.shape, item.name)
         if found != value:
-            fix = f"checkpoint {path} is of another model: this run's {item.name} is {value!r}; resume with that model"
+            fix = (
+                f"checkpoint {path} is from another model: this run's {item.name} is {value!r}; resume with that model"
+            )
             raise ConfigError(f"model.{item.name}", found, fix)
     ours = _read_ours(path)
     if ours["dtype"] != parts.policy.dtype:
@@ -238,7 +240,7 @@ def _reading(path: Path, act: Callable[[], Any]) -> Any:
 
 def _foreign(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        "checkpoint", str(path), f"is no checkpoint of this trainer; give a folder that it saved ({why})"
+        "checkpoint", str(path), f"is not a checkpoint of this trainer; give a folder that it saved ({why})"
     )
 
 

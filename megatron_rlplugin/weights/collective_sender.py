@@ -241,7 +241,7 @@ class NcclGroup:
         try:
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         except ImportError as error:
-            fix = f"the trainer's side of it is vLLM's, which is not installed there ({error}); install it, or use 'relay'"
+            fix = f"the trainer needs vLLM for it, which is not installed there ({error}); install it, or use 'relay'"
             raise ConfigError("rollout.weights", "collective", fix) from error
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         where = base64.b64encode(unique_id).decode()

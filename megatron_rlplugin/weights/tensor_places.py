@@ -272,7 +272,7 @@ def _piece(
     tensor = groups.expt_tp if is_expert else groups.tp
     data = groups.expt_dp if is_expert else groups.dp_cp
     if name not in whole:
-        raise ConfigError("model", name, "is a parameter that the model's own config does not call for")
+        raise ConfigError("model", name, "is a parameter that the model's config does not include")
     shape, dim, size = whole[name], place.dim, tensor.size()
     start, stop = 0, shape[0]
     if size == 1:

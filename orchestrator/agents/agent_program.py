@@ -96,7 +96,7 @@ def read_files(names: Sequence[str], field: str = "task.agent.files") -> dict[st
             members = [(str(member.relative_to(path)), member) for member in inside]
         else:
             raise ConfigError(
-                field, name, "no such file or folder: paths are those of the folder that the run starts in"
+                field, name, "no such file or folder; paths are relative to the folder in which the run is started"
             )
         for inside_name, member in members:
             found[inside_name] = member.read_bytes()

@@ -122,19 +122,19 @@ class ModelChat:
     def __init__(self, folder: str, field: str = "task.agent.tokenizer") -> None:
         """Raises ConfigError."""
         if not Path(folder).is_dir():
-            raise ConfigError(field, folder, "is no folder: give the one of the model, with its tokenizer")
+            raise ConfigError(field, folder, "is not a folder: give the model's, with its tokenizer")
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ConfigError(field, folder, f"needs transformers, which vLLM brings along: {error}") from error
+            raise ConfigError(field, folder, f"needs transformers, which comes with vLLM: {error}") from error
         try:
             found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(field, folder, f"has no tokenizer that can be loaded: {error}") from error
+            raise ConfigError(field, folder, f"its tokenizer cannot be loaded: {error}") from error
         if not found.chat_template:
             raise ConfigError(field, folder, "its tokenizer has no chat template: take an instruction-tuned model")
         if found.eos_token_id is None:
-            raise ConfigError(field, folder, "its tokenizer names no end of turn (eos_token)")
+            raise ConfigError(field, folder, "its tokenizer has no end-of-turn token (eos_token)")
         self.thread: asyncio.Lock | None = asyncio.Lock()
         self._tokenizer: Any = found
         self._long: Any = copy.deepcopy(found)

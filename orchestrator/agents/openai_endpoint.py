@@ -185,7 +185,7 @@ class AgentGateway:
         if not bearer.matches(key, bearer.digest_of(known)) or door is None:
             raise ApiError(
                 401,
-                "Incorrect API key provided: it is no key of a trajectory that is under way",
+                "Incorrect API key provided: it is not the key of a running trajectory",
                 code="invalid_api_key",
             )
         return door

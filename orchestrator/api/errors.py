@@ -1,14 +1,16 @@
-"""The five kinds of error, each with one owner.
+"""The five kinds of error, each handled in one place.
 
-* :class:`ConfigError` : the user's input. The command line prints it and exits with code 2; nothing was started.
-* :class:`RetryableError` : a part failed in a way that a retry may cure. The caller that owns the retry policy handles it.
-  :class:`ProcessDied` is one whose process is gone: the same call to the same process will not succeed. :class:`MachineGone`:
-  its machine is, and there is nowhere else to go.
-* :class:`TrajectoryError` : fatal to one trajectory, which ends as ``failed: cause``; the run goes on.
-* :class:`CommandError` : a worker refused a command and changed nothing: the mistake is the caller's, or the weights are
-  unusable. Over HTTP it is the status that vLLM's clients expect.
-* :class:`RunError` : fatal to the run. The run stops cleanly, says how to resume, exit code 1. :class:`PartLost` is one that
-  the run may cure by itself, from its newest checkpoint.
+* :class:`ConfigError`: wrong input. The command line prints it and exits with code 2; nothing was started.
+* :class:`RetryableError`: a part failed, and a retry may help. The caller that owns the retry policy handles it.
+  :class:`ProcessDied`: the process is gone, so the same call to it will not succeed. :class:`MachineGone`: its machine is gone,
+  and there is nowhere else to start it.
+* :class:`TrajectoryError`: fatal to one trajectory, which ends as ``failed: cause``; the run continues.
+* :class:`CommandError`: a worker refused a command and changed nothing: the caller made a mistake, or the weights are
+  unusable. Over HTTP it has the status that vLLM's clients expect.
+* :class:`RunError`: fatal to the run, which stops cleanly, says how to resume and exits with code 1. From a :class:`PartLost`
+  the run may recover by itself, from its newest checkpoint.
+
+:class:`CheckpointLost` is apart: one checkpoint could not be written, and the run continues.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ MAX_DETAIL = 2000
 
 
 def writable(text: object, most: int) -> str:
-    """Up to so many characters of it; of half a surrogate pair, which no file or pipe takes, its escape."""
+    """At most so many characters of ``text``; a lone surrogate, which cannot be encoded, is escaped."""
     return str(text)[:most].encode("utf-8", "backslashreplace").decode()
 
 
 class _Short(reprlib.Repr):
-    """Of a long value the beginning is looked at."""
+    """Looks only at the beginning of a long value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +45,7 @@ _SHORT = _Short()
 
 
 def shown(value: object, most: int = 100) -> str:
-    """What a value of others is, for an error's text: of a long one not all is written, and one that cannot be written (a number
-    of too many digits, words of its own that fail) is its type."""
+    """A foreign value for an error's text: shortened if long, and only its type if its repr fails."""
     try:
         return writable(_SHORT.repr(value), most)
     except Exception:  # noqa: BLE001  no refusal fails by what it refuses
@@ -52,11 +53,11 @@ def shown(value: object, most: int = 100) -> str:
 
 
 class CoserveError(Exception):
-    """Base of all errors that rl-coserve raises on purpose."""
+    """Base class of all errors that rl-coserve raises deliberately."""
 
 
 class ConfigError(CoserveError):
-    """One wrong input: names the field, the value (where its repr is not empty) and the fix."""
+    """One wrong input: names the field, the value (unless its repr is empty) and the fix."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         shown = repr(value)
@@ -67,7 +68,7 @@ class ConfigError(CoserveError):
 
     @staticmethod
     def of_all(found: Iterable[ConfigError]) -> ConfigError:
-        """One for several, each once: the first, with the others below its fix."""
+        """Several as one, without duplicates: the first, with the others listed below its fix."""
         first, *others = {str(error): error for error in found}.values()
         return ConfigError(first.field, first.value, "\n  ".join([first.fix, *map(str, others)]))
 
@@ -84,12 +85,12 @@ class ProcessDied(RetryableError):
 
 
 class MachineGone(RetryableError):
-    """The machine of a process is gone. It may come back, and the process with it."""
+    """The machine of a process is gone. Both may come back."""
 
 
 class TrajectoryError(CoserveError):
-    """One trajectory cannot go on. ``cause`` is a short stable word that the ledger counts by, ``detail`` what others said, both
-    within limits and such that they can be written down."""
+    """One trajectory cannot continue. ``cause``: a short stable word that the ledger counts by; ``detail``: more about it.
+    Both are limited in length and can be encoded."""
 
     def __init__(self, cause: str, detail: str = "") -> None:
         cause, detail = writable(cause, MAX_CAUSE) or "unnamed", writable(detail, MAX_DETAIL)
@@ -102,15 +103,15 @@ class TrajectoryError(CoserveError):
 
 
 class RunError(CoserveError):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 class PartLost(RunError):
-    """A part that holds state (trainer, relay) is gone; a new one from the newest checkpoint may cure it."""
+    """A part with state (trainer, relay) is gone; the run may recover from its newest checkpoint."""
 
 
 class CheckpointLost(CoserveError):
-    """What was being saved went with the process that wrote it; the checkpoint before it stands."""
+    """The process that was writing a checkpoint died; the previous checkpoint is intact."""
 
 
 class CommandError(CoserveError):
@@ -126,14 +127,14 @@ class CommandError(CoserveError):
         return CommandError, (self.code, self.detail)
 
 
-# What a worker refuses, and the HTTP status it is over that carrier.
+# What a worker refuses, and its HTTP status.
 COMMAND_STATUS: dict[str, int] = {
     "invalid_request": 400,  # malformed, out of range, a prompt over the model's length, a token id it does not have
     "unknown_request": 404,  # no such request, trajectory or group was ever added
     "not_suspended": 409,  # UPDATE without SUSPEND
     "update_in_progress": 409,  # a second UPDATE, or RESUME during one
     "version_decreases": 409,  # UPDATE to an older version than is loaded
-    "weights_unusable": 409,  # RESUME after an UPDATE that failed half-way; another UPDATE or a restart cures it
+    "weights_unusable": 409,  # RESUME after an UPDATE that failed half-way; fixed by another UPDATE or a restart
     "released": 409,  # UPDATE, RESUME or another that needs the device, between RELEASE and RECLAIM
     "no_sleep_mode": 409,  # RELEASE on a worker that was started without sleep mode
     "no_relay": 409,  # UPDATE on a worker that was not told where the relay is

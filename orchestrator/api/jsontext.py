@@ -1,4 +1,4 @@
-"""JSON from a file or another process, with one kind of error whatever is in it; and long JSON written in pieces."""
+"""Reads JSON from a file or another process with a single kind of error, and writes long JSON in pieces."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ PIECE = 4096  # numbers in a piece: some 3 ms, in which nobody else has the inte
 
 
 def parse(text: str | bytes, *, finite: bool = False) -> Any:
-    """The value. Raises ValueError, and nothing else: also for text that is nested over :data:`DEPTH` levels, has a number of
-    thousands of digits or half of a surrogate pair, which nothing could write down, or is no UTF-8. ``finite``: NaN and
-    infinities, which are no JSON, are refused too."""
+    """The value. Raises only ValueError: also for text nested over :data:`DEPTH` levels, with a number of thousands of digits or
+    half of a surrogate pair, or that is not UTF-8. ``finite``: NaN and infinities, which JSON does not have, are refused too."""
     if isinstance(text, bytes):
         text = text.removeprefix(codecs.BOM_UTF8).decode()
     elif not text.isascii():
@@ -35,7 +34,7 @@ def parse_object(text: str | bytes, *, finite: bool = False) -> dict[str, Any]:
     """The same of a JSON object; anything else is a ValueError too."""
     value = parse(text, finite=finite)
     if not isinstance(value, dict):
-        raise ValueError(f"no JSON object but {type(value).__name__}")
+        raise ValueError(f"not a JSON object but {type(value).__name__}")
     return value
 
 
@@ -55,10 +54,9 @@ def _refuse(name: str) -> float:
 
 
 def pieces(value: Any, separators: tuple[str, str] = (", ", ": ")) -> Iterator[str]:
-    """The text that ``json.dumps(value, separators=separators)`` is in the end, piece by piece; records are the objects of their
-    fields, an iterator is a list that is made as it is written, some items at a time. Python's
-    encoder writes a value whole before it lets another thread go on, a million numbers for a second.
-    Raises TypeError for what JSON has not."""
+    """The text of ``json.dumps(value, separators=separators)``, piece by piece: Python's encoder holds the GIL until a value is
+    complete, a second for a million numbers. A dataclass is written as an object of its fields, an iterator of lists as one
+    list, without holding all of it. Raises TypeError for what JSON cannot represent."""
     comma, colon = separators
     if isinstance(value, Mapping):
         yield from _joined("{}", comma, ((_text(key) + colon, item) for key, item in value.items()), separators)

@@ -32,7 +32,7 @@ class Tls:
         self._show(context)
         if self.verify_clients:
             if not self.authority:
-                raise ConfigError("tls.authority", "", "tls.verify_clients needs the authority that signs clients")
+                raise ConfigError("tls.authority", "", "tls.verify_clients needs the CA that signs client certificates")
             self._trust(context)
             context.verify_mode = ssl.CERT_REQUIRED
         return context
@@ -63,7 +63,7 @@ class Tls:
         try:
             context.load_verify_locations(self.authority)
         except (ssl.SSLError, OSError, ValueError) as error:
-            fix = f"is no PEM file of certificates ({error})"
+            fix = f"is not a PEM file of certificates ({error})"
             raise ConfigError("tls.authority", self.authority, fix) from error
 
 
@@ -98,7 +98,7 @@ def refusal(error: BaseException, plain_fix: str = PLAIN_FIX) -> str:
             return f"its certificate is refused ({found.verify_message or found.reason}): {_fix(found.verify_code)}"
         reason = str(getattr(found, "reason", "") or "")
         if isinstance(found, ssl.SSLError) and "CERTIFICATE" in reason and "VERIFY" not in reason:
-            return f"it refuses our certificate ({reason}): tls.certificate must be signed by its authority, and not expired"
+            return f"it refuses our certificate ({reason}): tls.certificate must be signed by its CA, and not expired"
         if isinstance(found, ssl.SSLError) and reason in (
             "WRONG_VERSION_NUMBER",
             "RECORD_LAYER_FAILURE",
@@ -112,9 +112,9 @@ def refusal(error: BaseException, plain_fix: str = PLAIN_FIX) -> str:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of a program that listens; :func:`of_arguments` reads them."""
-    parser.add_argument("--tls-certificate", default="", help="PEM file, with its chain: listen with TLS")
-    parser.add_argument("--tls-key", default="", help="its private key, a PEM file")
-    parser.add_argument("--tls-authority", default="", help="PEM file of the authority that signs clients")
+    parser.add_argument("--tls-certificate", default="", help="PEM certificate file, with its chain: listen with TLS")
+    parser.add_argument("--tls-key", default="", help="PEM file with its private key")
+    parser.add_argument("--tls-authority", default="", help="PEM file of the CA that signs client certificates")
     parser.add_argument(
         "--tls-verify-clients", action="store_true", help="accept only clients with a certificate that it signed"
     )
@@ -128,8 +128,8 @@ def _fix(code: int) -> str:
     if code == 10:  # X509_V_ERR_CERT_HAS_EXPIRED
         return "give the server a new one"
     if code in (62, 64):  # host name, IP address
-        return "use an address that stands in it, or make one for this address (subjectAltName)"
-    return "tls.authority must be the authority that signed it"
+        return "use an address that it lists, or make one for this address (subjectAltName)"
+    return "tls.authority must be the CA that signed it"
 
 
 def _readable(field: str, path: str) -> None:

@@ -1,7 +1,8 @@
-"""The data that flows. Plain frozen records of the standard library, so that they cross processes and carriers unchanged.
+"""The data types: frozen dataclasses of standard types, so that they cross processes and transports unchanged.
 
-Units: times are seconds of the event loop's clock, lengths are tokens, sizes are bytes. A *weight version* is an integer,
-one per published update. *Version spans* say run-length which version made which tokens: ``((version, n_tokens), ...)``.
+Units: times are seconds of the event loop's clock, lengths are tokens, sizes are bytes. A *weight version* is an integer, one
+per published update. *Version spans* are run-length encoded, which version generated which tokens: ``((version, n_tokens),
+...)``.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One turn to generate: the whole context in token ids, never text. A context that grows from turn to turn is a
-    :class:`~orchestrator.api.tokens.TokenSequence`, of which nothing is copied on the way; a tuple does as well."""
+    """One turn to generate: the whole context as token ids, never text. A context that grows from turn to turn is a
+    :class:`~orchestrator.api.tokens.TokenSequence`, which is not copied; a tuple works too."""
 
     request_id: str
     trajectory_id: str
@@ -50,16 +51,16 @@ class GenerationRequest:
     task: str
     priority: int = 0  # as in vLLM: the lower number goes first
     predicted_tokens: int | None = None
-    deadline: float | None = None  # seconds left, as a duration: clocks differ between processes
+    deadline: float | None = None  # seconds left (a duration, since clocks differ between processes)
     group_id: str = ""  # the GRPO group; an ABORT may name it
-    experts_from: int = 0  # an engine that returns routed experts does so from this token of the context on
+    experts_from: int = 0  # routed experts are returned from this context token on
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """The experts that an engine's routers chose (vLLM's ``routed_experts``), for the tokens of a context from its token
-    ``first`` on: of each token, of each layer of the model (those without experts too), ``choices`` numbers of ``width`` bytes,
-    little-endian, one after another. The last token that was generated has none: nothing was computed for it."""
+    """The experts that an engine's routers chose (vLLM's ``routed_experts``) for the tokens of a context from token ``first`` on:
+    for each token and each layer (those without experts too) ``choices`` little-endian numbers of ``width`` bytes. The last
+    generated token has none, as nothing was computed for it."""
 
     first: int
     layers: int
@@ -69,11 +70,11 @@ class RoutedExperts:
 
     @property
     def end(self) -> int:
-        """The first token behind them."""
+        """The first token after them."""
         return self.first + len(self.data) // self._stride
 
     def since(self, token: int) -> RoutedExperts:
-        """Without those of the tokens before this one."""
+        """Only those from this token on."""
         if token <= self.first:
             return self
         return RoutedExperts(
@@ -87,8 +88,8 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class CompletionTiming:
-    """Measured in the worker, in seconds: waited for the first engine step, ran after it, from ADD to the first token
-    (TTFT), and between two tokens on average (TPOT; 0 below two tokens)."""
+    """Measured in the worker, in seconds: waiting for the first engine step, running after it, from ADD to the first token
+    (TTFT), and between two tokens on average (TPOT; 0 with fewer than two tokens)."""
 
     queued: float = 0.0
     running: float = 0.0
@@ -107,12 +108,12 @@ class Completion:
     finish_reason: str  # "stop" | "length" | "abort" | "error"
     timing: CompletionTiming = CompletionTiming()
     error: str = ""
-    experts: RoutedExperts | None = None  # of an engine that returns them
+    experts: RoutedExperts | None = None  # if the engine returns them
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a task hands out: one start state. ``key`` identifies it (a hash), ``payload`` is the task's own description."""
+    """One start state of a task. ``key`` identifies it (a hash), ``payload`` is the task's own description of it."""
 
     key: str
     task: str
@@ -122,9 +123,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTemplate:
-    """What an environment begins from: in one of the same template any of its prompts can be played. ``image``: of its
-    container, empty for that of the config; ``setup``: what the environment's ``prepare`` is told once, before its first
-    episode, the name of a repository for example."""
+    """What an environment is created from: one of the same template can play any of its prompts. ``image``: its container
+    image, empty for the config's; ``setup``: passed once to the environment's ``prepare`` before its first episode, for example
+    the name of a repository."""
 
     image: str = ""
     setup: str = ""
@@ -139,7 +140,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answers to one action: the next observation (empty when done) and the step's own reward."""
+    """An environment's answer to one action: the next observation (empty when done) and the reward of this step."""
 
     observation: Observation
     reward: float
@@ -150,9 +151,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ContextStart:
-    """A context that begins anew. ``token_ids``: what stands before the turn's observation in it (of earlier turns, none is
-    trained again). ``reason``: "summary" (the turn before is the policy's own summary), "function", "restart" or
-    "shortened". What was left out: whole turns, and tokens (a summary that it replaced included)."""
+    """A new, shortened context. ``token_ids``: its tokens before the turn's observation (from earlier turns; they are not
+    trained on again). ``reason``: "summary" (the previous turn is the policy's own summary), "function", "restart" or
+    "shortened". ``dropped_*``: whole turns and tokens left out (a replaced summary included)."""
 
     token_ids: tuple[int, ...]
     reason: str
@@ -162,8 +163,8 @@ class ContextStart:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: observation tokens, then the policy's tokens with their log-probs and weight versions. ``context``: the
-    policy was shown a new context from this turn on; None: this turn goes on from the one before."""
+    """One exchange: observation tokens, then the policy's tokens with their log-probs and weight versions. ``context``: from
+    this turn on the policy saw a new context; None: this turn continues the previous one."""
 
     observation_ids: tuple[int, ...]
     action_ids: tuple[int, ...]
@@ -174,7 +175,7 @@ class Turn:
     generate_seconds: float = 0.0
     environment_seconds: float = 0.0
     context: ContextStart | None = None
-    experts: RoutedExperts | None = None  # of its context's tokens; see routing replay (docs/megatron.md)
+    experts: RoutedExperts | None = None  # for tokens of its context; see routing replay (docs/megatron.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class Trajectory:
 
     @property
     def first_version(self) -> int:
-        """Version of the first generated token; what the staleness bound alpha is measured from."""
+        """Version of the first generated token, from which the staleness bound alpha is measured."""
         for turn in self.turns:
             for version, count in turn.versions:
                 if count > 0:
@@ -211,7 +212,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The whole context as the policy saw it: observations and actions in order; several contexts one after another."""
+        """The whole context as the policy saw it: observations and actions in order; several contexts concatenated."""
         tokens: list[int] = []
         for turn in self.turns:
             tokens += _before(turn)
@@ -220,7 +221,7 @@ class Trajectory:
 
     @property
     def actions(self) -> tuple[tuple[int, ...], ...]:
-        """What the environment was told, turn after turn: all that the policy said but for its own summaries."""
+        """What the environment received, turn by turn: all that the policy wrote except its own summaries."""
         after = (*self.turns[1:], None)
         return tuple(
             turn.action_ids
@@ -248,7 +249,7 @@ class Trajectory:
 
     @property
     def contexts(self) -> tuple[tuple[int, Trajectory], ...]:
-        """(index of its first turn, the trajectory of its turns alone) of each context that the policy was shown."""
+        """(index of its first turn, a trajectory of only its turns) for each context that the policy saw."""
         starts = [index for index, turn in enumerate(self.turns) if index == 0 or turn.context is not None]
         if len(starts) == 1:
             return ((0, self),)
@@ -269,12 +270,12 @@ def _before(turn: Turn) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SharedDevice:
-    """What a worker may have of a device that it shares with a serving engine, and how that one is (ROSE 4.1). It owns
-    ``pages`` of ``page_bytes``, and may own ``budget``; serving owns ``serving_pages``, of ``pool_pages`` in all (0: not said).
-    Slacks are seconds before serving misses an SLO, below 0 it is late: ``ttft_slack`` of the prompts that wait, ``tpot_slack``
-    of the sequences that decode, ``arriving`` of a prompt that arrives now; None: there is none, or nothing is known. Counts
-    since serving's start: first tokens and those after them, ``late_*`` of these beyond their SLO, ``blamed_*`` of the late ones
-    those that rollouts made late."""
+    """A worker's share of a device that it shares with a serving engine, and the state of serving (ROSE 4.1). The worker owns
+    ``pages`` of ``page_bytes`` and may own ``budget``; serving owns ``serving_pages`` of ``pool_pages`` in all (0: unknown).
+    Slacks are seconds until serving misses an SLO, negative if late: ``ttft_slack`` of waiting prompts, ``tpot_slack`` of
+    decoding sequences, ``arriving`` of a prompt that arrives now; None: no such request, or unknown. Counts since serving's
+    start: first tokens and later ones (``firsts``, ``nexts``), of these ``late_*`` beyond their SLO, of the late ones
+    ``blamed_*`` caused by rollouts."""
 
     pages: int
     budget: int
@@ -294,16 +295,15 @@ class SharedDevice:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A snapshot of one rollout worker. KV in blocks; ``stalled``: work pending but no token for the stall time.
+    """A snapshot of one rollout worker. KV in blocks; ``stalled``: work pending, but no token for the stall time.
 
-    ``preemptions`` counts all of them except those of weight updates (which recompute KV on purpose);
-    ``outranked`` those made for a waiting request of better priority (Heddle 4.2). ``prefix_queries`` and ``prefix_hits``
-    are tokens looked up and found in the prefix cache since the start, ``generated`` tokens since the start,
-    ``oldest_wait`` seconds that the longest-waiting request has waited. ``expert_imbalance``: of a mixture of experts, the tokens
-    that the experts of the fullest device are chosen for, over the mean of the devices, if each device held whole experts (at
-    least 1); 1.0: even, or no mixture, or not measured. ``shared``: of a worker on a device of serving; None: it has its own.
-    ``steps``: engine steps that computed something, since the start; ``step_requests`` and ``step_kv``: summed over them, the
-    requests that a step computed and the KV blocks in use meanwhile. (Between two steps, when a worker answers, both may be 0.)
+    ``preemptions``: all except those of weight updates (which recompute KV on purpose); ``outranked``: those for a waiting
+    request of higher priority (Heddle 4.2). ``prefix_queries`` and ``prefix_hits``: tokens looked up and found in the prefix
+    cache since the start; ``generated``: tokens since the start; ``oldest_wait``: seconds that the longest-waiting request has
+    waited. ``expert_imbalance``: for a mixture of experts, tokens routed to the fullest device over the mean of the devices,
+    if each held whole experts; 1.0: even, not a mixture, or not measured. ``shared``: for a worker on a serving device; None:
+    it has its own. ``steps``: engine steps with work since the start; ``step_requests`` and ``step_kv``: sums over them of
+    requests computed and KV blocks in use. (Between two steps, when a worker answers, both may be 0.)
     """
 
     running: int
@@ -354,8 +354,8 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """What a publication cost: payload bytes, buckets, seconds. ``content``: a checksum over names, slices and digests of
-    its tensors, in hexadecimal, whatever way they travel; empty where it is not known."""
+    """The cost of a publication: payload bytes, buckets, seconds. ``content``: a checksum over names, slices and digests of its
+    tensors, in hexadecimal, independent of the transport; empty if unknown."""
 
     version: int
     bytes: int
@@ -366,8 +366,8 @@ class PublishResult:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What a weight update on one worker cost. ``preempted``: in-flight requests whose KV is recomputed on resume.
-    ``past_cache``: what a rank read from the relay itself although its site has a cache, and why."""
+    """The cost of a weight update on one worker. ``preempted``: in-flight requests whose KV is recomputed on resume.
+    ``past_cache``: what a rank read directly from the relay although its site has a cache, and why."""
 
     version: int
     bytes: int
@@ -377,9 +377,8 @@ class UpdateResult:
 
 
 class SampleFacts(NamedTuple):
-    """What a trainer decides by before it reads a token of a sample: how many there are, how many of them the policy wrote,
-    the least and the greatest id, whether the policy's log-probs are all finite, and whether the first token is not the
-    policy's."""
+    """What a trainer checks before it reads a sample's tokens: their number, how many the policy wrote, the smallest and largest
+    id, whether all the policy's log-probs are finite, and whether the first token is not the policy's."""
 
     tokens: int
     generated: int
@@ -390,24 +389,24 @@ class SampleFacts(NamedTuple):
 
 
 class SampleSource(Protocol):
-    """Where a sample lies that is not in memory."""
+    """Where a sample that is not in memory is stored."""
 
     @property
     def facts(self) -> SampleFacts: ...
 
     def read(self) -> tuple[Any, Any, Any]:
-        """NumPy arrays: token ids, positions of the policy's tokens among them, log-probs of those. Raises RunError where it is
-        lost or damaged."""
+        """NumPy arrays: token ids, positions of the policy's tokens among them, their log-probs. Raises RunError if it is lost
+        or damaged."""
 
     def experts(self) -> tuple[RoutedExperts, ...]:
-        """Those that the rollout chose, as far as they are known. Raises RunError as :meth:`read`."""
+        """The experts that the rollout chose, as far as known. Raises RunError like :meth:`read`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One context of a trajectory as the trainer needs it; the three sequences have equal length (tokens), ``versions`` are of
-    the policy's tokens. Most trajectories have one; of those with several, ``first_turn`` says at which turn this one begins.
-    With a ``source`` the sequences are not in memory: a rank that computes the sample reads them, and nobody else does."""
+    """One context of a trajectory as the trainer needs it; the three sequences have equal length (tokens), ``versions`` are those
+    of the policy's tokens. Most trajectories have one context; ``first_turn``: the turn at which this one begins. With a
+    ``source`` the sequences are not in memory: only the ranks that compute the sample read them."""
 
     trajectory_id: str
     group_id: str
@@ -417,14 +416,14 @@ class TrainSample:
     versions: VersionSpans
     reward: float
     first_turn: int = 0
-    weight: float = 1.0  # of its terms in the loss; the denominators do not know of it
+    weight: float = 1.0  # of its terms in the loss; it does not enter denominators
     source: SampleSource | None = field(default=None, compare=False)
-    experts: tuple[RoutedExperts, ...] = ()  # with a source they lie there
+    experts: tuple[RoutedExperts, ...] = ()  # with a source, they are read from it
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """What ``get_batch`` hands to ``train_step``: complete groups, to be trained at ``version``."""
+    """What ``get_batch`` passes to ``train_step``: complete groups, to be trained at ``version``."""
 
     step: int
     version: int

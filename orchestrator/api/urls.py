@@ -55,7 +55,7 @@ def redis_mistake(url: str, allow_plain: bool) -> str:
         return form
     if parts.password is not None:
         return (
-            "a password does not belong into a URL that is written to files: put it into a file, and the file's path into "
+            "a password must not be in a URL that is written to files: put it in a file, and the file's path in "
             "relay.metadata_password_file"
         )
     if not re.fullmatch(r"(/\d{0,3})?", parts.path):

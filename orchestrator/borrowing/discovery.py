@@ -37,7 +37,7 @@ def read_candidates(config: Config) -> tuple[str, ...]:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "no UTF-8 text"
-            fix = f"cannot be read ({why}); give a file with the URL of a server a line"
+            fix = f"cannot be read ({why}); give a file with one server URL per line"
             raise ConfigError(_FILE, file, fix) from error
         for number, line in enumerate(lines, 1):
             url = line.partition("#")[0].strip().rstrip("/")

@@ -221,10 +221,10 @@ class HttpWorker:
         told = self._newest < 0 or all(-1 <= version <= self._newest for version, _ in completion.versions)
         if not told:
             asked = f"weights up to version {self._newest} were given to it"
-            raise RetryableError(f"{self.name}: the versions of {completion.request_id} cannot be: {asked}")
+            raise RetryableError(f"{self.name}: impossible versions in {completion.request_id}: {asked}")
         if not (known and likely and len(tokens) <= most):
             asked = f"at most {most} tokens of {self._vocabulary} were asked for, with their log-probs"
-            raise RetryableError(f"{self.name}: the answer to {completion.request_id} cannot be: {asked}")
+            raise RetryableError(f"{self.name}: impossible answer to {completion.request_id}: {asked}")
 
     async def _with_right_experts(self, found: Sequence[Completion]) -> list[Completion]:
         """One whose experts the model cannot have chosen is an error, which ends its trajectory; several in a row with no right
@@ -237,7 +237,7 @@ class HttpWorker:
                 why = look() if len(said.data) < _LOOKED_AT_HERE else await asyncio.to_thread(look)
                 self._wrong = self._wrong + 1 if why else 0
                 if why:
-                    why = f"{self.name}: the experts of {item.request_id} cannot be: {why}"
+                    why = f"{self.name}: impossible experts in {item.request_id}: {why}"
                     item = Completion(item.request_id, (), (), (), "error", item.timing, why)
                 if self._wrong > _MOST_WRONG:
                     raise RetryableError(f"{self._wrong} answers in a row: {why}")
@@ -360,7 +360,7 @@ class HttpWorker:
         self._contexts.clear()
         status = await self.status()
         if status.get("broken"):
-            raise RetryableError(f"{self.name}: its server has no engine: {status['broken']}")
+            raise RetryableError(f"{self.name}: its server's engine is broken: {status['broken']}")
         if found := self._mistakes(status):  # started anew, with another model for other users
             raise ConfigError("worker.url", self._url, "; ".join(found))
         limits = status.get("limits")
@@ -467,7 +467,7 @@ class HttpWorker:
             data, kind = json.dumps(body, allow_nan=False).encode(), "application/json"
         payload = await self._exchange(method, path, data=data, kind=kind, limit=limit, any_instance=any_instance)
         if (answer := _object(payload)) is None:
-            raise RetryableError(f"{self.name}: the answer to {path} is no JSON object")
+            raise RetryableError(f"{self.name}: the answer to {path} is not a JSON object")
         return answer
 
     async def _exchange(
@@ -513,9 +513,7 @@ class HttpWorker:
             raise self._refusal(path, status, _object(payload))
         theirs = seen.get(wire.PROTOCOL_HEADER)
         if theirs != str(wire.PROTOCOL):
-            fix = (
-                f"it speaks protocol {theirs or 'of something else'}, this client {wire.PROTOCOL}: install one version"
-            )
+            fix = f"it speaks protocol {theirs or 'unknown'}, this client {wire.PROTOCOL}: install the same version"
             raise ConfigError("worker.url", self._url, fix)
         instance = seen.get(wire.INSTANCE_HEADER, "")
         if not any_instance:
@@ -571,7 +569,7 @@ class HttpWorker:
             return CommandError("invalid_request", f"{path}: {message}")
         if status >= 500 or status in (408, 429):
             return RetryableError(f"{self.name}: {path}: {message}")
-        fix = f"{path} is not there (HTTP {status}): start it with vllm serve MODEL --plugin rl-coserve"
+        fix = f"{path} does not exist (HTTP {status}): start the server with vllm serve MODEL --plugin rl-coserve"
         return ConfigError("worker.url", self._url, fix)
 
     def _lost(self, path: str, error: Exception) -> RetryableError:

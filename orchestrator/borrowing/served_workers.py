@@ -57,7 +57,7 @@ def read_token(config: Config, environment: Mapping[str, str]) -> str:
             return token
         fix = f"give the path of a file with the token of the servers, or set the environment variable {VARIABLE}"
         raise ConfigError("rollout.served_token_file", file, fix)
-    fix = "give a readable file that holds the token with which the servers were started (--rl-token-file)"
+    fix = "give a readable file with the token that the servers were started with (--rl-token-file)"
     bearer.read_file(file, "rollout.served_token_file", fix)
     return bearer.FILE + os.path.abspath(file)
 
@@ -150,7 +150,7 @@ async def start(served: Sequence[HttpWorker], events: EventLog | None = None) ->
             if error.code == "requests_in_flight":
                 fix = f'; another run uses it, or one that was killed left them: POST {wire.ABORT} {{"all": true}} ends them'
             elif error.code == "leased":
-                fix = "; name another server, or several and rollout.borrowed.most, or wait: a run that died loses it by itself"
+                fix = "; name another server, or several with rollout.borrowed.most, or wait: a dead run loses it by itself"
             raise RunError(f"{_FIELD}: {worker.url}: {error.detail}{fix}") from error
         except (RetryableError, ConfigError) as error:
             raise RunError(f"{_FIELD}: {worker.url} did not take the run's relay: {error}") from error

@@ -324,7 +324,7 @@ def offer_of(url: str, status: Mapping[str, object], mine: Job, why: str = "") -
     mean, seconds = device.get("serving_use", 0.0), device.get("seconds", 0.0)
     now, lends = device.get("serving_now", mean), device.get("lends", True)
     if not (_share(mean) and _share(now) and _number(seconds) and seconds >= 0 and isinstance(lends, bool)):
-        why = why or f"says of its device what cannot be: {str(device)[:200]}"
+        why = why or f"reports an impossible device state: {str(device)[:200]}"
         return Offer(url, why, taken, holder=holder, claims=claims)
     return Offer(url, why, taken, float(now), (float(mean), float(seconds)), lends, holder, claims)
 

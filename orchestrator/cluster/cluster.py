@@ -60,7 +60,7 @@ class Cluster:
                 fix = "clusters have a member of this name: choose another"
                 raise ConfigError(f"{worker_cls.__name__}.{key}", key, fix)
             if self._methods[key].beside and not worker_cls.beside:
-                fix = "runs beside the other methods: say how many of these at a time, beside = 1 in the class"
+                fix = "runs beside the other methods: set how many at a time, beside = 1 in the class"
                 raise ConfigError(f"{worker_cls.__name__}.{key}", key, fix)
             setattr(self, key, partial(self.start, key))
 

@@ -28,7 +28,9 @@ class SiteSection(Section):
         if not (self.workers or self.label):
             yield "workers", [], "nothing would be at this site: name its workers, or the label of its nodes"
         elif not (self.cache or self.label or any(worker.startswith("vllm-") for worker in self.workers)):
-            fix = "start `rl-coserve site-cache` there and give its host:port: a run starts one beside workers of its own only"
+            fix = (
+                "start `rl-coserve site-cache` there and give its host:port: a run starts one only for its own workers"
+            )
             yield "cache", "", fix
 
 
@@ -74,7 +76,7 @@ class RelaySection(Section):
                 if (other := seen.setdefault(worker.rstrip("/"), name)) != name:
                     yield f"sites.{name}.workers", worker, f"is in sites.{other} too: an engine is at one site"
             if site.label and (other := seen.setdefault(site.label, name)) != name:
-                yield f"sites.{name}.label", site.label, f"is that of sites.{other} too: a node is at one site"
+                yield f"sites.{name}.label", site.label, f"is also sites.{other}'s: a node is at one site"
 
 
 class ResourcesSection(Section):

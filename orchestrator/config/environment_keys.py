@@ -56,7 +56,9 @@ class EnvironmentSection(Section):
             fix = f"more than environment.size = {self.size}: keep at most that many ready, or raise the size"
             yield "warm", self.warm, fix
         if self.backoff_limit < self.backoff_first:
-            fix = f"below environment.backoff_first = {self.backoff_first:g}: the pauses grow from there to the limit"
+            fix = (
+                f"below environment.backoff_first = {self.backoff_first:g}: the back-off grows from there to the limit"
+            )
             yield "backoff_limit", self.backoff_limit, fix
         if self.backend == "kubernetes" and not self.kubernetes.image:
             yield "kubernetes", "(no image)", "set environment.kubernetes.image to the image that pods run"
@@ -79,7 +81,7 @@ class ToolsSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.functions and self.urls:
-            fix = "the embedded host and functions elsewhere have different tokens: use one of functions and urls"
+            fix = "the embedded host and remote functions have different tokens: use either functions or urls"
             yield "urls", sorted(self.urls), fix
 
     @property

@@ -33,7 +33,9 @@ class PredictionSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.encoder != "hashed" and self.predictor != "progressive":
-            fix = f"is of predictor = 'progressive', not {self.predictor!r}: leave it at 'hashed', or take that one"
+            fix = (
+                f"is for predictor = 'progressive', not {self.predictor!r}: leave it at 'hashed', or use that predictor"
+            )
             yield "encoder", self.encoder, fix
         if self.encoder == "hashed" and self.encoder_tuned != 2:
             yield (

@@ -92,7 +92,7 @@ class AdaptiveTimeoutSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.least <= self.most <= self.whole:
-            yield "most", self.most, f"must lie between least ({self.least:g}) and whole ({self.whole:g})"
+            yield "most", self.most, f"must be between least ({self.least:g}) and whole ({self.whole:g})"
 
 
 class OverlongSection(Section):
@@ -104,7 +104,7 @@ class OverlongSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.buffer and not self.limit:
-            yield "buffer", self.buffer, "lies before a limit: set limit too, or leave it out"
+            yield "buffer", self.buffer, "needs a limit: set limit too, or leave it out"
         elif self.buffer > self.limit:
             yield "buffer", self.buffer, f"must not be above limit ({self.limit}): every answer would be too long"
 
@@ -138,7 +138,7 @@ class RewardSection(Section):
         if self.votes % 2 == 0:
             yield "votes", self.votes, "must be odd, so that there is a majority"
         if self.judge.any and self.timeout == "adaptive":
-            fix = "a judge has no test cases: give the seconds of a call, or name the tasks that it scores in reward.judges"
+            fix = "a judge has no test cases: give seconds per call, or name the tasks that it scores in reward.judges"
             yield "timeout", self.timeout, fix
         if self.judge.any and self.judges:
             fix = "score some of the tasks, and reward.judge scores all of them: leave one of the two out"

@@ -39,12 +39,12 @@ class RoutingSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.profile and self.cap is not None:
-            yield "profile", self.profile, f"says what cap is, and so does cap = {self.cap}: leave one of the two out"
+            yield "profile", self.profile, f"sets the cap, and so does cap = {self.cap}: leave one of the two out"
         if self.spread == "dedicated-first":
             return
         what = "rollout.routing.spread = 'least-utilized'"
         if self.policy == "round-robin":
-            fix = f"looks at no worker's load, and {what} does: take 'cache-affine' or 'least-loaded', or leave out spread"
+            fix = f"ignores load, which {what} needs: use 'cache-affine' or 'least-loaded', or leave out spread"
             yield "policy", self.policy, fix
         if self.skew:
             yield "skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance"
@@ -100,7 +100,7 @@ class KvTransferSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.carrier == "tcp" and (self.protocol, self.device) != ("tcp", ""):
-            fix = "protocol and device are of Mooncake's transfer engine: set carrier to 'mooncake', or leave them out"
+            fix = "protocol and device are for Mooncake's transfer engine: set carrier to 'mooncake', or leave them out"
             yield "protocol", self.protocol, fix
 
 
@@ -161,7 +161,7 @@ class RoundsSection(Section):
     predict: Annotated[str, Field(pattern=r"^(history|progressive|[\w.]+:\w+)?$")] = ""
 
     def conflicts(self) -> Iterator[Conflict]:
-        fix = "at least 1, fewer than a round keeps must not start (and at most 4, the rest is thrown away)"
+        fix = "must be at least 1, to start as many as a round keeps (and at most 4, since the rest is thrown away)"
         for name, value in (("eta_prompts", self.eta_prompts), ("eta_responses", self.eta_responses)):
             if not 1 <= value <= 4:
                 yield name, value, fix
@@ -282,7 +282,7 @@ class RolloutSection(Section):
         if self.engines:
             yield from self._groups_conflicts()
         if self.dynamic_concurrency and not self.dynamic_sampling:
-            fix = "follows what dynamic sampling replaces: set rollout.dynamic_sampling to true too"
+            fix = "follows the groups that dynamic sampling replaces: set rollout.dynamic_sampling to true too"
             yield "dynamic_concurrency", True, fix
         if self.rounds.enabled:
             yield from self._rounds_conflicts()
@@ -295,12 +295,12 @@ class RolloutSection(Section):
         if self.disaggregation.enabled:
             yield from self._disaggregation_conflicts()
         elif degrees := self.disaggregation.degrees:
-            fix = "are of engines that prefill or decode only: set rollout.disaggregation.enabled to true, or leave them out"
+            fix = "are for engines that only prefill or decode: set rollout.disaggregation.enabled to true, or leave them out"
             yield "disaggregation.degrees", dict(degrees), fix
         own = [self.routing.hardware.get(f"vllm-{number}", "") for number in range(self.workers)]
         if self.reshapes and len(set(own)) > 1 and (self.borrows or not self.disaggregation.enabled):
             who = "rollout.planner" if self.planner.enabled else "rollout.placement.degrees"
-            fix = f"{who} cuts the run's own engines over devices of one class: name one for all of them, or set {who}.enabled to"
+            fix = f"{who} divides devices of one class: name one class for all own engines, or set {who}.enabled to"
             yield "routing.hardware", dict(self.routing.hardware), f"{fix} false"
 
     def _workers_conflicts(self) -> Iterator[Conflict]:
@@ -315,7 +315,7 @@ class RolloutSection(Section):
             fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
             yield "borrowed.most", self.borrowed.most, fix
         if self.routing.spread == "least-utilized" and self.placement.enabled:
-            fix = "says itself where a trajectory goes: leave out rollout.routing.spread, or set it to false"
+            fix = "decides itself where a trajectory goes: leave out rollout.routing.spread, or set it to false"
             yield "placement.enabled", True, fix
         if not (self.workers or self.served):
             yield (
@@ -334,20 +334,20 @@ class RolloutSection(Section):
         if self.colocation.low > self.colocation.high:
             yield "colocation", self.colocation.low, "low must not be above high: no milestone would be left"
         if self.colocation.enabled and self.weights == "collective":
-            fix = "workers whose memory the trainer has receive nothing: take weights = 'relay', or leave out rollout.colocation"
+            fix = "workers whose memory is lent to the trainer cannot receive: set weights = 'relay', or leave colocation out"
             yield "weights", self.weights, fix
         if self.planner.enabled and not self.workers:
-            fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
+            fix = "re-divides the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
             yield "planner", "enabled", fix
         if self.planner.experts and not self.planner.enabled:
-            fix = "says what the planner may choose, which is off: set rollout.planner.enabled to true too, or this to false"
+            fix = "sets what the planner may choose, but it is off: set rollout.planner.enabled to true too, or this to false"
             yield "planner.experts", True, fix
         cuts = [name for name in ("planner", "colocation") if getattr(self, name).enabled]
         cuts += ["placement.degrees"] * self.placement.degrees.enabled
         cuts += ["disaggregation.degrees"] * bool(self.disaggregation.degrees)
         for name in cuts if self.engines or self.engine.ranks > 1 else ():
             field, value = ("engines", len(self.engines)) if self.engines else (_TP, self.engine.ranks)
-            fix = f"says how many devices each engine has, and so does rollout.{name}: leave one of the two out"
+            fix = f"sets how many devices each engine has, and so does rollout.{name}: leave one of the two out"
             yield field, value, fix
         if (wide := max(group.nodes for group in self.engine_groups)) > 1:
             field = "engines" if self.engines else "engine.nodes"
@@ -361,11 +361,11 @@ class RolloutSection(Section):
     def _overlap_conflicts(self) -> Iterator[Conflict]:
         """What needs the workers to have a version before the trainer makes the next."""
         if self.weights == "collective":
-            fix = "a collective sends the weights themselves, which must stay until it has: take rollout.weights = 'relay'"
+            fix = "a collective sends the live weights, which must not change until it ends: set rollout.weights = 'relay'"
             yield "weights_overlap", True, fix
         for name in ("planner", "placement.degrees"):
             if self.planner.enabled if name == "planner" else self.placement.degrees.enabled:
-                fix = f"rollout.{name} cuts the engines between steps, when they would load weights: leave one of the two out"
+                fix = f"rollout.{name} re-divides engines between steps, when they would load weights: leave one of the two out"
                 yield "weights_overlap", True, fix
 
     def _groups_conflicts(self) -> Iterator[Conflict]:
@@ -374,10 +374,10 @@ class RolloutSection(Section):
         if self.workers != count:
             yield "workers", self.workers, f"the groups of rollout.engines have {count}: leave it out"
         if self.engine.model_dump() != EngineSettings().model_dump():
-            fix = "says the options of each group, and [rollout.engine] those of one group: leave one of the two out"
+            fix = "sets the options of each group, and [rollout.engine] those of one group: leave one of the two out"
             yield "engines", count, fix
         if self.placement.profile:
-            fix = "is of engines that are alike: give rollout.placement.speeds, or leave rollout.engines out"
+            fix = "is for identical engines: give rollout.placement.speeds, or leave rollout.engines out"
             yield "placement.profile", self.placement.profile, fix
         sizes = {group.block_size for group in self.engines}
         if self.kv_transfer.enabled and len(sizes) > 1:
@@ -401,19 +401,25 @@ class RolloutSection(Section):
         if self.borrows:
             others = [name for name in others if name != "disaggregation"]
         if others:
-            fix = f"cuts the engines again, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
+            fix = f"re-divides the engines, and so does rollout.{others[0]} (or it needs them fixed): leave one of them out"
             if others == ["disaggregation"]:
-                fix = "cuts all engines again, where each pool has its own: name them in rollout.disaggregation.degrees"
+                fix = (
+                    "re-divides all engines, but each pool has its own: name degrees in rollout.disaggregation.degrees"
+                )
             yield f"{field}.enabled", True, fix
         if not self.workers:
-            yield f"{field}.enabled", True, "cuts the run's own engines, and rollout.workers is 0: set it to false"
+            yield (
+                f"{field}.enabled",
+                True,
+                "re-divides the run's own engines, and rollout.workers is 0: set it to false",
+            )
         if not self.placement.enabled:
             fix = "gives long trajectories the large engines: set rollout.placement.enabled to true too"
             yield f"{field}.enabled", True, fix
         if degrees.start and sum(degrees.start) != self.workers:
             yield f"{field}.start", list(degrees.start), f"must add up to rollout.workers = {self.workers}, the devices"
         if degrees.start and degrees.expected_tokens:
-            fix = f"says what to begin with, and so does {field}.start: leave one of them out"
+            fix = f"sets the initial degrees, and so does {field}.start: leave one of them out"
             yield f"{field}.expected_tokens", degrees.expected_tokens, fix
 
     def _disaggregation_conflicts(self) -> Iterator[Conflict]:
@@ -423,13 +429,13 @@ class RolloutSection(Section):
             fix = "decode needs the KV of the prefill: set rollout.kv_transfer.enabled = true"
             yield "disaggregation.enabled", True, fix
         if not settings.prefill or not settings.decode or settings.prefill == settings.decode:
-            fix = "name two classes of workers, prefill and decode (rollout.routing.hardware says which worker is of which)"
+            fix = "name two classes of workers, prefill and decode (rollout.routing.hardware sets each worker's class)"
             yield "disaggregation.prefill", settings.prefill, fix
         if self.colocation.enabled or (self.planner.enabled and not self.borrows):
             yield "disaggregation.enabled", True, "keeps its workers: leave out rollout.planner and rollout.colocation"
         strange = [name for name in settings.degrees if int(name.removeprefix("vllm-")) >= self.workers]
         if strange:
-            fix = f"there is no {strange[0]}: rollout.workers is {self.workers}"
+            fix = f"there is no worker {strange[0]}: rollout.workers is {self.workers}"
             yield "disaggregation.degrees", dict(settings.degrees), fix
 
     def _rounds_conflicts(self) -> Iterator[Conflict]:
@@ -438,15 +444,15 @@ class RolloutSection(Section):
             if (value := getattr(self, name)) > 1:
                 yield name, value, f"rollout.rounds speculates itself: leave it at 1 and set rollout.rounds.{eta}"
         if self.dynamic_concurrency:
-            fix = "a round says itself how much it launches: set it to false, and rollout.rounds.max_active"
+            fix = "a round decides itself how much it launches: set it to false, and use rollout.rounds.max_active"
             yield "dynamic_concurrency", True, fix
         if self.rounds.predict == "progressive" and not self.prediction.enabled:
-            fix = "goes by the run's own forecasts: set rollout.prediction.enabled to true, or take 'history'"
+            fix = "uses the run's own forecasts: set rollout.prediction.enabled to true, or use 'history'"
             yield "rounds.predict", "progressive", fix
         members, rounds = speculated(self.rounds.largest[1], self.group_size), self.rounds
         room = (rounds.max_active or members) * (self.workers + len(self.served))
         if room < members:
-            fix = f"a group of {members} starts as a whole: {members} over all workers at least"
+            fix = f"a group of {members} starts as a whole: allow at least {members} over all workers"
             yield "rounds.max_active", rounds.max_active, fix
         if rounds.epoch_prompts and rounds.epoch_prompts < self.groups_per_step:
             fix = (
@@ -500,7 +506,7 @@ class FiltersSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.reward_min is not None and self.reward_max is not None and self.reward_min > self.reward_max:
-            fix = f"must not be above filters.reward_max = {self.reward_max:g}: no reward would pass"
+            fix = f"must be at most filters.reward_max = {self.reward_max:g}, or no reward would pass"
             yield "reward_min", self.reward_min, fix
         if self.truncated == "drop" and not self.completeness:
             yield "truncated", self.truncated, "needs filters.completeness = true"

@@ -85,7 +85,7 @@ class Config(Section):
         mode = coordination_modes.MODES[self.run.mode]
         if rollout.weights_overlap and not (mode.overlaps and mode.carries_over):
             fix = "is for run.mode 'async' and 'areal'"
-            why = "keeps a trajectory to one version" if mode.overlaps else "trains when no trajectory is under way"
+            why = "keeps a trajectory to one version" if mode.overlaps else "trains when no trajectory is in progress"
             yield (
                 "rollout.weights_overlap",
                 True,
@@ -97,7 +97,7 @@ class Config(Section):
             if self.model.path and not self.task.data.tokenizer:
                 yield "task.data.tokenizer", "", "name the folder with the tokenizer of model.path (often the same)"
             if self.environment.backend != "in-process":
-                fix = "a data set has no environment that works: leave it at 'in-process' for task 'dataset'"
+                fix = "a data set has no environment to run: leave it at 'in-process' for task 'dataset'"
                 yield "environment.backend", self.environment.backend, fix
         yield from self._network_conflicts()
         yield from self._size_conflicts()
@@ -106,17 +106,17 @@ class Config(Section):
         if rollout.shards > 1:
             yield from self._shard_conflicts()
         elif rollout.shards_on == "nodes":
-            fix = "there is none elsewhere with rollout.shards = 1: raise that, or leave this at 'head'"
+            fix = "there are no other shards with rollout.shards = 1: raise that, or leave this at 'head'"
             yield "rollout.shards_on", "nodes", fix
         for name in self.reward.judges:
             if name not in self.task.mixture:
                 there = ", ".join(sorted(self.task.mixture)) or "none: task.mixture names them"
-                yield f"reward.judges.{name}", "", f"is no task of the mixture; there are: {there}"
+                yield f"reward.judges.{name}", "", f"is not a task of the mixture; there are: {there}"
         if self.trainer.routing_replay and rollout.kv_transfer.enabled:
-            fix = "vLLM cannot say the experts of tokens whose KV came from elsewhere: leave out rollout.kv_transfer, or this"
+            fix = "vLLM cannot report experts for tokens with transferred KV: leave out rollout.kv_transfer, or this"
             yield "trainer.routing_replay", True, fix
         if rollout.rounds.enabled and self.filters.balance != "none":
-            fix = "chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
+            fix = "chooses among finished groups, rollout.rounds takes the first ones: set only one of them"
             yield "filters.balance", self.filters.balance, fix
         compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
         if rollout.dynamic_sampling and not compared:
@@ -127,13 +127,13 @@ class Config(Section):
             yield "rollout.dynamic_sampling", True, fix
         known = self.sim.tasks and not self.sim.trace
         if rollout.prediction.enabled and rollout.prediction.predictor == "oracle" and not known:
-            fix = "knows lengths that are drawn from sim.tasks only: take another one"
+            fix = "only knows lengths drawn from sim.tasks: use another one"
             yield "rollout.prediction.predictor", "oracle", fix
 
     def _network_conflicts(self) -> Iterator[Conflict]:
         """What would travel unsigned, or unencrypted."""
         if self.relay.signing_key and self.rollout.weights == "collective":
-            fix = "rollout.weights = 'collective' brings weights unsigned: take 'relay'"
+            fix = "rollout.weights = 'collective' sends weights unsigned: use 'relay'"
             yield "relay.signing_key", self.relay.signing_key, fix
         called = {"reward.url": self.reward.url, "reward.judge.url": self.reward.judge.url}
         called |= {f"reward.judges.{name}.url": judge.url for name, judge in self.reward.judges.items()}
@@ -160,11 +160,11 @@ class Config(Section):
                     "vllm-"
                 )  # its lines are read while it runs
                 if worker.rstrip("/") not in known and not later:
-                    fix = f"is no worker of this run: {', '.join(sorted(known))}"
+                    fix = f"is not a worker of this run: {', '.join(sorted(known))}"
                     yield f"relay.sites.{name}.workers", worker, fix
             if not site.cache and self.ray.address and not (self.tls.certificate or relay.site_allow_plain):
                 fix = (
-                    "its cache would listen in a network, and weights would travel unencrypted: give tls.certificate and "
+                    "its cache would listen on a network, and weights would travel unencrypted: give tls.certificate and "
                     "tls.key, or relay.site_allow_plain on a network that you trust"
                 )
                 yield f"relay.sites.{name}.cache", "", fix
@@ -200,8 +200,8 @@ class Config(Section):
         pooled = self.environment.size if self.environment.backend != "in-process" else 0
         if self.run.mode == "sync" and 0 < pooled < rollout.environments:
             fix = (
-                f"is less than rollout.environments = {rollout.environments}: in run.mode = 'sync' those with an environment "
-                "would wait for those without one, for ever (make them equal)"
+                f"is less than rollout.environments = {rollout.environments}: in run.mode = 'sync' trajectories with an "
+                "environment would wait forever for those without one (make them equal)"
             )
             yield "environment.size", pooled, fix
         launched = math.ceil(self.batch_trajectories * self.redundancy)
@@ -232,7 +232,7 @@ class Config(Section):
         if rollout.shards_on == "nodes":
             yield from self._shard_node_conflicts()
         if rollout.shards > rollout.environments:
-            fix = f"leaves shards without an environment: at most rollout.environments = {rollout.environments}"
+            fix = f"leaves shards without an environment: must be at most rollout.environments = {rollout.environments}"
             yield "rollout.shards", rollout.shards, fix
 
     def _shard_node_conflicts(self) -> Iterator[Conflict]:
@@ -247,24 +247,24 @@ class Config(Section):
         if url and urls.is_loopback(urlsplit(url).hostname or ""):
             yield "reward.url", url, "is this machine's own for shards on other nodes: give an address that they reach"
         if not url and self.reward.host == "ray_serve":
-            fix = "answers on the node of its proxy only: leave it at 'embedded', which has a host beside each shard"
+            fix = "answers only on the node of its proxy: leave it at 'embedded', which has a host beside each shard"
             yield "reward.host", "ray_serve", fix
 
     def _agent_conflicts(self) -> Iterator[Conflict]:
         if self.model.path and not self.task.agent.tokenizer:
             yield "task.agent.tokenizer", "", "name the folder with the tokenizer of model.path (often the same)"
         if self.environment.backend != "in-process":
-            fix = "an agent program has a sandbox of its own: leave it at 'in-process' for task 'agent'"
+            fix = "an agent program has its own sandbox: leave it at 'in-process' for task 'agent'"
             yield "environment.backend", self.environment.backend, fix
         if self.context.strategy != "keep" or self.context.tasks:
-            fix = "what an agent shows the policy is its own affair: leave it at 'keep' for task 'agent'"
+            fix = "an agent decides itself what the policy sees: leave it at 'keep' for task 'agent'"
             yield "context.strategy", self.context.strategy, fix
 
     def _colocation_conflicts(self) -> Iterator[Conflict]:
         trainer, workers, field = self.trainer, self.rollout.workers, "rollout.colocation.enabled"
         ranks = trainer.ranks
         if self.run.mode not in ("sync", "sync_plus"):
-            fix = f"is for run.mode 'sync' and 'sync_plus', not {self.run.mode!r}: in the others rollout never leaves the devices"
+            fix = f"is for run.mode 'sync' and 'sync_plus', not {self.run.mode!r}: elsewhere the rollout never leaves its devices"
             yield field, True, f"{fix} (set it to false, or change the mode)"
         if not trainer.stream:
             yield field, True, "streams into the trainer: set trainer.stream to true"

@@ -63,7 +63,7 @@ class MemorySection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.embed and not self.turns:
-            yield "embed", self.embed, "there is no memory without turns for it: set turns, or leave this out"
+            yield "embed", self.embed, "memory needs turns: set turns, or leave this out"
 
 
 class ChatSection(Section):
@@ -101,7 +101,7 @@ class TaskSection(Section):
         if ":" not in self.name and self.name not in known:
             near = difflib.get_close_matches(self.name, known, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
-            fix = f"no such task; {meant}there are: {', '.join(known)}; your own is written module:Class"
+            fix = f"no such task; {meant}there are: {', '.join(known)}; write your own as module:Class"
             yield "name", self.name, fix
             return
         names = sorted(self.mixture) if self.name == "mixture" else [self.name]
@@ -112,7 +112,7 @@ class TaskSection(Section):
         for name in self.mixture:
             if name == "mixture" or (":" not in name and name not in registry.BUILT_IN):
                 mixed = ", ".join(known for known in registry.BUILT_IN if known != "mixture")
-                yield f"mixture.{name}", self.mixture[name], f"must be one of {mixed}; your own is written module:Class"
+                yield f"mixture.{name}", self.mixture[name], f"must be one of {mixed}; write your own as module:Class"
         if "reasoning_gym" not in names:
             others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
             yield from ((name, self._gym[name], "only for name = 'reasoning_gym'") for name in others)
@@ -129,7 +129,7 @@ class TaskSection(Section):
         if self.name == "dataset" and self.memory.turns:
             yield "memory", self.memory, "not for name = 'dataset', which asks once"
         if self.name == "agent" and self.memory.turns:
-            yield "memory", self.memory, "not for name = 'agent': the agent keeps what it wants to keep"
+            yield "memory", self.memory, "not for name = 'agent': the agent keeps its own memory"
         if self.chat.tokenizer and self.name in ("agent", "dataset"):
             own = {"agent": "task.agent.tokenizer", "dataset": "task.data.tokenizer"}[self.name]
             fix = f"for tasks in text, not for name = {self.name!r}; {own} is its own"

@@ -316,7 +316,7 @@ async def connect_cluster(aio: Any, context: str) -> Any:
                 return configuration
         await aio.config.load_kube_config(context=context or None, client_configuration=configuration)
     except (aio.config.ConfigException, OSError) as error:
-        fix = f"neither in a cluster nor a usable kubeconfig (KUBECONFIG): {error}"
+        fix = f"neither inside a cluster nor a usable kubeconfig (KUBECONFIG): {error}"
         raise ConfigError("environment.kubernetes.context", context or "(current)", fix) from error
     return configuration
 

@@ -59,9 +59,9 @@ QUANTITIES = {
     "rollout_kl": Quantity("KL of rollout to trainer", "what TIS corrects"),
     "advantage_nonzero": Quantity("Trajectories with a signal", "share whose advantage is not zero"),
     "response_tokens_mean": Quantity("Response length, mean", "generated tokens of an episode"),
-    "response_tokens_p95": Quantity("Response length, 95th percentile", "near the limit: answers are cut"),
+    "response_tokens_p95": Quantity("Response length, 95th percentile", "near the limit: answers are cut off"),
     "truncated_share": Quantity("Truncated", "share of episodes that ran into a limit"),
-    "prompts_repeated": Quantity("Prompts asked before", "of those drawn; high: it may learn them by heart"),
+    "prompts_repeated": Quantity("Prompts asked before", "share of those drawn; if high, it may memorise them"),
     "learning_rate": Quantity("Learning rate", ""),
 }  # fmt: skip
 HEADLINES = tuple(name for name, quantity in QUANTITIES.items() if quantity.fields)

@@ -201,7 +201,7 @@ class TrajectoryReader:
         known = read_trajectories(self._store, ["trajectory_id"])["trajectory_id"].to_pylist()
         near = difflib.get_close_matches(identity, known, 3) if len(known) <= _COMPARED else []
         fix = f"; did you mean {', '.join(near)}?" if near else "; `rl-coserve show RUN` lists them"
-        raise ConfigError("ID", identity, f"is no stored trajectory of {self.folder.name}{fix}")
+        raise ConfigError("ID", identity, f"is not a stored trajectory of {self.folder.name}{fix}")
 
     def read(self, line: Mapping[str, Any]) -> ShownTrajectory:
         """The trajectory of a line."""

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from orchestrator.api import ConfigError
 
-_FIX = "benchmarks come with the sources only: git clone the project, `make venv`, and run it from there"
+_FIX = "benchmarks are not in the wheel: git clone the repository, run `make venv`, and start it from there"
 
 
 def import_bench() -> ModuleType:

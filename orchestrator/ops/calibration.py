@@ -70,9 +70,9 @@ def calibrate(folder: Path) -> Calibration:
     """Of a run of which at least :data:`FEWEST_STEPS` steps are done; writes :data:`FILE` into its folder. Raises ConfigError."""
     run, config = load_run(folder), RunFolder.open(folder).config()
     if run.kind == "simulated" and not (folder / "trajectories").is_dir():
-        raise ConfigError("run", str(folder), "was simulated: calibrate a real one")
+        raise ConfigError("run", str(folder), "was simulated: calibrate a real run")
     if len(run.steps) < FEWEST_STEPS:
-        fix = f"has {len(run.steps)} steps: at least {FEWEST_STEPS} are needed, as the first ones fill the pipeline"
+        fix = f"has {len(run.steps)} steps: at least {FEWEST_STEPS} are needed, since the first ones fill the pipeline"
         raise ConfigError("run", str(folder), fix)
     step = measured_step(run)
     figures = _figures(run, folder)
@@ -189,7 +189,7 @@ def _decode(folder: Path) -> tuple[float, float]:
                     continue
                 turns[worker].append((asked, answered, lengths.get((name, turn), 0)))
     except OSError as error:
-        fix = f"its turns cannot be read ({error}): run it with logging.turns_mb above 0"
+        fix = f"its turns cannot be read ({error}): they are recorded with logging.turns_mb above 0"
         raise ConfigError("run", str(folder), fix) from error
     one = both = other = first = second = 0.0  # sums of squares and products
     for spans in turns.values():
@@ -201,7 +201,9 @@ def _decode(folder: Path) -> tuple[float, float]:
                 one, both, other = one + count * count, both + count * beside, other + beside * beside
                 first, second = first + count * (answered - asked), second + beside * (answered - asked)
     if not one:
-        raise ConfigError("run", str(folder), "none of its recorded turns is in its trajectories: nothing to fit")
+        raise ConfigError(
+            "run", str(folder), "none of its recorded turns is in its stored trajectories: nothing to fit"
+        )
     scale = one * other - both * both
     if scale > 1e-9 * one * other:
         step, sequence = (first * other - second * both) / scale, (second * one - first * both) / scale

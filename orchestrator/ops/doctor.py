@@ -153,7 +153,7 @@ def _in_process(item: Check, command: Sequence[str] = ()) -> Finding:
         lines = log.read().splitlines()
     if code is None:
         last = _short(lines[-1]) if lines else "it printed nothing"
-        fix = "run it again on an idle machine; if it stays so, look for a hanging process or a blocked port"
+        fix = "run it again on an idle machine; if that does not help, look for a hung process or a blocked port"
         return Finding("fail", f"no answer within {item.limit:g} s; last line: {last}", fix)
     for line in reversed(lines):
         if line.startswith(_ANSWER):
@@ -215,7 +215,9 @@ def _vllm() -> Finding:
 def _requirements() -> Finding:
     version = _version(PLUGIN)
     if version is None:
-        return Finding("fail", f"{PLUGIN} is not installed, only on the path", "pip install -e '.[orchestrator]'")
+        return Finding(
+            "fail", f"{PLUGIN} is not installed, only on the Python path", "pip install -e '.[orchestrator]'"
+        )
     missing = [name for name in required_distributions() if _version(name) is None]
     if missing:
         return Finding("fail", f"not installed: {', '.join(missing)}", f"pip install '{PLUGIN}[orchestrator]'")
@@ -239,7 +241,7 @@ def _torch() -> Finding:
     strangers = [name for name in ("torchvision", "torchaudio", "torchcodec") if _is_other_build(name, version)]
     if strangers:
         names = " ".join(strangers)
-        detail = f"{version}, but another build of {names}: `import transformers` fails beside it"
+        detail = f"{version}, but another build of {names}, with which `import transformers` fails"
         return Finding("fail", detail, f"pip uninstall {names}")
     torch: Any = importlib.import_module("torch")
     if torch.cuda.is_available():
@@ -276,7 +278,7 @@ def _entry_point() -> Finding:
             fix = f"{again}; remove the folder rl_coserve.egg-info if there is an old one"
             return Finding("fail", f"none named {PLUGIN} in the group {group}", fix)
         if len(set(found)) > 1:
-            fix = f"pip uninstall {PLUGIN} until it is gone, install it again"
+            fix = f"pip uninstall {PLUGIN} until it is gone, then install it again"
             return Finding("fail", f"several in {group}: {', '.join(found)}", fix)
         shown.append(f"{found[0]} in {group}")
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -297,7 +299,7 @@ def _vllm_plugin() -> Finding:
         fix = f"unset VLLM_PLUGINS, install {PLUGIN} again, and vLLM {VLLM.tested} ({VLLM.how})"
         return Finding("fail", _short("; ".join(wrong)), fix)
     patches: dict[str, bool] = importlib.import_module("vllm_rlplugin.patches.register").REGISTER.status()
-    detail = f"loaded by vLLM, backend registered; as they must be: {', '.join(looked)}"
+    detail = f"loaded by vLLM, backend registered; checked: {', '.join(looked)}"
     return _hooks(detail, (), patches, VLLM)
 
 

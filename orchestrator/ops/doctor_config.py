@@ -138,18 +138,18 @@ def check_relay(config: Config) -> Finding:
             own = seen_from(settings.master)
         except RelayError as error:
             return Finding("fail", str(error), "start mooncake_master there, or leave relay.master empty")
-        return Finding("ok", f"something listens at {settings.master}; clients here say they are at {own}")
+        return Finding("ok", f"something listens at {settings.master}; clients here announce {own}")
     from orchestrator.runtime.mooncake_master import own_address
     from orchestrator.runtime.preflight import check_port
 
     check_port(config)
-    return Finding("ok", f"a mooncake_master of the run's own can listen on {own_address(settings.host)}")
+    return Finding("ok", f"the run's own mooncake_master can listen on {own_address(settings.host)}")
 
 
 def _round_trip(url: str) -> Finding:
     opened = open_relay(RelayEndpoint(job="doctor", kind="fsspec", master=url))
     key, sent, received = f"rlc/doctor/{uuid.uuid4().hex}", os.urandom(_RELAY_BYTES), bytearray(_RELAY_BYTES)
-    fix = "check the address, the credentials, and that all processes may write there"
+    fix = "check the address, the credentials, and write access for all processes"
     try:
         opened.put(key, memoryview(sent))
         try:

@@ -37,7 +37,7 @@ def check_devices() -> Finding:
         library = start_nvml()
     except NvmlUnavailable as error:
         if not error.installed and nodes:
-            detail = f"{', '.join(nodes)} in /dev, but NVML cannot be asked: {error}"
+            detail = f"{', '.join(nodes)} in /dev, but NVML cannot be used: {error}"
             return Finding("warn", detail, "pip install 'rl-coserve[nvml]'")
         if not error.installed:
             return Finding("ok", "none (no /dev/nvidia*): engines run on the CPU")
@@ -64,7 +64,7 @@ def _devices(library: Any) -> Finding:
     detail = f"driver {driver}; {'; '.join(said)}"
     if taken:
         who = f"below {DEVICE_FREE:.0%} free: {', '.join(taken)}"
-        fix = f"{who}; see `nvidia-smi` for what has it, or lower --gpu-memory-utilization"
+        fix = f"{who}; see `nvidia-smi` for what uses it, or lower --gpu-memory-utilization"
         return Finding("warn", detail, fix)
     return Finding("ok", detail)
 
@@ -97,7 +97,9 @@ def check_disk(folder: Path | None = None, field: str = "run.folder") -> Finding
     usage = shutil.disk_usage(here)
     free = usage.free >> 20
     if not usage.total or not os.access(here, os.W_OK) or not here.is_dir():  # /proc and its like are of no size
-        return Finding("fail", f"{here} cannot be written", f"start runs in a folder of your own, or set {field}")
+        return Finding(
+            "fail", f"{here} cannot be written", f"start runs in a folder where you may write, or set {field}"
+        )
     detail = f"{free} MB free in {here}"
     if free < DISK_MIN_MB:
         return Finding("fail", detail, f"free at least {DISK_TIGHT_MB} MB, or set {field} to another disk")
@@ -119,7 +121,9 @@ def check_memory() -> Finding:
     free = min(meminfo_mb(), cgroup_free_mb())
     cores = len(os.sched_getaffinity(0))
     detail = f"{free} MB available, {cores} core{'s' if cores > 1 else ''}"
-    fix = f"close other programs; the demo wants {MEMORY_TIGHT_MB} MB (model, rollout.environments and ray.* set how much)"
+    fix = (
+        f"close other programs; the demo needs {MEMORY_TIGHT_MB} MB (depends on model, rollout.environments and ray.*)"
+    )
     if free < MEMORY_MIN_MB:
         return Finding("fail", detail, fix)
     if free < MEMORY_TIGHT_MB:
@@ -133,7 +137,7 @@ def check_shared_memory(needed: int = SHARED_MEMORY_MB) -> Finding:
     if free < needed:
         size = max(1, -(-needed // 1024))
         fix = f"in a container: `--shm-size={size}g`, in a pod an emptyDir of medium Memory; else clear /dev/shm"
-        return Finding("warn", f"{free} MB free in /dev/shm, {needed} are wanted: Ray falls back to files", fix)
+        return Finding("warn", f"{free} MB free in /dev/shm, {needed} needed: Ray falls back to files", fix)
     return Finding("ok", f"{free} MB free in /dev/shm")
 
 
@@ -141,7 +145,7 @@ def check_open_files(needed: int = OPEN_FILES) -> Finding:
     """``needed``: of one process (``ulimit -n``)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    said = f"{'unlimited' if soft == unlimited else soft} (ulimit -n), {needed} are wanted"
+    said = f"{'unlimited' if soft == unlimited else soft} (ulimit -n), {needed} needed"
     if soft == unlimited or soft >= needed:
         return Finding("ok", said)
     if hard == unlimited or hard >= needed:
@@ -155,7 +159,7 @@ def check_free_port(number: int, address: str, field: str) -> Finding:
     """Whether ``number`` can be listened on. One that is taken is told with who has it, where that can be seen."""
     if error := port_taken(number, address):
         who = next(listening_processes(number), "")
-        detail = f"{field} = {number} cannot be had on {address} ({error.strerror}){f': {who}' if who else ''}"
+        detail = f"{field} = {number} is not available on {address} ({error.strerror}){f': {who}' if who else ''}"
         return Finding("fail", detail, f"end that process, or set {field} to another port (0: a free one)")
     return Finding("ok", f"{field} = {number} is free on {address}")
 

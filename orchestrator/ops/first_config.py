@@ -17,7 +17,7 @@ _NEXT = {  # what to do with it; {file}: as a shell takes it
     "train": "next: rl-coserve train {file} --dry-run",
     "lend": "next: start the server as its first lines say, put your model and data in, then\n"
     "      rl-coserve train {file} --dry-run",
-    "megatron": "next: copy its two marked lines into your script; docs/recipes/existing.md",
+    "megatron": "next: copy its two marked lines into your script (docs/recipes/existing.md)",
 }
 
 
@@ -34,7 +34,7 @@ def write_first(way: str, name: str | None) -> tuple[Path, str]:
         with file.open("x", encoding="utf-8") as new:
             new.write(text.replace(f"rl-coserve train {usual}", f"rl-coserve train {typed}"))
     except FileExistsError:
-        raise ConfigError("FILE", str(file), "is there already; give another name") from None
+        raise ConfigError("FILE", str(file), "already exists; give another name") from None
     except OSError as error:
         raise ConfigError("FILE", str(file), f"cannot be written: {error.strerror}") from error
     return file, _NEXT[way].format(file=typed)

@@ -35,7 +35,7 @@ TIMEOUT = 10.0  # seconds for one command
 FOLDER = Path("/dev/shm")
 WATCH_SECONDS = 5.0
 _SOCKET_PATH = 107  # bytes, of the kernel
-_OTHERWISE = "without it let rollouts run in time that serving has left (--rl-kv-pool-admission dual)"
+_OTHERWISE = "without it, let rollouts run in serving's idle time (--rl-kv-pool-admission dual)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class MpsControl:
             ) from error
         said = answer.decode(errors="replace").strip()
         if process.returncode:
-            raise RetryableError(f"MPS refuses {words or ' '.join(arguments)!r}: {said[:300] or process.returncode}")
+            raise RetryableError(f"MPS rejected {words or ' '.join(arguments)!r}: {said[:300] or process.returncode}")
         return said
 
 
@@ -144,7 +144,7 @@ class Watcher:
 
     def __init__(self, control: MpsControl, folder: Path, say: Callable[[str], None]) -> None:
         if len(os.fsencode(folder / "pipes" / "control_privileged")) > _SOCKET_PATH:
-            raise ConfigError("--pool", folder.name, "is too long for the sockets of MPS")
+            raise ConfigError("--pool", folder.name, "is too long for a path of MPS's sockets")
         self._control, self._say = control, say
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
@@ -154,7 +154,7 @@ class Watcher:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._file)
-            raise ConfigError("--pool", folder.name, "another process watches its MPS daemon") from error
+            raise ConfigError("--pool", folder.name, "another process is watching its MPS daemon") from error
 
     async def run(self, over: asyncio.Event, seconds: float = WATCH_SECONDS) -> None:
         """Until ``over``; the daemon is stopped then. Raises RetryableError where it does not start."""

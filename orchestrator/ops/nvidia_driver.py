@@ -73,10 +73,10 @@ def check_driver() -> Finding:
     """For the doctor."""
     found = find_gpus()
     if found.missing:
-        return Finding("skip", f"CUDA: {found.missing}; without a GPU pools of KV pages lie in host memory")
+        return Finding("skip", f"CUDA: {found.missing}; without a GPU, KV page pools are in host memory")
     names = ", ".join(gpu.name for gpu in found.devices)
     if not all(gpu.pages for gpu in found.devices):
-        fix = "a pool (--rl-kv-pool) needs a device with virtual memory management, outside of WSL and vGPUs without it"
+        fix = "a KV pool (--rl-kv-pool) needs CUDA virtual memory management, which WSL and some vGPUs lack"
         return Finding("warn", f"CUDA {found.version}: {names}, without page mapping", fix)
     return Finding("ok", f"CUDA {found.version}: {names}; KV pages can be mapped")
 

@@ -40,13 +40,15 @@ class LocalWeights:
             from transformers.utils import logging
         except ImportError as error:
             raise ConfigError(
-                "--weights", str(folder), f"needs torch and transformers here ({error}); or serve it"
+                "--weights",
+                str(folder),
+                f"needs torch and transformers here ({error}); or serve the model and give its URL",
             ) from error
         logging.disable_progress_bar()
         try:
             self._model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError("--weights", str(folder), f"is no model that can be loaded: {error}") from error
+            raise ConfigError("--weights", str(folder), f"cannot be loaded as a model: {error}") from error
         self._temperature = temperature
         torch.manual_seed(seed)
         self._torch = torch
@@ -89,7 +91,7 @@ class ServedWeights:
             ids = tuple(map(int, answer["choices"][0]["token_ids"]))
         except (LookupError, TypeError) as error:
             raise ConfigError(
-                "--weights", self._url, "answers without token ids: is it a vLLM of a tested version?"
+                "--weights", self._url, "answers without token ids: is it vLLM, of a tested version?"
             ) from error
         return ids
 
@@ -97,7 +99,7 @@ class ServedWeights:
         try:
             return str((await self._asked("GET", "/v1/models", None))["data"][0]["id"])
         except (LookupError, TypeError) as error:
-            raise ConfigError("--weights", self._url, "names no model at /v1/models: is it a vLLM?") from error
+            raise ConfigError("--weights", self._url, "lists no model at /v1/models: is it vLLM?") from error
 
     async def _asked(self, method: str, path: str, body: Any) -> Any:
         import aiohttp
@@ -112,7 +114,7 @@ class ServedWeights:
                         raise ConfigError("--weights", self._url, f"answers {response.status} to {path}: {said}")
                     return await response.json()
         except ValueError as error:  # not JSON
-            raise ConfigError("--weights", self._url, f"answers no JSON to {path}: is it a vLLM?") from error
+            raise ConfigError("--weights", self._url, f"does not answer {path} with JSON: is it vLLM?") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RetryableError(f"{self._url} does not answer: {str(error) or type(error).__name__}") from error
 
@@ -124,7 +126,7 @@ async def play_episode(
     ``seen``, ``said``, ``note``. Raises ConfigError, RetryableError, and what the task raises."""
     if hasattr(task, "gateway"):
         raise ConfigError(
-            "task.name", config.task.name, "an agent program makes its trajectories: `rl-coserve train` plays it"
+            "task.name", config.task.name, "its trajectories come from an agent program: use `rl-coserve train`"
         )
     limits, environment, turns = parts_of(task).get(prompt.task, task), task.environment(), list[Turn]()
     total, began = 0.0, time.monotonic()
@@ -185,10 +187,10 @@ def token_in(file: str) -> str:
 def heldout_prompt(task: Task, seed: int, number: int) -> Prompt:
     """The held-out prompt of this number, from 0. Raises ConfigError when there are not so many."""
     if number < 0:
-        raise ConfigError("--prompt", number, "they count from 0")
+        raise ConfigError("--prompt", number, "must be 0 or more")
     found = next(islice(task.prompts("heldout", seed), number, None), None)
     if found is None:
-        raise ConfigError("--prompt", number, "there are fewer held-out prompts than that (task.heldout_maps)")
+        raise ConfigError("--prompt", number, "there are not that many held-out prompts (task.heldout_maps)")
     return found
 
 
@@ -208,5 +210,5 @@ def speaker_of(weights: str, token: str, temperature: float, seed: int) -> Speak
         return LocalWeights(folder, temperature, seed)
     folder /= "model-final"
     if not folder.is_dir():
-        raise ConfigError("--weights", weights, "has no model-final yet: that is written when a run ends")
+        raise ConfigError("--weights", weights, "has no model-final yet: it is written when the run ends")
     return LocalWeights(folder, temperature, seed)

@@ -114,23 +114,23 @@ def own_judge(config: Config, task: str, wanted: Wanted) -> JudgeSection:
     own = config.reward.own_judges
     name = task or next(iter(own), "")
     if name not in own or (not task and len(own) > 1):
-        fix = f"name one of {', '.join(own)}" if own else "no judge is the run's own: give reward.judge.path"
+        fix = f"name one of {', '.join(own)}" if own else "the run has no judge of its own: give reward.judge.path"
         raise ConfigError("--judge", task, fix)
     if wanted.tp:
-        raise ConfigError("--tp", ",".join(map(str, wanted.tp)), "a judge has one device: leave it out")
+        raise ConfigError("--tp", ",".join(map(str, wanted.tp)), "a judge runs on one device: leave it out")
     if wanted.batches and max(wanted.batches) > BATCH:
-        raise ConfigError("--batch", max(wanted.batches), f"a judge computes {BATCH} questions together at most")
+        raise ConfigError("--batch", max(wanted.batches), f"a judge batches at most {BATCH} questions")
     return own[name]
 
 
 def check_sizes(config: Config, wanted: Wanted) -> None:
     """What can be known before anything starts. Raises ConfigError."""
     if config.rollout.engines:
-        fix = "a profile is of one kind of engine: give its options in [rollout.engine]"
+        fix = "a profile is for one kind of engine: give its options in [rollout.engine]"
         raise ConfigError("rollout.engines", len(config.rollout.engines), fix)
     longest = config.rollout.engine.max_model_len
     if wanted.lengths and max(wanted.lengths) >= longest:
-        fix = f"rollout.engine.max_model_len is {longest}: no longer context fits; raise it, or ask for less"
+        fix = f"rollout.engine.max_model_len is {longest}: longer contexts do not fit; raise it, or ask for less"
         raise ConfigError("--length", max(wanted.lengths), fix)
     if wanted.batches and max(wanted.batches) > config.rollout.engine.max_num_seqs:
         fix = f"rollout.engine.max_num_seqs is {config.rollout.engine.max_num_seqs}; raise it, or ask for less"
@@ -148,9 +148,7 @@ def _check_heads(model: str, sizes: Sequence[int]) -> None:
         ) from error
     for tp in sizes:
         if heads % tp:
-            raise ConfigError(
-                "--tp", tp, f"the model has {heads} attention heads, which {tp} devices cannot share evenly"
-            )
+            raise ConfigError("--tp", tp, f"must divide the model's {heads} attention heads")
 
 
 class _Engine:

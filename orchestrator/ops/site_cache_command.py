@@ -10,9 +10,7 @@ import threading
 from orchestrator.api import bearer, tls
 from orchestrator.transfer.site_cache import SiteCache
 
-_FIX = (
-    "give a readable file that holds the token of this site; engines are told of the same (RL_COSERVE_SITE_TOKEN_FILE)"
-)
+_FIX = "give a readable file with this site's token; engines need the same (RL_COSERVE_SITE_TOKEN_FILE)"
 
 
 def serve_site(arguments: argparse.Namespace) -> int:

@@ -69,7 +69,7 @@ def make_reallocation(
         known = [layout.tp for layout in profile.layouts] if profile is not None else [*settings.speeds]
         possible = [tp for tp in possible if tp in known]
     if not possible:
-        fix = "says nothing of degrees that these devices can have: name rollout.placement.degrees.speeds, or a profile of them"
+        fix = "has no degree that these devices allow: set rollout.placement.degrees.speeds, or profile one"
         field = f"{_FIELD}.speeds" if profile is None else PLACED
         raise ConfigError(field, dict(settings.speeds) or rollout.placement.profile, fix)
     try:
@@ -83,9 +83,7 @@ def make_reallocation(
             per_server=devices,
         )
     except ValueError as error:
-        fix = (
-            f"{error}; {devices} devices and {heads or 'unknown'} attention heads can be cut into engines of {possible}"
-        )
+        fix = f"{error}; {devices} devices and {heads or 'unknown'} attention heads can be divided into engines of {possible}"
         raise ConfigError(f"{_FIELD}.start", list(settings.start), fix) from error
     if not (kept is not None and made.restore(kept)) and settings.expected_tokens:
         longest, count = rollout.engine.max_model_len, rollout.groups_per_step * rollout.group_size

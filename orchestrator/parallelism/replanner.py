@@ -189,9 +189,9 @@ class StepPlanner:
             point = {name: round(getattr(plan.measured, name), 6) for name in ("batch", "context", "seconds")}
             self._events.emit("profile_measured", step=step, tp=before.tp, **point)
         if plan.reprofile is not None:
-            found = f"steps with {plan.reprofile} do not take what the profile says"
+            found = f"steps with {plan.reprofile} take longer or shorter than the profile says"
             if plan.measured is not None:
-                found = f"steps with {plan.reprofile} lie outside of the profile; what they took was added to it"
+                found = f"steps with {plan.reprofile} are outside the profile; their times were added to it"
             if plan.scaled is not None:
                 total = self._planner.correction
                 found = f"steps with {plan.reprofile} take {plan.scaled:.3g} times what the profile says; it is scaled by that"

@@ -22,7 +22,7 @@ def make_predictor(settings: PredictionSection, prior: float, seed: int) -> Leng
     """The policy that ``rollout.prediction`` names. Raises ConfigError for the oracle, and for a file that cannot be used."""
     prior = settings.prior_tokens or prior
     if settings.predictor == "oracle":
-        fix = "the lengths of trajectories that are yet to be made are unknown: this is for simulated runs only"
+        fix = "lengths of future trajectories are unknown in a real run: use it in the simulator only"
         raise ConfigError("rollout.prediction.predictor", "oracle", fix)
     if settings.predictor == "history":
         return HistoryPredictor(prior)

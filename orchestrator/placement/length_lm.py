@@ -40,7 +40,7 @@ def _opened(path: str, dtype: str) -> tuple[Any, str, Any]:
     """torch, the device, and the model of a Hugging Face folder on it, without dropout: the same question has one answer.
     ``dtype``: of its weights, "auto": as they are saved. Raises ConfigError."""
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(FIELD, path, 'is no Hugging Face folder: give one, or "hashed"')
+        raise ConfigError(FIELD, path, 'is not a Hugging Face folder: give one, or "hashed"')
     try:
         import torch
         from transformers import AutoModel

@@ -90,7 +90,7 @@ def profiled_rates(profile: EngineProfile, slots: int, degree: int) -> WorkerRat
         return rates_of(profile, EngineLayout(degree), slots)
     except KeyError as error:
         known = ", ".join(f"TP {layout.tp}" for layout in profile.layouts) or "none"
-        fix = f"engines of this run have it, the profile has {known}: measure it with `rl-coserve profile`"
+        fix = f"this run's engines use it, but the profile has only {known}: measure it with `rl-coserve profile`"
         raise ConfigError("rollout.placement.profile", f"TP {degree}", fix) from error
 
 

@@ -112,10 +112,10 @@ def load_profile(path: Path, name: str = "profile", key: ProfileKey | None = Non
     except OSError as error:
         raise ConfigError(name, str(path), f"cannot be read ({error.strerror or error}); {_HOW}") from error
     except ValueError as error:
-        raise ConfigError(name, str(path), f"is no profile (no JSON: {error}); {_HOW}") from error
+        raise ConfigError(name, str(path), f"is not a profile (not JSON: {error}); {_HOW}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ConfigError(name, str(path), f"is no profile of format {FORMAT} (it says {found!r}); {_HOW}")
+        raise ConfigError(name, str(path), f"is not a profile of format {FORMAT} (it says {found!r}); {_HOW}")
     try:
         found_key = ProfileKey(**{name: _text(value) for name, value in data["key"].items()})
         file = ProfileFile(path, found_key, seconds=_seconds(data["seconds"]))
@@ -127,7 +127,7 @@ def load_profile(path: Path, name: str = "profile", key: ProfileKey | None = Non
             place = (_text(item["phase"]), layout, int(item["batch"]), int(item["tokens"]))
             file.skipped[place] = str(item["why"])  # type: ignore[index]  # another phase is never asked for
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ConfigError(name, str(path), f"is a damaged profile ({error!r}); remove it, and {_HOW}") from error
+        raise ConfigError(name, str(path), f"is a damaged profile ({error!r}); remove it and {_HOW}") from error
     if key is not None:
         check_profile(file, key, name)
     return file

@@ -25,7 +25,7 @@ from orchestrator.policies.parallelism.engine_profile import EngineLayout
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import LOST, WorkerState, device_count
 
-NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
+NO_EXPERTS = "real engines only use tensor parallelism, expert parallelism is simulated: set it to false"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,9 @@ def with_caps(settings: RolloutSection, borrows: bool, profile: EngineProfile | 
                 saturating_turns(profile, EngineLayout(least.ranks), settings.longest_context), least.max_num_seqs
             )
         except KeyError as error:
-            fix = f"lacks the run's engines of {least.ranks} devices ({error}): measure it with `rl-coserve profile`"
+            fix = (
+                f"lacks the run's engines with {least.ranks} devices ({error}): measure them with `rl-coserve profile`"
+            )
             raise ConfigError("rollout.routing.profile", routing.profile, fix) from error
     caps = {
         "cap": own if routing.cap is None else routing.cap,
@@ -72,7 +74,7 @@ def planned_router(
             raise ConfigError("rollout.workers", name, "two workers have this name; each needs one of its own")
     for name in settings.hardware:
         if name not in names and not others(name):
-            fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
+            fix = f"no rollout worker has this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.routing.hardware", name, fix)
     seats = [
         Seat(pool or settings.hardware.get(name, ANY), (settings.served_cap if other else settings.cap) or 0, other)
@@ -98,6 +100,6 @@ def phase_classes(settings: DisaggregationSection, classes: Sequence[str]) -> di
         wanted = getattr(settings, name)
         if wanted not in classes:
             have = ", ".join(dict.fromkeys(classes)) or "none"
-            fix = f"no rollout worker is of this class (there are: {have}); say it in rollout.routing.hardware"
+            fix = f"no rollout worker is of this class (there are: {have}); set it in rollout.routing.hardware"
             raise ConfigError(f"rollout.disaggregation.{name}", wanted, fix)
     return {PREFILL: settings.prefill, DECODE: settings.decode}

@@ -100,7 +100,7 @@ class Placement:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._reserved is None and (short := _reserve([self], "SPREAD", self._limit)):
-            raise RetryableError(f"{self.worker}: Ray gives it no place within {self._limit:g} s ({short})")
+            raise RetryableError(f"{self.worker}: Ray could not place it within {self._limit:g} s ({short})")
         assert self._reserved is not None
         reserved, index = self._reserved[0], self._reserved[1] + part
         where = PlacementGroupSchedulingStrategy(reserved.group, index)
@@ -200,8 +200,8 @@ def reserve(places: Sequence[Placement], strategy: Literal["PACK", "SPREAD"], se
             most = max((node.get("GPU", 0) for node in nodes), default=0)
             there = "no node alone has" if place.parts == 1 else f"{fit} nodes of {place.parts} have"
             short += f"; {there} the {_words(wanted)} of {place.worker} (most GPUs of a node: {most:g})"
-            fix = "an engine or rank lies within one node, unless `nodes` of its engine says otherwise; those that are cut anew"
-            fix += " want nodes of resources.devices_per_server"
+            fix = "an engine or rank must fit on one node, unless its engine sets `nodes`; engines that are re-divided"
+            fix += " need nodes with resources.devices_per_server devices"
             raise ConfigError("resources.pools", place.worker, f"{short}: {fix}")
     whole = ray.cluster_resources()
     if any(count > whole.get(name, 0) for name, count in _sum(bundles).items()):

@@ -110,7 +110,7 @@ class ResourceManager:
         self._count_beat()
         if lost := self._bound - self.view().bindings.keys():
             raise RunError(
-                f"this job was silent for too long: the devices of {', '.join(sorted(lost))} are another job's"
+                f"this job was silent for too long: another job now has the devices of {', '.join(sorted(lost))}"
             )
 
     def free_silent(self, beats: OwnerHeartbeats, now: float) -> tuple[str, ...]:

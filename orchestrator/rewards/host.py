@@ -93,16 +93,20 @@ def _function(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m orchestrator.rewards.host", description=__doc__)
     parser.add_argument("--function", type=_function, action="append", required=True, metavar="[NAME=]MODULE:FN")
-    parser.add_argument("--host", default="127.0.0.1", help="another address than loopback needs --tls-certificate")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; any but loopback needs --tls-certificate"
+    )
     parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
     tls.add_arguments(parser)
     parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
     parser.add_argument(
         "--token-env", required=True, help="environment variable with the bearer token, or with file:PATH"
     )
-    parser.add_argument("--concurrency", type=int, default=4, help="worker processes a function")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds a call may run")
-    parser.add_argument("--idle-seconds", type=float, default=30.0, help="an idle worker ends after this")
+    parser.add_argument("--concurrency", type=int, default=4, help="worker processes per function")
+    parser.add_argument("--timeout", type=float, default=10.0, help="time limit of a call, in seconds")
+    parser.add_argument(
+        "--idle-seconds", type=float, default=30.0, help="an idle worker process ends after this many seconds"
+    )
     parser.add_argument("--die-with-stdin", action="store_true", help="end when standard input ends")
     return parser
 

@@ -98,9 +98,7 @@ def check(config: Config) -> None:
     """Of engines that are apart, devices are counted from this machine's first: one on another machine has none to add to its
     own. Those that are cut anew: :func:`_check_devices`."""
     if config.rollout.disaggregation.degrees and config.ray.address and not config.resources.pools:
-        fix = (
-            "rollout.disaggregation.degrees counts the devices of this machine: name resources.pools, or leave one out"
-        )
+        fix = "rollout.disaggregation.degrees counts this machine's devices: name resources.pools, or leave one out"
         raise ConfigError("ray.address", config.ray.address, fix)
     check_placement_profile(config.rollout)
     profile = read_profile(config.rollout.routing.profile, "rollout.routing.profile")
@@ -121,20 +119,20 @@ def _check_devices(config: Config) -> None:
     rollout, resources = config.rollout, config.resources
     who = "rollout.planner" if rollout.planner.enabled else "rollout.placement.degrees"
     if config.ray.address and rollout.colocation.enabled:
-        fix = f"{who} beside rollout.colocation needs all devices on this machine: leave this out, or one of the two"
+        fix = f"{who} with rollout.colocation needs all devices on this machine: leave this out, or one of the two"
         raise ConfigError("ray.address", config.ray.address, fix)
     if len(resources.rollout) > 1:
-        fix = f"{who} cuts the run's own engines over devices of one class: name one, or set it to false"
+        fix = f"{who} divides devices of one class among own engines: name one class, or set it to false"
         raise ConfigError("resources.rollout", dict(resources.rollout), fix)
     if resources.devices_per_worker > 1:
-        fix = f"{who} says how many devices an engine has, and each worker counts for one: leave it at 1"
+        fix = f"{who} sets how many devices an engine has, and each worker counts as one: leave it at 1"
         raise ConfigError("resources.devices_per_worker", resources.devices_per_worker, fix)
     node = resources.devices_per_server
     if rollout.workers <= node or not (resources.pools or config.ray.address):
         return
-    within = f"an engine lies within a node of resources.devices_per_server = {node}"
+    within = f"an engine must fit on a node of resources.devices_per_server = {node}"
     if node & (node - 1) or rollout.workers % node:
-        fix = f"{within}: with more devices than that, have whole nodes, of a power of two each"
+        fix = f"{within}; beyond that, use whole nodes, each with a power of two of devices"
         raise ConfigError("rollout.workers", rollout.workers, fix)
     if rollout.planner.enabled:
         if not 0 < rollout.planner.max_tp <= node:
@@ -144,4 +142,4 @@ def _check_devices(config: Config) -> None:
     known = [layout.tp for layout in profile.layouts] if profile is not None else [*rollout.placement.degrees.speeds]
     if wide := [degree for degree in known if node < degree <= rollout.workers]:
         field = PLACED if profile is not None else "rollout.placement.degrees.speeds"
-        raise ConfigError(field, max(wide), f"{within}: leave out what has more")
+        raise ConfigError(field, max(wide), f"{within}: leave out larger ones")

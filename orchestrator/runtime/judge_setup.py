@@ -56,7 +56,7 @@ def _check(judge: JudgeSection, field: str) -> None:
     if device.startswith("cuda") and not gpu_here():
         raise ConfigError(f"{field}.streamed.device", device, "this host has no GPU: auto, or cpu")
     if judge.streamed.layers_file and (device.startswith("cuda") or (device == "auto" and gpu_here())):
-        fix = 'layers for a GPU lie in pinned memory: leave it out, or set device = "cpu"'
+        fix = 'for a GPU, layers are kept in pinned memory: leave it out, or set device = "cpu"'
         raise ConfigError(f"{field}.streamed.layers_file", judge.streamed.layers_file, fix)
     if judge.streamed.profile:
         name = f"{field}.streamed.profile"
@@ -74,9 +74,9 @@ def why_no_mps(config: Config) -> str:
     """In words; "": it is to be started."""
     streamed = [judge.streamed for judge in config.reward.own_judges.values()]
     if all(one.device == "cpu" for one in streamed):
-        return "the judge computes on the CPU"
+        return "the judge runs on the CPU"
     if not gpu_here():
-        return "there is no GPU here: the judge computes on the CPU"
+        return "there is no GPU here: the judge runs on the CPU"
     if not all(one.mps for one in streamed):
         return "reward.judge.streamed.mps is false"
     if config.ray.address or not config.rollout.workers:

@@ -111,7 +111,7 @@ def check(config: Config) -> list[str]:
     needed, relay = relay_segment(config, shape), config.relay
     whole = relay.kind == "mooncake" and not relay.snapshot_every  # differences are smaller by what nobody knows yet
     if whole and 0 < relay.segment_mb << 20 < needed / _MARGIN:
-        fix = f"is too small for {relay.keep_versions + 1} versions of this model: 0, or at least {needed >> 20}"
+        fix = f"is too small for {relay.keep_versions + 1} versions of this model: set 0, or at least {needed >> 20}"
         raise ConfigError("relay.segment_mb", relay.segment_mb, fix)
     if shape.parameters < LARGE or device_bytes(config, config.resources.trainer) is None:
         return []

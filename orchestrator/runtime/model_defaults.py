@@ -36,7 +36,9 @@ def choose(config: Config) -> tuple[Config, list[str]]:
     config = _with(config, {key: value for key, value, _ in chosen})
     by_memory = list(_by_memory(config, shape.num_experts))
     config = _with(config, {key: value for key, value, _ in by_memory})
-    said = [f"{key} = {_written(value)}: {why}, and nobody set it" for key, value, why in [*chosen, *by_memory]]
+    said = [
+        f"{key} = {_written(value)}: {why} (chosen, as it was not set)" for key, value, why in [*chosen, *by_memory]
+    ]
     return config, said
 
 

@@ -107,7 +107,7 @@ async def place_beside_others(
                 raise
         manager = await asyncio.to_thread(_manager, config, metadata, job)
         if freed := await asyncio.to_thread(manager.free_silent, beats, loop.time()):
-            say(f"no sign of life of {', '.join(freed)} for {silent:g} s: what it had of the pools is free")
+            say(f"no sign of life from {', '.join(freed)} for {silent:g} s: its devices are free")
         else:
             await asyncio.sleep(silent / _BEATS)
 
@@ -164,17 +164,17 @@ def without_pools(config: Config, say: Callable[[str], None]) -> dict[str, Place
     if config.rollout.colocation.enabled:
         return {}
     if (wide := max(group.nodes for group in config.rollout.engine_groups)) > 1 and needed > there:
-        fix = f"the run wants {needed} GPUs and Ray has {there:g}: its engine's nodes are those of a Ray that counts devices"
+        fix = f"the run needs {needed} GPUs and Ray has {there:g}: a multi-node engine needs a Ray that counts devices"
         raise ConfigError("rollout.engine.nodes", wide, fix)
     if not there:
         return {}
     if needed > there and config.ray.address:
         fix = (
-            f"the run wants {needed} GPUs and this cluster has {there:g}: start fewer or smaller engines, or add nodes"
+            f"the run needs {needed} GPUs and this cluster has {there:g}: start fewer or smaller engines, or add nodes"
         )
         raise ConfigError("ray.address", config.ray.address, fix)
     if needed > there:
-        say(f"the run wants {needed} GPUs and Ray has {there:g}: its processes share the devices that they see")
+        say(f"the run needs {needed} GPUs and Ray has {there:g}: its processes share the devices that they see")
         return {}
     places = {name: Placement(None, name, "", devices, nodes=nodes_of(config, name)) for name, devices in wanted}
     return places | _seats(config) if config.rollout.reshapes else places

@@ -193,7 +193,9 @@ def _model(config: Config, task: Task | None) -> None:
         return
     shape = named_function("model.path", _SHAPE)(config.model.path)
     if task is not None and shape.vocab_size < len(task.vocabulary):
-        fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its tokenizer"
+        fix = (
+            f"task {task.name} uses {len(task.vocabulary)} tokens, this model has {shape.vocab_size}: use its tokenizer"
+        )
         raise ConfigError(
             "model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer, task.data.tokenizer)"
         )
@@ -227,7 +229,9 @@ def _task(config: Config, task: Task) -> None:
     seconds = getattr(task, "reward_seconds", 0.0)
     allowed = config.reward.call_seconds(getattr(task, "reward_by_case", False))
     if allowed < seconds:
-        fix = f"scoring a trajectory of task {task.name} may take {seconds:g} s, {allowed:g} are allowed; raise it"
+        fix = (
+            f"scoring a trajectory of task {task.name} may take {seconds:g} s, but {allowed:g} s are allowed; raise it"
+        )
         raise ConfigError("reward.timeout", config.reward.timeout, fix)
 
 
@@ -250,14 +254,12 @@ def _one_turn(config: Config, task: Task) -> None:
     except ConfigError:
         raise
     except TimeoutError:
-        fix = (
-            f"one turn of it took over {_TURN_SECONDS:g} s: a call that blocks belongs into another environment.backend"
-        )
+        fix = f"one turn took over {_TURN_SECONDS:g} s: use another environment.backend for calls that block"
         raise ConfigError("task.name", config.task.name, fix) from None
     except RetryableError:  # of the machine: a run tries again
         return
     except Exception as error:  # a class of the user's may raise anything
-        fix = f"one turn of it, played before the run, failed: {type(error).__name__}: {error}"
+        fix = f"a trial turn before the run failed: {type(error).__name__}: {error}"
         raise ConfigError("task.name", config.task.name, f"{fix} (docs/tasks.md, Write one)") from error
 
 
@@ -280,7 +282,9 @@ def _function(config: Config, task: Task | None) -> None:
 def _ray_serve(config: Config) -> None:
     serve, address = config.reward.serve, config.ray.address
     if address and not serve.port:
-        raise ConfigError("reward.serve.port", 0, "name the port that Serve listens on, or is to, in a Ray of others")
+        raise ConfigError(
+            "reward.serve.port", 0, "in a Ray that others run, name the port that Serve listens on or should use"
+        )
     if not address and serve.min_replicas * serve.cpus > config.ray.cpus:
         fix = f"{serve.min_replicas} replicas of {serve.cpus:g} CPUs do not fit into ray.cpus = {config.ray.cpus}"
         raise ConfigError("reward.serve.min_replicas", serve.min_replicas, fix)

@@ -98,7 +98,7 @@ async def within(seconds: float, starting: Awaitable[T], what: str, key: str) ->
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise RunError(f"{what} did not come up within {seconds:g} s: raise {key}, or look into the logs") from error
+        raise RunError(f"{what} did not come up within {seconds:g} s: raise {key}, or read the logs") from error
 
 
 def start_ray(config: Config) -> None:

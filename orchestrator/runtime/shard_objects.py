@@ -80,7 +80,7 @@ class NodeObjects:
         try:
             return BatchReferences(ray.put((parts, objects)))
         except ray.exceptions.RayError as error:
-            raise RunError(f"the references of a batch find no room in Ray's object store: {error}") from error
+            raise RunError(f"Ray's object store has no room for the references of a batch: {error}") from error
 
     def _object(self, shard: Shard) -> Any:
         if shard not in self._references:
@@ -95,7 +95,7 @@ class NodeObjects:
         except OSError as error:
             raise RunError(f"shard {shard.path} is lost: {error}") from error
         except ray.exceptions.RayError as error:  # it has waited for room, and spilled what it could
-            raise RunError(f"shard {shard.path} finds no room in Ray's object store: {error}") from error
+            raise RunError(f"Ray's object store has no room for shard {shard.path}: {error}") from error
 
 
 def _shards(samples: Sequence[TrainSample]) -> Iterator[Shard]:

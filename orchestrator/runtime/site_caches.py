@@ -52,7 +52,7 @@ class SiteCaches:
 def check(config: Config) -> None:
     """Whether there is a token where the run cannot make one. Raises ConfigError."""
     if file := _token_file(config):
-        fix = "give a readable file that holds the token with which the caches were started (--token-file)"
+        fix = "give a readable file with the token that the caches were started with (--token-file)"
         bearer.read_file(file, "relay.site_token_file", fix)
     elif config.relay.sites and (config.ray.address or any(site.cache for site in config.relay.sites.values())):
         fix = f"name a file with the token of the sites' caches, on every machine, or set {TOKEN_FILE} to one"

@@ -30,9 +30,11 @@ def make(config: Config, folder: Path, *, weights: bool = True) -> Path:
     Raises ConfigError: the folder holds something, the config names a model of its own, or torch is not installed here.
     """
     if config.model.path:
-        raise ConfigError("model.path", config.model.path, "this config has a model; leave it empty to make a tiny one")
+        raise ConfigError(
+            "model.path", config.model.path, "this config names a model; leave it empty to make a tiny one"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("FOLDER", str(folder), "is there already; name one that is new or empty")
+        raise ConfigError("FOLDER", str(folder), "already exists; name one that is new or empty")
     task = make_task(config)
     module, _, name = TINY_MODEL.partition(":")
     try:

@@ -103,7 +103,9 @@ def _unknown(place: tuple[str, ...], item: Any, model: type[BaseModel], prefix: 
     name, above = place[-1], ".".join(place[:-1])
     if not above and isinstance(item["input"], dict):
         near = difflib.get_close_matches(name, fields, n=1)
-        return f"unknown section; did you mean [{near[0]}]?" if near else "unknown section; docs/config.md lists all"
+        return (
+            f"unknown section; did you mean [{near[0]}]?" if near else "unknown section; docs/config.md lists them all"
+        )
     keys = {".".join((*prefix, *path)) for path in paths_of(model)}
     there = tuple(section for section in _OPEN if section.removesuffix(".") in keys)
     own = [key for key in ALIASES.get(name, ()) if key in keys or (there and key.startswith(there))]
@@ -113,7 +115,7 @@ def _unknown(place: tuple[str, ...], item: Any, model: type[BaseModel], prefix: 
     elsewhere = sorted(key for key in keys if key.rpartition(".")[2] == name)
     meant = list(dict.fromkeys((*own, *near, *elsewhere)))[:MOST]
     if not meant:
-        return "no such key; docs/config.md lists all"
+        return "no such key; docs/config.md lists them all"
     *others, last = meant
     return f"no such key; did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"
 

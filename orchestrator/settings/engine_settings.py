@@ -34,7 +34,7 @@ OWNED: Mapping[str, str] = {
     "seed": "is run.seed, and differs from engine to engine",
     "kv_cache_memory_bytes": "is kv_cache_mb",
     "enable_sleep_mode": "is rollout.colocation.enabled",
-    "device_ids": "is said by Ray, or by the strategy that cuts engines: leave it out",
+    "device_ids": "is set by Ray, or by what divides the engines: leave it out",
     "scheduler_cls": _PLUGIN,
     "scheduling_policy": _PLUGIN,
     "weight_transfer_config": _PLUGIN,
@@ -88,7 +88,7 @@ class EngineSettings(Section):
             (name, value, fix) for name, value in options.items() if (fix := _refusal(name, value, known, ours))
         )
         if self.ranks % self.nodes:
-            fix = f"as many devices are on each node, and {self.ranks} are not a multiple of it"
+            fix = f"each node has as many devices, and {self.ranks} is not a multiple of it"
             yield "nodes", self.nodes, fix
         if self.kv_cache_mb and "gpu_memory_utilization" in options:
             fix = f"has no effect beside kv_cache_mb = {self.kv_cache_mb}: leave one of the two out"
@@ -160,9 +160,7 @@ def _refusal(name: str, value: object, known: Mapping[str, str] | None, ours: It
         return ""
     if name not in known:
         near = difflib.get_close_matches(name, sorted({*known, *ours} - OWNED.keys()), n=1)
-        return (
-            f"is no option of the installed vLLM; {f'did you mean {near[0]!r}? ' if near else ''}see vllm serve --help"
-        )
+        return f"is not an option of the installed vLLM; {f'did you mean {near[0]!r}? ' if near else ''}see vllm serve --help"
     kinds = list(_kinds(ast.parse(known[name], mode="eval").body))
     if None in kinds or any(_is_a(value, kind) for kind in kinds if kind):
         return ""

@@ -271,7 +271,7 @@ class TrainerSection(TrainerSettings):
             if found.setdefault(key, value) != value:
                 word = f"--{flag.megatron.replace('_', '-')}"
                 raise ConfigError(
-                    FIELD, word, f"says {value!r}, trainer.{key} says {found[key]!r}: leave one of the two out"
+                    FIELD, word, f"is {value!r}, but trainer.{key} is {found[key]!r}: leave one of the two out"
                 )
         return found
 
@@ -324,7 +324,7 @@ def _kl_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
         if trainer.kl_estimator != "k1":
             yield "kl_estimator", "must be 'k1' with trainer.kl_in_reward"
     elif trainer.kl_coefficient > 0 and trainer.kl_estimator == "k1":
-        fix = "the gradient of k1 as a loss has the mean 0, so it pulls nowhere; use 'k2' or 'k3', or trainer.kl_in_reward"
+        fix = "as a loss, k1's gradient has mean 0 and does nothing; use 'k2' or 'k3', or trainer.kl_in_reward"
         yield "kl_estimator", fix
 
 
@@ -341,18 +341,18 @@ def _loss_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
 
 def _ratio_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if trainer.dual_clip is not None and trainer.minibatches == 1 and trainer.ratio_to == "trainer":
-        fix = "bounds a ratio that is exactly 1 with one mini-batch: set trainer.ratio_to = 'rollout', or more mini-batches"
+        fix = "clips a ratio that is exactly 1 with one mini-batch: set trainer.ratio_to = 'rollout', or more mini-batches"
         yield "dual_clip", fix
     if trainer.tis_mode != "mask":
         if trainer.tis_floor > 0:
             yield "tis_floor", "is read with trainer.tis_mode = 'mask' only; leave it out"
         if trainer.ratio_to == "rollout" and trainer.tis_cap != TIS_CAP:
-            fix = "weighs nothing where the ratio is to the rollout itself: leave it out, or set trainer.tis_mode = 'mask'"
+            fix = "has no effect if the ratio is to the rollout itself: leave it out, or set trainer.tis_mode = 'mask'"
             yield "tis_cap", fix
     elif trainer.tis_floor >= trainer.tis_cap:
         yield "tis_floor", f"must be below trainer.tis_cap = {trainer.tis_cap:g}: no token would be left"
     if trainer.tis_level != "token" and trainer.tis_mode != "mask" and trainer.ratio_to == "rollout":
-        fix = "weighs nothing where the ratio is to the rollout itself: 'token', or set trainer.tis_mode = 'mask'"
+        fix = "has no effect if the ratio is to the rollout itself: use 'token', or set trainer.tis_mode = 'mask'"
         yield "tis_level", fix
     if trainer.lr_decay != "linear" and trainer.final_learning_rate is None:
         yield "lr_decay", "is the way to trainer.final_learning_rate: set that too, or leave this out"
@@ -361,12 +361,10 @@ def _ratio_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
 def _stream_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if trainer.stream:
         if OBJECTIVES[trainer.objective].advantage == "returns":
-            fix = (
-                f"{trainer.objective} normalises over the whole batch, so nothing can be trained on before it is: false"
-            )
+            fix = f"{trainer.objective} normalises over the whole batch, which streaming does not wait for: set it to false"
             yield "stream", fix
         elif whitens_advantages(trainer.objective, normalize=trainer.normalize_advantage):
-            fix = "must be false with trainer.stream: ppo would whiten advantages over a batch that is not there yet"
+            fix = "must be false with trainer.stream: ppo would whiten advantages over an incomplete batch"
             yield "normalize_advantage", fix
         if trainer.minibatches > 1:
             fix = "must be 1 with trainer.stream: mini-batches are drawn from the whole batch"

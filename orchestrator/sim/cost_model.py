@@ -154,7 +154,7 @@ def check_shares(model: ModelSpec, devices: int, expert_parallel: int) -> None:
         fix = f"must divide the {devices} devices of the engine"
         raise ConfigError("sim.expert_parallel", expert_parallel, fix)
     if expert_parallel > 1 and (not model.experts or model.experts % expert_parallel):
-        fix = f"{model.name} has {model.experts} experts, which that many devices cannot share out evenly"
+        fix = f"{model.name} has {model.experts} experts, which that many devices cannot split evenly"
         raise ConfigError("sim.expert_parallel", expert_parallel, fix)
 
 

@@ -121,21 +121,19 @@ def load_traces(folder: str | Path, rows: int) -> EpisodeTraces:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise ConfigError("sim.trace", str(file), f"cannot be read as Parquet: {error}") from error
         if "turns" not in table.column_names:
-            raise ConfigError("sim.trace", str(file), "has no column 'turns', so it is no trajectory file of a run")
+            raise ConfigError("sim.trace", str(file), "has no column 'turns', so it is not a run's trajectory file")
         for row in table.to_pylist():
             if row["turns"] and len(episodes) < rows:
                 try:
                     episodes.append(_trace(row))
                 except (TypeError, ValueError, KeyError) as error:
-                    fix = f"holds a trajectory that no run wrote: {error!r:.200}"
+                    fix = f"holds a trajectory that no run can have written: {error!r:.200}"
                     raise ConfigError("sim.trace", str(file), fix) from error
                 groups.setdefault(row["group_id"], []).append(len(episodes) - 1)
         if len(episodes) == rows:
             break
     if not episodes:
-        raise ConfigError(
-            "sim.trace", str(folder), "holds no trajectory with a turn; give the folder of a run that has"
-        )
+        raise ConfigError("sim.trace", str(folder), "holds no trajectory with a turn; give another run's folder")
     return EpisodeTraces(tuple(episodes), tuple(tuple(members) for members in groups.values()))
 
 

@@ -87,22 +87,24 @@ def check_planner(config: Config) -> None:
     """Raises ConfigError for what the simulator cannot cut."""
     given = config.rollout.disaggregation.degrees
     if given and config.sim.degrees:
-        fix = "sim.degrees says it of every worker: leave one of the two out"
+        fix = "sim.degrees sets it for every worker: leave one of the two out"
         raise ConfigError("rollout.disaggregation.degrees", dict(given), fix)
     if given and config.sim.expert_parallel > 1:
-        fix = "workers of unequal degrees share out no whole experts: leave this out, or set sim.expert_parallel to 1"
+        fix = (
+            "workers of unequal degrees cannot use expert parallelism: leave this out, or set sim.expert_parallel to 1"
+        )
         raise ConfigError("rollout.disaggregation.degrees", dict(given), fix)
     if not config.rollout.reshapes:
         return
     if config.rollout.disaggregation.enabled:
-        fix = "the simulator plays it with engines that stay as they are: set it to false, or leave out what cuts them anew"
+        fix = "the simulator supports it only with fixed engines: set it to false, or leave out what re-divides them"
         raise ConfigError("rollout.disaggregation.enabled", True, fix)
     who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
     if len(set(fleet(config))) > 1:
-        fix = f"{who} cuts devices of one class: leave this out, or set {who}.enabled to false"
+        fix = f"{who} divides devices of one class: leave this out, or set {who}.enabled to false"
         raise ConfigError("sim.fleet", dict(config.sim.fleet), fix)
     if config.sim.degrees:
-        fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start says what the run begins with)"
+        fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start sets the initial ones)"
         raise ConfigError("sim.degrees", list(config.sim.degrees), fix)
 
 
@@ -124,7 +126,9 @@ def roofline_profile(config: Config) -> EngineProfile:
                 points += measured_points(config, costs_at_imbalance(costs, imbalance), layout, imbalance)
             shapes.append(shape_of(config, costs, layout))
     if not shapes:
-        fix = "the model runs on no number of these devices: take another device or a shorter rollout.engine.max_model_len"
+        fix = (
+            "the model fits on no number of these devices: use another device or a shorter rollout.engine.max_model_len"
+        )
         raise ConfigError("sim.device", name or config.sim.device, fix)
     return EngineProfile(points, shapes)
 

@@ -431,7 +431,7 @@ def account_epochs(
                 prompt_of[name] = number, str(record["group"])
             last[name] = str(record["state"]), str(record.get("cause", "")), int(record.get("step", -1))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise RunError(f"the journal holds a line that is no record ({error!r}): {line!r:.200}") from error
+            raise RunError(f"the journal has a line that is not a record ({error!r}): {line!r:.200}") from error
     found = EpochAccount()
     groups: dict[int, dict[str, int]] = {}  # number -> group -> step
     unwanted: dict[int, None] = {}

@@ -25,10 +25,10 @@ from orchestrator.sim.cost_model import (
 def check_cluster(config: Config) -> None:
     """Raises ConfigError for what the simulator cannot play."""
     if config.rollout.served:
-        fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
+        fix = "the simulator has no servers: leave it out, and set rollout.workers to the number of simulated workers"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
     if config.rollout.engines:
-        fix = "simulated engines are of one kind: leave it out; sim.fleet and sim.degrees give them classes and devices"
+        fix = "simulated engines are all of one kind: leave it out; sim.fleet and sim.degrees set their classes and devices"
         raise ConfigError("rollout.engines", len(config.rollout.engines), fix)
     if (backend := config.environment.backend) in ("subprocess", "kubernetes"):
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
@@ -42,9 +42,7 @@ def check_disaggregation(config: Config) -> None:
     if not config.rollout.disaggregation.enabled:
         return
     if config.sim.grain > 1:
-        fix = (
-            "a turn's first token is made apart, and would stand for several: set it to 1, or leave out disaggregation"
-        )
+        fix = "a turn's first token is generated separately: set it to 1, or leave out disaggregation"
         raise ConfigError("sim.grain", config.sim.grain, fix)
     classes = fleet(config)
     names, borrowed = [f"sim-{index}" for index in range(len(classes))], [False] * len(classes)
@@ -178,11 +176,13 @@ def check_experts(config: Config) -> None:
         raise ConfigError(*asked[0], f"{has}: set sim.costs = 'roofline' and sim.model to one of {', '.join(mixtures)}")
     devices = sum(sim.degrees) or config.rollout.workers * sim.tensor_parallel
     if most > devices:
-        fix = f"the fullest of {devices} devices has at most {devices} times the mean: give less"
+        fix = f"the fullest of {devices} devices has at most {devices} times the mean: give at most that"
         raise ConfigError("sim.expert_imbalance", most, fix)
     if sim.expert_parallel > 1 and (sim.degrees or config.rollout.reshapes):
         who = "sim.degrees" if sim.degrees else "rollout.planner" if planner.enabled else "rollout.placement.degrees"
-        raise ConfigError("sim.expert_parallel", sim.expert_parallel, f"{who} says how engines are cut: leave this out")
+        raise ConfigError(
+            "sim.expert_parallel", sim.expert_parallel, f"{who} sets how engines are divided: leave this out"
+        )
     check_shares(hardware.model(sim.model), sim.tensor_parallel, sim.expert_parallel)
     if planner.experts and sim.tensor_parallel > 1:
         fix = "with rollout.planner.experts a worker is one device: set it to 1, and rollout.workers to the devices"

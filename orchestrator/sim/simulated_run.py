@@ -486,7 +486,7 @@ def _recorded(config: Config) -> EpisodeTraces:
     sim = config.sim
     if not Path(sim.trace).is_file():
         if sim.tool_trace:
-            fix = "is for a file of lengths: a run is played with the times that it took"
+            fix = "is for a file of lengths: a run is replayed with its own times"
             raise ConfigError("sim.tool_trace", sim.tool_trace, fix)
         found = load_traces(sim.trace, sim.trace_rows)
         return found.spread() if sim.trace_spread else found

@@ -173,7 +173,7 @@ class SimWorker:
         """What its steps cost from now on. Raises ConfigError where no request of the longest length could run."""
         most = self._engine.max_model_len
         if costs.kv_tokens is not None and costs.kv_tokens < most:
-            fix = f"{self.name} has KV for {costs.kv_tokens} tokens only: a request of that length could never run"
+            fix = f"{self.name} has KV for only {costs.kv_tokens} tokens: a request of that length could never run"
             raise ConfigError("rollout.engine.max_model_len", most, fix)
         self._costs = self._routing.costs(costs)
         self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences

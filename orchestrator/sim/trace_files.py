@@ -169,7 +169,9 @@ class _Episode:
         if data.has("prompt_tokens"):
             whole = row.tokens("prompt_tokens")
             if whole <= self._context:
-                fix = f"must be above {self._context}, what the trajectory's earlier turns have: sort its rows by turn"
+                fix = (
+                    f"must be above {self._context}, the total of the trajectory's earlier turns: sort its rows by turn"
+                )
                 raise row.wrong("prompt_tokens", fix)
             observation = whole - self._context
         self._context += observation + said

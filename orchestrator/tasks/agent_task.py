@@ -56,11 +56,11 @@ class AgentTask:
         for folder in settings.readable:
             closed = _closed(Path(folder))
             if closed is not None:
-                fix = f"sandboxes run as a user of their own, who cannot enter {closed}: chmod o+x, or put it elsewhere"
+                fix = f"sandboxes run as another user, who cannot enter {closed}: chmod o+x, or put it elsewhere"
                 raise ConfigError("task.agent.readable", folder, fix)
             if not Path(folder).is_absolute() or not Path(folder).exists():
                 raise ConfigError(
-                    "task.agent.readable", folder, "give the absolute path of a file or folder that is there"
+                    "task.agent.readable", folder, "give the absolute path of a file or folder that exists"
                 )
         self.bounds = AgentBounds(
             settings.max_turns,
@@ -108,7 +108,7 @@ class AgentTask:
     def environment(self) -> Environment:
         """There is none: the agent asks, nobody asks it."""
         raise ConfigError(
-            "task.name", self.name, "its trajectories are made by an agent program, not by an environment"
+            "task.name", self.name, "its trajectories come from an agent program, not from an environment"
         )
 
     def _draw(self, chance: random.Random) -> str:
@@ -124,12 +124,12 @@ def _closed(path: Path) -> Path | None:
 def _lines(name: str) -> tuple[str, ...]:
     field = "task.agent.prompts"
     if not name:
-        raise ConfigError(field, name, "name a file with a start state a line")
+        raise ConfigError(field, name, "name a file with one start state per line")
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(field, name, f"cannot be read: {error}") from error
     states = tuple(dict.fromkeys(line for line in text.splitlines() if line.strip()))
     if not states:
-        raise ConfigError(field, name, "is empty: a start state a line")
+        raise ConfigError(field, name, "is empty: write one start state per line")
     return states

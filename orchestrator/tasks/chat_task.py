@@ -58,15 +58,15 @@ class ChatTask:
         answer: str = "",
     ) -> None:
         if not isinstance(task, TextTask):
-            fix = f"is for tasks in text; {task.name} has no text that a tokenizer could read: leave task.chat out"
+            fix = f"is for text tasks; {task.name} has no text for a tokenizer: leave task.chat out"
             raise ConfigError(_FIELD, "", fix)
         try:
             if answer:
                 last_match(answer, "")
         except ImportError as error:
-            raise ConfigError("task.chat.answer", answer, "needs pyarrow, whose RE2 matches it: install it") from error
+            raise ConfigError("task.chat.answer", answer, "needs pyarrow, for its RE2: install it") from error
         except ValueError as error:
-            fix = f"is no regular expression of RE2, which looks neither ahead nor behind nor back: {error}"
+            fix = f"is not a regular expression that RE2 accepts (no look-around, no back-references): {error}"
             raise ConfigError("task.chat.answer", answer, fix) from error
         self._task, self.chat, self._answer = task, chat, answer
         self.name = task.name
@@ -83,7 +83,9 @@ class ChatTask:
             raise ConfigError(_FIELD, "", str(error)) from error
         between = chat.encode_continuation((*self.first, empty), [empty], "", ())
         if between is None and task.max_turns > 1:
-            fix = f"its chat template takes no message behind an answer; task {task.name} has {task.max_turns} turns"
+            fix = (
+                f"its chat template allows no message after an answer, but task {task.name} has {task.max_turns} turns"
+            )
             raise ConfigError(_FIELD, "", fix)
         self.max_turns = task.max_turns
         self.max_response_tokens = response_tokens or task.max_response_tokens * widest
@@ -150,7 +152,7 @@ class ChatTask:
         ValueError for a template that cannot say."""
         ids = self.chat.encode_continuation(messages[:-1], [new], "", answer)
         if ids is None:
-            raise ValueError("the chat template does not take a message behind an answer")
+            raise ValueError("the chat template does not allow a message after an answer")
         return ids
 
 

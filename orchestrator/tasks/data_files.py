@@ -54,7 +54,7 @@ def _files(field: str, name: str) -> list[Path]:
     if file.is_dir():
         raise ConfigError(field, name, f"is a folder: write {_FOLDER}{name} if it is a Hugging Face data set")
     if not file.is_file():
-        raise ConfigError(field, name, "no such file here; paths are those of the folder that the run starts in")
+        raise ConfigError(field, name, "no such file; paths are relative to the folder in which the run is started")
     if file.suffix not in _KINDS:
         raise ConfigError(field, name, f"must be one of {', '.join(_KINDS)}: write it as JSONL, an object per line")
     return [file]
@@ -111,7 +111,7 @@ def _row(place: str, line: bytes, columns: Sequence[str]) -> DataRow | BadRow:
     try:
         found = jsontext.parse_object(line, finite=True)
     except ValueError as error:
-        return BadRow(place, f"is no JSON object: {error}")
+        return BadRow(place, f"is not a JSON object: {error}")
     missing = [column for column in columns if column not in found]
     if missing:
         return BadRow(place, f"has no {', '.join(missing)}; it has: {', '.join(list(found)[:10])}")

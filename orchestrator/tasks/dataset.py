@@ -79,7 +79,7 @@ class DatasetTask:
             training = [prompt for prompt in rows if not splits.is_heldout(prompt.key)]
         self._training, self._heldout = training, tuple(known[key] for key in sorted(known))[:heldout]
         if not training:
-            raise ConfigError("task.data.file", settings.file, "has no row to train on: all are held out, or too long")
+            raise ConfigError("task.data.file", settings.file, "has no rows to train on: all are held out, or too long")
         if len(self._heldout) < heldout:
             fix = f"there are {len(self._heldout)} different held-out prompts in {settings.heldout or settings.file}"
             raise ConfigError("task.heldout_maps", heldout, f"{fix}: hold out no more than that, or give more rows")
@@ -139,7 +139,9 @@ class DatasetTask:
                 rows.append(found)
                 size += len(found.payload)
                 if len(rows) > MOST_ROWS or size > MOST_BYTES:
-                    fix = f"is over {MOST_ROWS:,} rows or {MOST_BYTES >> 30} GiB, which are kept in memory: take a part of it"
+                    fix = (
+                        f"is over {MOST_ROWS:,} rows or {MOST_BYTES >> 30} GiB, and is kept in memory: use a part of it"
+                    )
                     raise ConfigError(field, name, fix)
         if bad:
             raise ConfigError(field, name, "\n  ".join(["has rows that cannot be used; the first:", *bad]))
@@ -215,7 +217,7 @@ def scorer(target: str) -> Callable[[str, str, dict[str, Any]], float]:
     except (TypeError, ValueError) as error:
         raise ConfigError(field, target, f"write it as def {name}(said, answer, row) -> float: {error}") from error
     if inspect.iscoroutinefunction(found):
-        raise ConfigError(field, target, "is a coroutine: write a plain function, it has a process of its own")
+        raise ConfigError(field, target, "is a coroutine: write a plain function, which runs in its own process")
     return found
 
 

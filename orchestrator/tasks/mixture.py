@@ -114,7 +114,7 @@ class MixtureTask:
             task = registry.make(target, each, **options.get(target, {}))
             if task.name in self.tasks or (target != task.name and task.name in registry.BUILT_IN):
                 raise ConfigError(
-                    f"task.mixture.{target}", share, f"another part has its name, {task.name!r}: give it its own"
+                    f"task.mixture.{target}", share, f"another part has the same name, {task.name!r}: give it another"
                 )
             if ":" in target:
                 self.scorers[task.name] = registry.reward_of(task)

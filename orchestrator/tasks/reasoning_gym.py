@@ -182,7 +182,7 @@ def load(name: str, options: str = "") -> Any:
         )
     more = json.loads(options) if options else {}
     if own := {"seed", "size"} & more.keys():
-        raise ConfigError("task.dataset_options", sorted(own)[0], "is the run's to choose: leave it out")
+        raise ConfigError("task.dataset_options", sorted(own)[0], "is set by the run: leave it out")
     try:
         dataset = library.create_dataset(name, seed=0, size=1, **more)
     except (
@@ -191,7 +191,7 @@ def load(name: str, options: str = "") -> Any:
         ValueError,
     ) as error:  # how the library says that an option is none of its own, or bad
         raise ConfigError("task.dataset_options", more, f"{name} does not take them: {error}") from error
-    fix = "its scorer runs answers as code, which happens in a sandbox only"
+    fix = "its scorer runs answers as code, which is only allowed in a sandbox"
     if _EVALUATES.search(inspect.getsource(type(dataset).score_answer)):
         raise ConfigError("task.dataset", name, fix)
     item = dataset[0]

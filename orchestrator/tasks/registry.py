@@ -33,7 +33,7 @@ def find(name: str) -> Any:
     target = {**BUILT_IN, **BROUGHT}.get(name, name)
     module, colon, attribute = target.partition(":")
     if not colon:
-        fix = f"no such task; there are: {', '.join((*BUILT_IN, *BROUGHT))}; your own is written module:Class (docs/tasks.md)"
+        fix = f"no such task; there are: {', '.join((*BUILT_IN, *BROUGHT))}; write your own as module:Class (docs/tasks.md)"
         raise ConfigError("task.name", name, fix)
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -98,7 +98,7 @@ def read_bundle(source: str) -> RepositoryBundle:
             _FIELD, source, f"cannot be read ({error}); there are {names}, or give a file's path"
         ) from error
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError(_FIELD, source, f"is no repository bundle: {error!r:.200}; make it again") from error
+        raise ConfigError(_FIELD, source, f"is not a repository bundle: {error!r:.200}; create it again") from error
 
 
 def digest_of(data: bytes) -> str:

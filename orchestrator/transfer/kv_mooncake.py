@@ -43,7 +43,7 @@ def check_device(protocol: str, device: str, field: str = "rollout.kv_transfer."
     """Raises ConfigError for RDMA without such a device: Mooncake itself starts without one, and fails at the first transfer.
     ``field``: what stands before the names of the two."""
     if protocol not in PROTOCOLS:
-        raise ConfigError(f"{field}protocol", protocol, f"is {' or '.join(map(repr, PROTOCOLS))}")
+        raise ConfigError(f"{field}protocol", protocol, f"must be {' or '.join(map(repr, PROTOCOLS))}")
     if protocol != "rdma":
         return
     found = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []

@@ -48,9 +48,9 @@ class Signer:
         try:
             key = serialization.load_pem_private_key(text, password=None)
         except (ValueError, TypeError) as error:
-            raise ConfigError(_FIELD, file, f"holds no private key without a password; {_HOW}") from error
+            raise ConfigError(_FIELD, file, f"does not hold a private key without a password; {_HOW}") from error
         if not isinstance(key, ed25519.Ed25519PrivateKey):
-            raise ConfigError(_FIELD, file, f"is no Ed25519 key; {_HOW}")
+            raise ConfigError(_FIELD, file, f"is not an Ed25519 key; {_HOW}")
         self._key = key
 
     @property
@@ -88,7 +88,7 @@ class Verifier:
         try:
             self._key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(verify_key))
         except ValueError as error:
-            raise ConfigError("relay.verify_key", verify_key, "is no Ed25519 public key in hexadecimal") from error
+            raise ConfigError("relay.verify_key", verify_key, "is not an Ed25519 public key in hexadecimal") from error
 
     def open_manifest(self, data: memoryview) -> memoryview:
         """The manifest in a signed object. Raises CorruptWeightsError "signature"."""

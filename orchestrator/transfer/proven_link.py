@@ -233,7 +233,7 @@ class LinkServer:
         allow_plain: bool = False,
     ) -> None:
         if not token:
-            raise ConfigError(f"{field}.token", "", "only who has the token is answered: give one")
+            raise ConfigError(f"{field}.token", "", "only clients with the token are answered: give one")
         self._token = bearer.Token(token, f"{field}.token")
         self._answer, self._limit = answer, limit
         self._context = check_listener(host, tls, f"{field}.host", allow_plain)

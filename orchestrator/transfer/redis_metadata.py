@@ -51,7 +51,7 @@ def redis_password(environment: Mapping[str, str]) -> str | None:
     file = environment.get(PASSWORD_FILE, "")
     if not file:
         if environment.get(PASSWORD):
-            fix = f"what this process starts could read it: write it into a file (chmod 600) and name that in {PASSWORD_FILE}"
+            fix = f"child processes could read it: write it to a file (chmod 600) and name that in {PASSWORD_FILE}"
             raise ConfigError(PASSWORD, "(not shown)", fix)
         return None
     try:
@@ -159,7 +159,7 @@ class RedisMetadata:
             raise ConfigError(_FIELD, self._url, fix)
 
     def _refused(self, why: str) -> ConfigError:
-        fix = f"the server refuses us ({why}); set {PASSWORD_FILE} where this process runs"
+        fix = f"the server refuses access ({why}); set {PASSWORD_FILE} where this process runs"
         return ConfigError(_FIELD, self._url, fix)
 
     def _note(self, key: str, revision: int) -> None:

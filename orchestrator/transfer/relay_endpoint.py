@@ -68,7 +68,7 @@ class RelayEndpoint:
             "write it as host:port of the mooncake_master",
         )
         store = "give the path of a SQLite file, the URL of a Redis server, or 'memory'"
-        key = "is no Ed25519 public key in hexadecimal (64 digits)"
+        key = "is not an Ed25519 public key in hexadecimal (64 digits)"
         for name, right, fix in (
             ("job", _JOB.fullmatch(self.job), "use 1 to 128 of A-Z a-z 0-9 . _ -"),
             ("kind", self.kind in ("mooncake", "fsspec", "memory"), "must be 'mooncake', 'fsspec' or 'memory'"),

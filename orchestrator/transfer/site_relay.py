@@ -49,7 +49,7 @@ class SiteRelay:
     ) -> None:
         self._relay, self._place, self._told, self._clock = relay, place, dict(told), clock
         file = os.environ.get(TOKEN_FILE, "")
-        fix = "name a file with the token of the site's cache, on this machine"
+        fix = "name a file with the site cache's token, on this machine"
         if not file:
             raise ConfigError(TOKEN_FILE, "", fix)
         self._token = bearer.Token(f"{bearer.FILE}{file}", TOKEN_FILE, fix)
@@ -115,7 +115,7 @@ class SiteRelay:
                 return
             except LinkRefused as error:
                 if error.reason == "unauthorized" and last:
-                    fix = f"the cache of the site at {self._place} has another token: give both sides the same"
+                    fix = f"the site cache at {self._place} has another token: give both sides the same"
                     raise ConfigError(TOKEN_FILE, os.environ.get(TOKEN_FILE, ""), fix) from error
                 if error.reason != "unauthorized":
                     self._leave_alone(str(error))

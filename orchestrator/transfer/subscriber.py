@@ -206,7 +206,7 @@ class Subscriber:
         if not isinstance(relay, SiteRelay) or not relay.past_cache:
             return ""
         count, relay.past_cache = relay.past_cache, 0
-        return f"{count} objects came from the relay itself, not from the cache of the site at {relay.why}"
+        return f"{count} objects came from the relay itself, not from the site cache at {relay.why}"
 
     def _again_if_wrong(self, read: Callable[[], Read]) -> Read:
         """What is read and verified; from the relay itself where the cache of the site had it wrong."""

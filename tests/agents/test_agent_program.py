@@ -244,8 +244,8 @@ def test_a_trajectory_that_is_stale_is_evicted_and_its_program_killed(tmp_path: 
         (["task.agent.comand=['x']"], "no such key"),
         (["task.name=nim"], "only for name"),
         (["model.path=somewhere"], "tokenizer of model.path"),
-        (["environment.backend=subprocess"], "sandbox of its own"),
-        (["context.strategy=restart"], "its own affair"),
+        (["environment.backend=subprocess"], "its own sandbox"),
+        (["context.strategy=restart"], "decides itself what the policy sees"),
         (["task.memory.turns=2"], "the agent keeps"),
     ],
 )

@@ -502,7 +502,7 @@ def test_with_an_embedding_the_nearest_notes_answer_though_they_share_no_word() 
 
 def test_an_embedding_is_a_function_that_exists_and_needs_a_memory_and_its_package() -> None:
     name = "builtins:list"
-    with pytest.raises(ConfigError, match=r"task\.memory\.embed = .*no memory without turns"):
+    with pytest.raises(ConfigError, match=r"task\.memory\.embed = .*memory needs turns"):
         load_config(None, [f"task.memory.embed={name}"])
     config = load_config(None, ["task.name=household", f"task.memory={{turns=3, embed='{name}'}}"])
     assert preflight.make_task(config).name == "household"

@@ -372,8 +372,8 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         lambda r: (r["detail"]["bytes_per_turn"]["1000"],),
     ),
     ("scale", "p99 of the slowest case | {:.3f} ms |", "routing", value),
-    ("scale", "what the loop itself stands still | {1:.1f} s; {0:.0f} ms at most |", "checkpoint-stall", checkpoint),
-    ("scale", "bytes per rank over its share | {:.0f} ms; {:.2f} |", "batch-handover", handover),
+    ("scale", "how long the loop itself is blocked | {1:.1f} s; {0:.0f} ms at most |", "checkpoint-stall", checkpoint),
+    ("scale", "bytes read per rank, relative to its share | {:.0f} ms; {:.2f} |", "batch-handover", handover),
     (
         "scale",
         "10,000 for 30 minutes; {:,} trajectories, {} steps, ledger closed; p99 of a loop's busy time {:.1f} ms, the "
@@ -381,8 +381,13 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "environments",
         ten_thousand,
     ),
-    ("scale", "whatever its number of engines | {:.3f} copies, {:.2f} of the link's time", "site-fanout", site),
-    ("scale", "difference per changed weight | {:.2f} at most |", "delta-bytes", value),
+    (
+        "scale",
+        "for any number of engines there | {:.3f} copies, at worst {:.2f} times the link's time",
+        "site-fanout",
+        site,
+    ),
+    ("scale", "delta bytes per changed weight, with 1 to 5 % changed | {:.2f} at most |", "delta-bytes", value),
     ("simulator", "{:.1f} % at worst", "sim-error", lambda r: (100 * r["value"],)),
     ("simulator", "{:.0f} % off the papers'", "sim-error", lambda r: (100 * r["detail"]["papers"]["median_error"],)),
     ("simulator", "({:.0f} % without sizes of models, {:.0f} % of those in seconds)", "sim-error", papers_off),

@@ -256,7 +256,7 @@ def test_speeds_and_classes_may_name_servers_that_come_later_and_nothing_else(tm
     assert may_come(named, "http://127.0.0.1:8002")
     assert not may_come(named, "vllm-7")
     routing = rollout(routing={"hardware": {OTHER: "H20"}}).routing
-    with pytest.raises(ConfigError, match="no rollout worker of this name"):
+    with pytest.raises(ConfigError, match="no rollout worker has this name"):
         planned_router(routing, ["vllm-0", URL], ["", ""], [False, True])
     planned_router(routing, ["vllm-0", URL], ["", ""], [False, True], others=lambda name: may_come(settings, name))
 

@@ -183,7 +183,7 @@ def test_a_class_that_ray_does_not_have_is_said_and_the_worker_goes_to_another_p
     manager = ResourceManager({"B200": 4, "CPU": 2}, compatible={"B200": ["CPU"]}, name="elsewhere")
     heard = []
     placement = Placement(manager, "w", "B200", cpus=0, reserve_seconds=1, note=heard.append)
-    with pytest.raises(RetryableError, match=r"no place within 1 s \(B200: 1 wanted, 0 of 0 free"):
+    with pytest.raises(RetryableError, match=r"could not place it within 1 s \(B200: 1 wanted, 0 of 0 free"):
         placement.place()
     placement._limit = 60.0
     placement.move()
@@ -191,7 +191,7 @@ def test_a_class_that_ray_does_not_have_is_said_and_the_worker_goes_to_another_p
     placement.release()
     assert [(item.hardware, item.fallback) for item in heard] == [
         ("B200", ""),
-        ("CPU", "B200 has 0 devices free of 1 wished for"),
+        ("CPU", "B200 has 0 devices free of 1 needed"),
     ]
     assert [pool.failed for pool in manager.view().pools] == [(0, 1, 2, 3), ()]
 

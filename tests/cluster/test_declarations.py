@@ -56,7 +56,7 @@ class Fine(rdist.ActorGenCls):
         (rdist.ActorTrain, Fine, "derive it from ActorTrainCls"),
         (rdist.Cluster, rdist.Worker, "derive it from ActorTrainCls or ActorGenCls"),
         (rdist.ActorGen, Taken, "clusters have a member of this name"),
-        (rdist.ActorTrain, Beside, "runs beside the other methods: say how many"),
+        (rdist.ActorTrain, Beside, "runs beside the other methods: set how many"),
     ],
 )
 def test_a_class_that_no_cluster_can_be_of_is_refused(kind: Any, worker: Any, words: str) -> None:

@@ -292,12 +292,12 @@ def test_what_the_cluster_can_never_hold_is_one_error_with_the_numbers() -> None
         reserve(many, "SPREAD", 1)
     heard: list[str] = []
     assert pool_requests.without_pools(load_config(None, ["rollout.workers=32"]), heard.append) == {}
-    assert heard == ["the run wants 33 GPUs and Ray has 32: its processes share the devices that they see"]
+    assert heard == ["the run needs 33 GPUs and Ray has 32: its processes share the devices that they see"]
 
 
 def test_what_a_run_wants_of_a_cluster_without_pools_is_one_error_with_the_numbers() -> None:
     config = load_config(None, ["rollout.workers=32", "ray.address=auto"])
-    with pytest.raises(ConfigError, match="wants 33 GPUs and this cluster has 32"):
+    with pytest.raises(ConfigError, match="needs 33 GPUs and this cluster has 32"):
         device_plan.rehearse(config, print)
 
 

@@ -375,12 +375,12 @@ def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_t
         NodeShard("/a", 8, "0", "object").open()
     with pytest.raises(RunError, match="references of a batch are lost: gone or full"):
         BatchReferences(object()).samples()
-    with pytest.raises(RunError, match="references of a batch find no room in Ray's object store: gone or full"):
+    with pytest.raises(RunError, match="Ray's object store has no room for the references of a batch: gone or full"):
         NodeObjects(spread=False).refer([])
     shards = ShardFolder(tmp_path / "disk", tmp_path)
     turn = Turn((1,), (2,), (-0.5,), ((4, 1),))
     finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))
-    with pytest.raises(RunError, match="finds no room in Ray's object store: gone or full"):
+    with pytest.raises(RunError, match=r"Ray's object store has no room for shard .*: gone or full"):
         NodeObjects(spread=True).refer(to_samples(finished))
     shards.close()
     with pytest.raises(RunError, match="is lost: "):

@@ -63,10 +63,10 @@ def test_a_run_gets_the_devices_of_a_job_that_died_and_none_of_one_that_lives(mo
             config, metadata, "second", lambda _: None, said.append
         )
         assert asyncio.get_running_loop().time() - begun == pytest.approx(6.0, abs=1.1)
-        assert said == ["no sign of life of first for 6 s: what it had of the pools is free"]
+        assert said == ["no sign of life from first for 6 s: its devices are free"]
         assert {item.wish.owner for item in manager.view().bindings.values()} == {"second"}
         assert len(places) == 4
-        with pytest.raises(RunError, match="are another job's"):
+        with pytest.raises(RunError, match="another job now has"):
             await pool_requests.keep_beating(first, 6.0)
 
     run(main())
@@ -126,7 +126,7 @@ class PlacementDouble:
 
     def place(self, part: int = 0) -> dict[str, Any]:
         if self.left[0] == "bad":
-            raise RetryableError("Ray gives it no place")
+            raise RetryableError("Ray could not place it")
         return {}
 
     def move(self) -> DeviceBinding:

@@ -27,7 +27,7 @@ def test_two_jobs_see_each_others_bindings_and_never_get_the_same_device(open_st
     assert binding.fallback
     assert one.binding("two/train") == binding
     assert {name: len(one.view().free(name)) for name in POOLS} == {"H800": 0, "H20": 16, "CPU": 4}
-    with pytest.raises(ConfigError, match="id has H800 0, 1"):
+    with pytest.raises(ConfigError, match="id already has H800 0, 1"):
         two.bind("one/train", "CPU")
 
 
@@ -52,7 +52,7 @@ def test_a_failed_place_is_left_and_stays_marked_for_everybody(open_store: Open)
     manager.bind("a", "H800")
     assert manager.rebind("a", failed=True).devices == (1,)
     moved = manager.rebind("a", failed=True)
-    assert (moved.hardware, moved.fallback) == ("H20", "H800 has 0 devices free of 1 wished for")
+    assert (moved.hardware, moved.fallback) == ("H20", "H800 has 0 devices free of 1 needed")
     with pytest.raises(RetryableError, match="H800: 0 free, H20: 0 free"):
         manager.rebind("a", failed=True)
     assert manager.binding("a") == moved, "it has what it had"
@@ -134,7 +134,7 @@ def test_what_a_dead_job_has_is_free_when_its_heartbeat_has_stood_still_and_nobo
     assert [*new.view().bindings] == ["a", "o"], "one that never said that it lives is nobody's to judge"
     new.bind("n", "H20", 8)
     alive.beat()
-    with pytest.raises(RunError, match="the devices of d are another job's"):
+    with pytest.raises(RunError, match="another job now has the devices of d"):
         dead.beat()
 
 

@@ -270,7 +270,7 @@ def test_what_cannot_be_is_one_error_and_leaves_the_hosts_as_they_were(tmp_path:
             f"relay.site_token_file={token}",
             "relay.site_allow_plain=true",
         ],
-        "has none of that name: ": ["trainer.interface=nic9"],
+        "has no such interface; it has: ": ["trainer.interface=nic9"],
     }
     with Hosts(3) as hosts:
         nodes = RayHosts(hosts, BOTH, BOTH)

@@ -257,7 +257,7 @@ def test_a_long_round_is_measured_by_what_it_launches(looks: list[tuple[int, int
         ({"stream": False}, "set trainer.stream to true"),
         ({"ranks": 8}, "8 trainer ranks need as many devices"),
         ({"pools": {"H800": 8}}, "leave one of the two out"),
-        ({"weights": "collective"}, "workers whose memory the trainer has receive nothing"),
+        ({"weights": "collective"}, "workers whose memory is lent to the trainer cannot receive"),
         ({"low": 0.6}, "low must not be above high"),
     ],
 )

@@ -95,12 +95,12 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "words"),
     [
         (("train", "nowhere.toml"), "no such file"),
-        (("train", "--resume", "nowhere"), "is no run folder"),
+        (("train", "--resume", "nowhere"), "is not a run folder"),
         (("train", "examples/frozenlake.toml", "model.path=/nonexistent"), "is not a model folder"),
         (("train", "examples/frozenlake.toml", "reward.function=nowhere.at:all"), "No module named"),
         (("train", "examples/frozenlake.toml", "rollout.engine.max_model_len=20"), "may have"),
         (("train", "examples/frozenlake.toml", "run.folder=/proc/nothing"), "cannot be written"),
-        (("report", "nowhere"), "is no run folder"),
+        (("report", "nowhere"), "is not a run folder"),
         (("bench", "zzzz"), "no such benchmark; see rl-coserve bench --list"),
         (("bench", "calibrated"), "no such benchmark; did you mean calibrated-prediction?"),
         (("sim",), "name a TOML file: `rl-coserve sim examples/sim.toml`"),
@@ -181,7 +181,7 @@ def test_beside_a_task_that_cannot_be_made_all_else_that_is_wrong_is_said(
     capsys.readouterr()
     assert main([command[0], "served.toml", "evaluation.prompts=5000", *command[1:]]) == 2
     first, *others = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: task.data.tokenizer = 'MODEL': is no folder")
+    assert first.startswith("error: task.data.tokenizer = 'MODEL': is not a folder")
     assert [line.split(" = ")[0].strip() for line in others] == [
         "task.data.reward",
         "task.data.file",
@@ -227,7 +227,7 @@ def test_a_task_that_cannot_be_played_is_known_before_anything_starts(
         main(["train", f"task.name=odd_tasks:{name}", "task.heldout_maps=5", "evaluation.prompts=5", "--dry-run"]) == 2
     )
     said = capsys.readouterr().err
-    assert "one turn of it, played before the run, failed" in said
+    assert "a trial turn before the run failed" in said
     assert says in said
 
 
@@ -249,7 +249,7 @@ def test_an_untested_engine_version_is_refused_with_the_range(version: str, monk
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["ray.address=auto"], "reward.serve.port = 0: name the port"),
+        (["ray.address=auto"], "reward.serve.port = 0: in a Ray that others run, name the port"),
         (["reward.serve={min_replicas=3}", "ray.cpus=2"], "3 replicas of 1 CPUs do not fit into ray.cpus = 2"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_ray_serve_that_could_not_start_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("encoder", "rollout.prediction.encoder = .*is no Hugging Face folder"),
+        ("encoder", "rollout.prediction.encoder = .*is not a Hugging Face folder"),
         ("start", "rollout.prediction.start = .*cannot be used"),
     ],
 )

@@ -76,7 +76,7 @@ def test_an_engine_with_a_kv_cache_of_a_size_starts_beside_a_trainer_that_holds_
     [
         ("quantisation='fp8'", "did you mean 'quantization'"),
         ("max_num_seq=8", "did you mean 'max_num_seqs'"),
-        ("scheduler_clas='x'", "no option of the installed vLLM"),
+        ("scheduler_clas='x'", "is not an option of the installed vLLM"),
         ("enable_expert_parallel=1", "is bool"),
         ("max_num_batched_tokens='many'", "is int | None"),
         ("max_num_batched_tokens=true", "is int | None"),
@@ -86,7 +86,7 @@ def test_an_engine_with_a_kv_cache_of_a_size_starts_beside_a_trainer_that_holds_
         ("kv_transfer_config={kv_connector='x'}", "rollout.kv_transfer"),
         ("dtype='float16'", "model.dtype"),
         ("nnodes=2", "is `nodes`"),
-        ("nodes=2", "1 are not a multiple of it"),
+        ("nodes=2", "1 is not a multiple of it"),
         ("block_size=16", "multiple of 32"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_share_and_a_size_of_the_memory_exclude_each_other() -> None:
     ["rollout.planner.enabled=true", "rollout.colocation.enabled=true", "rollout.disaggregation.degrees={vllm-0=2}"],
 )
 def test_only_one_says_over_how_many_devices_an_engine_runs(cut: str) -> None:
-    with pytest.raises(ConfigError, match="says how many devices each engine has"):
+    with pytest.raises(ConfigError, match="sets how many devices each engine has"):
         load_config(None, [f"{ENGINE}tensor_parallel_size=2", cut])
 
 
@@ -164,7 +164,7 @@ def test_groups_of_engines_have_options_and_classes_of_their_own() -> None:
         ("rollout.engines=[{cuont=2}]", "engines.0.cuont", "did you mean 'count'"),
         ("rollout.engines=[{count=0}]", "engines.0.count", "must be more than 0"),
         ("rollout.colocation.enabled=true", "engines", "so does rollout.colocation"),
-        ("rollout.placement.profile='x'", "placement.profile", "engines that are alike"),
+        ("rollout.placement.profile='x'", "placement.profile", "is for identical engines"),
     ],
 )
 def test_groups_exclude_what_is_said_of_all_engines(more: str, field: str, words: str) -> None:

@@ -223,7 +223,7 @@ def test_tools_that_cannot_be_are_found_before_anything_starts(override: str, fi
         ('tools.functions={a="m:f"}', None),
         ('tools.functions={a="m"}', "tools.functions"),
         ('tools.functions={"a b"="m:f"}', "tools.functions"),
-        ('tools={functions={a="m:f"}, urls={b="http://x"}}', "use one of functions and urls"),
+        ('tools={functions={a="m:f"}, urls={b="http://x"}}', "use either functions or urls"),
     ],
 )
 def test_tools_are_configured_by_name(override: str, message: str | None) -> None:

@@ -213,7 +213,7 @@ NEWER: dict[str, tuple[Callable[[Path], Any], type[CoserveError], str]] = {
     "profile": (
         lambda made: (newer_json(made / "profile.json"), load_profile(made / "profile.json")),
         ConfigError,
-        r"no profile of format 1 \(it says 99\)",
+        r"not a profile of format 1 \(it says 99\)",
     ),
 }
 

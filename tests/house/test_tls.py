@@ -132,10 +132,10 @@ def test_the_right_authority_works(good: Tls) -> None:
 
 
 WRONG = {
-    "another authority": ("good", "other", "tls.authority must be the authority that signed it"),
-    "the system's authorities": ("good", "none", "tls.authority must be the authority that signed it"),
+    "another authority": ("good", "other", "tls.authority must be the CA that signed it"),
+    "the system's authorities": ("good", "none", "tls.authority must be the CA that signed it"),
     "expired": ("expired", "own", "give the server a new one"),
-    "another name": ("elsewhere", "own", "use an address that stands in it"),
+    "another name": ("elsewhere", "own", "use an address that it lists"),
     "no TLS": ("plain", "own", "does not speak TLS"),
 }
 

@@ -82,9 +82,9 @@ def test_a_model_is_written_that_has_the_tasks_words_and_the_configs_sizes(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("{used}",), "is there already"),
+        (("{used}",), "already exists"),
         (("/proc/nothing",), "cannot be written"),
-        (("{new}", "model.path=/x"), "this config has a model"),
+        (("{new}", "model.path=/x"), "this config names a model"),
         (("{new}", "model.dtype='float16'"), "model.dtype"),
     ],
 )
@@ -116,9 +116,9 @@ def test_no_run_yet_is_told_apart_from_another_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
-    assert "there is no run here yet: `rl-coserve train CONFIG` makes one" in capsys.readouterr().err
+    assert "there is no run here yet: start one with `rl-coserve train CONFIG`" in capsys.readouterr().err
     assert main(["report", "other"]) == 2
-    assert "there is no folder runs here" in capsys.readouterr().err
+    assert "there is no folder `runs` here" in capsys.readouterr().err
     (tmp_path / "runs").mkdir()
     assert main(["report", "other"]) == 2
     assert "see `ls runs`" in capsys.readouterr().err
@@ -185,13 +185,13 @@ def test_a_run_that_would_fill_its_disk_is_refused_before_anything_starts(
 
 
 SLIPS = [
-    (["trian"], "'trian' is no command; did you mean 'train'?"),
+    (["trian"], "'trian' is not a command; did you mean 'train'?"),
     (["train", "examples/frozenlake.toml", "--rollout.alpha", "2"], "is written without dashes: rollout.alpha=2"),
     (["train", "examples/frozenlake.toml", "--rollout.alpha=2"], "is written without dashes: rollout.alpha=2"),
-    (["view", "--port", "99999"], "'99999' is no port; give one of 1 to 65535, or 0 for a free one"),
-    (["view", "--port", "http"], "'http' is no port; give one of 1 to 65535, or 0 for a free one"),
+    (["view", "--port", "99999"], "'99999' is not a port; give 1 to 65535, or 0 for a free one"),
+    (["view", "--port", "http"], "'http' is not a port; give 1 to 65535, or 0 for a free one"),
     (["profile"], "config = '': name a TOML file: its model is measured"),
-    (["sim"], "config = '': name a TOML file: `rl-coserve sim examples/sim.toml` takes some seconds"),
+    (["sim"], "config = '': name a TOML file: `rl-coserve sim examples/sim.toml` takes a few seconds"),
     (["train"], "config = '': name a TOML file: `rl-coserve train examples/frozenlake.toml` is the demo"),
     (
         ["train", "task.name=frozenlak", "--dry-run"],

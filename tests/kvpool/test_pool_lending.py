@@ -254,8 +254,8 @@ def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup)
     ("arguments", "fix"),
     [
         (["lend", "--pool", "NAME", "--max", "1.5"], "give a share of the pool"),
-        (["lend", "--pool", "NAME"], "say what is lent"),
-        (["reclaim", "--pool", "no-such-pool"], "there is no such pool of this user"),
+        (["lend", "--pool", "NAME"], "give --max SHARE, --dry-run or --status"),
+        (["reclaim", "--pool", "no-such-pool"], "this user has no such pool"),
     ],
 )
 def test_what_makes_no_sense_is_one_error(

@@ -835,7 +835,7 @@ def test_a_profile_of_this_engine_is_used_and_one_of_another_device_is_one_error
     options = PluginOptions(kv_pool="a", kv_pool_profile=write_profile(path))
     costs = load_costs(config_of(), options, unknown=1.0, slo=Slo(0.1, 0.05))
     assert costs.prefill(100) == pytest.approx(0.03)
-    with pytest.raises(ConfigError, match="cannot be kept even alone: a prompt of 1 tokens"):
+    with pytest.raises(ConfigError, match="cannot be met even without rollouts: a prompt of 1 tokens"):
         load_costs(config_of(), options, unknown=1.0, slo=Slo(0.02, 0.05))
     with pytest.raises(ConfigError, match=r"its model is .*, here it is 'Other"):
         load_costs(config_of("Other"), options, unknown=1.0)
@@ -843,5 +843,5 @@ def test_a_profile_of_this_engine_is_used_and_one_of_another_device_is_one_error
     with pytest.raises(ConfigError, match="its device is 'H100', here it is"):
         load_costs(config_of(), options, unknown=1.0)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no profile that can be read"):
+    with pytest.raises(ConfigError, match="is not a readable profile"):
         load_costs(config_of(), options, unknown=1.0)

@@ -91,7 +91,7 @@ def test_a_connector_that_registers_the_memory_of_a_pool_is_refused_at_start(mon
         kv_transfer_config=other,
     )
     monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: found)
-    with pytest.raises(ConfigError, match="memory that comes and goes") as caught:
+    with pytest.raises(ConfigError, match="KV memory, which comes and goes") as caught:
         pool_engine.allocate_kv_cache(
             lambda *given: pytest.fail("it was made"), "config", torch.device("cpu"), "layout"
         )

@@ -126,7 +126,7 @@ def test_nothing_intact_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_what_a_batch_launched_is_kept_and_less_than_it_needs_is_no_state(tmp_path: Path) -> None:
-    for launched, words in ((2.5, ""), (0.5, "no state of a run.*redundancy")):
+    for launched, words in ((2.5, ""), (0.5, "not a run's state.*redundancy")):
         checkpoints = Checkpoints(tmp_path / str(launched), keep=1)
         checkpoints.commit(checkpoints.begin(1), replace(state(1), redundancy=launched))
         if words:

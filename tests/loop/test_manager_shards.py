@@ -628,9 +628,12 @@ def test_what_shards_would_not_share_is_refused(overrides: tuple[str, ...], why:
     ("overrides", "why"),
     [
         ((), "rollout.shards_on = 'nodes': there is one node"),
-        (("ray.address=auto", "rollout.shards=1"), "there is none elsewhere"),
+        (("ray.address=auto", "rollout.shards=1"), "there are no other shards"),
         (("ray.address=auto", "reward.url=http://127.0.0.1:80/f"), "reward.url = .* is this machine's own"),
-        (("ray.address=auto", "reward.host=ray_serve"), "reward.host = 'ray_serve': answers on the node of its proxy"),
+        (
+            ("ray.address=auto", "reward.host=ray_serve"),
+            "reward.host = 'ray_serve': answers only on the node of its proxy",
+        ),
     ],
 )
 def test_what_shards_on_other_nodes_would_not_reach_is_refused(overrides: tuple[str, ...], why: str) -> None:

@@ -139,4 +139,4 @@ def test_the_command_changes_a_run_that_lives_only(
     assert main(["scale", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"rollout": 3, "environments": 16, "rewards": REWARDS}
     assert main(["scale", "rollout=+1", "--run", str(folder.path)]) == 2
-    assert "no process runs it" in capsys.readouterr().err
+    assert "is not running" in capsys.readouterr().err

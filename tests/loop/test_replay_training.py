@@ -145,7 +145,7 @@ def test_a_store_that_cannot_be_replayed_exactly_is_refused(tmp_path: Path) -> N
     ("arguments", "message"),
     [
         (["--replay", "nowhere"], "holds no trained trajectory"),
-        (["--replay", "nowhere", "--resume", "nowhere"], "no run folder"),
+        (["--replay", "nowhere", "--resume", "nowhere"], "not a run folder"),
     ],
 )
 def test_a_replay_of_nothing_starts_nothing(

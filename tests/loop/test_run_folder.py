@@ -240,7 +240,7 @@ def test_a_journal_that_is_torn_behind_the_checkpoint_is_cut_there() -> None:
     assert intact_lines([*lines[:4], "\0\0\0", lines[5]], 4) == (4, "line 6 is record 5 where 4 was to come")
     assert intact_lines([*lines[:3], '{"id":"\udcff"}'], 3) == (
         3,
-        "line 4 holds a byte 0xff that is no UTF-8: the file is damaged",
+        "line 4 holds a byte 0xff that is not UTF-8: the file is damaged",
     )
     assert intact_lines([*lines[:2], '{"half', *lines[2:]], 6) == (7, "")  # closed off by an earlier version
 
@@ -307,14 +307,14 @@ def test_a_byte_that_is_no_text_ends_a_resume_in_words_or_is_cut_off(tmp_path: P
 def test_a_life_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     folder.life_file.write_text("two\n")
-    with pytest.raises(ConfigError, match=r"life.*is no number"):
+    with pytest.raises(ConfigError, match=r"life.*is not a number"):
         folder.next_life()
 
 
 def test_a_log_that_is_no_text_is_one_clear_error(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     folder.ledger_file.write_bytes(b"{}\n\xff\n")
-    with pytest.raises(ConfigError, match="line 2 holds a byte 0xff that is no UTF-8"):
+    with pytest.raises(ConfigError, match="line 2 holds a byte 0xff that is not UTF-8"):
         folder.lines(folder.ledger_file)
 
 

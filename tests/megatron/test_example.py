@@ -154,7 +154,7 @@ def test_help_shows_every_flag(inputs: tuple[Path, Path], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--rl-trajectories", "no-such-folder"), "--rl-trajectories = 'no-such-folder': is no folder"),
+        (("--rl-trajectories", "no-such-folder"), "--rl-trajectories = 'no-such-folder': is not a folder"),
         (("--rl-objective", "ppo"), "has none of them"),
         (("--rl-stream-training", "--rl-objective", "reinforce++"), "--rl-stream-training = True"),
     ],

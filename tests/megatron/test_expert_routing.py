@@ -265,7 +265,7 @@ def test_a_trainer_says_what_it_replayed_and_what_the_gap_is_without(mixture: st
     other = pack_experts(chosen(shape, 3).astype("uint8")[:, :2], 0)
     assert other is not None
     wrong = replace(of_version(samples, 2)[0], experts=(other,))
-    with pytest.raises(RunError, match="of 2 layers with 2 experts a token, the model has 4 layers"):
+    with pytest.raises(RunError, match="cover 2 layers with 2 experts per token, the model has 4 layers"):
         asyncio.run(trainer.train_step(TrainBatch(2, 2, (wrong,))))
 
 

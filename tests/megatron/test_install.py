@@ -370,10 +370,10 @@ def test_replicas_that_share_experts_and_have_different_counts_are_told_and_do_n
         assert one.code == 0, one.err
         stock, taken, streamed, again = json.loads(one.out.splitlines()[-1])
         assert stock.startswith(
-            f"micro_batches = {3 - rank}: must be as many on all replicas that share experts, and are 2 to 3"
+            f"micro_batches = {3 - rank}: must be equal on all replicas that share experts, but 2 to 3 were given"
         )
         assert streamed.startswith(
-            f"micro_batches = {1 - rank}: must be as many on all replicas that share experts, and are 0 to 1"
+            f"micro_batches = {1 - rank}: must be equal on all replicas that share experts, but 0 to 1 were given"
         )
         assert taken == again == [True, 28.0]
 
@@ -481,7 +481,7 @@ def test_losses_by_tokens_are_refused_where_the_mean_is_by_trajectories(
 ) -> None:
     monkeypatch.setattr(built.config, name, value, raising=False)
     for words in ((), ("--rl-objective", "rloo"), ("--rl-loss", "sequence-sum")):
-        with pytest.raises(ConfigError, match=rf"^model.{name} = .*divides by trajectories"):
+        with pytest.raises(ConfigError, match=rf"^model.{name} = .*averages over trajectories"):
             wrap(built.chunks, built.optimizer, parse(*words))
     wrap(built.chunks, built.optimizer, parse("--rl-loss", "token-mean"))
 
@@ -491,9 +491,7 @@ def test_gradients_that_a_recorded_graph_writes_are_not_moved(
 ) -> None:
     monkeypatch.setattr(built.config, "cuda_graph_impl", "local")
     wrap(built.chunks, built.optimizer, parse(STREAM))
-    with pytest.raises(
-        ConfigError, match=r"^model.cuda_graph_impl = 'local': must be none where gradients are offloaded"
-    ):
+    with pytest.raises(ConfigError, match=r"^model.cuda_graph_impl = 'local': must be none if gradients are offloaded"):
         wrap(built.chunks, built.optimizer, parse(STREAM, "--rl-grad-offload"))
 
 

@@ -245,7 +245,7 @@ def wrong_later(logp_T: Any, tokens: Tokens, coefficients: Coefficients) -> Any:
         ("no_metrics", "must return"),
         ("raises", "raised KeyError: 'mine'"),
         ("absent", "cannot be imported"),
-        ("T", "is no function"),
+        ("T", "is not a function"),
     ],
 )
 def test_a_loss_that_breaks_the_contract_is_one_error_before_anything_starts(function: str, why: str) -> None:

@@ -156,7 +156,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(field: str, given: dict[str, 
         ("dual_clip", {"dual_clip": 3.0}, "exactly 1 with one mini-batch"),
         ("tis_floor", {"tis_floor": 0.5}, "tis_mode = 'mask' only"),
         ("tis_floor", {"tis_floor": 3.0, "tis_mode": "mask"}, "below trainer.tis_cap"),
-        ("tis_cap", {"tis_cap": 4.0, "ratio_to": "rollout"}, "weighs nothing"),
+        ("tis_cap", {"tis_cap": 4.0, "ratio_to": "rollout"}, "has no effect"),
         ("lr_decay", {"lr_decay": "cosine"}, "final_learning_rate"),
     ],
 )

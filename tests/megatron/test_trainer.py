@@ -529,7 +529,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(folder: str, tmp_path: 
     save(other, str(tmp_path / "checkpoint"))
     trainer = make_trainer(folder)
     before = weights_of(trainer)
-    with pytest.raises(ConfigError, match=r"^model\.\w+ = .*is of another model"):
+    with pytest.raises(ConfigError, match=r"^model\.\w+ = .*is from another model"):
         run(trainer.load(str(tmp_path / "checkpoint")))
     assert same(before, weights_of(trainer))
 
@@ -538,7 +538,7 @@ def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(folder)
     with pytest.raises(ConfigError, match="is not a model folder"):
         run(trainer.load(str(tmp_path)))
-    with pytest.raises(ConfigError, match="is no checkpoint of this trainer"):
+    with pytest.raises(ConfigError, match="is not a checkpoint of this trainer"):
         run(trainer.load(folder))
     save(trainer, str(tmp_path / "checkpoint"))
     with pytest.raises(ConfigError, match="is not an empty folder"):
@@ -547,7 +547,7 @@ def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "checkpoint", tmp_path / f"without {name}")
         state = tmp_path / f"without {name}" / name
         state.write_bytes(state.read_bytes()[:100])
-        with pytest.raises(ConfigError, match="is no checkpoint of this trainer"):
+        with pytest.raises(ConfigError, match="is not a checkpoint of this trainer"):
             run(trainer.load(str(state.parent)))
     bf16 = make_trainer(make_folder(tmp_path / "bf16", dtype="bfloat16"), dtype="bfloat16")
     save(bf16, str(tmp_path / "half"))

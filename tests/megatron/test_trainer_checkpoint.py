@@ -255,7 +255,7 @@ def test_an_index_that_would_run_code_is_refused_before_megatron_core_reads_it(f
     run(trainer.save(str(tmp_path / "checkpoint")))
     run(trainer.saved())
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Opens()))
-    with pytest.raises(ConfigError, match=r"is no checkpoint of this trainer.*\.metadata: .* has no place in it"):
+    with pytest.raises(ConfigError, match=r"is not a checkpoint of this trainer.*\.metadata: .* has no place in it"):
         run(trainer.load(str(tmp_path / "checkpoint")))
     assert not (tmp_path / "was here").exists()
 

@@ -285,7 +285,7 @@ def test_restored_ranks_continue_bit_for_bit(name: str, ranks: Ranks) -> None:
 def test_an_interface_that_does_not_exist_is_refused_with_those_that_do() -> None:
     parallel_layout._check_interface("")
     parallel_layout._check_interface("lo")
-    with pytest.raises(ConfigError, match=r"has none of that name: .*lo") as caught:
+    with pytest.raises(ConfigError, match=r"has no such interface; it has: .*lo") as caught:
         parallel_layout._check_interface("nic9")
     assert caught.value.field == "trainer.interface"
 

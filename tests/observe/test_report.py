@@ -351,9 +351,9 @@ def test_the_ledger_of_a_killed_run_is_recounted_from_its_journal(finished: Path
 
 def test_a_folder_that_is_no_run_is_a_config_error(tmp_path: Path) -> None:
     for call in (summarize, write_report):
-        with pytest.raises(ConfigError, match="no run folder"):
+        with pytest.raises(ConfigError, match="not a run folder"):
             call(tmp_path)
-        with pytest.raises(ConfigError, match="no run folder"):
+        with pytest.raises(ConfigError, match="not a run folder"):
             call(tmp_path / "missing")
 
 

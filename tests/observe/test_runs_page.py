@@ -166,4 +166,4 @@ def test_the_command_shows_a_folder_of_runs_until_it_is_stopped(tmp_path: Path) 
 def test_a_folder_without_runs_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs_in(tmp_path) == runs_in(tmp_path / "missing") == []
     assert cli(["view", str(tmp_path)]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err

@@ -320,7 +320,7 @@ def test_the_command_that_a_list_ends_with_can_be_typed_as_it_stands(
 ) -> None:
     (tmp_path / "my runs").symlink_to(run)
     assert main(["show", str(tmp_path / "my runs")]) == 0
-    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("read one: rl-coserve ")[2])
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("show one: rl-coserve ")[2])
     assert main(words) == 0
     assert capsys.readouterr().out.startswith(f"{words[-1]}  ")
 
@@ -329,10 +329,10 @@ def test_the_command_that_a_list_ends_with_can_be_typed_as_it_stands(
     ("arguments", "error"),
     [
         (["t9"], "'t9'"),
-        (["--best", "--step", "77"], "there is no such trajectory"),
-        (["--failed", "--step", "77"], "'step 77, failed': there is no such trajectory"),
-        (["--reward", "high"], "no range of rewards"),
-        (["--most", "0"], "no number of lines"),
+        (["--best", "--step", "77"], "no such trajectory"),
+        (["--failed", "--step", "77"], "'step 77, failed': no such trajectory"),
+        (["--reward", "high"], "not a range of rewards"),
+        (["--most", "0"], "not a number of lines"),
         (["--best", "--worst"], "not allowed with"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_run_that_cannot_be_calibrated_is_one_error(tmp_path: Path, capsys: py
     assert main(["cost", "--from", str(short)]) == 2
     assert "rl-coserve calibrate" in capsys.readouterr().err
     assert main(["calibrate", str(short)]) == 2
-    assert "was simulated: calibrate a real one" in capsys.readouterr().err
+    assert "was simulated: calibrate a real run" in capsys.readouterr().err
     write_turns(short)
     assert main(["calibrate", str(short)]) == 2
     assert "at least 20" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_a_first_file_is_written_once(
     assert str(written) in capsys.readouterr().out
     before = written.read_bytes()
     assert main(["init", way]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert written.read_bytes() == before
     assert main(["init", way, "no/such/folder"]) == 2
 
@@ -75,7 +75,7 @@ def test_what_is_next_for_a_megatron_script_is_no_command_whatever_the_files_nam
     [
         (["lend", "two\nlines.toml"], "must be printable"),
         (["train", "no/such/folder.toml"], "cannot be written: No such file or directory"),
-        (["train", "."], "is there already"),
+        (["train", "."], "already exists"),
     ],
 )
 def test_a_file_that_cannot_be_written_or_typed_is_one_error(

@@ -63,7 +63,7 @@ def test_an_engine_starts_under_mps_only_while_a_stand_in_for_it_is_watched(fold
         while not said:
             await asyncio.sleep(0.01)
         assert enter() == control.environment(30)
-        with pytest.raises(ConfigError, match="another process watches"):
+        with pytest.raises(ConfigError, match="another process is watching"):
             Watcher(control, folder, said.append)
         (folder / "pipes" / "alive").unlink()
         while len(said) < 2:
@@ -93,7 +93,7 @@ def test_what_cannot_be_under_mps_is_one_error_that_says_why(folder: Path, contr
     assert caught.value.field == "kv_pool_mps"
     mps_client.check_mps(0, "cpu", {})
     assert enter(0, "libcuda-not-here.so") == {}
-    with pytest.raises(ConfigError, match="this engine computes on cpu"):
+    with pytest.raises(ConfigError, match="this engine runs on cpu"):
         mps_client.check_mps(30, "cpu", {})
     with pytest.raises(ConfigError, match="CUDA started without it"):
         mps_client.check_mps(30, "cuda", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "40"})
@@ -103,7 +103,7 @@ def test_what_cannot_be_under_mps_is_one_error_that_says_why(folder: Path, contr
             PluginOptions(kv_pool=POOL, kv_pool_mps=percentage)
     with pytest.raises(ConfigError, match="only with kv_pool"):
         PluginOptions(kv_pool_mps=30)
-    with pytest.raises(ConfigError, match="too long for the sockets"):
+    with pytest.raises(ConfigError, match="too long for a path"):
         Watcher(control, folder.with_name("x" * 90), print)
 
 

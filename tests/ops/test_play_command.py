@@ -56,9 +56,9 @@ def test_an_episode_is_shown_and_scored_by_the_tasks_own_function() -> None:
 
 def test_a_prompt_that_is_not_there_is_one_error() -> None:
     task = preflight.make_task(load_config(None, ["task.name=nim", "task.heldout_maps=3"]))
-    with pytest.raises(ConfigError, match="fewer held-out prompts than that"):
+    with pytest.raises(ConfigError, match="not that many held-out prompts"):
         heldout_prompt(task, 0, 3)
-    with pytest.raises(ConfigError, match="they count from 0"):
+    with pytest.raises(ConfigError, match="must be 0 or more"):
         heldout_prompt(task, 0, -1)
 
 
@@ -72,7 +72,11 @@ def test_a_token_that_cannot_be_read_is_one_error(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [(b"<html>", "answers no JSON to /v1/models"), (b'{"data": []}', "names no model"), (b"[]", "names no model")],
+    [
+        (b"<html>", "does not answer /v1/models with JSON"),
+        (b'{"data": []}', "lists no model"),
+        (b"[]", "lists no model"),
+    ],
 )
 def test_a_server_that_is_no_vllm_is_one_error(answer: bytes, said: str) -> None:
     class Handler(BaseHTTPRequestHandler):

@@ -239,8 +239,8 @@ def test_what_a_new_life_would_not_cure_ends_the_run(monkeypatch: pytest.MonkeyP
 
 def test_after_a_refused_resume_nobody_is_told_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its records could not be read: another try would be refused too."""
-    with pytest.raises(RunError, match=r"^ledger: the journal holds a line that is no record$"):
-        lived(monkeypatch, 2, (-2, RunError("ledger: the journal holds a line that is no record")))
+    with pytest.raises(RunError, match=r"^ledger: the journal has a line that is not a record$"):
+        lived(monkeypatch, 2, (-2, RunError("ledger: the journal has a line that is not a record")))
 
 
 def test_a_wrong_config_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:

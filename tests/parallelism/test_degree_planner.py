@@ -232,7 +232,7 @@ def test_who_else_cuts_or_lends_the_engines_is_one_clear_error() -> None:
         simulate(tailed("sim.degrees=[1, 1, 1, 1]"))
     config = tailed()
     with pytest.raises(
-        ConfigError, match=r"resources\.devices_per_worker.*rollout\.placement\.degrees says how many devices"
+        ConfigError, match=r"resources\.devices_per_worker.*rollout\.placement\.degrees sets how many devices"
     ):
         engine_cuts.check(tailed("resources.pools={H800=8}", "resources.devices_per_worker=2"))
     with pytest.raises(ConfigError, match=r"placement\.profile.*cannot be read"):

@@ -140,7 +140,7 @@ def test_a_placement_profile_that_lacks_a_tp_of_the_engines_is_refused_before_an
     file.save()
     given = config(f"{DEGREES}.enabled=false", f'rollout.placement.profile="{file.path}"', *overrides)
     refusal = (
-        rf"rollout\.placement\.profile.*TP {lacks}.*the profile has TP {has}: measure it with `rl-coserve profile`"
+        rf"rollout\.placement\.profile.*TP {lacks}.*the profile has only TP {has}: measure it with `rl-coserve profile`"
     )
     with pytest.raises(ConfigError, match=refusal):
         simulate(given)
@@ -156,7 +156,7 @@ def test_a_profile_with_engines_wider_than_a_node_is_refused_over_nodes(tmp_path
             file.add(ProfilePoint(phase, EngineLayout(tp), 1, 16, 0.01 / tp))
     file.save()
     nodes = ["ray.address=auto", "resources.devices_per_server=2", f'rollout.placement.profile="{file.path}"']
-    with pytest.raises(ConfigError, match="= 2: leave out what has more") as refused:
+    with pytest.raises(ConfigError, match="= 2: leave out larger ones") as refused:
         engine_cuts.check(config(*nodes, f"{DEGREES}.speeds={{}}"))
     assert (refused.value.field, refused.value.value) == ("rollout.placement.profile", 4)
 
@@ -168,7 +168,7 @@ def test_a_profile_for_caps_that_is_not_there_or_lacks_the_runs_engines_is_refus
     with pytest.raises(ConfigError, match=r"rollout\.routing\.profile.*cannot be read"):
         engine_cuts.check(given)
     ProfileFile(tmp_path / "p.json", ProfileKey("model", "engine", "device")).save()
-    with pytest.raises(ConfigError, match=r"rollout\.routing\.profile.*lacks the run's engines of 1 devices"):
+    with pytest.raises(ConfigError, match=r"rollout\.routing\.profile.*lacks the run's engines with 1 devices"):
         engine_cuts.check(given)
 
 

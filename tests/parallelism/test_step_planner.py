@@ -394,7 +394,7 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_foreign_profiles
     config = Config.model_validate(pools)
     real = rollout_worker("vllm-0", "vllm_rlplugin.worker.inprocess_worker:EngineWorker")
     require_resizable([real])
-    with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*tensor parallelism only"):
+    with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*only use tensor parallelism"):
         require_resizable([real], experts=True)
     with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*set it to false"):
         engine_cuts.check(planned(experts=True))

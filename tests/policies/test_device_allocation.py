@@ -44,7 +44,7 @@ def test_a_wish_is_served_from_its_own_class_then_from_a_compatible_one_which_is
         ("H20", (8, 9, 10, 11)),
     ]
     assert [item.fallback for item in done[:2]] == ["", ""]
-    assert done[2].fallback == "H800 has 0 devices free of 4 wished for"
+    assert done[2].fallback == "H800 has 0 devices free of 4 needed"
     assert done[3].fallback == "there is no pool of class B200"
     assert done[4].hardware == "CPU"
 
@@ -72,7 +72,7 @@ def test_a_worker_that_fits_into_a_server_is_not_cut_and_the_fullest_server_is_t
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        (DeviceWish("a", "H20"), "id has H20 8 already"),
+        (DeviceWish("a", "H20"), "id already has H20 8"),
         (DeviceWish("b", "serverless"), "no pool serves this class"),
         (DeviceWish("b", "H20", 25), "at most 24"),
         (DeviceWish("b", "H20", 0), "at least one"),

@@ -243,7 +243,7 @@ def test_a_packed_set_is_the_same_set_and_a_damaged_one_is_refused(tmp_path: Pat
         file.write_bytes(content)
         with pytest.raises(ConfigError, match="no packed set"):
             packed(file)
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         trajectories_of(tmp_path)
 
 

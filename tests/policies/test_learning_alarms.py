@@ -32,14 +32,14 @@ FALL = [0.5] * 5 + [0.3, 0.2, 0.12, 0.08, 0.06, 0.05, 0.05, 0.05]
 def test_entropy_collapse_is_said_once_with_what_it_was() -> None:
     (alarm,) = run(FALL)
     assert alarm.what == "entropy"
-    assert alarm.detail.startswith("it says one answer to a prompt: raise trainer.entropy_coefficient")
+    assert alarm.detail.startswith("it gives only one answer per prompt: raise trainer.entropy_coefficient")
     assert "0.072 after step 12, 14% of the 0.5 of the first 5 steps (trainer.entropy_alarm = 20%)" in alarm.detail
-    assert alarm.detail.endswith("90% of the groups without a difference")
+    assert alarm.detail.endswith("90% of the groups with equal rewards")
 
 
 def test_prompts_that_repeat_are_named_as_the_reason() -> None:
     (alarm,) = run(FALL, prompts_repeated=0.62)
-    assert alarm.detail.startswith("it learns its prompts by heart, 62% were asked before: give it more of them; 0.072")
+    assert alarm.detail.startswith("it memorises its prompts, 62% were asked before: add more of them; 0.072")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_policies_that_differ_for_the_engines_arithmetic_and_for_age_are_told_ap
 
     assert "25.0% of the tokens" in said(0.0, 2.0)
     assert "(1 % of the weights below 0.2, 1 % above 4)" in said(0.0, 2.0)
-    assert said(0.001, 2.0).startswith("staleness, 2 versions in the mean: lower rollout.alpha")
+    assert said(0.001, 2.0).startswith("staleness, 2 versions on average: lower rollout.alpha")
     assert said(0.015, 2.0).startswith("engine and trainer, not staleness")
     assert "gradient norm" in said(0.001, 0.0)
 

@@ -48,7 +48,7 @@ def test_only_what_the_trainer_is_given_is_lower() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"buffer": 5}, "lies before a limit"),
+        ({"buffer": 5}, "needs a limit"),
         ({"limit": 5, "buffer": 6}, "must not be above limit"),
         ({"limit": 5, "penalty": 0.0}, "more than 0"),
         ({"limit": -1}, "at least 0"),

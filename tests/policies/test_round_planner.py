@@ -376,7 +376,7 @@ def test_the_queue_survives_a_checkpoint_and_that_of_another_run_is_refused() ->
         with pytest.raises(ConfigError, match=f"long-prompt queue.*{says}"):
             rounds_of(small(wrong), state)
     state["keys"][3][1] = "of another data set"
-    with pytest.raises(ConfigError, match="of another data set"):
+    with pytest.raises(ConfigError, match="from another data set"):
         rounds_of(small(), state)
 
 

@@ -673,7 +673,7 @@ def test_when_the_last_worker_for_a_task_is_gone_the_run_ends_with_the_reason() 
         await asyncio.sleep(0.02)
         gone.die()
         await asyncio.sleep(0.05)
-        assert "no rollout worker is left for task task, which runs on class H800 only" in str(fatal.pop())
+        assert "no rollout worker is left for task task, which needs class H800 only" in str(fatal.pop())
         waiting.cancel()
         with pytest.raises(RunError, match="H800"):
             await proxy.generate(request("r2"))

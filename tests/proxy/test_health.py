@@ -302,7 +302,7 @@ def test_a_worker_that_moved_is_routed_to_by_its_new_class(fallback: bool) -> No
             assert (await waiting).finish_reason == "stop"
             assert not fatal
         else:
-            assert "no rollout worker is left for task maths, which runs on class H800 only" in str(fatal.pop())
+            assert "no rollout worker is left for task maths, which needs class H800 only" in str(fatal.pop())
         for task in [*turns, waiting]:
             task.cancel()
         await asyncio.gather(*turns, waiting, return_exceptions=True)

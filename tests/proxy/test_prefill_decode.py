@@ -176,7 +176,7 @@ def test_a_part_never_leaves_its_class_and_a_trajectory_has_a_worker_in_each() -
         ([*ON, "rollout.disaggregation.prefill=P"], "disaggregation"),
         ([*ON, "rollout.disaggregation.prefill=P", "rollout.disaggregation.decode=P"], "disaggregation"),
         (["rollout.disaggregation.degrees={vllm-0=2}"], "disaggregation.degrees"),
-        ([*ON, *PD, "rollout.disaggregation.degrees={vllm-3=2}"], "there is no vllm-3: rollout.workers is 3"),
+        ([*ON, *PD, "rollout.disaggregation.degrees={vllm-3=2}"], "there is no worker vllm-3: rollout.workers is 3"),
         ([*ON, *PD, "rollout.disaggregation.degrees={sim-0=2}"], "disaggregation.degrees"),
     ],
 )
@@ -204,7 +204,7 @@ def test_each_engine_of_a_class_has_the_devices_that_the_config_gives_it() -> No
         engine_cuts._fixed(config, heads=6)
     assert engine_cuts._fixed(settings(*ON, *PD), heads=6).keywords_of(1) == {}
     elsewhere = settings(*ON, *PD, "rollout.disaggregation.degrees={vllm-0=2}", "ray.address=auto")
-    with pytest.raises(ConfigError, match=r"ray\.address.*counts the devices of this machine"):
+    with pytest.raises(ConfigError, match=r"ray\.address.*counts this machine's devices"):
         engine_cuts.check(elsewhere)
     pooled = "resources.pools={P=8, D=8, H800=8}", "resources.rollout={P=1, D=2}"
     config = settings(*ON, *PD, *pooled, "rollout.disaggregation.degrees={vllm-0=2, vllm-2=4}")

@@ -63,7 +63,7 @@ def test_the_cap_is_where_throughput_stops_growing() -> None:
     longest = load_config(None, []).rollout.longest_context
     assert resolved(profile=profile_of(1.0, 0.0, kv_tokens=3 * longest)) == (3, 16), "room for three whole contexts"
     assert resolved(profile=profile_of(1.0, 0.5), borrows=False) == (16, 0)
-    with pytest.raises(ConfigError, match="lacks the run's engines of 2 devices"):
+    with pytest.raises(ConfigError, match="lacks the run's engines with 2 devices"):
         resolved("rollout.engine.tensor_parallel_size=2", profile=profile_of(1.0, 0.5))
     with pytest.raises(ConfigError, match="leave one of the two out"):
         resolved("rollout.routing.cap=3", 'rollout.routing.profile="p.json"')

@@ -195,7 +195,7 @@ def test_a_run_names_a_profile_that_is_not_there_or_of_another_model_before_anyt
     ("task", "wanted", "field", "words"),
     [
         ("", Wanted(tp=(2,)), "--tp", "one device"),
-        ("", Wanted(batches=(65,)), "--batch", "64 questions together"),
+        ("", Wanted(batches=(65,)), "--batch", "at most 64 questions"),
         ("chess", Wanted(), "--judge", "name one of"),
     ],
 )
@@ -205,7 +205,7 @@ def test_what_cannot_be_measured_of_a_judge_is_refused(
     with pytest.raises(ConfigError, match=f"^{field} = .*{words}"):
         own_judge(config(folder), task, wanted)
     assert own_judge(config(folder), "", Wanted()).path == folder
-    with pytest.raises(ConfigError, match=r"^--judge = .*no judge is the run's own"):
+    with pytest.raises(ConfigError, match=r"^--judge = .*the run has no judge of its own"):
         own_judge(load_config(None, []), "", Wanted())
 
 

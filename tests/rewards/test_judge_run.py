@@ -50,9 +50,9 @@ elif sys.stdin.readline().split()[0] == "quit":
         ([*MIXED, "reward.judges.nim.criterion=c"], "reward.judges.nim.*a judge needs a url or a path"),
         (
             [*MIXED, *BY_TASK, "reward.judges.chess.path=m", "reward.judges.chess.criterion=c"],
-            "chess.*is no task of the mixture",
+            "chess.*is not a task of the mixture",
         ),
-        (BY_TASK, "is no task of the mixture; there are: none"),
+        (BY_TASK, "is not a task of the mixture; there are: none"),
         ([*OWN, "reward.judge.streamed.device=gpu"], "reward.judge.streamed.device"),
         ([*OWN, "reward.judge.streamed.mps_share=0"], "reward.judge.streamed.mps_share"),
         ([*OWN, "reward.judge.streamed.memory_gb=4"], "memory_gb"),
@@ -109,7 +109,7 @@ def test_on_a_gpu_without_the_mps_program_the_way_on_is_named(tmp_path: Path, mo
     [
         (False, None, [], "no GPU here"),
         (True, "", [], "no GPU here"),
-        (True, None, ["reward.judge.streamed.device=cpu"], "computes on the CPU"),
+        (True, None, ["reward.judge.streamed.device=cpu"], "runs on the CPU"),
         (True, None, ["reward.judge.streamed.mps=false"], "mps is false"),
         (True, None, ["ray.address='h:1'"], "not this run's processes"),
         (True, "0", [], ""),

@@ -280,8 +280,11 @@ def test_a_resumed_run_launches_what_the_batch_before_its_checkpoint_took(monkey
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "follows what dynamic sampling replaces"),
-        (["rollout.dynamic_sampling=true", "rollout.rounds.enabled=true"], "a round says itself how much it launches"),
+        ([], "follows the groups that dynamic sampling replaces"),
+        (
+            ["rollout.dynamic_sampling=true", "rollout.rounds.enabled=true"],
+            "a round decides itself how much it launches",
+        ),
     ],
 )
 def test_concurrency_that_nothing_can_follow_is_refused(given: list[str], words: str) -> None:

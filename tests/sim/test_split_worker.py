@@ -150,7 +150,7 @@ def test_the_longest_go_to_the_wide_engine_of_the_decode_pool() -> None:
 def test_degrees_that_are_named_twice_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"disaggregation\.degrees.*leave one of the two out"):
         simulate(apart(UNEQUAL, "sim.degrees=[4, 1, 2, 1]"))
-    with pytest.raises(ConfigError, match=r"name them in rollout\.disaggregation\.degrees"):
+    with pytest.raises(ConfigError, match=r"name degrees in rollout\.disaggregation\.degrees"):
         apart(
             "rollout.prediction.enabled=true",
             "rollout.placement.enabled=true",

@@ -133,11 +133,11 @@ def test_a_checkpoint_of_a_version_that_is_on_its_way_resumes_with_it() -> None:
     ("given", "field", "why"),
     [
         (["run.mode=sync", "rollout.alpha=0"], "weights_overlap", "'async' and 'areal'"),
-        (["run.mode=sync_plus", "rollout.alpha=0"], "weights_overlap", "no trajectory is under way"),
+        (["run.mode=sync_plus", "rollout.alpha=0"], "weights_overlap", "no trajectory is in progress"),
         (["run.mode=one_off", "rollout.alpha=1"], "weights_overlap", "one version"),
         (["rollout.alpha=0"], "rollout.alpha", "alpha"),
-        (["rollout.weights=collective"], "weights_overlap", "take rollout.weights = 'relay'"),
-        (["rollout.planner.enabled=true"], "weights_overlap", "rollout.planner cuts the engines"),
+        (["rollout.weights=collective"], "weights_overlap", "set rollout.weights = 'relay'"),
+        (["rollout.planner.enabled=true"], "weights_overlap", "rollout.planner re-divides engines"),
         (
             [
                 "rollout.prediction.enabled=true",
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_a_version_that_is_on_its_way_resumes_with_it() -> None:
                 "rollout.placement.degrees.speeds={1 = 1.0, 2 = 0.7}",
             ],
             "weights_overlap",
-            "rollout.placement.degrees cuts the engines",
+            "rollout.placement.degrees re-divides engines",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_what_is_wrong_with_tokenizer_rewards_and_files_is_said_at_once() -> Non
         *("task.data.tokenizer", "task.data.reward", "task.data.reward", "task.data.file", "task.data.heldout"),
         "evaluation.prompts",
     ]
-    assert "rows.jsonl:41: is no JSON object" in said
+    assert "rows.jsonl:41: is not a JSON object" in said
     assert "tokens" not in said  # a prompt that no tokenizer has read is not called too long
 
 
@@ -183,7 +183,7 @@ def test_parquet_and_folders_of_hugging_face_give_the_same_rows() -> None:
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_one_error() -> None:
-    assert "no such file here" in refused()
+    assert "no such file; paths are relative" in refused()
     assert "task.data.file" in refused('task.data.file=""')
     Path("rows.csv").write_text("a,b\n")
     assert "write it as JSONL" in refused("task.data.file=rows.csv")

@@ -112,7 +112,7 @@ def test_the_reward_function_scores_built_in_tasks_only() -> None:
         (["task.name=mixture"], "needs two tasks or more"),
         (["task.mixture={nim=1.0}"], "only for name = 'mixture'"),
         (["task.name=mixture", "task.mixture={nim=1.0, household=0.0}"], "more than 0"),
-        (["task.name=mixture", "task.mixture={nim=1.0, agent=1.0}"], "must be one of .*your own is written module:Class"),
+        (["task.name=mixture", "task.mixture={nim=1.0, agent=1.0}"], "must be one of .*write your own as module:Class"),
         (["task.name=mixture", "task.mixture={nim=1.0, reasoning_gym=1.0}"], "name = 'reasoning_gym' needs one"),
         (["task.name=mixture", "task.mixture={nim=1.0, household=1.0}", "task.dataset=x"], "only for name = 'reasoning_gym'"),
     ],
@@ -166,9 +166,9 @@ def test_a_task_of_a_user_is_a_part_and_its_own_function_scores_it(guess: str) -
 
 def test_two_parts_of_one_name_are_refused(guess: str, tmp_path: Path) -> None:
     (tmp_path / "other_nim.py").write_text("from orchestrator.tasks.nim import NimTask\nclass Mine(NimTask): ...\n")
-    with pytest.raises(ConfigError, match="another part has its name, 'nim'"):
+    with pytest.raises(ConfigError, match="another part has the same name, 'nim'"):
         MixtureTask(4, {"nim": 1.0, "other_nim:Mine": 1.0})
-    with pytest.raises(ConfigError, match="another part has its name, 'nim'"):
+    with pytest.raises(ConfigError, match="another part has the same name, 'nim'"):
         MixtureTask(4, {guess: 1.0, "other_nim:Mine": 1.0})
     sys.modules.pop("other_nim", None)
 

@@ -218,7 +218,7 @@ def test_a_repository_that_does_not_build_says_so_and_ends_only_its_episodes(
     [
         ({"bugs": []}, "no bug"),
         ({"files": {"../x": ["y"]}}, "working folder"),
-        ({"files": "x"}, "is no repository bundle"),
+        ({"files": "x"}, "is not a repository bundle"),
         ({"tests": {"a.py": "text"}}, "a list of texts"),
         ({"passing": []}, "fails no test"),
     ],

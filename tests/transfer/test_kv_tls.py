@@ -150,10 +150,10 @@ def test_blocks_come_over_tls_as_they_were_sent_and_nobody_on_the_way_can_read_t
 
 
 WRONG = {
-    "another authority": ("good", "other", "tls.authority must be the authority that signed it"),
-    "the system's authorities": ("good", "none", "tls.authority must be the authority that signed it"),
+    "another authority": ("good", "other", "tls.authority must be the CA that signed it"),
+    "the system's authorities": ("good", "none", "tls.authority must be the CA that signed it"),
     "expired": ("expired", "own", "give the server a new one"),
-    "another name": ("elsewhere", "own", "use an address that stands in it"),
+    "another name": ("elsewhere", "own", "use an address that it lists"),
     "no TLS": ("plain", "own", "does not speak TLS"),
 }
 

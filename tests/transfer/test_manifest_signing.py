@@ -216,7 +216,7 @@ def test_a_key_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.
     rubbish = tmp_path / "rubbish"
     rubbish.write_text("no key")
     rubbish.chmod(0o600)
-    for file, words in ((rubbish, "holds no private key"), (tmp_path / "none", "cannot be read")):
+    for file, words in ((rubbish, "does not hold a private key"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(ConfigError, match=words):
             manifest_signing.Signer(str(file))
     monkeypatch.delenv(manifest_signing.KEY_FILE, raising=False)
@@ -224,7 +224,7 @@ def test_a_key_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.
         manifest_signing.signer_of(public)
     with pytest.raises(ConfigError, match=r"relay\.verify_key"):
         RelayEndpoint(job="x", kind="memory", verify_key="abc")
-    with pytest.raises(ConfigError, match="brings weights unsigned"):
+    with pytest.raises(ConfigError, match="sends weights unsigned"):
         parse_config({"relay": {"signing_key": "key.pem"}, "rollout": {"weights": "collective"}})
 
 

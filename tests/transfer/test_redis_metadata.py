@@ -35,8 +35,8 @@ SECRET = "correct-horse-battery"
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        (f"redis://:{SECRET}@127.0.0.1:1/0", "password does not belong"),
-        (f"rediss://me:{SECRET}@127.0.0.1", "password does not belong"),
+        (f"redis://:{SECRET}@127.0.0.1:1/0", "password must not be in a URL"),
+        (f"rediss://me:{SECRET}@127.0.0.1", "password must not be in a URL"),
         ("http://127.0.0.1:6379", "write it as redis://"),
         ("redis://127.0.0.1:6379/jobs", "the database is a number"),
         ("redis://127.0.0.1:notaport", "write it as redis://"),
@@ -60,7 +60,7 @@ def test_the_password_comes_from_a_file_and_never_from_a_variable(tmp_path: Path
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
     assert module.redis_password({}) is None
-    with pytest.raises(ConfigError, match=f"write it into a file .*{PASSWORD_FILE}") as caught:
+    with pytest.raises(ConfigError, match=f"write it to a file .*{PASSWORD_FILE}") as caught:
         module.redis_password({PASSWORD: SECRET})
     assert SECRET not in str(caught.value)
     assert module.redis_password({PASSWORD: "other", PASSWORD_FILE: str(file)}) == SECRET

@@ -58,9 +58,9 @@ def test_windows_are_refused_also_where_vllm_describes_them_as_full_attention() 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_models_are_one_error_that_names_what_they_have(groups: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match="switch kv_transfer off for this model") as refused:
+    with pytest.raises(ConfigError, match="disable kv_transfer for this model") as refused:
         required(*groups)
     assert refused.value.field == "kv_transfer"
     assert refused.value.value == said
-    with pytest.raises(ConfigError, match="a prefix that moves lies in the prefix cache"):
+    with pytest.raises(ConfigError, match="moved prefixes are kept in the prefix cache"):
         required(FULL, prefix_caching=False)

@@ -46,4 +46,4 @@ def test_a_model_of_sliding_windows_alone_is_one_clear_error_at_the_start(tmp_pa
         [sys.executable, "-c", code, str(tmp_path / "model")], capture_output=True, text=True, timeout=300, check=False
     )
     assert "refused: kv_transfer = 'layers with a sliding window'" in done.stdout, done.stderr[-2000:]
-    assert "switch kv_transfer off for this model" in done.stdout
+    assert "disable kv_transfer for this model" in done.stdout

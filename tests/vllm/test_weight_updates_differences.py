@@ -186,7 +186,7 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
         await updated(worker, 0)
         old, sums = await answers(worker, "old"), await worker.checksums()
         monkeypatch.setattr(DeltaBuilder, "prove_shards", tampered)
-        with pytest.raises(RetryableError, match="the weights of before are back"):
+        with pytest.raises(RetryableError, match="the previous weights are restored"):
             await updated(worker, 1)
         monkeypatch.undo()
         assert (await worker.stats()).version == 0

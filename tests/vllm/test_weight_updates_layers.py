@@ -164,7 +164,7 @@ def test_a_layer_that_does_not_come_whole_is_not_written_and_the_version_of_befo
     damaged |= {"after": 12, "times": 1}  # some layers are written by then
     version = moe.publish(2)
     server.start(version)
-    with pytest.raises(Exception, match="the weights of before are back"):
+    with pytest.raises(Exception, match="the previous weights are restored"):
         server.call("finish_weight_update")
     assert damaged["times"] == 0
     report = server.call("rl_report")
@@ -291,7 +291,7 @@ def test_whole_experts_are_refused_where_vllms_backend_computes_them_wrongly(sta
     options = {"model": str(tmp_path), "max_model_len": 256, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    with pytest.raises(ConfigError, match="--enable-expert-parallel = True: vLLM's CPU backend takes the numbers"):
+    with pytest.raises(ConfigError, match="--enable-expert-parallel = True: vLLM's CPU backend confuses global"):
         engine_config(EngineOptions.from_dict(options))
     kept = inspect.getsource(CPUUnquantizedExperts.apply).partition("-> None:")[2]
     assert "expert_map" not in kept, "vLLM passes the map on now: check_experts has no reason left"

@@ -96,7 +96,7 @@ class JudgeProfiler:
     def measure(self, phase: str, batch: int, tokens: int) -> Mapping[str, Any]:
         """``seconds`` and ``spread``, or ``why`` there are none. ConfigError: no such phase."""
         if phase not in ("prefill", "decode"):
-            raise ConfigError("phase", phase, "is 'prefill' or 'decode'")
+            raise ConfigError("phase", phase, "must be 'prefill' or 'decode'")
         if tokens + STEPS > self._room:
             return {"why": f"the model has {self._room} positions, {tokens} + {STEPS} are needed"}
         try:

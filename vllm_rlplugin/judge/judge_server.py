@@ -240,7 +240,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True, help="0: a free one, which is printed")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, or auto: cuda where there is one")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--memory-mb", type=int, default=0, help="what the judge may have; 0: what is free (CPU: any)")
+    parser.add_argument(
+        "--memory-mb", type=int, default=0, help="memory that the judge may use; 0: what is free (CPU: no limit)"
+    )
     parser.add_argument("--layers-file", type=Path, help="keep the layers here instead of in memory (CPU)")
     parser.add_argument(
         "--profile", type=Path, help="file of `rl-coserve profile --judge`: its memory and batches go by it"

@@ -196,10 +196,12 @@ def _require_plain(vllm_config: Any, kv_cache_config: Any) -> None:
     if any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups):
         kinds = ["layers with a sliding window"]
     if len(groups) != 1 or kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]):
-        fix = "KV moves between engines with full attention in every layer only: switch kv_transfer off for this model"
+        fix = "KV transfer needs full attention in every layer: disable kv_transfer for this model"
         raise ConfigError("kv_transfer", ", ".join(kinds) or "no KV cache", fix)
     if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("kv_transfer", "enable_prefix_caching=False", "a prefix that moves lies in the prefix cache")
+        raise ConfigError(
+            "kv_transfer", "enable_prefix_caching=False", "moved prefixes are kept in the prefix cache: enable it"
+        )
 
 
 __all__ = ["BlockLoads", "KVConnectorRole", "PrefixConnector"]

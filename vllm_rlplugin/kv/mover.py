@@ -61,14 +61,16 @@ class KvOptions:
         if unknown := sorted(set(values) - set(cls.__slots__)):
             raise ConfigError("kv", unknown[0], f"unknown; the options are {', '.join(cls.__slots__)}")
         if not values.get("token"):
-            raise ConfigError("kv.token", "", "KV is handed out to who has the token: give one")
+            raise ConfigError("kv.token", "", "KV is given only to clients with the token: give one")
         return cls(**values)
 
     def __post_init__(self) -> None:
         if self.carrier not in CARRIERS:
-            raise ConfigError("kv.carrier", self.carrier, f"is {' or '.join(map(repr, CARRIERS))}")
+            raise ConfigError("kv.carrier", self.carrier, f"must be {' or '.join(map(repr, CARRIERS))}")
         if self.carrier == "tcp" and (self.protocol, self.device) != ("tcp", ""):
-            raise ConfigError("kv.protocol", self.protocol, "protocol and device are Mooncake's: set carrier to it")
+            raise ConfigError(
+                "kv.protocol", self.protocol, "protocol and device are for Mooncake: set carrier to 'mooncake'"
+            )
         check_device(self.protocol, self.device, "kv.")
 
     @property

@@ -336,9 +336,7 @@ async def shutdown_weight_transfer_engine(request: Request) -> JSONResponse:
 @router.post("/start_draft_weight_update")
 async def start_draft_weight_update() -> JSONResponse:
     """Refused: a version on the relay is one of the served model."""
-    raise CommandError(
-        "invalid_request", "weights of a draft model are not updated: only those of the served model are"
-    )
+    raise CommandError("invalid_request", "draft model weights cannot be updated: only those of the served model can")
 
 
 @router.post("/start_weight_update")
@@ -377,7 +375,7 @@ async def update_weight_version(request: Request, body: request_bodies.LabelBody
 async def weight_checker(request: Request, body: request_bodies.WeightCheckerBody) -> JSONResponse:
     """``checksum``: of every tensor in the model, as vLLM counts it; ``compare``: which differ from the ``baseline``."""
     if body.action == "reset":
-        fix = "it would leave weights that are none: load another version over those that are there"
+        fix = "it would leave no valid weights: load another version instead"
         raise CommandError("invalid_request", f"action 'reset': {fix}")
     baseline = body.baseline
     if body.action == "compare" and baseline is None:

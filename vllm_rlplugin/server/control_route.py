@@ -102,7 +102,7 @@ async def _answer(handler: Handler, request: Request, door: RouteContext, path: 
             return error_response(400, PROTOCOL_MISMATCH, message)
         meant = request.headers.get(INSTANCE_HEADER)
         if meant is not None and meant != door.instance:
-            message = "this server was restarted, or was given another relay: it has no requests of before"
+            message = "this server was restarted, or was given another relay: its earlier requests are gone"
             return error_response(409, INSTANCE_MISMATCH, message)
         if path in LEASED and (taken := door.leased(request.headers.get(LEASE_HEADER, ""))):
             return error_response(409, "leased", taken)

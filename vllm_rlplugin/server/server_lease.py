@@ -189,7 +189,7 @@ _NAMESAKE = "; it is another process of this name: choose another run.name, or r
 
 
 def _taken(lease: LeaseRecord, now: float) -> str:
-    return f"job {lease.job} has this GPU, for {lease.seconds_left(now):.0f} s more at least: one RL job a serving GPU"
+    return f"job {lease.job} has this GPU for at least {lease.seconds_left(now):.0f} s more: only one RL job per serving GPU"
 
 
 def _digest(key: str) -> str:

@@ -95,7 +95,7 @@ class Activation:
     def _obstacle(self) -> str:
         """Why it may not be deactivated now."""
         if not self._rollout:
-            return "only a rollout engine of a pool is (--rl-kv-pool, --rl-kv-pool-role rollout)"
+            return "only a pool's rollout engine can be (--rl-kv-pool, --rl-kv-pool-role rollout)"
         if self._worker.busy:
             return "it has unfinished requests: wait for them, or abort them"
         busy = self._worker.cycle.suspended or self._worker.cycle.changing

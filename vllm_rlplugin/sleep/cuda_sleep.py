@@ -118,9 +118,9 @@ class CudaSleep:
     def _not_in_updates(self) -> str:
         """What of the weights no update brings back."""
         if self._engine.make_plan().mapping is None:
-            return f"without a mapping an update may not bring back all: {self._engine.fallback}"
+            return f"without a mapping an update might not restore all weights: {self._engine.fallback}"
         if self._draft is not None:
-            return "updates bring back no draft model"
+            return "updates do not restore the draft model"
         weights = [_extent(item) for item in _allocations() if item.tag == "weights"]
         known = {item.untyped_storage().data_ptr() for item in self._model.buffers()} | set(self._storages)
         for path, module in self._model.named_modules():

@@ -269,7 +269,7 @@ def _gap_or_overlap(parameter: torch.Tensor, targets: Iterable[torch.Tensor]) ->
         end = parameter.storage_offset()
         for start, length in sorted((item.storage_offset(), item.numel()) for item in parts):
             if start != end:
-                return f"{abs(start - end)} elements are written {'never' if start > end else 'twice'}"
+                return f"{abs(start - end)} elements are {'never written' if start > end else 'written twice'}"
             end = start + length
         missing = parameter.storage_offset() + parameter.numel() - end
         return f"{missing} elements are written never" if missing else ""
@@ -282,7 +282,7 @@ def _gap_or_overlap(parameter: torch.Tensor, targets: Iterable[torch.Tensor]) ->
     own = count.as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
     if bool((own == 1).all()) and int(count.sum()) == parameter.numel():
         return ""
-    return f"{int((own == 0).sum())} elements are written never, {int((count > 1).sum())} more than once"
+    return f"{int((own == 0).sum())} elements are never written, {int((count > 1).sum())} more than once"
 
 
 def _packed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -122,7 +122,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
                 fix = "weights that vLLM quantises cannot be updated: serve the model unquantised, or without a weight relay"
                 raise ConfigError("quantization", method, fix)
             if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self.model.modules()):
-                fix = "its kernels let go of weights after packing them, and vLLM cannot load those again: "
+                fix = "its kernels discard weights after packing them, and vLLM cannot reload those: "
                 raise ConfigError("attention_config.backend", "AMX_MLA", fix + "take 'CPU_MLA'")
             endpoint = RelayEndpoint.from_dict(init_info.endpoint)
             self._fetcher = VersionFetcher(endpoint, self.ranks.number)
@@ -284,7 +284,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             problem = problem and f"{failure}; and it could not be taken back: {problem}"
         if self.ranks.all_agree(not problem):
             self.damage = ""
-            self.refusal = RetryableError(f"{failure}; the weights of before are back")
+            self.refusal = RetryableError(f"{failure}; the previous weights are restored")
             return
         self.damage = problem or f"{failure}; another rank could not take it back"
         self.refusal = RunError(self.damage)
@@ -298,12 +298,12 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if not loaded.touched:
             return ""
         if self.version < 0 or self._fetcher is None:
-            return "the weights of before came from no relay"
+            return "the previous weights did not come from a relay"
         before = self._fetcher.take_staged(self.version, staged.plan)
         if isinstance(before, FetchRefusal):
             return before.error
         if before.checksum != self.checksum:
-            return f"weight version {self.version} is another one on the relay by now"
+            return f"weight version {self.version} has changed on the relay"
         loaded.load(before)
         return ""
 

@@ -172,7 +172,7 @@ class ServedWorker:
         except RetryableError:
             raise
         except Exception as error:  # what vLLM makes of an unknown method
-            fix = "this engine has not our scheduler class and worker extension: start it with --plugin rl-coserve"
+            fix = "this engine lacks our scheduler class and worker extension: start it with --plugin rl-coserve"
             raise ConfigError("engine", str(error), fix) from error
         if relay is not None and self.limits.remembers:
             raise ConfigError("--kv-transfer-config", self.limits.remembers, _REMEMBERS)
@@ -478,7 +478,7 @@ class ServedWorker:
         if not tokens:
             return "the prompt is empty"
         if len(tokens) >= limits.model_len:
-            return f"{len(tokens)} prompt tokens and a generated one are over the model's length of {limits.model_len}"
+            return f"{len(tokens)} prompt tokens plus a generated one exceed the model's length of {limits.model_len}"
         if not 0 <= low <= high < limits.vocabulary:
             return f"token ids must lie in [0, {limits.vocabulary})"
         return ""

@@ -246,7 +246,9 @@ def load_run(folder: str | Path) -> RunLog:
     """Read a run folder. Raises ConfigError when it is none."""
     path = Path(folder).resolve()
     if not (path / "config.json").is_file() and not (path / "events.jsonl").is_file():
-        raise ConfigError("run", str(folder), "is no run folder (neither config.json nor events.jsonl); see `ls runs`")
+        raise ConfigError(
+            "run", str(folder), "is not a run folder (neither config.json nor events.jsonl); see `ls runs`"
+        )
     check_format(path)
     environment = _json_object(path / "environment.json")
     machine, versions = (_texts(environment.get(name)) for name in ("machine", "versions"))

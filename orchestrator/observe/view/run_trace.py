@@ -76,7 +76,7 @@ def write_trace(run: Path, out: Path, steps: str = "") -> Written:
     found = Written()
     events = read_events(run / "events.jsonl") if (run / "events.jsonl").is_file() else []
     if not events:
-        raise ConfigError("run", str(run), "has no events: nothing is known of it")
+        raise ConfigError("run", str(run), "has no events, so there is nothing to trace")
     begin, end = _window(events, first, last, steps)
     trajectories = _trajectories(run, begin, end, found)
     rows = itertools.chain(_of_events(events, begin, end), _of_trajectories(trajectories))
@@ -116,7 +116,7 @@ def _window(events: Sequence[Mapping[str, Any]], first: int, last: int, asked: s
     ends = [(int(event["step"]) + 1, float(event["t"])) for event in events if event["kind"] == "step"]
     done = max((number for number, _ in ends), default=0)
     if first > done + 1:
-        raise ConfigError("--steps", asked, f"there is no such step yet: {done} are done")
+        raise ConfigError("--steps", asked, f"no such step yet: {done} are done")
     begin = max((t for number, t in ends if number < first), default=0.0)
     chosen = [t for number, t in ends if first <= number <= last]
     return begin, (max(chosen, default=begin) if any(number > last for number, _ in ends) else float("inf"))

@@ -20,13 +20,15 @@ FindRun = Callable[[str], Path]
 def add_view_commands(commands: Any, find: FindRun) -> None:
     """Add them to the command line. ``find``: a run's folder by its name."""
     view = commands.add_parser(
-        "view", help="serve a live web page of a run, of one that has ended, or of all runs of a folder"
+        "view", help="serve a live web page of a run, running or finished, or of all runs in a folder"
     )
     view.add_argument(
         "name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest), or a folder of runs"
     )
-    view.add_argument("--port", type=_port, default=0, help="port on loopback (a free one)")
-    view.add_argument("--token-file", default="", metavar="FILE", help="file with the page's token (a new token)")
+    view.add_argument("--port", type=_port, default=0, help="port on loopback (default: a free one)")
+    view.add_argument(
+        "--token-file", default="", metavar="FILE", help="file with the page's token (default: a new token)"
+    )
     view.set_defaults(run=lambda arguments: _view(arguments, find))
 
     top = commands.add_parser("top", help="watch a run in the terminal")
@@ -41,7 +43,7 @@ def add_view_commands(commands: Any, find: FindRun) -> None:
         "--out",
         default="trace.json",
         metavar="FILE",
-        help="file to write (trace.json; .gz compresses it)",
+        help="file to write (default: trace.json; .gz compresses it)",
     )
     trace.add_argument("--steps", default="", metavar="FIRST-LAST", help="only these training steps")
     trace.set_defaults(run=lambda arguments: _trace(arguments, find))
@@ -52,10 +54,10 @@ def add_view_commands(commands: Any, find: FindRun) -> None:
     show.add_argument("name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest)")
     show.add_argument("id", nargs="?", default="", metavar="ID", help="the trajectory to show in full")
     one = show.add_mutually_exclusive_group()
-    for pick, order in (("best", "highest reward"), ("worst", "lowest reward"), ("longest", "most tokens said")):
-        help_ = f"show the trajectory with the {order}, of those chosen"
+    for pick, order in (("best", "highest reward"), ("worst", "lowest reward"), ("longest", "most generated tokens")):
+        help_ = f"show the selected trajectory with the {order}"
         one.add_argument(f"--{pick}", dest="pick", action="store_const", const=pick, default="", help=help_)
-    one.add_argument("--failed", action="store_true", help="show the last one that failed")
+    one.add_argument("--failed", action="store_true", help="show the latest one that failed")
     show.add_argument("--step", type=int, metavar="N", help="only trajectories of this training step")
     show.add_argument("--task", default="", metavar="NAME", help="only trajectories of this task")
     show.add_argument(
@@ -64,7 +66,7 @@ def add_view_commands(commands: Any, find: FindRun) -> None:
     show.add_argument(
         "--reward", type=_rewards, default=(None, None), metavar="LOW:HIGH", help="only rewards from LOW to HIGH"
     )
-    show.add_argument("--most", type=_count, default=20, metavar="N", help="lines to list (20)")
+    show.add_argument("--most", type=_count, default=20, metavar="N", help="lines to list (default: 20)")
     show.add_argument("--json", action="store_true", help="print as JSON")
     show.set_defaults(run=lambda arguments: _show(arguments, find))
 
@@ -72,7 +74,7 @@ def add_view_commands(commands: Any, find: FindRun) -> None:
 def _port(text: str) -> int:
     """A port, 0 for a free one."""
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give one of 1 to 65535, or 0 for a free one")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give 1 to 65535, or 0 for a free one")
     return int(text)
 
 
@@ -81,13 +83,13 @@ def _rewards(text: str) -> tuple[float | None, float | None]:
     try:
         low, high = (float(part) if part else None for part in text.split(":"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of rewards; write 0.5:1, 0.5: or :0") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of rewards; write 0.5:1, 0.5: or :0") from None
     return low, high
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines; give one of 1 to 10,000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines; give 1 to 10,000")
     return int(text)
 
 
@@ -110,7 +112,7 @@ def _show(arguments: argparse.Namespace, find: FindRun) -> int:
             found, _ = reader.lines(chosen, order, 0, 1)
             if not found:
                 wanted = ", ".join([*filter(None, [arguments.pick]), *chosen.words()])
-                raise ConfigError("show", wanted, f"there is no such trajectory in {reader.folder.name}")
+                raise ConfigError("show", wanted, f"no such trajectory in {reader.folder.name}")
             line = found[0]
         shown = reader.read(line)
         if arguments.json:
@@ -125,7 +127,7 @@ def _show(arguments: argparse.Namespace, find: FindRun) -> int:
     asked = "".join(f", {one}" for one in chosen.words())
     Console(soft_wrap=True).print(list_screen(lines, total, f" of {reader.folder.name}{asked}"))
     if lines:
-        print(f"\nread one: rl-coserve show {shlex.join([arguments.name, lines[0]['trajectory_id']])}")
+        print(f"\nshow one: rl-coserve show {shlex.join([arguments.name, lines[0]['trajectory_id']])}")
     return 0
 
 

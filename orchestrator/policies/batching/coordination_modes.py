@@ -1,16 +1,17 @@
-"""How rollout and training are coordinated: one table of modes, which the pipeline asks. Pure; the numbers are weight versions.
+"""How rollout and training are coordinated: one table of modes, which the pipeline asks. Pure; the numbers are weight
+versions.
 
-The modes are RollArt's baselines (7.1) and RollArt itself (6.2), run by the same code, so that a comparison compares the
-coordination and nothing else. Each answers four questions: when may a trajectory start (:meth:`Mode.start_gate`), when is it too
-stale (:meth:`Mode.staleness_bound`), what becomes of the rollout when its weights change (``overlaps``,
-``carries_over``), and whether environments and rewards are waited for batch by batch (``batch_environments``,
+The modes are RollArt's baselines (7.1) and RollArt itself (6.2), run by the same code, so that a comparison compares only the
+coordination. Each answers four questions: when may a trajectory start (:meth:`CoordinationMode.start_gate`), when is it too
+stale (:meth:`CoordinationMode.staleness_bound`), what happens to the rollout when its weights change (``overlaps``,
+``carries_over``), and whether environments and rewards are synchronised batch by batch (``batch_environments``,
 ``batch_rewards``).
 
-A mode's promise about staleness, with *lag* as in :mod:`orchestrator.policies.batching.staleness`:
+What a mode guarantees about staleness, with *lag* as in :mod:`orchestrator.policies.batching.staleness`:
 
-* ``sync``, ``sync_plus``: lag 0, trained at lag 0, one version a trajectory;
-* ``one_off``: lag at most 1, trained at lag 1 at most, one version a trajectory;
-* ``areal``: nothing about the lag when taken; only as many start as can be trained within ``alpha``;
+* ``sync``, ``sync_plus``: lag 0, also when trained; one version per trajectory;
+* ``one_off``: lag at most 1, also when trained; one version per trajectory;
+* ``areal``: no bound on lag; only as many start as can be trained within ``alpha``;
 * ``async``: lag at most ``alpha``.
 """
 
@@ -23,7 +24,7 @@ from orchestrator.policies.batching.staleness import StalenessBound, StartGate
 
 @dataclass(frozen=True, slots=True)
 class CoordinationMode:
-    """One way to coordinate. ``alpha`` is the run's own, put in by :func:`coordination_mode`."""
+    """One way to coordinate. ``alpha``: the run's own, set by :func:`coordination_mode`."""
 
     name: str
     overlaps: bool  # a training step runs beside the rollout of a later batch
@@ -36,12 +37,12 @@ class CoordinationMode:
     alpha: int = 0
 
     def staleness_bound(self) -> StalenessBound:
-        """Which trajectories may still be trained."""
+        """Which trajectories may still be trained on."""
         return StalenessBound(self.alpha, evicts=self.evicts)
 
     def start_gate(self, batch: int, redundancy: float, environments: int, limit: int | None = None) -> StartGate:
-        """How many may start; arguments as in :class:`StartGate`. Without carrying over, a rollout is of one batch only:
-        what it leaves when its batch is complete is ended as redundant, so that starting more would be waste."""
+        """How many may start; arguments as in :class:`StartGate`. Without ``carries_over`` a rollout collects a single batch:
+        what is left when the batch is complete is aborted as redundant, so starting more would be wasteful."""
         return StartGate(self.alpha, batch, redundancy, environments, None if self.carries_over else 1, limit)
 
 
@@ -57,18 +58,16 @@ MODES: dict[str, CoordinationMode] = {
 
 
 def coordination_mode(name: str, alpha: int) -> CoordinationMode:
-    """The mode of a run. ``KeyError``: no such mode; what fits together :func:`alpha_conflict` says."""
+    """The mode of a run. Raises KeyError for an unknown mode; :func:`alpha_conflict` checks ``alpha``."""
     return replace(MODES[name], alpha=alpha)
 
 
 def alpha_conflict(name: str, alpha: int) -> str:
-    """Why ``alpha`` cannot be this mode's, with the fix; empty: it can."""
+    """Why this mode cannot have ``alpha``, with the fix; empty if it can."""
     kind = MODES[name]
     least, most = kind.least_alpha, kind.most_alpha
     if alpha >= least and (most is None or alpha <= most):
         return ""
     if alpha == 0:
-        return (
-            f"alpha = 0 is synchronous, run.mode = {name!r} is not: set run.mode='sync' or 'sync_plus', or alpha >= 1"
-        )
+        return f"alpha = 0 is synchronous, but run.mode = {name!r} is not: set run.mode='sync' or 'sync_plus', or alpha >= 1"
     return f"must be {most} when run.mode is {name!r} (set rollout.alpha={most}, or run.mode='async')"

@@ -1,27 +1,27 @@
-"""Tail batching (RollPacker 3): which prompts a rollout round launches, keeps and defers. Pure: numbers in, numbers out.
+"""Tail batching (RollPacker 3): which prompts a rollout round starts, keeps and defers. Pure: numbers in, numbers out.
 
-A prompt is its *number* in the task's training stream. A **short round** launches ceil(eta_p P0) prompts with ceil(eta_r R0)
-members each and keeps the first P0 prompts that have R0 responses; every other prompt that it launched and that is unfinished
-goes to the long-prompt queue. When P0 prompts are in the queue, a **long round** launches exactly these, R0 members each,
-without speculation.
+A prompt is its *number* in the task's training stream. A **short round** starts ceil(eta_p P0) prompts with ceil(eta_r R0)
+members each and keeps the first P0 prompts that have R0 responses; every other prompt that it started and that is unfinished
+goes to the long-prompt queue. When P0 prompts are queued, a **long round** starts exactly these, with R0 members each, without
+speculation.
 
-Guarantee: a number is in one place at a time (not drawn, to be launched again, queued, running, ready) and leaves them in one
-way: handed over to training, discarded (equal rewards: dynamic sampling, never queued), or given up after ``tries`` groups of
-it failed. So each prompt is trained exactly once an epoch, whatever is killed and resumed in between, where :meth:`state` is
-part of the checkpoint.
+Guarantee: a number is in one place at a time (not drawn, to be started again, queued, running, ready) and leaves in one way:
+given to training, discarded (equal rewards: dynamic sampling, never queued), or given up after ``tries`` of its groups failed.
+So each prompt is trained on exactly once per epoch, even across kills and resumes, as :meth:`RoundPlanner.state` is part of
+the checkpoint.
 
 What the paper leaves open, decided here:
 
-* An epoch's end. When fewer prompts are left to draw than a short round keeps, the rest of the epoch is played without
-  speculation, the queue first; its last round fills up with the first prompts of the next epoch. No prompt of an epoch is
-  trained after a batch without prompts of it.
-* A group that cannot be trained (its members failed) is no long one: its prompt is launched again, in the same round.
-* A prompt that is finished but not among the first P0, where nothing outlives a batch, was not long: it is launched again
-  in a later short round. Where trajectories cross an update it counts for the next round.
-* Agentic tasks (section 7): with ``isolate``, prompts that were late because of their environment have a queue of their own,
-  so that a long round waits for environments or for tokens, not for both.
-* A prompt that is predicted to be long (:mod:`orchestrator.policies.prediction.prompt_lengths`) is not launched to be
-  put off: :meth:`divert` sends it to the queue at once, in place of one of those that the round would launch beyond P0.
+* The end of an epoch. If fewer prompts are left to draw than a short round keeps, the rest of the epoch is played without
+  speculation, the queue first; its last round is filled up with the first prompts of the next epoch. No prompt of an epoch is
+  trained on after a batch without prompts of that epoch.
+* A group that cannot be trained on (its members failed) is not long: its prompt is started again, in the same round.
+* A prompt that is finished but not among the first P0, if nothing outlives a batch, was not long: it is started again in a
+  later short round. If trajectories may cross an update, it counts for the next round.
+* Agentic tasks (section 7): with ``isolate``, prompts that were late because of their environment have their own queue, so
+  that a long round waits for environments or for tokens, not for both.
+* A prompt that is predicted to be long (:mod:`orchestrator.policies.prediction.prompt_lengths`) is not started only to be
+  deferred: :meth:`RoundPlanner.divert` queues it at once, in place of one of those that the round would start beyond P0.
 * DAPO (section 7): a discarded prompt is replaced by another one, within the same target.
 """
 
@@ -53,7 +53,7 @@ class RoundRules:
 
 @dataclass(slots=True)
 class Round:
-    """One round. ``target``: prompts that are running or ready at a time; ``members``: of a group."""
+    """One round. ``target``: how many prompts are running or ready at a time; ``members``: per group."""
 
     index: int
     kind: str
@@ -73,18 +73,20 @@ class Round:
 
 
 class EtaSearch:
-    """Which eta a run speculates with (RollPacker 6.3): a light grid search in its first rounds; off unless a grid is given.
+    """Which eta a run uses for speculation (RollPacker 6.3): a small grid search in its first rounds; off unless a grid is
+    given.
 
-    The measure is the paper's (figure 12): seconds of rollout for each trained prompt over a *period*, the rounds up to and with
-    the next long one. Each value of the grid gets one period, in turn; the one with the fewest seconds a prompt stays.
+    The measure is the paper's (figure 12): rollout seconds per trained prompt over a *period*, the rounds up to and including
+    the next long one. Each value of the grid gets one period, in turn; the one with the fewest seconds per prompt stays.
 
-    A long round plays P0 deferred prompts, whichever value deferred them, so it is charged to a value in the share that this
-    value deferred: over a period ``(short + long x deferred / P0) / (short prompts + deferred)``, which is what the value
-    costs however many rounds its queue took to fill. Guarantees: a round without speculation at an epoch's end is as good as a
-    long one, and a short one that had to fill up without counts for no value; a value that defers nothing (an eta of 1) has no
+    A long round plays P0 deferred prompts, whichever value deferred them, so a value is charged the share that it deferred:
+    over a period ``(short + long x deferred / P0) / (short prompts + deferred)``, which is the value's cost however many
+    rounds it took to fill the queue. Guarantees: a round without speculation at the end of an epoch counts as a long one, and
+    a short one that had to fill up without speculation counts for no value; a value that defers nothing (an eta of 1) has no
     long round, and its period ends after :data:`UNDEFERRED` short ones.
 
-    ``grid``: the values in the order in which they are tried, for prompts and responses alike."""
+    ``grid``: the values in the order in which they are tried, for prompts and responses alike.
+    """
 
     def __init__(self, grid: Sequence[float]) -> None:
         self._grid = tuple(grid)
@@ -99,7 +101,7 @@ class EtaSearch:
 
     @property
     def eta(self) -> float:
-        """To launch the next round with."""
+        """For the next round."""
         tried = len(self._costs)
         return self._grid[tried] if tried < len(self._grid) else self._grid[self._costs.index(min(self._costs))]
 
@@ -110,11 +112,11 @@ class EtaSearch:
 
     @property
     def costs(self) -> dict[float, float]:
-        """Seconds a trained prompt, by eta."""
+        """Seconds per trained prompt, by eta."""
         return dict(zip(self._grid, self._costs, strict=False))
 
     def round_ended(self, seconds: float, prompts: int, *, long: bool, deferred: int = 0) -> None:
-        """A round took ``seconds`` and gave ``prompts`` to train on; ``deferred`` others go to long rounds."""
+        """A round took ``seconds`` and yielded ``prompts`` to train on; ``deferred`` others go to long rounds."""
         if self.done or (long and not self._rounds):
             return  # a second long round on end is of the value before
         if long:
@@ -137,7 +139,7 @@ class EtaSearch:
         return {"costs": list(self._costs), **period, "deferred": self._deferred}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self._costs = [float(cost) for cost in state["costs"]][: len(self._grid)]
         self._begin_period()
         if "deferred" in state:  # else of an older version, whose period begins anew
@@ -146,8 +148,8 @@ class EtaSearch:
 
 
 class RoundPlanner:
-    """:meth:`begin_round` a round; :meth:`launch_next` while it gives something; tell it what becomes of groups;
-    :meth:`close_round` it when P0 prompts are ready, :meth:`defer` its losers, :meth:`end_round` it."""
+    """Call :meth:`begin_round`; :meth:`launch_next` while it returns something; report what becomes of groups; when P0 prompts
+    are ready, :meth:`close_round`, :meth:`defer` the late ones and :meth:`end_round`."""
 
     def __init__(self, rules: RoundRules) -> None:
         self.rules = rules
@@ -168,7 +170,7 @@ class RoundPlanner:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def begin_round(self) -> Round:
-        """What the next round is, from what is queued and what is left of the epoch."""
+        """The next round, given what is queued and what is left of the epoch."""
         rules, held = self.rules, len(self._ready)
         lane = next((lane for lane in LANES if self.queue_length(lane) >= rules.prompts), "")
         left = math.inf if self._end is None else held + len(self._again) + self._end - self.drawn
@@ -185,14 +187,14 @@ class RoundPlanner:
         return self.round
 
     def members_wanted(self) -> int:
-        """Members of the group that should be launched now; 0: none should."""
+        """Members of the group that should start now; 0: none should."""
         found = self._source()
         if not found or self.round is None:
             return 0
         return self.round.members if found in ("again", "fresh") else self.rules.responses
 
     def launch_next(self) -> int:
-        """Take the number that :meth:`members_wanted` speaks of. Raises ValueError when there is none."""
+        """Take the number for the group of :meth:`members_wanted`. Raises ValueError if there is none."""
         now, found = self.round, self._source()
         if now is None or not found:
             raise ValueError("nothing is to be launched")
@@ -217,15 +219,15 @@ class RoundPlanner:
         return number
 
     def divertible(self) -> int | None:
-        """The number that a short round would launch next, if it may go to the queue instead: never played before, and one more
-        than the round needs. None: there is none."""
+        """The number that a short round would start next, if it may be queued instead: never played before, and beyond what
+        the round needs. None: there is none."""
         now = self.round
         if now is None or now.kind != SHORT or now.closing or now.target <= self.rules.prompts:
             return None
         return self.drawn if self._source() == "fresh" else None
 
     def divert(self) -> None:
-        """What :meth:`divertible` speaks of is predicted to be long: to the long-prompt queue. Raises ValueError."""
+        """The number of :meth:`divertible` is predicted to be long: queue it. Raises ValueError."""
         number, now = self.divertible(), self.round
         if number is None or now is None:
             raise ValueError("nothing is to be diverted")
@@ -260,12 +262,12 @@ class RoundPlanner:
         return number // self.rules.epoch if self.rules.epoch else 0
 
     def narrow(self) -> None:
-        """Enough prompts will be ready: from now on only those that fail are replaced."""
+        """Enough prompts will be ready: from now on only failed ones are replaced."""
         if self.round is not None:
             self.round.target = min(self.round.target, self.rules.prompts)
 
     def close_round(self) -> None:
-        """P0 prompts are ready: nothing is launched until the next round begins."""
+        """P0 prompts are ready: nothing starts until the next round begins."""
         if self.round is not None:
             self.round.over = True
 
@@ -288,7 +290,7 @@ class RoundPlanner:
             self._ready[number] = None
 
     def mark_lost(self, number: int) -> None:
-        """Its group cannot be trained: it is launched again, ``tries`` times at most."""
+        """Its group cannot be trained on: it is started again, at most ``tries`` times."""
         if not self._remove_number(number):
             return
         self._losses[number] = self._losses.get(number, 0) + 1
@@ -301,7 +303,7 @@ class RoundPlanner:
             self._again[number] = None
 
     def discard(self, number: int) -> None:
-        """Dynamic sampling does not want it (equal rewards): it is done with, by design."""
+        """Dynamic sampling drops it (equal rewards): it is finished, by design."""
         if self._remove_number(number):
             self._losses.pop(number, None)
             self.discarded += 1
@@ -316,14 +318,14 @@ class RoundPlanner:
             self.round.deferred += 1
 
     def put_back(self, number: int) -> None:
-        """It is finished, but not wanted any more: it is played again, and not as a long one."""
+        """It is finished but no longer needed: it is played again, and not as a long one."""
         del self._ready[number]
         self._again[number] = None
         if self.round is not None:
             self.round.put_back += 1
 
     def handed_over(self, numbers: Iterable[int]) -> None:
-        """They are being trained."""
+        """They are being trained on."""
         for number in numbers:
             del self._taken[number]
             self._losses.pop(number, None)
@@ -343,7 +345,7 @@ class RoundPlanner:
 
     @property
     def running(self) -> list[int]:
-        """Launched and not ready, in order of launching."""
+        """Started and not ready, in order of starting."""
         return list(self._running)
 
     def queue_length(self, lane: str = "") -> int:
@@ -352,7 +354,7 @@ class RoundPlanner:
 
     @property
     def outstanding(self) -> list[int]:
-        """Numbers that were drawn and are neither handed over, discarded nor given up."""
+        """Numbers that were drawn and are not yet handed over, discarded or given up."""
         return sorted([*self._again, *self._queue, *self._running, *self._ready, *self._taken])
 
     # -- durable -----------------------------------------------------------------------------------------------------
@@ -374,9 +376,9 @@ class RoundPlanner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`. What was running or ready counts as running until :meth:`mark_ready`, :meth:`mark_lost` or
-        :meth:`discard` says what the checkpoint's buffer has of it; then call :meth:`settle`. Raises ValueError for what is no
-        state; then this planner is of no use."""
+        """Continue from :meth:`state`. What was running or ready counts as running until :meth:`mark_ready`, :meth:`mark_lost`
+        or :meth:`discard` reports what the checkpoint's buffer has of it; then call :meth:`settle`. Raises ValueError for an
+        invalid state, after which this planner is unusable."""
         try:
             self._restore(state)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -397,7 +399,8 @@ class RoundPlanner:
             self.search.restore(state["search"])
 
     def settle(self) -> None:
-        """After :meth:`restore`: what nobody holds is launched again, or waits at the queue's front if it came from there."""
+        """After :meth:`restore`: numbers that are in no buffer are started again, or put at the front of the queue if they
+        came from there."""
         front = {number: lane for number, lane in self._running.items() if lane}
         self._again |= {number: None for number, lane in self._running.items() if not lane}
         self._again = dict.fromkeys(sorted(self._again))  # an older epoch's first
@@ -406,12 +409,12 @@ class RoundPlanner:
 
 
 def speculated(eta: float, needed: int) -> int:
-    """ceil(eta x needed), not a hair above it because of binary fractions (1.1 x 10 is 11)."""
+    """ceil(eta x needed), safe against binary fractions (1.1 x 10 is 11)."""
     return math.ceil(round(eta * needed, 9))
 
 
 def epoch_mistake(rules: RoundRules) -> str:
-    """Why no run could draw its prompts from such a data set, and what to do; empty: it could."""
+    """Why no run could draw its prompts from such a data set, and what to do; empty if it could."""
     if not 0 < rules.epoch < rules.prompts:
         return ""
     return (
@@ -421,5 +424,5 @@ def epoch_mistake(rules: RoundRules) -> str:
 
 
 def same_run(mine: dict[str, Any], theirs: dict[str, Any]) -> Sequence[str]:
-    """In what the run that wrote a queue differs from this one, in words."""
+    """How the run that wrote a queue differs from this one, in words."""
     return [f"{name} {theirs.get(name)!r} instead of {mine[name]!r}" for name in mine if theirs.get(name) != mine[name]]

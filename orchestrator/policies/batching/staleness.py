@@ -1,8 +1,8 @@
 """The staleness bound alpha (RollArt 6.2), per trajectory, and the gate on new starts that follows from it.
 
-Guarantee: no trajectory is handed to the trainer whose lag exceeds alpha, where the *lag* is the trainer's version at the
-moment ``get_batch`` takes the trajectory, minus the version of its first token. Because a batch is collected while the
-previous one still trains, the lag when it is trained can be one more; both are reported. ``alpha = 0`` is synchronous.
+Guarantee: no trajectory is given to the trainer whose lag exceeds alpha. The *lag* is the trainer's version when ``get_batch``
+takes the trajectory, minus the version of its first token. A batch is collected while the previous one is still training, so
+the lag when it is trained can be one more; both are reported. ``alpha = 0`` is synchronous.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """``alpha`` is counted in weight versions. ``evicts`` False: staleness is limited at the start only, by the gate."""
+    """``alpha`` counts weight versions. ``evicts`` False: staleness is only limited at the start, by the gate."""
 
     alpha: int
     evicts: bool = True
 
     def lag(self, trainer_version: int, first_version: int) -> int:
-        """Versions that the trainer is ahead of the trajectory's first token."""
+        """How many versions the trainer is ahead of the trajectory's first token."""
         return trainer_version - first_version
 
     def admissible(self, trainer_version: int, first_version: int) -> bool:
-        """Whether a trajectory may still be taken. Checked at every turn boundary, at eviction and in ``get_batch``."""
+        """Whether a trajectory may still be used. Checked at every turn boundary, at eviction and in ``get_batch``."""
         return not self.evicts or self.lag(trainer_version, first_version) <= self.alpha
 
 
 @dataclass(frozen=True, slots=True)
 class StartGate:
-    """How many trajectories may be under way: no more than can still be trained in time.
+    """How many trajectories may be in progress: no more than can still be trained on in time.
 
-    A trajectory that starts now has the rollout's version, and should be trained before the trainer is more than ``alpha``
-    ahead of that. With the next batch's training ``lead`` versions ahead already (a step in progress counts), there are
-    ``alpha + 1 - lead`` batches left that it can join: finished and unfinished trajectories together never exceed that
-    many batches (and so never alpha + 1, the bound of RollArt 6.2). Running further ahead would gain no throughput: it
-    is possible only where the trainer is the bottleneck. ``redundancy`` adds slack, so that the last ones of a batch do
-    not leave the engine idle; what is left over crosses the update and may still be taken while the next step trains.
+    A trajectory that starts now has the rollout's version, and must be trained on before the trainer is more than ``alpha``
+    ahead of it. If training of the next batch is ``lead`` versions ahead already (a step in progress counts), there are
+    ``alpha + 1 - lead`` batches left that it can join, so finished and unfinished trajectories together never exceed that many
+    batches (and so never alpha + 1, the bound of RollArt 6.2). Running further ahead gains no throughput: it is possible only
+    if the trainer is the bottleneck. ``redundancy`` adds slack, so that the last trajectories of a batch do not leave the
+    engine idle; what is left over crosses the update and may still be used by the next step.
     """
 
     alpha: int
@@ -48,8 +48,8 @@ class StartGate:
 
     @property
     def capacity(self) -> int:
-        """The largest number of trajectories that can ever wait in the buffer: alpha times the environments, plus what is
-        launched for one batch (RollArt 6.2 gives the order of it, O(alpha E))."""
+        """The largest number of trajectories that can wait in the buffer: alpha times the environments, plus what is started
+        for one batch (RollArt 6.2 gives the order, O(alpha E))."""
         return self.alpha * self.environments + math.ceil(self.batch * self.redundancy)
 
     def most_under_way(self, lead: int) -> int:
@@ -61,9 +61,9 @@ class StartGate:
         return bound if self.limit is None else min(bound, self.limit)
 
     def following(self, launched: float, groups: int, filtered: int) -> StartGate:
-        """The gate of the batch after one for which ``filtered`` groups had to be replaced, beside the ``groups`` that it has: so
-        many more are launched at once, where ``launched`` over needed are when none is (ROSE 6, of DAPO). Those that will be
-        filtered are never trained, so that as many batches are on their way as before; ``environments`` and ``limit`` hold."""
+        """The gate for the batch after one of ``groups`` groups in which ``filtered`` more had to be replaced: it starts that
+        many more at once; ``launched`` is the redundancy without filtering (ROSE 6, from DAPO). Filtered groups are never
+        trained on, so as many batches stay in progress as before; ``environments`` and ``limit`` still apply."""
         return replace(self, redundancy=launched * (groups + filtered) / groups)
 
     def may_start(self, group_size: int, in_flight: int, waiting: int, lead: int) -> bool:

@@ -1,20 +1,21 @@
-"""When to stop rolling out on half of the GPUs and train there (RollPacker 4.4, Algorithm 1).
+"""When to stop rollout on half of the GPUs and train there (RollPacker 4.4, Algorithm 1).
 
 Guarantees of one step's :class:`StreamTrigger`:
 
-* It frees GPUs at most once, and only while 20 to 50 % of the requests are finished (line 14), tried again only after
-  another 5 % (lines 6, 9, 14, 15). An attempt that fails changes nothing and is forgotten until then.
-* It frees exactly half of the rollout GPUs ("attempts to repurpose half"; line 16), in whole communication groups: neither
-  a rollout engine's group nor a training replica's is ever split, and each freed GPU belongs to a replica that is free as a
-  whole. Of the halves possible, the one with the fewest tokens to recompute elsewhere (line 20); ties by the order of engines.
-* It frees nothing unless the projected peak of KV cache fits the GPUs that stay (line 17): every unfinished request at its
-  expected final length, all at the same time. E[L | L > c] of each, summed, is at least the expected demand at any later
-  moment, since (c + s) P(L > c + s | L > c) <= E[L | L > c]; so the projection errs to the safe side. What migrates is placed
+* It frees GPUs at most once, and only while 20 to 50 % of the requests are finished (line 14), retrying only after another 5 %
+  (lines 6, 9, 14, 15). A failed attempt changes nothing and is forgotten until then.
+* It frees exactly half of the rollout GPUs ("attempts to repurpose half"; line 16), in whole communication groups: neither a
+  rollout engine's nor a training replica's group is ever split, and each freed GPU belongs to a replica that is entirely free.
+  Among the possible halves it takes the one with the fewest tokens to recompute elsewhere (line 20); ties by the order of
+  engines.
+* It frees nothing unless the projected peak of KV cache fits on the remaining GPUs (line 17): every unfinished request at its
+  expected final length, all at the same time. The sum of E[L | L > c] is at least the expected demand at any later moment,
+  since (c + s) P(L > c + s | L > c) <= E[L | L > c]; so the projection errs on the safe side. Migrated requests are placed
   longest first on the emptiest unit, and the fullest unit decides: a sum over GPUs would hide one that overflows.
 * With more memory per GPU it never decides later.
 
-The paper leaves out what recomputing costs; so does this. Inputs are plain numbers; the same object serves the colocated
-run and the simulator.
+Like the paper, it ignores the cost of recomputing. Inputs are plain numbers; the same object serves a colocated run and the
+simulator.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Unit = tuple[int, ...]  # ids of the GPUs of one communication group: they roll 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Final context lengths (tokens) of past trajectories; ``longest`` is the most that one can have."""
+    """Final context lengths (tokens) of past trajectories; ``longest``: the largest possible one."""
 
     history: Sequence[int]
     longest: int
@@ -48,7 +49,7 @@ class LengthDistribution:
         object.__setattr__(self, "_above", tuple(reversed(above)))
 
     def expected(self, now: int) -> float:
-        """E[L | L > now] in tokens. Longer than anything before it, or nothing known: ``longest``."""
+        """E[L | L > now] in tokens; ``longest`` if nothing is known or ``now`` is longer than anything before."""
         position = bisect_right(self._sorted, now)
         count = len(self._sorted) - position
         return self._above[position] / count if count else float(max(now, self.longest))
@@ -56,8 +57,8 @@ class LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class KvLimit:
-    """The KV memory of a rollout GPU. ``bytes_per_token``: of one token in the whole model, spread over the GPUs of its
-    unit; ``block_tokens``: a context takes whole blocks of so many tokens."""
+    """The KV memory of a rollout GPU. ``bytes_per_token``: of one token in the whole model, spread over the GPUs of its unit;
+    ``block_tokens``: contexts are rounded up to blocks of so many tokens."""
 
     bytes_per_token: float
     bytes_per_gpu: float
@@ -74,11 +75,11 @@ class KvLimit:
 
 @dataclass(frozen=True, slots=True)
 class TriggerDecision:
-    """What one milestone decided. ``freed`` empty: aborted, for ``reason``.
+    """The decision at one milestone. ``freed`` empty: none, for ``reason``.
 
-    ``engines`` and ``replicas`` are indices into the rollout units that give up their GPUs and into the training units that
-    may begin; ``fraction`` of the requests was finished; ``peak`` is the projected KV of the fullest unit that would stay,
-    over its capacity (0 when no half was found).
+    ``engines`` and ``replicas`` are indices of the rollout units that give up their GPUs and of the training units that may
+    begin; ``fraction`` of the requests was finished; ``peak`` is the projected KV of the fullest unit that would stay,
+    relative to its capacity (0 if no half was found).
     """
 
     freed: tuple[int, ...]
@@ -90,9 +91,9 @@ class TriggerDecision:
 
 
 class StreamTrigger:
-    """One step's decision. ``rollout``: one unit an engine; ``training``: one unit a data-parallel replica (all ranks that
-    share its tensor, pipeline, context and expert parallelism). ``low``, ``high`` and ``every`` are fractions of
-    ``requests``. Raises ValueError for units of one kind that overlap, or that are empty."""
+    """One step's decision. ``rollout``: one unit per engine; ``training``: one unit per data-parallel replica (all ranks that
+    share its tensor, pipeline, context and expert parallelism). ``low``, ``high`` and ``every`` are fractions of ``requests``.
+    Raises ValueError for units of one kind that overlap or are empty."""
 
     def __init__(
         self,
@@ -123,8 +124,8 @@ class StreamTrigger:
         self._blocks = _inseparable(self._rollout, self._training)
 
     def observe(self, finished: int, held: Sequence[Sequence[int]]) -> TriggerDecision | None:
-        """After every finished request. ``held[i]``: present context lengths (tokens) of the unfinished requests of
-        ``rollout[i]``, those that wait included. None when this is no milestone, or when GPUs were freed before."""
+        """Call after every finished request. ``held[i]``: current context lengths (tokens) of the unfinished requests of
+        ``rollout[i]``, including waiting ones. None if this is no milestone, or if GPUs were freed before."""
         if len(held) != len(self._rollout):
             raise ValueError(f"lengths of {len(held)} engines, there are {len(self._rollout)}")
         fraction = Fraction(finished, self.requests)

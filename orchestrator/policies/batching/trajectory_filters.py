@@ -1,12 +1,12 @@
-"""Which scored trajectories may be trained on, and which groups a batch is made of (notes on agentic-RL infrastructure, 6).
+"""Which scored trajectories may be trained on, and which groups form a batch (notes on agentic-RL infrastructure, 6).
 
-Guarantees: a filter is a function of the trajectories that it has seen, in order: no clock, no chance, no I/O. It never
-changes a trajectory, and what it rejects has a reason, which the ledger counts (``filtered: reason``). A filter whose limit
-is not set rejects nothing. What has been seen is not part of a checkpoint: a resume tells the filters again what they had kept
-by then (:meth:`FilterChain.recall`), which the trajectory store knows.
+Guarantees: a filter is a function of the trajectories that it has seen, in order: no clock, randomness or I/O. It never
+changes a trajectory, and every rejection has a reason, which the ledger counts (``filtered: reason``). A filter without a
+limit rejects nothing. What filters have seen is not part of a checkpoint: a resume tells them again what was kept
+(:meth:`FilterChain.recall`), which the trajectory store knows.
 
-All of them change what is learnt: members that are left out shift the mean of their GRPO group. So all but completeness
-are off by default, and completeness keeps what merely ran into its turn or context limit.
+All of them change what is learned: leaving out members shifts the mean of their GRPO group. So all except completeness are off
+by default, and completeness keeps trajectories that merely hit their turn or context limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ngram = tuple[int, ...]
 
 
 class TrajectoryFilter:
-    """One reason, or several, to leave a scored trajectory out."""
+    """One or several reasons to leave out a scored trajectory."""
 
     def judge(self, trajectory: Trajectory) -> str:
         """Why it is left out, in one word for the ledger; "" when this filter lets it pass."""
@@ -34,9 +34,9 @@ class TrajectoryFilter:
 
 @dataclass(frozen=True, slots=True)
 class CompletenessFilter(TrajectoryFilter):
-    """Leaves out what an error cut short, what holds no token of the policy, and, when asked, what was truncated.
+    """Leaves out trajectories that an error cut short, that hold no token of the policy, and, if asked, truncated ones.
 
-    A truncated episode is a failure of the agent in most tasks (it did not get there in time) and carries signal.
+    In most tasks a truncated episode is a failure of the agent (it was too slow) and carries signal.
     """
 
     drop_truncated: bool = False
@@ -69,8 +69,8 @@ class QualityFilter(TrajectoryFilter):
 
 @dataclass(frozen=True, slots=True)
 class RepetitionFilter(TrajectoryFilter):
-    """Leaves out a trajectory that says the same over and over: more than ``limit`` of its action n-grams have occurred in
-    it before. Below ``n`` action tokens it has no n-gram and passes."""
+    """Leaves out a trajectory that repeats itself: more than ``limit`` of its action n-grams occurred in it before. With fewer
+    than ``n`` action tokens it passes."""
 
     n: int
     limit: float
@@ -82,9 +82,9 @@ class RepetitionFilter(TrajectoryFilter):
 
 
 class SimilarityFilter(TrajectoryFilter):
-    """Leaves out a trajectory that says what others have just said (the echo trap): more than ``limit`` of its distinct
-    action n-grams occur in the last ``window`` trajectories of the same task that were kept, its own group's not counted:
-    those answer the same prompt, and are compared with each other on purpose."""
+    """Leaves out a trajectory that repeats others (the echo trap): more than ``limit`` of its distinct action n-grams occur in
+    the last ``window`` kept trajectories of the same task. Its own group does not count: its members answer the same prompt,
+    and are compared on purpose."""
 
     def __init__(self, n: int, limit: float, window: int) -> None:
         self._n = n
@@ -120,13 +120,13 @@ class SimilarityFilter(TrajectoryFilter):
 
 
 class FilterChain:
-    """Filters one after the other; the first that rejects a trajectory gives the reason."""
+    """Several filters in order; the first that rejects a trajectory gives the reason."""
 
     def __init__(self, filters: Iterable[TrajectoryFilter] = ()) -> None:
         self._filters = tuple(filters)
 
     def screen(self, trajectory: Trajectory) -> str:
-        """The reason why it is left out, "" when it is kept (all filters have then seen it). Once a trajectory."""
+        """Why it is left out, or "" if it is kept (then all filters have seen it). Call once per trajectory."""
         for one in self._filters:
             if reason := one.judge(trajectory):
                 return reason
@@ -146,10 +146,10 @@ class FilterChain:
 
 @dataclass(frozen=True, slots=True)
 class BatchBalance:
-    """No kind of group has more than ``share`` of a batch's groups while there is another kind to wait for.
+    """No kind of group gets more than ``share`` of a batch's groups while another kind is available.
 
     ``by``: "task", or "difficulty": hard (less than a third of the members have a reward above 0), easy (more than two
-    thirds), medium: so positive and negative examples are balanced too.
+    thirds), medium; this balances positive and negative examples too.
     """
 
     by: str
@@ -169,15 +169,15 @@ class BatchBalance:
         return max(1, math.ceil(self.share * wanted))
 
     def pick_group(self, ready: Sequence[str], taken: Sequence[str], wanted: int) -> int | None:
-        """Which of the ready groups comes next, given their kinds in order of completion and the kinds of those in the
-        batch: the earliest of the kind that is rarest in it. None: every kind that is ready has its share already."""
+        """Which of the ready groups comes next, given their kinds in order of completion and the kinds already in the batch:
+        the earliest of the kind that is rarest in it. None: every ready kind has its share already."""
         have = Counter(taken)
         below = [index for index, kind in enumerate(ready) if have[kind] < self.most_of_kind(wanted)]
         return min(below, key=lambda index: (have[ready[index]], index), default=None)
 
 
 def action_ngrams(trajectory: Trajectory, n: int) -> list[Ngram]:
-    """The n-grams of the policy's tokens, turns joined: a loop of short actions shows only across turns."""
+    """The n-grams of the policy's tokens, turns joined: a loop of short actions only shows across turns."""
     said = [token for turn in trajectory.turns for token in turn.action_ids]
     return [tuple(said[start : start + n]) for start in range(len(said) - n + 1)]
 

@@ -1,13 +1,13 @@
-"""How long a test case may run before its answer is given up (RollPacker 4.3, adaptive timeout).
+"""How long a test case may run before it is stopped (RollPacker 4.3, adaptive timeout).
 
     limit = min(max(least, factor x anchor), most)
 
-The anchor of a test case is the longest run time of it among CORRECT answers so far, those that passed every case; wrong
-answers never move it. Guarantees: a function of what was noted, in any order; no clock, no chance. ``least`` and ``factor``
-leave room for a busy machine. A case that no answer has solved yet has no anchor, so nothing says how long a right answer
-takes: it has ``most``, the fixed limit that the paper compares with.
+The anchor of a test case is its longest run time among correct answers so far, those that passed every case; wrong answers
+never change it. Guarantees: a function of the recorded times, in any order; no clock, no randomness. ``least`` and ``factor``
+leave room for a busy machine. A case that no answer has solved yet has no anchor and gets ``most``, the fixed limit that the
+paper compares with.
 
-At most ``cases`` anchors are kept; those noted longest ago go first, and such a case has ``most`` again.
+At most ``cases`` anchors are kept; the oldest go first, and their cases get ``most`` again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CASES = 1_000_000  # anchors: about 100 B each
 
 @dataclass(frozen=True, slots=True)
 class CaseTime:
-    """How one test case of one answer went. ``limit``: seconds it was allowed; ``cut``: it reached them."""
+    """How one test case of one answer went. ``limit``: seconds allowed; ``cut``: it reached the limit."""
 
     seconds: float
     limit: float
@@ -33,8 +33,8 @@ class CaseTime:
 
 @dataclass(slots=True)
 class TimeoutCounts:
-    """Since the start, of test cases. ``cut_early``: at a limit below ``most``; ``saved``: seconds that these would have gone
-    on for up to ``most`` (an upper bound where the answer would have ended by itself)."""
+    """Test cases since the start. ``cut_early``: stopped at a limit below ``most``; ``saved``: seconds until ``most`` that
+    these did not run (an upper bound, as an answer might have ended by itself)."""
 
     cases: int = 0
     adaptive: int = 0  # ran under a limit below ``most``
@@ -45,8 +45,8 @@ class TimeoutCounts:
 
 
 class AdaptiveTimeouts:
-    """One object for a run. Test cases are named by the prompt they belong to and their place in it. Raises ValueError for
-    limits that make no sense."""
+    """One object per run. Test cases are identified by their prompt and their index. Raises ValueError for contradictory
+    limits."""
 
     def __init__(self, factor: float = FACTOR, least: float = LEAST, most: float = MOST, *, cases: int = CASES) -> None:
         if not factor >= 1.0:
@@ -62,11 +62,11 @@ class AdaptiveTimeouts:
         self._kept = 0
 
     def limits(self, prompt: str) -> list[float]:
-        """Seconds for each test case of a prompt whose number is known; all others have ``most``."""
+        """Seconds for each test case of a prompt whose number of cases is known; all others get ``most``."""
         return [self._limit(anchor) for anchor in self._anchors.get(prompt, ())]
 
     def record_times(self, prompt: str, times: Sequence[CaseTime], *, correct: bool) -> None:
-        """One answer was judged: how its test cases went, as far as they ran, in their order. ``correct``: it passed all."""
+        """One answer was judged: the times of its test cases, in order, as far as they ran. ``correct``: it passed all."""
         counts = self.counts
         for time in times:
             counts.cases += 1
@@ -85,7 +85,7 @@ class AdaptiveTimeouts:
         return {prompt: list(anchors) for prompt, anchors in self._anchors.items()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Back to a state; counts go on. Raises ValueError for what is none."""
+        """Back to a state; counts continue. Raises ValueError for an invalid one."""
         self._anchors.clear()
         self._kept = 0
         for prompt, anchors in state.items():

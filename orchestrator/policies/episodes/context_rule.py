@@ -1,7 +1,7 @@
-"""What a long episode's next turn is shown: keep, summarise, or restart with the last turns (study notes 5.2). Pure.
+"""What a long episode shows the policy next: everything, a summary, or a restart with the last turns (study notes 5.2). Pure.
 
-Guarantee: whatever the strategy, the first observation (the task) stays, the latest observation stays, and a context that
-begins anew leaves room for a whole response within its budget, if any choice of turns does. Lengths are tokens.
+Guarantee: whatever the strategy, the first observation (the task) and the latest one stay, and a new context leaves room for a
+whole response within its budget, if any choice of turns can. Lengths are tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ContextRules:
-    """``budget``: a context with its response never exceeds it, by choice; ``room`` is kept free for a response.
+    """``budget``: a context with its response never chooses to exceed it; ``room``: tokens kept free for a response.
 
-    ``recent_turns``: how many of the last turns stay when a context begins anew; fewer where they do not fit.
-    ``summary``: tokens that a summary may take, 0 for ``restart``; ``asking``: tokens of the question for it.
+    ``recent_turns``: how many of the last turns stay in a new context; fewer if they do not fit. ``summary``: tokens for a
+    summary, 0 for ``restart``; ``asking``: tokens of the request for it.
     """
 
     strategy: str

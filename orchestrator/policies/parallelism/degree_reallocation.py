@@ -1,18 +1,18 @@
 """How many devices each rollout engine has in the next step: the resource manager between steps (Heddle 6.2).
 
-A worker of model-parallel degree 8 makes a token sooner than one of degree 1, eight of degree 1 make more tokens in all. What
-:func:`allocate_loads` finds for what is expected is compared with the degrees that the engines have. Guarantees:
+A worker with model-parallel degree 8 generates a token sooner than one with degree 1; eight with degree 1 generate more in
+total. The result of :func:`allocate_loads` for the expected load is compared with the engines' current degrees. Guarantees:
 
-* A change is charged: it is made only where the seconds a step that it is expected to gain, over ``horizon`` steps or those that
-  are left, exceed what changes have cost: measured; before the first one ``start_seconds``.
-* A gain is what the model says of the step's share, times the seconds that the step took: the model need not know the machine's
-  own speed, only how the degrees compare.
-* Degrees in which the engines did not come up are not asked for again. The degrees always use all devices, in descending order.
-* The allocation is the best of all, for any budget: within a given makespan, the furthest that the longest-first order can be
-  served with so many GPUs, the last worker of this degree, follows from the furthest with fewer, as a worker that begins
-  further on also ends further on. Where that reaches the end the makespan can be met, and the placement's own search finds
-  the smallest one that can. A worker never spans servers: a degree above ``per_server`` is not used, and the budget must be
-  whole servers or less than one.
+* A change has a cost: it is made only if the seconds per step that it is expected to gain, over ``horizon`` steps or the
+  remaining ones, exceed the measured cost of changes (before the first one ``start_seconds``).
+* The gain is the model's relative gain times the measured seconds of a step: the model need not know the machine's speed, only
+  how the degrees compare.
+* Degrees with which the engines did not start are not tried again. The degrees always use all devices, in descending order.
+* The allocation is optimal for any budget: within a given makespan, the furthest point in longest-first order that so many
+  GPUs can serve, with a last worker of this degree, follows from the furthest with fewer, as a worker that begins further on
+  also ends further on. If it reaches the end, the makespan can be met, and the placement's search finds the smallest such
+  makespan. A worker never spans servers: a degree above ``per_server`` is not used, and the budget must be whole servers or
+  less than one.
 
 Pure: seconds come in as numbers. The same object serves a run and the simulator.
 """
@@ -44,8 +44,9 @@ _MEMORY = 0.5  # weight of the newest of several measurements of a change
 
 @dataclass(frozen=True, slots=True)
 class DegreePlan:
-    """For the next step. ``gain``: seconds a step expected of ``degrees`` over the present ones; ``cost``: seconds charged.
-    ``makespan``, ``present``: of the model, best and now. ``reason``: why it changes, or why not although others are better."""
+    """For the next step. ``gain``: expected seconds per step gained with ``degrees``; ``cost``: seconds charged. ``makespan``,
+    ``present``: the model's, with the best and the current degrees. ``reason``: why it changes, or why not although others are
+    better."""
 
     degrees: tuple[int, ...]
     changes: bool = False
@@ -57,7 +58,7 @@ class DegreePlan:
 
 
 class DegreeReallocator:
-    """One run's. ``options``: degrees on offer; ``degrees``: those that it begins with, of all ``devices``. Raises ValueError."""
+    """One per run. ``options``: possible degrees; ``degrees``: the initial ones, over all ``devices``. Raises ValueError."""
 
     def __init__(
         self,
@@ -83,18 +84,18 @@ class DegreeReallocator:
         self._failed: dict[tuple[int, ...], str] = {}
 
     def choose_first(self, loads: TrajectoryLoads) -> None:
-        """Before anything was started: the degrees that are best for these loads."""
+        """Before anything starts: the best degrees for these loads."""
         if loads.count:
             rates = {degree: self._rates_of(degree) for degree in self.options}
             found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=MARGIN)
             self.degrees = found.degrees
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on with, for JSON."""
+        """What a resumed run continues with, for JSON."""
         return {"degrees": list(self.degrees), "cost": self.cost, "measured": self._measured}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Before anything was started: go on with what :meth:`state` said. False: these degrees are not on offer any more, and
+        """Before anything starts: continue with the result of :meth:`state`. False: these degrees are no longer possible, and
         nothing was changed."""
         degrees = tuple(sorted(map(int, state["degrees"]), reverse=True))
         if sum(degrees) != self.devices or not set(degrees) <= set(self.options):
@@ -103,8 +104,8 @@ class DegreeReallocator:
         return True
 
     def plan_next_step(self, loads: TrajectoryLoads, seconds: float, steps_left: int) -> DegreePlan:
-        """A step has ended. ``loads``: what is expected of the next one; ``seconds``: that this one's rollout took. Whoever
-        carries it out says :meth:`confirm_change` or :meth:`reject_change`."""
+        """A step has ended. ``loads``: expected in the next one; ``seconds``: this step's rollout time. The caller carries the
+        plan out and calls :meth:`confirm_change` or :meth:`reject_change`."""
         if not loads.count:
             return DegreePlan(self.degrees, reason="nothing is known of the next step's lengths")
         rates = {degree: self._rates_of(degree) for degree in self.options}
@@ -125,12 +126,12 @@ class DegreeReallocator:
         return DegreePlan(found.degrees, True, text, gain, self.cost, found.makespan, present)
 
     def confirm_change(self, degrees: Sequence[int], seconds: float) -> None:
-        """The change was made; ``seconds``: engines stood still for so long."""
+        """The change was made; ``seconds``: how long the engines stood still."""
         self.degrees = tuple(sorted(degrees, reverse=True))
         self._charge(seconds)
 
     def reject_change(self, degrees: Sequence[int], seconds: float, why: str) -> None:
-        """The engines did not come up so, and have the old degrees again."""
+        """The engines did not start with it, and have the old degrees again."""
         self._failed[tuple(sorted(degrees, reverse=True))] = why
         self._charge(seconds)
 
@@ -141,8 +142,8 @@ class DegreeReallocator:
 
 @dataclass(frozen=True, slots=True)
 class EndedTrajectory:
-    """A trajectory that has ended. Tokens: ``said`` by the policy, of its ``prompt``, ``heard`` later; ``gap``: seconds of its
-    environment."""
+    """A trajectory that has ended. Tokens: ``said`` by the policy, its ``prompt``, later observations ``heard``; ``gap``:
+    seconds of its environment."""
 
     said: int
     prompt: int = 0
@@ -153,11 +154,12 @@ class EndedTrajectory:
 def expected_loads(
     ended: Sequence[EndedTrajectory], in_flight: Sequence[float], count: int, longest: float = math.inf
 ) -> TrajectoryLoads:
-    """Of the ``count`` trajectories of the next step: those in flight by their forecasts (tokens to come), the others as those
-    that ended, evenly over their lengths. ``longest``: context that ends one.
+    """The ``count`` trajectories of the next step: those in flight by their forecasts (tokens to come), the others like those
+    that ended, spread evenly over their lengths. ``longest``: context length at which a trajectory ends.
 
-    What ended is taken as it was, tail and all: which of the next ones will be long nobody knows, but the step waits for it
-    wherever it is, and the largest of several engines' longest is that of all."""
+    What ended is taken with its tail: nobody knows which of the next ones will be long, but the step waits for it on whatever
+    worker it is, and the largest of several engines' longest is the longest of all.
+    """
     order = sorted((one for one in ended if one.said > 0), key=lambda one: one.said)
     known = [*in_flight][:count]
     fresh = count - len(known) if order else 0
@@ -177,8 +179,8 @@ def expected_loads(
 
 
 def prior_loads(tokens: float, sigma: float, count: int, longest: float = math.inf) -> TrajectoryLoads:
-    """Of the ``count`` trajectories of the first step, of which only the mean of their ``tokens`` is known, and ``sigma``, the
-    deviation of its logarithm: evenly over the quantiles of the log-normal distribution."""
+    """The ``count`` trajectories of the first step, of which only the mean of their ``tokens`` and ``sigma``, the deviation of
+    its logarithm, are known: evenly over the quantiles of the log-normal distribution."""
     middle, spread = math.log(tokens) - sigma * sigma / 2, NormalDist()
     scores = [spread.inv_cdf((number + 0.5) / count) for number in range(count)]
     ended = [EndedTrajectory(max(1, round(math.exp(middle + sigma * score)))) for score in scores]
@@ -196,7 +198,7 @@ def format_degrees(degrees: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class DegreeAllocation:
-    """``degrees`` of the workers, descending; ``makespan``: seconds of the best placement; ``exact``: nothing is better."""
+    """``degrees`` of the workers, descending; ``makespan``: seconds of the best placement; ``exact``: it is optimal."""
 
     degrees: tuple[int, ...]
     makespan: float
@@ -206,9 +208,9 @@ class DegreeAllocation:
 def allocate_loads(
     loads: TrajectoryLoads, budget: int, rates: Mapping[int, WorkerRates], *, per_server: int = 8, margin: float = 0.0
 ) -> DegreeAllocation:
-    """Split ``budget`` GPUs. ``rates``: by degree, in GPUs. Degrees that differ pay while forecasts hold, and cost when they do
-    not: equal ones are kept unless others promise ``margin`` (a share) less. Raises ValueError when no allocation uses the
-    budget up."""
+    """Divide ``budget`` GPUs. ``rates``: by degree, in GPUs. Unequal degrees pay while forecasts hold, and cost when they do
+    not: equal ones are kept unless others promise a makespan lower by ``margin`` (a share). Raises ValueError if no allocation
+    uses up the budget."""
     usable = usable_degrees(budget, rates, per_server)
     takes: dict[int, Take] = {degree: partial(loads.most_within, rates[degree]) for degree in usable}
     least = min(loads.group_seconds(rates[degree], 0, min(1, loads.count)) for degree in usable)
@@ -223,7 +225,7 @@ def allocate_loads(
 
 def best_allocation(takes: Mapping[int, Take], budget: int, count: int, least: float, first: float) -> DegreeAllocation:
     """The allocation with the smallest makespan. ``least``: no makespan is below it; ``first``: any allocation that holds all
-    has one within it. Raises ValueError when none does."""
+    has one within it. Raises ValueError if there is none."""
     if not count:
         return DegreeAllocation(next(equal_degrees(budget, list(takes))), 0.0, True)
     found = search_makespan(partial(_reach, takes, budget, count), least, first, count)
@@ -258,7 +260,7 @@ def _reach(takes: Mapping[int, Take], budget: int, count: int, limit: float) -> 
 
 
 def usable_degrees(budget: int, kinds: Mapping[int, object], per_server: int) -> list[int]:
-    """Those that fit into a server, descending. Raises ValueError where no sum of them is the budget."""
+    """Degrees that fit into a server, descending. Raises ValueError if no sum of them is the budget."""
     usable = sorted((degree for degree in kinds if 0 < degree <= per_server), reverse=True)
     if budget < 1 or (budget > per_server and budget % per_server):
         raise ValueError(f"budget = {budget}: whole servers of {per_server} GPUs, or less than one")
@@ -277,7 +279,7 @@ def count_allocations(budget: int, degrees: Sequence[int]) -> int:
 
 
 def equal_degrees(budget: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The allocations of workers that are alike."""
+    """The allocations with equal workers."""
     for degree in degrees:
         if budget % degree == 0:
             yield (degree,) * (budget // degree)

@@ -1,18 +1,18 @@
-"""What an engine's steps cost: a table of measured points, read by interpolation (RollPacker 4.1).
+"""What an engine's steps cost: a table of measured points with interpolation (RollPacker 4.1).
 
-A :class:`EngineProfile` is what ``rl-coserve profile`` measured: seconds of a prefill and of a decode step over layout, batch and
-length, and per layout the KV memory, the weights and the start of the engine. Planner, simulator and admission read it.
+An :class:`EngineProfile` is what ``rl-coserve profile`` measured: seconds of a prefill and of a decode step over layout, batch
+and length, and per layout the KV memory, weights and start-up of the engine. Planner, simulator and admission read it.
 
 Guarantees:
 
-* A measured point reads as what was measured; between points it is linear in the tokens, then in the batch.
-* Below the smallest size measured the smallest counts (an engine step has fixed costs); above the largest, the line through
-  the last two points goes on, never downwards. With a single size measured, that size counts everywhere.
-* What was never measured (a layout, a phase) is a KeyError that names what there is; nothing is guessed across layouts.
-* Layouts with whole experts may have been measured at several imbalances of the experts' load (RollPacker 7: the cost of routing
-  patterns): between them it is linear, above the last the line goes on. Where one only was measured it counts for all.
+* A measured point returns what was measured; between points it is linear in the tokens, then in the batch.
+* Below the smallest measured size the smallest is used (an engine step has fixed costs); above the largest, the line through
+  the last two points is continued, never downwards. With a single measured size, that one is used everywhere.
+* What was never measured (a layout, a phase) is a KeyError that names what is there; nothing is guessed across layouts.
+* Expert-parallel layouts may be measured at several imbalances of the experts' load (RollPacker 7: the cost of routing
+  patterns): linear in between, the last line continued above. A single measured imbalance is used for all.
 
-Pure: reading and writing files is :mod:`orchestrator.profiler.profile_file`.
+Pure: reading and writing files is in :mod:`orchestrator.profiler.profile_file`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a measurement
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineLayout:
-    """How one engine is cut: ``tp`` devices share every layer; of a mixture of experts, ``ep`` of them share out whole
-    experts instead of slices of each (1: slices). ``ep`` divides ``tp``."""
+    """How one engine is divided: ``tp`` devices share every layer; in a mixture of experts, ``ep`` of them hold whole experts
+    instead of slices of each (1: slices). ``ep`` divides ``tp``."""
 
     tp: int = 1
     ep: int = 1
@@ -53,9 +53,10 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class ProfilePoint:
-    """One measurement. Prefill: ``seconds`` until all of ``batch`` prompts of ``tokens`` each are computed. Decode: ``seconds``
-    of one step of ``batch`` sequences with contexts of ``tokens``. Medians; ``spread``: (longest - shortest) / median.
-    ``imbalance``: tokens of the fullest device's experts over the mean (:class:`orchestrator.api.WorkerStats`), 1: even."""
+    """One measurement. Prefill: ``seconds`` until all of ``batch`` prompts of ``tokens`` each are computed. Decode:
+    ``seconds`` of one step of ``batch`` sequences with contexts of ``tokens``. Medians; ``spread``: (longest - shortest) /
+    median. ``imbalance``: tokens of the fullest device's experts over the mean (:class:`orchestrator.api.WorkerStats`), 1:
+    even."""
 
     phase: Phase
     layout: EngineLayout
@@ -75,10 +76,10 @@ class ProfilePoint:
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Of an engine in one layout. Bytes are of the whole engine, all devices together.
+    """One engine in one layout. Bytes are for the whole engine, all devices together.
 
-    ``kv_bytes_per_token`` counts heads that several devices keep as often as they do; ``kv_tokens``: contexts that fit at a
-    time, in tokens; ``start_seconds``: until it was ready, weights loaded.
+    ``kv_bytes_per_token`` counts KV heads that several devices replicate once per copy; ``kv_tokens``: total tokens of KV that
+    fit; ``start_seconds``: until it was ready, with weights loaded.
     """
 
     layout: EngineLayout
@@ -89,7 +90,7 @@ class EngineShape:
 
 
 class EngineProfile:
-    """Read-only. ``shapes`` and ``points`` in any order; of two points at one place the later counts."""
+    """Read-only. ``shapes`` and ``points`` in any order; if two points coincide, the later one counts."""
 
     def __init__(self, points: Iterable[ProfilePoint], shapes: Iterable[EngineShape] = ()) -> None:
         self.shapes = {shape.layout: shape for shape in shapes}
@@ -113,8 +114,8 @@ class EngineProfile:
                     yield ProfilePoint(phase, layout, batch, tokens, seconds, imbalance=imbalance)
 
     def scaled(self, decode: float) -> EngineProfile:
-        """This one with decode steps that take ``decode`` times as long, in every layout: what was measured of one layout under
-        way says that of the machine. Raises ValueError for what is no factor."""
+        """A copy whose decode steps take ``decode`` times as long, in every layout: measurements of one layout during a run
+        tell the machine's speed. Raises ValueError for an invalid factor."""
         if not 0 < decode < float("inf"):
             raise ValueError(f"{decode}: a factor is positive and finite")
         points = [
@@ -126,10 +127,9 @@ class EngineProfile:
     def extended(
         self, batch: float, context: float, layout: EngineLayout, seconds: float, imbalance: float = 1.0
     ) -> EngineProfile:
-        """This one with a decode step of this size, outside of what was measured of ``layout``, taking ``seconds`` at an
-        ``imbalance``. Other sizes out there, and other imbalances, take as many times what was read of them before; what was
-        measured, and other layouts, stay. Raises KeyError for a layout without any measurement, ValueError for seconds that
-        are none."""
+        """A copy with a decode step of this size, outside what was measured of ``layout``, taking ``seconds`` at an
+        ``imbalance``. Other sizes out there, and other imbalances, are scaled by the same factor; measured points and other
+        layouts stay. Raises KeyError for a layout without measurements, ValueError for invalid seconds."""
         size, tokens = max(1, round(batch)), max(1, round(context))
         factor = seconds / self.decode_seconds(size, tokens, layout, imbalance)
         contexts = {tokens, *(other for row in self._curves["decode", layout].values() for other in row)}
@@ -147,7 +147,7 @@ class EngineProfile:
 
     @property
     def layouts(self) -> tuple[EngineLayout, ...]:
-        """Those with both phases, in order."""
+        """Those measured in both phases, in order."""
         return tuple(
             sorted(
                 layout for phase, layout in self._curves if phase == "decode" and ("prefill", layout) in self._curves
@@ -157,28 +157,28 @@ class EngineProfile:
     def prefill_seconds(
         self, tokens: float, batch: float = 1, layout: EngineLayout = EngineLayout(), imbalance: float = 1.0
     ) -> float:
-        """Until ``batch`` prompts of ``tokens`` each are computed, nothing of them cached."""
+        """Until ``batch`` prompts of ``tokens`` each are computed, with nothing cached."""
         return self._read("prefill", layout, batch, tokens, imbalance)
 
     def decode_seconds(
         self, batch: float, context: float, layout: EngineLayout = EngineLayout(), imbalance: float = 1.0
     ) -> float:
-        """Of one step of ``batch`` sequences, each with a context of ``context`` tokens."""
+        """One step of ``batch`` sequences, each with a context of ``context`` tokens."""
         return self._read("decode", layout, batch, context, imbalance)
 
     def sizes(self, phase: Phase, layout: EngineLayout) -> tuple[list[int], list[int]]:
-        """Batches and lengths that were measured, ascending. KeyError: nothing was."""
+        """Measured batches and lengths, ascending. KeyError: none."""
         rows = self._curves[phase, layout]
         return sorted(rows), sorted({tokens for row in rows.values() for tokens in row})
 
     def covers(self, batch: float, context: float, layout: EngineLayout = EngineLayout()) -> bool:
-        """Whether decode steps of this size lie between measured ones."""
+        """Whether decode steps of this size are within the measured ones."""
         rows = self._curves.get(("decode", layout), {})
         sizes = [tokens for row in rows.values() for tokens in row]
         return bool(sizes) and batch <= max(rows) and context <= max(sizes)
 
     def shape(self, layout: EngineLayout) -> EngineShape:
-        """Memory and start of the engine in this layout. KeyError: not measured."""
+        """Memory and start-up of the engine in this layout. KeyError: not measured."""
         if layout not in self.shapes:
             raise KeyError(f"{layout} was not profiled; there are: {', '.join(map(str, sorted(self.shapes)))}")
         return self.shapes[layout]
@@ -186,9 +186,9 @@ class EngineProfile:
     def rollout_seconds(
         self, lengths: Sequence[int], prompt: int, layout: EngineLayout, engines: int = 1, imbalance: float = 1.0
     ) -> float:
-        """Seconds to generate responses of ``lengths`` tokens to prompts of ``prompt`` tokens, on ``engines`` of this layout:
-        dealt out in turn and begun in this order, as many at a time as the KV cache holds at their mean final length, each
-        step as long as its batch makes it. Preemption is not in it: it is what exceeds this."""
+        """Seconds to generate responses of ``lengths`` tokens to prompts of ``prompt`` tokens on ``engines`` of this layout:
+        dealt round robin and started in this order, as many at a time as the KV cache holds at their mean final length, each
+        step as long as its batch makes it. Preemption is not included; it is what exceeds this."""
         if not lengths:
             return 0.0
         return max(self._one_engine(lengths[index::engines], prompt, layout, imbalance) for index in range(engines))
@@ -310,13 +310,14 @@ class _SizeSeconds:
 
 
 class LearnedCosts:
-    """What an engine's steps cost, learned while it runs: where there is no offline profile (ROSE 4.1 profiles beforehand).
+    """What an engine's steps cost, learned at run time if there is no offline profile (ROSE 4.1 profiles beforehand).
 
-    Guarantees: sizes are kept in powers of two, each with the upper quintile of its last ``KEPT`` steps; a size that was never
-    seen costs as much more than the next smaller one as it is larger, else what the next larger one costs; nothing seen at
-    all costs ``unknown`` seconds. No size costs more than a larger one that was seen: an unlucky step of a size, after which
-    nobody may take another, would be its cost for ever. Steps during which the device was shared count only until others were
-    seen."""
+    Guarantees: sizes are kept in powers of two, each with the upper quintile of its last ``KEPT`` steps; an unseen size is
+    extrapolated in proportion from the next smaller one, else it costs what the next larger one does; with nothing seen at all
+    it costs ``unknown`` seconds. No size costs more than a larger one that was seen: otherwise one slow step of a size, which
+    then nobody may run again, would set its cost forever. Steps during which the device was shared count only until others
+    were seen.
+    """
 
     def __init__(self, unknown: float) -> None:
         self._unknown = unknown
@@ -328,11 +329,11 @@ class LearnedCosts:
         return self._read(self._prefill, tokens)
 
     def decode(self, batch: int) -> float:
-        """Of one token for each of so many sequences."""
+        """Seconds of a step with one token for each of so many sequences."""
         return self._read(self._decode, batch)
 
     def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
-        """A step with so much in it took so long; ``shared``: something else ran on the device meanwhile. Of a step with both
+        """A step with so much work took so long; ``shared``: something else ran on the device meanwhile. If a step has both
         parts, the prefill is what exceeds the decoding."""
         if tokens:
             if batch and self._decode:
@@ -345,7 +346,7 @@ class LearnedCosts:
         size.add(seconds, shared)
 
     def forget(self, decoding: bool) -> None:
-        """Of decoding, else of prefills: the next step is all that is known."""
+        """Forget decoding, or else prefills: the next step is then all that is known."""
         (self._decode if decoding else self._prefill).clear()
 
     def _read(self, sizes: dict[int, _SizeSeconds], count: int) -> float:
@@ -360,21 +361,21 @@ class LearnedCosts:
 
 
 class ProfiledCosts:
-    """Of a file that ``rl-coserve profile`` made; ``context``: tokens of a typical sequence that decodes."""
+    """Costs from a file of ``rl-coserve profile``; ``context``: tokens of a typical decoding sequence."""
 
     def __init__(self, profile: EngineProfile, context: int) -> None:
         self._profile, self._context = profile, context
 
     def prefill(self, tokens: int) -> float:
-        """As :class:`LearnedCosts`."""
+        """See :class:`LearnedCosts`."""
         return self._profile.prefill_seconds(tokens) if tokens else 0.0
 
     def decode(self, batch: int) -> float:
-        """As :class:`LearnedCosts`."""
+        """See :class:`LearnedCosts`."""
         return self._profile.decode_seconds(batch, self._context) if batch else 0.0
 
     def observe_step(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
-        """Nothing: the profile stands, and the guard of admission covers what it has wrong."""
+        """Does nothing: the profile stands, and admission's guard covers its errors."""
 
 
 StepCosts = LearnedCosts | ProfiledCosts

@@ -1,30 +1,31 @@
-"""How the rollout engines are cut, step by step: the parallelism planner (RollPacker 4.2; experts: section 7).
+"""How the rollout engines are divided, step by step: the parallelism planner (RollPacker 4.2; experts: section 7).
 
-The rule: a sudden rise of preemptions over those of the last round of the same kind asks for twice the tensor parallelism (more
-KV memory an engine), ``calm_steps`` steps without any ask for half of it (less communication). What it asks for is done only
-when it can be and when it pays.
+The rule: a sudden rise of preemptions over the last round of the same kind asks for twice the tensor parallelism (more KV
+memory per engine); ``calm_steps`` steps without a rise ask for half of it (less communication). A request is carried out only
+if it is possible and pays.
 
-Short rounds preempt more than long ones at any TP (the paper's figure 7), so counts of two kinds are never compared: four short
-rounds and a long one, repeated, are no rise. The paper gives the rise as a factor, 1.05; over a round that had none, or next to
-none, any count is one. Here it must also be that share of the round's responses: one preemption is not worth a restart.
+Short rounds preempt more than long ones at any TP (the paper's figure 7), so counts of different kinds of round are never
+compared: four short rounds and a long one, repeated, are no rise. The paper defines the rise as a factor of 1.05; after a
+round with almost no preemptions any count would exceed it. So here the rise must also be that share of the round's responses:
+one preemption is not worth a restart.
 
 Guarantees:
 
-* A layout is one of ``layouts``: it divides the devices of a server and all devices, so no engine is ever cut across servers
-  (4.2). With a profile it is one that was profiled. A change is one doubling or one halving, at most one a step.
-* A change is charged: it is made only where the seconds a step that it is expected to gain, over ``calm_steps`` steps (the
-  rule can hardly take it back earlier) or those that are left, exceed what changes have cost: measured, before the first
-  one the profile's engine start, else unknown and taken as nothing. What is expected of a layout is what was measured of
-  it, else what the profile predicts, times what measured steps without preemptions took over their predictions. Where
-  neither is known, the change is tried: then it is measured. A layout whose start failed is not asked for again.
-* Of a mixture of experts, where the rule of 4.2 changes nothing: whole experts a device in place of slices of each, or the other
-  way, at the same TP, where that is expected to gain more than it costs at the imbalance of the experts' load that the step had
-  (section 7). What uneven routing costs is what the profile says, where it was measured at several imbalances.
-* When the engine's step time leaves the profile's by more than ``divergence`` times, or the step lies outside of what was
-  measured, for ``patience`` steps on end, the profile is mended by what those steps took (section 7: targeted re-profiling; the
-  steps themselves are the measurement, so that it costs nothing), and what is planned from then on goes by that. Steps outside:
-  their median is a measurement of its own, of this layout. Steps inside: the decode times of all layouts are scaled by the
-  median of what they took over what it says. A whole new profile is asked for with it; for steps outside only once.
+* A layout is one of ``layouts``: it divides the devices of a server and all devices, so no engine spans servers (4.2). With a
+  profile it must be a profiled one. A change is one doubling or one halving, at most one per step.
+* A change has a cost: it is made only if the seconds per step that it is expected to gain, over ``calm_steps`` steps (before
+  which the rule can hardly undo it) or the remaining ones, exceed the measured cost of changes (before the first one, the
+  profile's engine start-up; else zero). The expectation for a layout is what was measured, else the profile's prediction times
+  the ratio of measured to predicted time of steps without preemptions. If neither is known, the change is tried, and measured.
+  A layout that failed to start is not tried again.
+* With a mixture of experts, if the rule of 4.2 changes nothing: whole experts per device instead of slices of each, or the
+  reverse, at the same TP, if that is expected to gain more than it costs at the step's expert imbalance (section 7). The cost
+  of uneven routing comes from the profile, if it was measured at several imbalances.
+* If the engine's step time differs from the profile's by more than ``divergence`` times, or the step is outside what was
+  measured, for ``patience`` steps in a row, the profile is corrected with the measured times (section 7: targeted
+  re-profiling; the steps themselves are the measurement, at no cost), and later plans use it. Steps outside: their median is a
+  new measurement of this layout. Steps inside: the decode times of all layouts are scaled by the median ratio. A full
+  re-profile is suggested too; for steps outside only once.
 
 Pure: seconds come in as numbers. The same object serves a run, the simulator and a replay.
 """
@@ -43,12 +44,12 @@ _MEMORY = 0.5  # weight of the newest of several measurements of one thing
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """One step's rollout, as it was. ``preemptions``: of all engines, those of weight updates not counted; ``seconds``: until
-    its responses were there; ``lengths``: tokens of each response; ``prompt``: mean tokens before a response.
+    """The rollout of one step as it was. ``preemptions``: over all engines, without those of weight updates; ``seconds``:
+    until its responses were complete; ``lengths``: tokens of each response; ``prompt``: mean tokens before a response.
 
-    ``token_seconds``: mean time between tokens, at mean batch ``batch`` an engine and mean context ``context`` (tokens); 0:
-    not measured. ``imbalance``: tokens of the fullest device's experts over the mean (1: even; only with experts). ``kind`` of
-    round, "" where all are alike: rounds of one kind are compared.
+    ``token_seconds``: mean time between tokens, at mean batch ``batch`` per engine and mean context ``context`` (tokens); 0:
+    not measured. ``imbalance``: tokens of the fullest device's experts over the mean (1: even; only with experts). ``kind``:
+    kind of round, "" if all are alike; only rounds of one kind are compared.
     """
 
     preemptions: int
@@ -64,7 +65,7 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A decode step as a run's steps were: ``batch`` sequences of ``context`` tokens, ``seconds``."""
+    """A measured decode step: ``batch`` sequences of ``context`` tokens, ``seconds``."""
 
     batch: float
     context: float
@@ -73,9 +74,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """For the next step. ``reason``: why it changes, or why not although the rule asked; "" where it did not ask. ``gain``:
-    seconds a step expected of it, None: unknown; ``cost``: seconds charged. ``reprofile``: measure this layout again;
-    ``scaled``: the profile's decode times were scaled by that now, None: they were not. ``measured``: what was added to it."""
+    """For the next step. ``reason``: why it changes, or why not although the rule asked for it; "" if it did not ask.
+    ``gain``: expected seconds per step, None: unknown; ``cost``: seconds charged. ``reprofile``: profile this layout again;
+    ``scaled``: the factor by which the profile's decode times were just scaled, None: not. ``measured``: what was added to it."""
 
     layout: EngineLayout
     changes: bool = False
@@ -90,8 +91,8 @@ class LayoutPlan:
 def layouts_of(
     devices: int, per_server: int, *, heads: int = 0, most: int = 0, experts: bool = False
 ) -> tuple[EngineLayout, ...]:
-    """Powers of two that devices and servers are divided by, and the attention ``heads`` (0: not known); at most ``most``
-    (0: any). ``experts``: each also with whole experts a device."""
+    """Powers of two that divide the devices, the servers and the attention ``heads`` (0: unknown); at most ``most`` (0: any).
+    ``experts``: each also with whole experts per device."""
     found, tp = [], 1
     while tp <= min(devices, per_server, most or devices):
         if devices % tp == 0 and per_server % tp == 0 and (not heads or heads % tp == 0):
@@ -103,9 +104,9 @@ def layouts_of(
 
 
 class ParallelismPlanner:
-    """One run's. ``layouts`` as :func:`layouts_of` found them; ``layout`` is the present one. ``expert_share``: of a step, the
-    part that waits for the fullest device's experts, where the profile does not know what uneven routing costs. Raises
-    ValueError when nothing is left to choose from."""
+    """One per run. ``layouts``: from :func:`layouts_of`; ``layout``: the current one. ``expert_share``: the part of a step
+    that waits for the fullest device's experts, if the profile does not know the cost of uneven routing. Raises ValueError if
+    no layout is possible."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class ParallelismPlanner:
         self.layout = self.candidates[0]
 
     def choose_first(self, lengths: Sequence[int], prompt: int) -> EngineLayout:
-        """Begin with what the profile predicts to be best for these lengths; without a profile with the least TP."""
+        """Start with the layout that the profile predicts to be best for these lengths; without a profile, with the lowest TP."""
         if self.profile is not None and lengths:
             profile = self.profile
             self.layout = min(
@@ -157,9 +158,8 @@ class ParallelismPlanner:
         return self.layout
 
     def plan_next_step(self, load: StepLoad, steps_left: int | None = None) -> LayoutPlan:
-        """A step has ended: what is for the next one. Whoever carries it out says :meth:`confirm_change` or
-        :meth:`reject_change`.
-        """
+        """A step has ended: the plan for the next one. The caller carries it out and calls :meth:`confirm_change` or
+        :meth:`reject_change`."""
         self._measure(load)
         previous = self._previous.get(load.kind)
         self._previous[load.kind] = load.preemptions
@@ -190,19 +190,19 @@ class ParallelismPlanner:
         return LayoutPlan(target, True, why, gain, cost)
 
     def confirm_change(self, layout: EngineLayout, seconds: float) -> None:
-        """The change was made; ``seconds``: generation stood still for so long."""
+        """The change was made; ``seconds``: how long generation stood still."""
         self.layout = layout
         self._calm = 0
         self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
 
     def reject_change(self, layout: EngineLayout, seconds: float, why: str) -> None:
-        """The engines did not come up in this layout, and have the old one again."""
+        """The engines did not start in this layout, and have the old one again."""
         self._failed[layout] = why
         self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
 
     @property
     def candidates(self) -> list[EngineLayout]:
-        """The layouts that it may still choose."""
+        """The layouts that can still be chosen."""
         known = self.profile.layouts if self.profile is not None else self._layouts
         return [layout for layout in self._layouts if layout in known and layout not in self._failed]
 

@@ -1,12 +1,12 @@
 """Resource binding: which devices of which pool a worker gets (RollArt 5.2). Pure: a view of the pools in, the next one out.
 
-A pool is the devices of one hardware class. A worker wants so many devices of a class; while the class has not that many
-free it gets them in a compatible one, and the binding says so. The devices of one worker lie in one server when they fit
-into one; among the servers with room the fullest is taken, so that whole servers stay free for who needs them.
+A pool is the devices of one hardware class. A worker asks for a number of devices of a class; if the class does not have that
+many free, it gets them in a compatible one, and the binding says so. A worker's devices are in one server if they fit; among
+the servers with room the fullest is used, so that whole servers stay free.
 
-Guarantees: a healthy device belongs to one worker at most, a failed one to nobody new; a worker is bound once; what cannot
-ever be bound is a ConfigError, what can be when others release theirs is a RetryableError; the same view and wish give the
-same answer.
+Guarantees: a healthy device belongs to at most one worker, a failed one is given to no new one; a worker is bound once; a
+request that can never be met is a ConfigError, one that can when others release devices is a RetryableError; the same view and
+request give the same answer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SERVER_DEVICES = 8  # devices of one server where nothing is said: what the pape
 
 
 def kind_of(hardware: str) -> str:
-    """Classes of one kind are compatible where nothing else is said: any GPU runs what a GPU runs, more or less fast."""
+    """Classes of one kind are compatible unless the config says otherwise: any GPU runs what a GPU runs, faster or slower."""
     return {CPU.lower(): CPU, SERVERLESS: SERVERLESS}.get(hardware.lower(), ACCELERATOR)
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """The devices of one class: ids, each of the server ``id // per_server``. ``failed``: those nobody is given."""
+    """The devices of one class: ids, each in server ``id // per_server``. ``failed``: given to nobody."""
 
     hardware: str
     devices: tuple[int, ...]
@@ -37,7 +37,7 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWish:
-    """A worker asks for ``devices`` devices of class ``hardware``. ``owner``: the job that it belongs to."""
+    """A worker's request for ``devices`` devices of class ``hardware``. ``owner``: the job that it belongs to."""
 
     worker: str
     hardware: str
@@ -47,7 +47,7 @@ class DeviceWish:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBinding:
-    """What it got. ``fallback``: why it is not of the class that was wished for, in words; "" when it is."""
+    """What a worker got. ``fallback``: why it is not of the requested class, in words; "" if it is."""
 
     wish: DeviceWish
     hardware: str
@@ -57,19 +57,19 @@ class DeviceBinding:
 
 @dataclass(frozen=True, slots=True)
 class AllocationView:
-    """All pools and bindings. ``compatible``: class -> the classes that may stand in for it, in order; where a class is not
-    in it, all of its kind may."""
+    """All pools and bindings. ``compatible``: class -> the classes that may replace it, in order; a class that is not in it
+    may be replaced by any of its kind."""
 
     pools: tuple[DevicePool, ...]
     bindings: Mapping[str, DeviceBinding] = field(default_factory=dict)
     compatible: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def pool(self, hardware: str) -> DevicePool | None:
-        """That of a class, or None."""
+        """The pool of a class, or None."""
         return next((pool for pool in self.pools if pool.hardware == hardware), None)
 
     def free(self, hardware: str) -> list[int]:
-        """The healthy devices of a class that nobody has."""
+        """The healthy, unbound devices of a class."""
         pool = self.pool(hardware)
         if pool is None:
             return []
@@ -77,7 +77,7 @@ class AllocationView:
         return [device for device in pool.devices if device not in taken and device not in pool.failed]
 
     def candidates(self, hardware: str) -> list[str]:
-        """The classes that may serve a wish for this one, the best first; those without a pool left out."""
+        """The classes that can serve a request for this one, best first, without those that have no pool."""
         known = [pool.hardware for pool in self.pools]
         alike = [name for name in known if kind_of(name) == kind_of(hardware)]
         order = [hardware, *self.compatible.get(hardware, tuple(alike))]
@@ -90,7 +90,7 @@ def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView,
     if wish.worker in view.bindings:
         there = view.bindings[wish.worker]
         has = f"{there.hardware} {', '.join(map(str, there.devices))}"
-        fix = f"a worker with this id has {has} already; each worker needs an id of its own"
+        fix = f"a worker with this id already has {has}; each worker needs its own id"
         raise ConfigError("resources.worker", wish.worker, fix)
     if wish.devices < 1:
         raise ConfigError("resources.devices", wish.devices, "a worker needs at least one device")
@@ -109,7 +109,9 @@ def bind_worker(view: AllocationView, wish: DeviceWish) -> tuple[AllocationView,
         fix = f"no pool of {', '.join(candidates)} has that many (at most {biggest})"
         raise ConfigError("resources.devices", wish.devices, f"{wish.worker}: {fix}")
     states = ", ".join(f"{name}: {len(view.free(name))} free" for name in candidates)
-    raise RetryableError(f"{wish.worker} wants {wish.devices} devices of {wish.hardware}, but none are left ({states})")
+    raise RetryableError(
+        f"{wish.worker} needs {wish.devices} devices of {wish.hardware}, but not enough are left ({states})"
+    )
 
 
 def release_workers(view: AllocationView, workers: Iterable[str]) -> AllocationView:
@@ -158,7 +160,7 @@ def _why(view: AllocationView, wish: DeviceWish, hardware: str) -> str:
         return ""
     if view.pool(wish.hardware) is None:
         return f"there is no pool of class {wish.hardware}"
-    return f"{wish.hardware} has {len(view.free(wish.hardware))} devices free of {wish.devices} wished for"
+    return f"{wish.hardware} has {len(view.free(wish.hardware))} devices free of {wish.devices} needed"
 
 
 def _marked(view: AllocationView, hardware: str, devices: Sequence[int], *, broken: bool) -> AllocationView:

@@ -1,12 +1,12 @@
-"""Does it pay to copy a prefix's KV to the worker that a turn goes to, or is it computed anew? (Heddle 5.3.)
+"""Whether to copy a prefix's KV to the worker that a turn goes to, or to recompute it (Heddle 5.3).
 
-Both ways are measured as they happen, from the decision to the turn's first token, and each is a line over the length of the
-context: ``fixed + tokens x each`` (least squares; older turns count less and less). The shorter expectation decides. While one
-way has been seen fewer than ``tries`` times it is tried, and every ``explore``-th time the other way than expected, so that
-neither estimate grows old.
+Both ways are measured as they happen, from the decision to the turn's first token, and each is modelled as a line in the
+context length: ``fixed + tokens x each`` (least squares with decaying weights). The smaller expectation decides. A way that
+was used fewer than ``tries`` times is tried, and every ``explore``-th time the way that looks worse is used, so that neither
+estimate gets stale.
 
-Guarantees: below ``min_tokens`` nothing is moved; no clock, no draws; the same observations lead to the same decisions. A move
-that failed costs what it took and what computing took as well, so a way that does not work is given up by itself.
+Guarantees: below ``min_tokens`` nothing is moved; no clock, no randomness; the same observations lead to the same decisions. A
+failed move counts its own time plus the time of recomputing, so a way that does not work is abandoned by itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Line:
 
 
 class BreakEven:
-    """One object for a fleet. ``pays`` before, ``saw`` after each turn whose prefix lay elsewhere."""
+    """One object per fleet. Call :meth:`move_pays` before, and :meth:`record_turn` after, each turn whose prefix was
+    elsewhere."""
 
     def __init__(self, *, min_tokens: int = 0, tries: int = 3, explore: int = 64, memory: float = 200.0) -> None:
         if min_tokens < 0 or tries < 1 or explore < 2 or not memory > 1:
@@ -72,11 +73,12 @@ class BreakEven:
         return not better if self._asked % self._explore == 0 else better
 
     def record_turn(self, moved: bool, tokens: int, seconds: float) -> None:
-        """A turn took ``seconds`` to its first token, with its prefix moved, or computed. What is no number is ignored."""
+        """A turn took ``seconds`` to its first token, with its prefix moved or recomputed. Values that are not finite numbers
+        are ignored."""
         if tokens > 0 and math.isfinite(seconds) and seconds >= 0:
             (self._move if moved else self._compute).add_point(tokens, seconds, self._keep)
 
     def expected(self, tokens: int) -> tuple[float, float]:
-        """Seconds to the first token (moved, computed)."""
+        """Seconds to the first token (moved, recomputed)."""
         (move_fixed, move_each), (fixed, each) = self._move.fit(), self._compute.fit()
         return move_fixed + move_each * tokens, fixed + each * tokens

@@ -1,30 +1,30 @@
-"""What a group of trajectories takes on a worker, KV and tool calls included (Heddle 5.1, 5.2: the interference factor).
+"""How long a group of trajectories takes on a worker, including KV and tool calls (Heddle 5.1, 5.2: the interference factor).
 
-Heddle's F depends on the size of the group alone. On real engines how long the trajectories are matters as much: their contexts
-are read in every step, and when their KV does not fit they wait for each other. :class:`WorkerRates` is what a kind of
-worker does, read from a :class:`~orchestrator.policies.parallelism.engine_profile.EngineProfile` (a run's: the file of
-``rl-coserve profile``; the simulator's: its cost model, through the same class). :class:`TrajectoryLoads` is a set of
-trajectories, and what any contiguous group of it takes:
+Heddle's F depends only on the size of the group. On real engines the lengths matter as much: contexts are read in every step,
+and trajectories wait for each other when their KV does not fit. :class:`WorkerRates` describes a kind of worker, read from an
+:class:`~orchestrator.policies.parallelism.engine_profile.EngineProfile` (in a run the file of ``rl-coserve profile``, in the
+simulator its cost model). :class:`TrajectoryLoads` is a set of trajectories, and computes what any contiguous group of it
+takes:
 
-* Lengths are forecasts: a mean and the spread of what it may be. Of many that are forecast to be alike some become long, on
-  whatever worker they are: the longest of a group is the largest over its first 1, 2, 4, ... members of the length that the
-  longest of so many may be expected to have. Without it short forecasts fill slow workers, and the tail waits there.
-* The longest alone makes ``l`` steps. Contexts beyond the KV's room, and sequences beyond the slots, make more: at least
-  ``sum of contexts over time / room``, ``sum of tokens / slots`` steps. That is longest-first with preemption, work-conserving.
-* Steps are as long as their mean batch makes them, each token of context adds its reading, each token that is new to the worker
-  its prefill.
-* While the longest waits for its tools, ``gap`` seconds in all, the others go on: it shares fewer steps with them, so that the
-  work of the others counts where it stands in the longest's way only.
+* Lengths are forecasts: a mean and a spread. Of many with equal forecasts some become long, on whatever worker they are: the
+  longest of a group is the largest expected maximum over its first 1, 2, 4, ... members. Without this, short forecasts fill
+  slow workers, and the tail waits there.
+* The longest alone takes ``l`` steps. Contexts beyond the KV's room and sequences beyond the slots take more: at least ``sum
+  of contexts over time / room`` and ``sum of tokens / slots`` steps. That is longest-first with preemption, work-conserving.
+* Steps take the time of their mean batch, plus the reading of each context token, plus the prefill of each token that is new
+  to the worker.
+* While the longest waits for its tools, ``gap`` seconds in all, the others continue: they share fewer steps with it, so their
+  work only counts where it delays the longest.
 
-Guarantee: a group never takes less when a trajectory joins it, nor more when each of its trajectories is shorter in tokens,
-context and gaps. So :func:`place_loads` finds the best contiguous cut exactly, where the order by tokens is also one by
-context, gaps and spread; else what it returns is what it says, and may not be the best.
+Guarantee: a group never takes less when a trajectory joins it, nor more when each of its trajectories has fewer tokens,
+context and gaps. So :func:`place_loads` finds the best contiguous partition exactly if the order by tokens is also the order
+by context, gaps and spread; otherwise its result is valid, but may not be optimal.
 
-The paper's dynamic program asks for every split point, O(n^2 m). :func:`search_makespan` asks another question: given a
-makespan, do the trajectories fit? Greedy filling answers it, as a worker that takes more leaves the others a shorter rest of
-shorter trajectories. Between a makespan that fits and one that does not it jumps only to those at which the answer can change,
-so it ends at the exact optimum after some twenty questions; often after two, as the longest trajectory alone is the optimum
-of a long tail. Aggregating short trajectories, which the paper needs for speed, would save nothing here and is left out.
+The paper's dynamic program tries every split point, O(n^2 m). :func:`search_makespan` asks instead: given a makespan, do the
+trajectories fit? Greedy filling answers it, as a worker that takes more leaves the others fewer and shorter trajectories.
+Between a makespan that fits and one that does not, only values at which the answer can change are tried, so it reaches the
+exact optimum after about twenty questions; often after two, since with a long tail the longest trajectory alone is the
+optimum. Aggregating short trajectories, which the paper needs for speed, would gain nothing here and is left out.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _KV_SHARE = 0.9  # of the room is in use when sequences come and go; the rest is
 
 @dataclass(frozen=True, eq=False)
 class WorkerRates:
-    """What one kind of worker does. ``steps``: seconds of a decode step of 1, 2, ... sequences without context, nondecreasing;
-    beyond the table it goes on as its last two. ``context``: seconds a step for each token in their contexts; ``prefill``: of a
-    token that is new; ``room``: tokens whose KV it holds; ``slots``: sequences at a time. Raises ValueError."""
+    """One kind of worker. ``steps``: seconds of a decode step of 1, 2, ... sequences without context, nondecreasing;
+    extrapolated beyond the table from its last two values. ``context``: seconds per step and context token; ``prefill``:
+    seconds per new token; ``room``: tokens whose KV it holds; ``slots``: sequences at a time. Raises ValueError."""
 
     steps: tuple[float, ...]
     context: float = 0.0
@@ -81,7 +81,7 @@ class WorkerRates:
         object.__setattr__(self, "last", steps[-1] - steps[-2] if len(steps) > 1 else 0.0)
 
     def step_seconds(self, running: float) -> float:
-        """Seconds of a step of so many sequences, without their contexts; linear between whole numbers."""
+        """Seconds of a step with so many sequences, without their contexts; linear between whole numbers."""
         place = running - 1.0
         if place <= 0:
             return self.steps[0]
@@ -112,10 +112,10 @@ def rates_of(profile: EngineProfile, layout: EngineLayout, slots: int) -> Worker
 
 
 class TrajectoryLoads:
-    """Trajectories in the order of the placement. Arrays of shape [n], longest first: mean of the ``tokens`` that each will still
-    say; ``contexts``: that it has; ``new``: of these, that no worker has computed yet; ``gaps``: seconds of its environment
-    still to come; ``spreads``: standard deviation of the logarithm of what ``tokens`` may be. ``grows``: context for a token
-    said, at least 1; ``longest``: context at which a trajectory ends. Raises ValueError for what is no number."""
+    """Trajectories in placement order. Arrays of shape [n], longest first: ``tokens``: mean of what each will still generate;
+    ``contexts``: its current context; ``new``: context tokens that no worker has computed yet; ``gaps``: seconds of its
+    environment to come; ``spreads``: standard deviation of the logarithm of ``tokens``. ``grows``: context per generated
+    token, at least 1; ``longest``: context length at which a trajectory ends. Raises ValueError for invalid numbers."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class TrajectoryLoads:
         self._new = _sums((grows - 1.0) * mean + new)
 
     def longest(self, start: int, count: int) -> float:
-        """Tokens of the longest of ``count`` trajectories from ``start`` on, as may be expected."""
+        """Expected tokens of the longest of ``count`` trajectories from ``start`` on."""
         found, size = 0.0, 1
         for lengths in self._longest:
             if size > count:
@@ -167,7 +167,7 @@ class TrajectoryLoads:
         return found
 
     def group_seconds(self, rates: WorkerRates, start: int, count: int) -> float:
-        """What ``count`` trajectories from ``start`` on take on such a worker."""
+        """Seconds that ``count`` trajectories from ``start`` on take on such a worker."""
         if count < 1:
             return 0.0
         end = start + count
@@ -185,7 +185,8 @@ class TrajectoryLoads:
         return (whole + math.sqrt(max(0.0, whole * whole - 4 * beside * gap))) / 2
 
     def most_within(self, rates: WorkerRates, start: int, limit: float, hint: int = 0) -> tuple[int, float, float]:
-        """How many from ``start`` on end within ``limit``, what they take, and what one more takes. ``hint``: a likely number."""
+        """How many from ``start`` on end within ``limit``, how long they take, and how long one more would take. ``hint``: a
+        likely number."""
         left = self.count - start
         low, high = 0, left + 1  # low fit, high do not
         taken, beyond = 0.0, math.inf
@@ -219,9 +220,8 @@ def sorted_loads(
     grows: float = 1.0,
     longest: float = math.inf,
 ) -> tuple[TrajectoryLoads, NDArray[np.int64]]:
-    """:class:`TrajectoryLoads` of trajectories in any order, and that order: indices, longest first, equals in their
-    own order.
-    """
+    """:class:`TrajectoryLoads` of trajectories in any order, and their placement order: indices, longest first, ties in input
+    order."""
     values = np.asarray(tokens, dtype=np.float64)
     if values.size and not (values.min() >= 0 and values.max() < math.inf):
         raise ValueError("tokens: finite numbers, 0 or more")
@@ -231,13 +231,13 @@ def sorted_loads(
 
 
 class TurnStatistics:
-    """What the turns of each task were like so far, in the mean: what forecasts of tokens and turns do not say."""
+    """Mean properties of each task's turns so far, which token and turn forecasts do not include."""
 
     def __init__(self) -> None:
         self._turns: dict[str, list[float]] = {}  # task -> said, heard, gaps, their seconds, prompts, their tokens
 
     def record_turn(self, task: str, said: int, heard: int, first: bool) -> None:
-        """A turn is over. ``heard``: tokens before it that were new; of the first turn, the prompt."""
+        """A turn is over. ``heard``: new tokens before it; for the first turn, the prompt."""
         known = self._turns.setdefault(task, [0.0] * 6)
         known[0] += said
         if first:
@@ -253,7 +253,7 @@ class TurnStatistics:
         known[3] += seconds
 
     def context_growth(self, tasks: Iterable[str]) -> float:
-        """Tokens of context for one that is said."""
+        """Context tokens per generated token."""
         known = [self._turns[task] for task in tasks if task in self._turns]
         said = sum(one[0] for one in known)
         return 1.0 + sum(one[1] for one in known) / said if said else 1.0
@@ -270,8 +270,8 @@ class TurnStatistics:
 
 
 def place_loads(loads: TrajectoryLoads, workers: Sequence[WorkerRates]) -> tuple[list[int], float]:
-    """The cut with the smallest makespan: where each worker's group starts, one more entry than ``workers``, which are in the
-    order in which they take the groups, fastest first. Raises ValueError without workers."""
+    """The partition with the smallest makespan: where each worker's group starts, with one entry more than ``workers``, which
+    are in the order in which they take the groups, fastest first. Raises ValueError without workers."""
     if not workers:
         raise ValueError("workers: at least one")
     if not loads.count:
@@ -298,10 +298,10 @@ def _fill(loads: TrajectoryLoads, workers: Sequence[WorkerRates], limit: float) 
 def search_makespan(
     ask: Callable[[float], Fill[Found]], least: float, first: float, count: int
 ) -> tuple[Found, float] | None:
-    """What has the smallest makespan of all that ``ask`` can find for ``count`` trajectories, and that makespan. ``least``: no
-    makespan is below it; ``first``: the first limit that is asked for; None: nothing is within it.
+    """The result with the smallest makespan that ``ask`` can find for ``count`` trajectories, and that makespan. ``least``: no
+    makespan is below it; ``first``: the first limit that is tried; None: nothing fits.
 
-    Exact where a larger limit never finds less: the next limit is one at which an answer can change.
+    Exact if a larger limit never finds less: the next limit is one at which an answer can change.
     """
     found, high, _, _ = ask(first)
     if not found:
@@ -340,19 +340,20 @@ def projected_peak(
     grows: float = 1.0,
     longest: float = math.inf,
 ) -> float:
-    """The most KV that trajectories which run beside each other will hold, by their forecasts, in tokens: who may begin without
-    a thrash. An engine whose KV is full drops the prefix of every trajectory that waits for its environment, and computes it
-    anew a turn later: with all of a batch begun at once that was a quarter of a simulated worker's time (beyond Heddle, which
-    has no admission; RollPacker 4.4 projects a peak to know how many GPUs may go over to training).
+    """The most KV that concurrent trajectories will hold, by their forecasts, in tokens: how many may start without thrashing.
+    An engine whose KV is full drops the prefix of every trajectory that waits for its environment, and recomputes it a turn
+    later: with a whole batch started at once that was a quarter of a simulated worker's time (beyond Heddle, which has no
+    admission; RollPacker 4.4 projects a peak to decide how many GPUs may move to training).
 
-    All go on at one pace, a token at a time. After ``t`` more tokens those that are still there hold ``context + grows x t``
-    each; how many they are is a sum of probabilities: what a trajectory still says is log-normal around its forecast, which
-    is its mean. The normal distribution is approximated by the logistic one (largest error 0.01); for a few sure forecasts the
-    sum is some ten percent low. Costs some ten microseconds and 0.3 for each trajectory.
+    All advance at one pace, a token at a time. After ``t`` more tokens those still running hold ``context + grows x t`` each;
+    how many they are is a sum of probabilities: remaining tokens are log-normal around the forecast, which is their mean. The
+    normal distribution is approximated by the logistic one (largest error 0.01); for a few certain forecasts the sum is some
+    ten percent low. Takes some ten microseconds plus 0.3 per trajectory.
 
-    ``contexts``: that each has; ``tokens``: mean of what each will still say;
-    ``spreads``: standard deviation of its logarithm; ``grows``: context for a token said; ``longest``: context at which a
-    trajectory ends. All of one length; 0 without any."""
+    ``contexts``: the current context of each; ``tokens``: mean of what each will still generate; ``spreads``: standard
+    deviation of its logarithm; ``grows``: context per generated token; ``longest``: context length at which a trajectory ends.
+    All arrays have the same length; 0 if they are empty.
+    """
     if not len(contexts):
         return 0.0
     held = np.asarray(contexts, dtype=np.float64)

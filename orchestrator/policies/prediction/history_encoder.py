@@ -1,13 +1,13 @@
-"""A small network of a trajectory's tokens and numbers, trained online (Heddle 4.1, in the size of a CPU's spare time).
+"""A small network over a trajectory's tokens and numbers, trained online (Heddle 4.1, scaled down to a CPU's spare time).
 
-Guarantees: the same rows in the same order from the same seed give the same network; what it says is bounded, whatever it is
-asked (``tanh`` before the last layer, numbers and targets clipped at some deviations of theirs); a row costs a fixed time to
-learn and to ask; restored from its arrays it goes on as it was. What it is: counts of hashed one- and two-token pieces of the
-prompt and of the context's end are projected to ``RANK`` numbers each, a projection that is learned, and go with the numbers of
-:mod:`orchestrator.policies.prediction.length_features` through one hidden layer. Trained by Adam on mini-batches of the
-last ``kept`` rows.
+Guarantees: the same rows in the same order from the same seed give the same network; its outputs are bounded (``tanh`` before
+the last layer, inputs and targets clipped at some standard deviations); learning or asking costs a fixed time per row;
+restored from its arrays it continues as it was. Structure: counts of hashed one- and two-token pieces of the prompt and of the
+end of the context are projected to ``RANK`` numbers each by a learned projection, and go through one hidden layer together
+with the numbers of :mod:`orchestrator.policies.prediction.length_features`. Trained by Adam on mini-batches of the last
+``kept`` rows.
 
-:class:`Encoder` is the seam: a language model that is fine-tuned stands here too (:mod:`orchestrator.placement.length_lm`).
+:class:`Encoder` is the interface, which a fine-tuned language model implements too (:mod:`orchestrator.placement.length_lm`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _LAYERS = ("prompt", "tail", "hidden", "bias", "out", "level")
 
 
 class Encoder(Protocol):
-    """Learns what a trajectory differs from its history by. Rows are turn boundaries; ``numbers`` their dense features, shape
-    [n, DENSE]; ``targets`` shape [n, OUTPUTS]."""
+    """Learns how a trajectory differs from its history. Rows are turn boundaries; ``numbers``: their dense features, shape [n,
+    DENSE]; ``targets``: shape [n, OUTPUTS]."""
 
     kind: str  # what it is: a saved one of another kind is not loaded
 
@@ -41,20 +41,20 @@ class Encoder(Protocol):
         ...
 
     def learn(self, rows: Sequence[TrajectoryProgress], numbers: Array, targets: Array, weight: float) -> None:
-        """Rows of one trajectory, each counting ``weight``."""
+        """Rows of one trajectory, each with weight ``weight``."""
         ...
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """All that it knows, by name."""
+        """Its whole state, by name."""
         ...
 
     def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Go on as what :meth:`arrays` returned. Raises ValueError for anything else; then nothing changed."""
+        """Continue from the result of :meth:`arrays`. Raises ValueError for anything else, with nothing changed."""
         ...
 
 
 class Scaling:
-    """Mean and spread of columns so far. ``arrays`` shape [2, columns] and the number of rows."""
+    """Running mean and spread of columns. ``arrays``: shape [2, columns] and the number of rows."""
 
     def __init__(self, columns: int) -> None:
         self.sums: Array = np.zeros((2, columns))
@@ -77,15 +77,15 @@ class Scaling:
         return np.asarray(np.sqrt(np.maximum(self.sums[1] / max(1, self.rows) - mean * mean, 1e-4)))
 
     def normal(self, values: Array) -> Array:
-        """In deviations from the mean, clipped."""
+        """In standard deviations from the mean, clipped."""
         return np.asarray(np.clip((values - self.mean) / self.spread, -CLIP, CLIP))
 
 
 def check_arrays(
     known: Mapping[str, NDArray[np.generic]], given: Mapping[str, NDArray[np.generic]], growing: Sequence[str]
 ) -> None:
-    """Raises ValueError where ``given`` lacks one of an encoder's arrays, or has it in another shape (of the ``growing`` ones the
-    first axis may differ) or with a value that is not finite."""
+    """Raises ValueError if ``given`` lacks one of an encoder's arrays, or has it with another shape (the first axis of
+    ``growing`` ones may differ) or with non-finite values."""
     wrong = [
         name
         for name, value in known.items()
@@ -99,7 +99,7 @@ def check_arrays(
 
 
 class HashedEncoder:
-    """See the module. ``steps``: mini-batches for each trajectory that is learned."""
+    """See the module. ``steps``: mini-batches per learned trajectory."""
 
     kind = "hashed 1"
 

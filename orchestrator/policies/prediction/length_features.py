@@ -1,10 +1,9 @@
-"""What a length predictor is shown of a trajectory: numbers of its past, and a small encoding of its tokens (Heddle 4.1).
+"""What a length predictor sees of a trajectory: numbers from its past, and a small encoding of its tokens (Heddle 4.1).
 
-Guarantees: a vector is a function of what is known at a turn boundary, of the history before it and of ``VERSION``, and of
-nothing else; it is finite whatever the numbers are. Tokens are shown as hashed one- and two-token pieces of the prompt and of the
-context's end, which needs no vocabulary and costs some ten microseconds: few signed bins for a linear model, more for one
-that learns a projection (:mod:`orchestrator.policies.prediction.history_encoder`). Fixed random rectifiers of the
-numbers let a linear model bend.
+Guarantees: a feature vector depends only on what is known at a turn boundary, on the history before it and on ``VERSION``; it
+is finite for any input. Tokens enter as hashed one- and two-token pieces of the prompt and of the end of the context, which
+needs no vocabulary and takes some ten microseconds: few signed bins for a linear model, more for one that learns a projection
+(:mod:`orchestrator.policies.prediction.history_encoder`). Fixed random ReLUs of the numbers make a linear model nonlinear.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryProgress:
-    """A trajectory at a turn boundary. ``prompt_ids``: its first observation, ``tail_ids``: the end of its context (at most
-    what is looked at of either is kept); ``heard`` and ``said``: tokens of the observations and of the responses so far;
-    ``tool_seconds``: that the environment took after each response."""
+    """A trajectory at a turn boundary. ``prompt_ids``: its first observation, ``tail_ids``: the end of its context (only as
+    much of either as is used); ``heard`` and ``said``: tokens of the observations and of the responses so far;
+    ``tool_seconds``: environment time after each response."""
 
     trajectory: str
     task: str
@@ -47,7 +46,7 @@ class TrajectoryProgress:
 
     @property
     def turns(self) -> int:
-        """That are over."""
+        """Finished turns."""
         return len(self.said)
 
     @property
@@ -58,9 +57,9 @@ class TrajectoryProgress:
 
 @dataclass(frozen=True, slots=True)
 class HistoryFeatures:
-    """What finished trajectories say of one at this turn: mean log(1 + remaining tokens) of those that came this far, of the same
-    prompt (drawn to the task's while there are few) and of the same task, and how many of the prompt there were; mean
-    log(1 + remaining turns), and whose these are. A model learns what a trajectory differs from this by."""
+    """What finished trajectories say about one at this turn: mean log(1 + remaining tokens) of those that came this far, for
+    the same prompt (shrunk towards the task's while there are few) and for the same task, and the prompt's count; mean log(1 +
+    remaining turns), and where it is from. A model learns how a trajectory differs from this."""
 
     prompt: float
     task: float
@@ -70,14 +69,14 @@ class HistoryFeatures:
 
 
 def turn_boundaries(trajectory: Trajectory) -> list[TrajectoryProgress]:
-    """What was known of a finished trajectory before its first turn, and after each but the last, while the environment worked:
-    when its forecasts were made."""
+    """What was known about a finished trajectory before its first turn and after each but the last, while the environment
+    worked: when its forecasts were made."""
     turns = trajectory.turns
     return [progress_of(trajectory.id, trajectory.prompt, turns[: after + 1], after) for after in range(len(turns))]
 
 
 def progress_of(trajectory: str, prompt: Prompt, turns: Sequence[Turn], over: int) -> TrajectoryProgress:
-    """After ``over`` turns of these. The first observation is known then, whether the turn that it belongs to is over or not."""
+    """After ``over`` of these turns. The first observation is known then, even before its turn is over."""
     done = turns[:over]
     context: list[int] = []
     for turn in reversed(done):
@@ -134,7 +133,7 @@ def encode_features(progress: TrajectoryProgress, past: HistoryFeatures, bends: 
 
 
 def make_bends(seed: int) -> Vector:
-    """The rectifiers' directions, shape [BENT, DENSE]: with entries of the size of what they are multiplied with."""
+    """The directions of the ReLUs, shape [BENT, DENSE]: entries scaled to what they are multiplied with."""
     draw = np.random.default_rng(seed)
     scale = np.array([1, 1, 1, 1, 1, 0.3, 0.3, 0.3, 0.3, 1, 0.2, 0.2, 0.2, 1, 1, 0.3, 0.3, 1], dtype=np.float64)
     bends: Vector = draw.standard_normal((BENT, DENSE)) * scale / math.sqrt(DENSE)
@@ -147,7 +146,7 @@ def _log(value: float) -> float:
 
 
 def pieces(tokens: Sequence[int], salt: int, bins: int = PIECES, *, signed: bool = False) -> Vector:
-    """Counts of hashed pieces, ``signed`` or not, over the root of their number, shape [bins]."""
+    """Counts of hashed pieces, ``signed`` or not, divided by the square root of their number, shape [bins]."""
     mixed = _mixed(tokens, salt)
     if not mixed.size:
         return np.zeros(bins)

@@ -1,23 +1,23 @@
-"""How many tokens and turns a trajectory still has before it, after every turn (Heddle 4.1), and the baselines of that.
+"""How many tokens and turns a trajectory still has to come, after every turn (Heddle 4.1), and baselines for comparison.
 
-Guarantees of a :class:`LengthPredictor`: a forecast is finite, not negative, and lies in its interval, whatever was learned; it
-says where it is from (``source``): the model, or what stands in for it until it has learned enough (finished trajectories of
-the task, of all tasks, the configured prior). The same trajectories in the same order and the same seed give the same forecasts.
-Saved and loaded it goes on as it was; what is saved is arrays and JSON, no code.
+Guarantees of a :class:`LengthPredictor`: a forecast is finite, not negative, and within its interval, whatever was learned; it
+says where it comes from (``source``): the model, or what replaces it until it has learned enough (finished trajectories of the
+task, of all tasks, the configured prior). The same trajectories in the same order and the same seed give the same forecasts.
+Saved and loaded it continues as it was; what is saved is arrays and JSON, no code.
 
-:class:`ProgressivePredictor` learns online: each finished trajectory is decomposed into (what was known before a turn, what
-came after), as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say what is
-left: what finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge regression on
-:mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an encoder of the tokens
-(:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
-:class:`~orchestrator.policies.prediction.online_estimators.ForecastStack` weighs them by their errors on what came next, by
-turn and by how much is known of the prompt: where one of the baselines is best, it is followed. The forecast is a mean, not
-a median: that is what loads add up from.
+:class:`ProgressivePredictor` learns online: each finished trajectory is split into (what was known before a turn, what came
+after), as in the paper, which fine-tunes a language model of 0.6B on them. Here several experts each predict what is left:
+finished trajectories of the prompt (mean, median, total minus what was generated), a ridge regression on
+:mod:`orchestrator.policies.prediction.length_features` of the current state and of the prompt alone, and an encoder of the
+tokens (:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
+:class:`~orchestrator.policies.prediction.online_estimators.ForecastStack` weights them by their errors, by turn and by how
+much is known about the prompt: if a baseline is best, it is followed. The forecast is a mean, not a median, because loads add
+up.
 
-Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing
-is long. Intervals are adaptive conformal ones, by the same classes
-(:class:`~orchestrator.policies.prediction.online_estimators.ConformalIntervals`). One that is ``prompt_only`` and
-:class:`HistoryPredictor` are what it is compared with (Heddle 7.2).
+Trajectories that were cut off (aborted, evicted) are learned as "at least this much": leaving them out would teach that
+nothing is long. Intervals are adaptive conformal ones, by the same classes
+(:class:`~orchestrator.policies.prediction.online_estimators.ConformalIntervals`). A ``prompt_only`` predictor and
+:class:`HistoryPredictor` are the baselines (Heddle 7.2).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _TURNS = 256  # beyond, one turn is like the other
 
 @dataclass(frozen=True, slots=True)
 class LengthForecast:
-    """Remaining tokens (the mean, so to say) with an interval around them, and remaining turns."""
+    """Remaining tokens (a mean) with an interval around them, and remaining turns."""
 
     tokens: float
     low: float
@@ -86,7 +86,7 @@ class LengthForecast:
 @dataclass(frozen=True, slots=True)
 class LengthOutcome:
     """A trajectory that ended. ``before``: what was known before each of its turns; ``said``: tokens of each response;
-    ``complete``: it came to its own end (or to a limit of the task), nobody cut it off."""
+    ``complete``: it ended by itself (or at a limit of the task), and was not cut off."""
 
     before: tuple[TrajectoryProgress, ...]
     said: tuple[int, ...]
@@ -102,10 +102,10 @@ class LengthPredictor(Protocol):
 
 
 class FinishedStatistics:
-    """What finished trajectories say of one that goes on, without a model: means and medians of what they had left at its turn,
-    by prompt, by task, over all. Guarantees: bounded (prompts and trajectories of each are forgotten, the oldest first); a
-    function of what was added, in its order; nothing is said of a prompt by the trajectories of another, except through the
-    mean of the task."""
+    """What finished trajectories say about a running one, without a model: means and medians of what they had left at its
+    turn, by prompt, by task, over all. Guarantees: bounded memory (the oldest prompts and trajectories are forgotten); a
+    function of what was added, in order; nothing about a prompt comes from the trajectories of another, except through the
+    task's mean."""
 
     def __init__(self, prior_tokens: float, prior_turns: float = 1.0) -> None:
         self.prior = (math.log1p(prior_tokens), math.log1p(prior_turns))
@@ -129,7 +129,7 @@ class FinishedStatistics:
                 rows[turn][2] += turns
 
     def of_task(self, task: str, turn: int) -> tuple[float, float, str]:
-        """Mean logarithms of remaining tokens and turns of those that came so far, and whose they are."""
+        """Mean logarithms of remaining tokens and turns of those that came this far, and where they are from."""
         turn = min(turn, _TURNS - 1)
         for name in (task, ""):
             rows = self.tasks.get(name, [])
@@ -142,12 +142,12 @@ class FinishedStatistics:
         return (*self.prior, "prior")
 
     def of_prompt(self, task: str, prompt: str, turn: int) -> tuple[float, float]:
-        """Mean logarithm of remaining tokens of the prompt's trajectories that came so far, and their number."""
+        """Mean logarithm of remaining tokens of the prompt's trajectories that came this far, and their number."""
         found = self._left(task, prompt, turn)
         return (sum(map(math.log1p, found)) / len(found), float(len(found))) if found else (0.0, 0.0)
 
     def median(self, task: str, prompt: str, turn: int) -> float | None:
-        """The logarithm of remaining tokens of the middle one of them; one very long sibling does not move it."""
+        """The logarithm of their median remaining tokens; one very long sibling does not change it."""
         found = self._left(task, prompt, turn)
         return statistics.median(map(math.log1p, found)) if found else None
 
@@ -161,7 +161,7 @@ class FinishedStatistics:
         return (mean, turns, "prompt") if number else (tokens, turns, source)
 
     def features_of(self, progress: TrajectoryProgress) -> HistoryFeatures:
-        """For the vector of features: the prompt's mean is drawn to the task's while there are few."""
+        """For the feature vector: the prompt's mean is shrunk towards the task's while there are few."""
         task, turns, source = self.of_task(progress.task, progress.turns)
         mean, number = self.of_prompt(progress.task, progress.prompt, progress.turns)
         return HistoryFeatures(
@@ -185,10 +185,10 @@ class _Row:
 
 
 class ProgressivePredictor:
-    """The predictor. ``prior_tokens``: of a whole trajectory, until there is something to learn from; ``coverage`` of the
-    intervals; ``memory`` in rows (turns) after which one counts a third; solved anew every ``every`` rows; ``encoder`` None: the
-    hashed one. ``prompt_only``: the ridge regression alone, and shown nothing but the prompt (Zhong et al., in Heddle 7.2): one
-    guess for the whole trajectory."""
+    """The predictor. ``prior_tokens``: total tokens of a trajectory, until there is something to learn from; ``coverage`` of
+    the intervals; ``memory``: rows (turns) after which one counts a third; solved again every ``every`` rows; ``encoder``
+    None: the hashed one. ``prompt_only``: the ridge regression alone, which sees only the prompt (Zhong et al., in Heddle
+    7.2): one guess for the whole trajectory."""
 
     format = "rl-coserve length predictor"
 
@@ -222,11 +222,11 @@ class ProgressivePredictor:
 
     @property
     def ready(self) -> bool:
-        """Whether the model speaks."""
+        """Whether the model is used."""
         return self.version > 0
 
     def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
-        """Never fails. Costs some hundred microseconds."""
+        """Never fails. Takes some hundred microseconds."""
         shown = _start_of(progress) if self._prompt_only else progress
         past = self.memory.features_of(shown)
         tokens, turns, source = past.prompt, past.turns, past.source
@@ -291,8 +291,9 @@ class ProgressivePredictor:
         ]
 
     def learn(self, outcome: LengthOutcome) -> None:
-        """A trajectory that ended: each of its turns as it was seen when it was asked for, since what has ended meanwhile (short
-        siblings before long ones) says how long it was. Costs some milliseconds, and some tens of them every ``every`` rows."""
+        """A trajectory that ended: each of its turns as it was seen when it was asked about, since what has ended meanwhile
+        (short siblings before long ones) reveals how long it was. Takes some milliseconds, and some tens of them every
+        ``every`` rows."""
         if not outcome.said:
             return
         before = outcome.before[:1] if self._prompt_only else outcome.before
@@ -350,14 +351,14 @@ class ProgressivePredictor:
         self.version += 1
 
     def finish(self) -> None:
-        """Solve with all that was learned."""
+        """Solve with everything learned."""
         if self._ridge.counts[0] > 0:
             self._solve()
 
     # -- kept --------------------------------------------------------------------------------------------------------
 
     def dump(self) -> bytes:
-        """All of it, as a NumPy archive of arrays."""
+        """The whole state, as a NumPy archive of arrays."""
         meta = {
             "format": self.format,
             "features": VERSION,
@@ -382,7 +383,7 @@ class ProgressivePredictor:
         return file.getvalue()
 
     def load(self, data: bytes) -> None:
-        """Go on as what :meth:`dump` returned. Raises ValueError for anything else; then nothing changed."""
+        """Continue from the result of :meth:`dump`. Raises ValueError for anything else, with nothing changed."""
         owners: dict[str, tuple[object, str]] = {name: (self._ridge, name) for name in _ARRAYS}
         owners |= {f"stack_{name}": (self.stack, name) for name in STACK_ARRAYS}
         try:
@@ -429,8 +430,8 @@ class ProgressivePredictor:
 
 
 class HistoryPredictor:
-    """What the prompt's finished trajectories had in the mean, else the task's (He et al., Qin et al., in Heddle 7.2); what was
-    said already is taken off."""
+    """The mean of the prompt's finished trajectories, else the task's (He et al., Qin et al., in Heddle 7.2), minus what was
+    already generated."""
 
     def __init__(self, prior_tokens: float) -> None:
         self.memory = FinishedStatistics(prior_tokens)
@@ -480,10 +481,11 @@ def _logs(said: Sequence[int]) -> list[tuple[float, float]]:
 
 
 def read_arrays(data: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz that ``numpy.savez`` wrote, whoever wrote or damaged this one. Raises ValueError for anything else.
+    """The arrays of an .npz file in the format of ``numpy.savez``, even if damaged or hostile. Raises ValueError for anything
+    else.
 
-    ``numpy.load`` makes room for what a header announces before it has seen one byte of it, or its checksum. Here a member is
-    read first, stored (nothing unfolds) and with its CRC compared, and has as many bytes as its array.
+    ``numpy.load`` allocates what a header announces before it has read the data or its checksum. Here a member is read first,
+    stored uncompressed and with its CRC checked, and must have exactly the bytes of its array.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:

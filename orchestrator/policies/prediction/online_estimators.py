@@ -1,4 +1,5 @@
-"""What the length predictor is made of, each learned row by row: ridge regression, stacking of experts, conformal intervals."""
+"""The building blocks of the length predictor, each learned row by row: ridge regression, stacking of experts, conformal
+intervals."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ _WIDEST = 0.5  # level of a tail: beyond the median it would be no tail
 
 
 class RidgeRegression:
-    """Ridge regression. Guarantees: its weights are those of the weighted least squares over all rows so far, an old row counting
-    ``exp(-age / memory)`` with its age in rows, each weight penalised in units of its feature's own variance (so that scaling a
-    feature changes nothing); memory and time for a row do not grow.
+    """Online ridge regression. Guarantees: its weights are those of weighted least squares over all rows so far, an old row
+    counting ``exp(-age / memory)`` with its age in rows, each weight penalised in units of its feature's own variance (so that
+    scaling a feature changes nothing); memory and time per row do not grow.
 
-    ``penalties``: one a feature, in rows; feature 0 is constant 1. ``outputs``: how many values are predicted. ``classes`` of
-    rows. For a class there are the weights of all rows and those of its own rows, with each of four factors of the
-    penalties; those are used whose predictions were best so far, each made before its row was learned. So what little data says
-    is believed little, and nothing is tuned to a data set."""
+    ``penalties``: one per feature, in rows; feature 0 is constant 1. ``outputs``: how many values are predicted. ``classes``
+    of rows. For each class there are weights from all rows and from its own rows, with each of four factors of the penalties;
+    those whose predictions were best so far are used, each prediction made before its row was learned. So little data carries
+    little weight, and nothing is tuned to a data set.
+    """
 
     def __init__(self, penalties: Array, outputs: int, classes: int, memory: float) -> None:
         self._penalties = penalties
@@ -43,7 +45,7 @@ class RidgeRegression:
         self.counts: Array = np.zeros(classes + 1)  # rows that count
 
     def best(self, kind: int) -> tuple[int, int]:
-        """Whose weights, and which factor; the largest of all rows while there is nothing to choose by."""
+        """Which weights and which factor; the largest factor over all rows while there is nothing to choose by."""
         errors, half = self.errors[kind], len(_FACTORS)
         order = (*range(half - 1, -1, -1), *range(2 * half - 1, half - 1, -1))
         own, factor = divmod(min(order, key=lambda one: errors[one]), half)
@@ -57,7 +59,7 @@ class RidgeRegression:
             self.errors[kind] += weight * (predicted - value[0]) ** 2
 
     def add(self, vectors: Array, values: Array, kinds: Sequence[int], weight: float = 1.0) -> None:
-        """Rows, shape [n, features] and [n, outputs], each counting ``weight``. The weights change with :meth:`solve`."""
+        """Rows, shape [n, features] and [n, outputs], each with weight ``weight``. The weights change with :meth:`solve`."""
         classes = np.asarray(kinds) + 1
         for group in (0, *dict.fromkeys(classes.tolist())):
             meant = slice(None) if group == 0 else classes == group
@@ -88,17 +90,18 @@ class RidgeRegression:
 class ForecastStack:
     """One forecast from several: the convex combination that would have been best so far (stacked regression, Breiman 1996).
 
-    Guarantees: weights are not negative and add up to 1; they minimise the squared error of the combination over the rows so
-    far (a row counts ``exp(-age / memory)``), plus a pull towards equal weights that fades as rows come. Each row was
-    predicted before it was learned, so what only remembers is not believed. The best convex combination is at least as good
-    as the best single expert on those rows: what is combined loses to it only by what so few rows mislead, and by what
-    changes. Time and memory for a row do not grow.
+    Guarantees: weights are not negative and sum to 1; they minimise the squared error of the combination over the rows so far
+    (a row counts ``exp(-age / memory)``), plus a pull towards equal weights that fades as rows come. Each row was predicted
+    before it was learned, so an expert that only memorises gets no weight. The best convex combination is at least as good as
+    the best single expert on those rows: it loses only through small samples and through change. Time and memory per row do
+    not grow.
 
-    Rows are of a class inside a wider class: what a class has few rows of it borrows from the wider one, and that from all.
-    Experts that are wrong by a constant factor are scaled first (Duan's smearing): the exponential of a mean logarithm lies
+    Rows belong to a class within a wider class: with few rows of its own, a class borrows from the wider one, and that from
+    all. Experts that are wrong by a constant factor are scaled first (Duan's smearing): the exponential of a mean logarithm is
     below the mean.
 
-    ``experts`` a row; ``wider``: the wider class of each class; ``memory`` in rows. Values are not negative, of any unit."""
+    ``experts`` per row; ``wider``: the wider class of each class; ``memory`` in rows. Values are not negative, in any unit.
+    """
 
     def __init__(self, experts: int, wider: Sequence[int], memory: float) -> None:
         self._memory = memory
@@ -113,7 +116,7 @@ class ForecastStack:
         self.scales: Array = np.ones((len(wider), experts))
 
     def add(self, said: Array, came: Sequence[float], kinds: Sequence[int], weight: float) -> None:
-        """Rows of what the experts said (shape [n, experts]) and of what came, each counting ``weight``."""
+        """Rows of the experts' predictions (shape [n, experts]) and of what came, each with weight ``weight``."""
         kept = math.exp(-len(came) / self._memory)
         for array in (self.products, self.crosses, self.sums, self.counts):
             array *= kept
@@ -149,13 +152,13 @@ class ForecastStack:
             self.scales[kind], self.weights[kind] = scales, best_of_simplex(products, crosses + pull * equal)
 
     def combine(self, said: Array, kind: int) -> float:
-        """Of one row, shape [experts]."""
+        """One row, shape [experts]."""
         return float(said @ (self.scales[kind] * self.weights[kind]))
 
 
 def best_of_simplex(products: Array, crosses: Array) -> Array:
     """Minimises ``w P w - 2 c w`` over ``w >= 0, sum(w) = 1``, ``P`` positive definite: weight is moved, exactly as far as it
-    helps, from the expert that it serves worst to the one that it would serve best, until nothing is gained."""
+    helps, from the expert with the largest gradient to the one with the smallest, until nothing is gained."""
     weights = np.full(len(crosses), 1.0 / len(crosses))
     gradient = products @ weights - crosses
     least = 1e-10 * float(np.abs(products).max())
@@ -175,21 +178,22 @@ def best_of_simplex(products: Array, crosses: Array) -> Array:
 
 
 class ConformalIntervals:
-    """Intervals around a prediction that are calibrated on what came after, class by class, and go on calibrating themselves.
+    """Intervals around a prediction, calibrated on what came after, by class, and recalibrated as rows come.
 
-    Split conformal intervals take the quantiles of past residuals: they cover what they say as long as what comes is of the
-    same kind as what was (Vovk, Gammerman and Shafer 2005). A run is not: its policy learns, so the newest residuals differ
-    from those of the window. So the level of each tail follows what it misses (adaptive conformal inference, Gibbs and
-    Candes 2021): after each residual it moves by ``rate`` times what it should miss less what it missed.
+    Split conformal intervals take quantiles of past residuals: their coverage holds as long as the data does not change (Vovk,
+    Gammerman and Shafer 2005). In a run it does: the policy learns, so the newest residuals differ from those of the window.
+    So the level of each tail follows its misses (adaptive conformal inference, Gibbs and Candes 2021): after each residual it
+    moves by ``rate`` times the wanted minus the observed miss.
 
-    Guarantees: over ``n`` residuals of a class, whatever they are, the share that lay below the lower bound it was given exceeds
-    the wanted one by at most ``(1 + rate) / (rate n)``, and so above (proposition 4.1 there; a level that has reached 0 has an
-    infinite bound, which nothing misses). That few lie outside is not guaranteed: an interval always has its prediction. Every
-    residual is of a prediction that was made before it was learned. Without residuals of its own a class has the bounds of the
+    Guarantees: over ``n`` residuals of a class, whatever they are, the share below the given lower bound exceeds the wanted
+    one by at most ``(1 + rate) / (rate n)``, and the same above (proposition 4.1 there; a level that has reached 0 has an
+    infinite bound, which nothing misses). That few lie outside is not guaranteed: an interval always contains its prediction.
+    Every residual is of a prediction made before it was learned. A class without residuals of its own has the bounds of the
     nearest one that has enough.
 
-    Residuals by class (of turns, say), the last ``window`` of each; ``coverage`` of the intervals, half of what is missed on
-    either side. ``rate`` 0: not adaptive."""
+    Residuals by class (such as turns), the last ``window`` of each; ``coverage`` of the intervals, with half of the misses on
+    either side. ``rate`` 0: not adaptive.
+    """
 
     def __init__(self, classes: int, window: int, coverage: float, rate: float = RATE) -> None:
         self._tail, self._rate = (1.0 - coverage) / 2.0, rate
@@ -198,18 +202,18 @@ class ConformalIntervals:
         self.tails: Array = np.full((classes, 2), self._tail)  # levels: below the lower bound, above the upper one
 
     def add(self, kind: int, residual: float, given: tuple[float, float]) -> None:
-        """What came, less what was predicted, and the bounds that were given for it."""
+        """What came, minus what was predicted, and the bounds that were given for it."""
         self.residuals[kind].append(residual)
         missed = np.array([residual < given[0], residual > given[1]], dtype=np.float64)
         self.tails[kind] = np.clip(self.tails[kind] + self._rate * (self._tail - missed), 0.0, _WIDEST)
 
     def refresh(self) -> None:
-        """Bounds are quantiles of all residuals so far from now on, and of these until this is called again."""
+        """From now on bounds are quantiles of all residuals so far, until this is called again."""
         self.sorted = [np.sort(np.array(values)) for values in self.residuals]
 
     def bounds(self, kind: int) -> tuple[float, float]:
-        """What is to be added to a prediction for an interval, never above 0 and never below: a prediction lies in its own.
-        Infinite where a level is 0, and while no class has residuals enough for the coverage."""
+        """What to add to a prediction for an interval: lower bound never above 0, upper never below, so a prediction is within
+        its own interval. Infinite if a level is 0, and while no class has enough residuals for the coverage."""
         below, above = self.tails[kind].tolist()
         for other in sorted(range(len(self.sorted)), key=lambda one: abs(one - kind)):
             values = self.sorted[other]

@@ -1,11 +1,11 @@
-"""Which prompts are expected to be long before they are played (our addition to RollPacker 3, which finds it out by playing).
+"""Which prompts are expected to be long before they are played (our addition to RollPacker 3, which finds out by playing).
 
-A **predictor** is any callable from a prompt to the tokens of its longest response, None where it does not know.
-:class:`LengthHistory` is one: what the prompt itself took when it was last trained, as epochs repeat prompts.
-:class:`LongPrompts` decides who is long: the share of prompts that a short round would put off anyway.
+A **predictor** is any callable from a prompt to the tokens of its longest response, or None if it does not know.
+:class:`LengthHistory` is one: it returns the prompt's length when it was last trained on, as epochs repeat prompts.
+:class:`LongPrompts` decides which are long: the share of prompts that a short round would defer anyway.
 
-Guarantees: nothing is long before ``LEAST`` predictions were seen, nothing of which nothing is predicted, and nothing where all
-predictions are alike; what is kept is bounded by the window and by the prompts of the data set. Pure.
+Guarantees: nothing is long before ``LEAST`` predictions were seen, without a prediction, or if all predictions are alike;
+memory is bounded by the window and by the prompts of the data set. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PromptLengthPredictor = Callable[[Prompt], float | None]
 
 
 class LengthHistory:
-    """A predictor: of each prompt, by key, the longest of the responses that it was trained with, the newest weighed most."""
+    """A predictor: for each prompt, by key, the longest of the responses that it was trained with, recent ones weighted most."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -38,7 +38,7 @@ class LengthHistory:
         return self._tokens.get(prompt.key)
 
     def record_length(self, prompt: Prompt, tokens: float) -> None:
-        """It was trained; its longest response had so many."""
+        """It was trained on; its longest response had so many tokens."""
         known = self._tokens.get(prompt.key, float(tokens))
         self._tokens[prompt.key] = (1 - _MEMORY) * known + _MEMORY * tokens
 
@@ -47,22 +47,22 @@ class LengthHistory:
         return dict(self._tokens)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
+        """Continue from :meth:`state`."""
         self._tokens = {str(key): float(tokens) for key, tokens in state.items()}
 
 
 class ForecastLengths(LengthHistory):
-    """A predictor: of each prompt, the longest that a run's own forecasts said of its trajectories, those that were put off or
-    aborted included, which :class:`LengthHistory` never hears of. Older ones fade as there."""
+    """A predictor: for each prompt, the longest length that a run's own forecasts gave for its trajectories, including
+    deferred or aborted ones, which :class:`LengthHistory` never sees. Older ones fade in the same way."""
 
     def record_length(self, prompt: Prompt, tokens: float) -> None:
-        """A trajectory of it ended: what it said, and what was still expected of it if it did not come to its own end."""
+        """One of its trajectories ended: its length, plus what was still expected if it was cut off."""
         super().record_length(prompt, tokens)
         self._tokens[prompt.key] = max(tokens, self._tokens[prompt.key])
 
 
 class LongPrompts:
-    """Asks ``predict`` and compares with what it said of the last :data:`WINDOW` prompts."""
+    """Asks ``predict`` and compares with its last :data:`WINDOW` predictions."""
 
     def __init__(self, predict: PromptLengthPredictor) -> None:
         self.predict = predict
@@ -70,8 +70,8 @@ class LongPrompts:
         self._sorted: list[float] = []
 
     def is_long(self, prompt: Prompt, share: float) -> bool:
-        """Whether it is expected to be longer than all but ``share`` of the prompts. Raises ValueError for a prediction that is
-        no number of tokens. Ask once a prompt: what was predicted is kept."""
+        """Whether it is expected to be longer than all but ``share`` of the prompts. Raises ValueError for an invalid
+        prediction. Call once per prompt: the prediction is recorded."""
         tokens = self.predict(prompt)
         if tokens is None:
             return False
@@ -95,7 +95,7 @@ class LongPrompts:
         return list(self._newest)
 
     def restore(self, state: list[float]) -> None:
-        """Go on from :meth:`state`."""
+        """Continue from :meth:`state`."""
         self._newest, self._sorted = deque(), []
         for tokens in state:
             self._note(float(tokens))

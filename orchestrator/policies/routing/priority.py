@@ -1,18 +1,18 @@
-"""Progressive priority with preemption, and the rule that nothing starves (Heddle 4.2, Algorithm 1).
+"""Progressive priority with preemption, without starvation (Heddle 4.2, Algorithm 1).
 
-The lower priority number goes first, ties by arrival: vLLM's convention. Guarantees:
+The lower priority number goes first, ties by arrival, as in vLLM. Guarantees:
 
-* A waiting request that strictly outranks the lowest-ranked running one takes its slot. For lack of KV blocks it preempts
-  too, but only if preempting requests that it outranks frees enough: nobody is preempted in vain.
+* A waiting request that strictly outranks the lowest-ranked running one takes its slot. It also preempts for KV blocks, but
+  only if preempting lower-ranked requests frees enough: nothing is preempted in vain.
 * With equal priorities (and nothing overdue) it never decides anything: the engine's own order stands.
-* Nothing starves. A request that waited ``max_wait`` seconds and was overtaken (somebody who arrived later, waiting or
-  running, has a strictly better priority) is *overdue*: it goes before all that are not, overdue ones by arrival; it also
-  takes the place of a running one that overtook it; and it is not preempted before it has generated ``quantum`` tokens.
-  Then its own priority counts again, and its wait is counted anew. So each ``max_wait`` of waiting buys ``quantum``
-  tokens, whatever keeps arriving, and every request of finite length finishes.
+* Nothing starves. A request that waited ``max_wait`` seconds and was overtaken (a later arrival, waiting or running, has a
+  strictly better priority) is *overdue*: it goes before all that are not overdue, overdue ones by arrival; it can also take
+  the place of a running one that overtook it; and it is not preempted before it has generated ``quantum`` tokens. Then its own
+  priority counts again, and its wait starts at zero. So each ``max_wait`` of waiting buys ``quantum`` tokens, whatever keeps
+  arriving, and every request of finite length finishes.
 
-Beyond Heddle: the paper neither looks at KV blocks nor bounds the wait. One object serves the engine and the simulator:
-inputs are plain records, times are arguments, nothing is kept between calls.
+Beyond Heddle: the paper ignores KV blocks and does not bound the wait. One object serves the engine and the simulator: inputs
+are plain records, times are arguments, nothing is kept between calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Arrival = tuple[float, str]  # time of arrival in any unit, and the request id, 
 
 
 class WaitingRequest(NamedTuple):
-    """A request that could start now. ``priority`` is its own, also when it is overdue; ``tokens`` it has to compute."""
+    """A request that could start now. ``priority``: its own, even if it is overdue; ``tokens``: what it has to compute."""
 
     priority: int
     arrival: Arrival
@@ -34,7 +34,7 @@ class WaitingRequest(NamedTuple):
 
 
 class RunningRequest(NamedTuple):
-    """A running request. ``tokens``: how many it computes this step; ``protected``: overdue and within its quantum."""
+    """A running request. ``tokens``: how many it computes in this step; ``protected``: overdue and within its quantum."""
 
     priority: int
     arrival: Arrival
@@ -43,7 +43,7 @@ class RunningRequest(NamedTuple):
 
 
 class QueueWait(NamedTuple):
-    """How many seconds a waiting request has waited since it last got a quantum, and its own priority."""
+    """Seconds since a waiting request last got a quantum, and its own priority."""
 
     seconds: float
     priority: int
@@ -51,7 +51,7 @@ class QueueWait(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """``victims`` (positions in the running sequence) are preempted so that ``waiting`` (a position too) can start."""
+    """``victims`` (positions in the running sequence) are preempted so that ``waiting`` (also a position) can start."""
 
     waiting: int
     victims: tuple[int, ...]
@@ -65,9 +65,9 @@ class ProgressivePriority:
     quantum: int = 64
 
     def may_decide(self, best_waiting: int, running: Iterable[int]) -> bool:
-        """The quick exit, from priorities alone: False when nobody waiting outranks anybody running.
+        """Quick check from priorities alone: False if no waiting request outranks a running one.
 
-        ``best_waiting``: the best priority of those that wait (overdue ones count as better than any).
+        ``best_waiting``: the best priority among waiting requests (overdue ones rank above any).
         """
         return best_waiting < max(running, default=best_waiting)
 
@@ -82,12 +82,12 @@ class ProgressivePriority:
         need: Callable[[int], int] = lambda waiting: 0,
         gain: Callable[[int, int], int] = lambda waiting, victim: 0,
     ) -> list[Takeover]:
-        """Who is preempted for whom in this step.
+        """Which requests are preempted for which in this step.
 
-        ``waiting`` in the order in which the engine starts them, read only as far as needed; ``slots`` and ``blocks``: free
-        ones; ``tokens``: how many the engine can still compute this step, because who could not start anyway preempts
-        nobody. ``need(w)``: KV blocks that a waiting one has to find free. ``gain(w, r)``: blocks that become free for ``w``
-        when ``r`` is preempted after those asked for before (blocks may be shared); asked only when blocks are short.
+        ``waiting``: in the order in which the engine starts them, read only as far as needed; ``slots`` and ``blocks``: free
+        ones; ``tokens``: how many the engine can still compute in this step, since a request that could not start preempts
+        nothing. ``need(w)``: KV blocks that a waiting request needs free. ``gain(w, r)``: blocks that become free for ``w``
+        when ``r`` is preempted after those asked about before (blocks may be shared); called only when blocks are short.
         """
         order: list[int] | None = None  # of the running ones, lowest rank first
         gone: set[int] = set()
@@ -115,7 +115,7 @@ class ProgressivePriority:
         return found
 
     def overdue(self, waiting: Sequence[QueueWait], running: Iterable[tuple[int, Arrival]]) -> list[int]:
-        """Positions of those that are overdue, in order of arrival. ``running``: (own priority, arrival) of each."""
+        """Positions of overdue requests, in order of arrival. ``running``: (own priority, arrival) of each."""
         late = [index for index, request in enumerate(waiting) if request.seconds >= self.max_wait]
         if not late:
             return []
@@ -131,7 +131,7 @@ class ProgressivePriority:
         return sorted(overtaken, key=lambda index: waiting[index].arrival)
 
     def quantum_is_over(self, generated: int) -> bool:
-        """Whether so many tokens since it was started are a quantum: its own rank and a new wait count from then on."""
+        """Whether so many tokens since its start are a quantum: from then on its own rank and a new wait count."""
         return generated >= self.quantum
 
 

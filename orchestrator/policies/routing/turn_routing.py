@@ -1,23 +1,22 @@
-"""Turn routing: which worker generates the next turn of a trajectory, and who waits (ROSE 4.3, RollArt 5.2).
+"""Turn routing: which worker generates the next turn of a trajectory, and which turns wait (ROSE 4.3, RollArt 5.2).
 
-A turn goes, in this order: to the worker that served the trajectory's previous turn, which holds its prefix (unless that
-is ``imbalance`` requests busier than the least busy one of its pool); to the least busy dedicated worker of the hardware
-class that its task asks for, then of the other classes (where it asks for none: of all at once); to the least busy borrowed
-one, in the same order of classes; into the queue. The baselines differ in the choice inside a pool only, and ignore who
-holds the prefix.
+A turn goes, in this order: to the worker of the trajectory's previous turn, which holds its prefix (unless that is
+``imbalance`` requests busier than the least busy one of its pool); to the least busy dedicated worker of the hardware class
+that its task asks for, then of the other classes (if it asks for none: of all at once); to the least busy borrowed one, in the
+same order of classes; into the queue. The baselines only differ in the choice within a pool, and ignore prefixes.
 
-That is ROSE's spread, "dedicated-first". With "least-utilized" dedicated and borrowed workers are one pool, and "least busy" is
-the one with the smallest share of its cap taken (among equals the first, and a run's own workers come first): caps say what a
-worker can take, and that of a borrowed one is its budget of the moment.
+That is ROSE's spread, "dedicated-first". With "least-utilized", dedicated and borrowed workers are one pool, and "least busy"
+is the worker with the smallest used share of its cap (ties: the first, and a run's own workers come first): a cap says what a
+worker can take, for a borrowed one its current budget.
 
-A slot that a queue waits for goes to the oldest turn whose prefix that worker holds, else to the oldest that may use it:
-first come, first served alone would scatter the turns of a full fleet over all workers and recompute nearly every prefix.
-A turn that was overtaken twice as often as there were turns before it is served next, whoever holds what.
+A free slot goes to the oldest waiting turn whose prefix that worker holds, else to the oldest that may use it: first come,
+first served alone would scatter the turns of a full fleet over all workers and recompute nearly every prefix. A turn that was
+overtaken twice as often as there were turns before it is served next, regardless of prefixes.
 
-Guarantees: no worker gets more than its cap, or anything while it is closed; nothing starves while slots are freed; a turn
-that was taken back from a worker keeps its place; ties are broken by the worker's position, so that runs repeat. A decision
-costs the same with ten trajectories in flight and with ten thousand: the free workers of a pool are a bit mask a load, and
-of the waiting turns it looks at the oldest ones only.
+Guarantees: no worker gets more than its cap, or anything while it is closed; nothing starves while slots become free; a turn
+taken back from a worker keeps its place; ties are broken by worker position, so that runs are reproducible. A decision costs
+the same with ten trajectories in flight and with ten thousand: the free workers of a pool are one bit mask per load level, and
+only the oldest waiting turns are examined.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ DEFAULT_TASK = "default"  # names the class for tasks without one of their own (
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker, as the router sees it. ``cap``: requests that it may have at a time, 0: any number. ``borrowed``: with the spread
-    "dedicated-first" it is used when no dedicated worker has room, if these have caps; else it is one like the others."""
+    """A worker as the router sees it. ``cap``: requests that it may have at a time, 0: no limit. ``borrowed``: with spread
+    "dedicated-first" it is used only when no dedicated worker has room, if these have caps; with the other spread it is like
+    any worker."""
 
     hardware: str = ANY
     cap: int = 0
@@ -49,15 +49,15 @@ class Seat:
 
 
 def lowest_bit(mask: int) -> int:
-    """The lowest bit that is set, of a mask that is not 0."""
+    """The lowest set bit of a nonzero mask."""
     return (mask & -mask).bit_length() - 1
 
 
 @dataclass(slots=True)
 class SeatPool:
-    """The open workers with room of one class and tier, by *level*, a small whole number: the number of requests that a worker
-    has; where load is relative to capacity, how many of ``FULL`` parts of its cap are taken, rounded down. The least loaded
-    worker is found by two bit masks, whatever the number of workers."""
+    """The open workers with room of one class and tier, by *level*, a small integer: the number of requests of a worker, or,
+    if load is relative to capacity, how many of ``FULL`` parts of its cap are used, rounded down. Two bit masks find the least
+    loaded worker, whatever the number of workers."""
 
     levels: list[int] = field(default_factory=lambda: [0])  # level -> workers, as a bit mask
     loads: int = 0  # the levels that some worker has, as a bit mask
@@ -73,18 +73,18 @@ class SeatPool:
         self.free |= 1 << worker
 
     def drop(self, worker: int, level: int) -> None:
-        """It was added at this level, and is in it no more."""
+        """Remove a worker that was added at this level."""
         self.levels[level] &= ~(1 << worker)
         if not self.levels[level]:
             self.loads &= ~(1 << level)
         self.free &= ~(1 << worker)
 
     def least_loaded(self) -> int:
-        """The least loaded worker. Only when there is one."""
+        """The least loaded worker. The pool must not be empty."""
         return lowest_bit(self.levels[lowest_bit(self.loads)])
 
     def next_in_turn(self) -> int:
-        """The next one in turn. Only when there is one."""
+        """The next worker, round robin. The pool must not be empty."""
         after = self.free >> (self.last + 1) << (self.last + 1)
         self.last = lowest_bit(after or self.free)
         return self.last
@@ -92,7 +92,7 @@ class SeatPool:
 
 @dataclass(slots=True)
 class _Line:
-    """The turns that may use the same pools, in order of preference; the oldest first."""
+    """The turns that may use the same pools, in order of preference; oldest first."""
 
     pools: tuple[SeatPool, ...]
     classes: frozenset[str]
@@ -115,14 +115,15 @@ class _Turn:
 
 
 class TurnRouter:
-    """One object for a fleet: ``ask`` for each turn, then ``grant`` until it gives nothing, ``leave`` when it is done.
+    """One object per fleet: :meth:`queue_turn` for each turn, then :meth:`grant_turn` until it returns None, :meth:`end_turn`
+    when it is done.
 
     ``affinity``: task -> hardware class, with "default" for the others. ``fallback``: whether a turn may go to another class
-    while its own has no room. ``skew``: above it, in place of ``imbalance``, turns go to the least busy: the most over the
-    least loaded worker of a pool (SGLang's router, in Heddle 7). A class that no seat has is a ConfigError. ``patience``: grants
-    to others that a waiting turn may see, over twice the number of turns that waited when it asked, before prefixes count less
-    than its age. ``phases``: class by part of a turn (PREFILL, DECODE), which a part never leaves; a trajectory has a worker in
-    each. ``spread``: LEAST_UTILIZED needs a cap of every seat.
+    while its own has no room. ``skew``: replaces ``imbalance``: above this ratio of the most to the least loaded worker of a
+    pool, turns go to the least busy one (SGLang's router, in Heddle 7). A class that no seat has is a ConfigError.
+    ``patience``: how many grants to others a waiting turn may see, beyond twice the number of turns that waited when it was
+    queued, before its age outweighs prefixes. ``phases``: classes for the parts of a turn (PREFILL, DECODE), which a part
+    never leaves; a trajectory has a worker in each. ``spread``: LEAST_UTILIZED needs a cap for every seat.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class TurnRouter:
             self._list(worker)
 
     def close_worker(self, worker: int, *, cache_lost: bool = False) -> None:
-        """It gets none until it is opened again; those that it has stay. ``cache_lost``: it holds no prefix any more."""
+        """It gets no turns until it is opened again; those it has stay. ``cache_lost``: it no longer holds any prefix."""
         self._keeps[worker] = False
         if cache_lost:
             self._lives[worker] += 1
@@ -196,8 +197,8 @@ class TurnRouter:
             self._open[worker] = False
 
     def keep_worker(self, worker: int) -> None:
-        """It gets only turns of trajectories that it served last, and these (without ``imbalance``) first of all. For a worker
-        that still has older weights than others: no trajectory goes back to them. Under a baseline it gets nothing."""
+        """It gets only turns of trajectories that it served last, and these (regardless of ``imbalance``) first. For a worker
+        with older weights than others: no trajectory goes back to them. Under a baseline it gets nothing."""
         self.close_worker(worker)
         self._keeps[worker] = True
 
@@ -209,15 +210,13 @@ class TurnRouter:
         return self._strand()
 
     def readmit_worker(self, worker: int) -> None:
-        """It was retired, and is started after all: its devices are cut anew."""
+        """It was retired, but is started after all, as its devices are re-divided."""
         self._retired[worker] = False
         self.fleet += 1
         self._left |= {self._seats[worker].hardware}
 
     def reseat_worker(self, worker: int, hardware: str) -> list[str]:
-        """It was closed, and comes back as one of this class. Returns what :meth:`retire_worker` does, of the class
-        that it left.
-        """
+        """It was closed, and comes back in this class. Returns the same as :meth:`retire_worker`, for the class that it left."""
         if hardware == self._seats[worker].hardware:
             return []
         self.close_worker(worker, cache_lost=True)
@@ -228,7 +227,7 @@ class TurnRouter:
         return self._strand()
 
     def add_worker(self, seat: Seat) -> int:
-        """A worker more; its place. It is closed until it is opened."""
+        """One more worker; returns its position. It is closed until it is opened."""
         self._can_take(seat)
         worker = len(self._seats)
         self.fleet += 1
@@ -259,11 +258,11 @@ class TurnRouter:
                 heappush(turn.line.waiting, (turn.number, request))
 
     def cap_of(self, worker: int) -> int:
-        """Turns that it may have at a time, 0: any number."""
+        """Turns that it may have at a time, 0: no limit."""
         return self._seats[worker].cap
 
     def set_cap(self, worker: int, cap: int) -> None:
-        """It may have ``cap`` turns at a time from now on (0: any number); those that it has stay."""
+        """From now on it may have ``cap`` turns at a time (0: no limit); those it has stay."""
         if cap == self._seats[worker].cap:
             return
         seat = replace(self._seats[worker], cap=cap)
@@ -276,7 +275,7 @@ class TurnRouter:
         """Load relative to nothing is no load. Raises ConfigError."""
         if self._relative and not seat.cap:
             key = "served_cap" if seat.borrowed else "cap"
-            fix = "spread = 'least-utilized' compares the shares of caps that are taken: set it to at least 1"
+            fix = "spread = 'least-utilized' compares how much of each cap is used: set it to at least 1"
             raise ConfigError(f"rollout.routing.{key}", seat.cap, fix)
 
     def _strand(self) -> list[str]:
@@ -292,7 +291,7 @@ class TurnRouter:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def queue_turn(self, request: str, trajectory: str, task: str) -> None:
-        """A turn wants a worker. Raises RunError where no worker will ever serve its task."""
+        """A turn needs a worker. Raises RunError if no worker will ever serve its task."""
         line = self._line(task)
         if line.classes.isdisjoint(self._left):
             raise self.no_worker_error(task)
@@ -304,7 +303,7 @@ class TurnRouter:
         self._enqueue_turn(request, turn)
 
     def grant_turn(self) -> tuple[str, int] | None:
-        """Give a waiting turn its worker: (request, worker); None: nobody can go."""
+        """Give a waiting turn its worker: (request, worker); None: no turn can go."""
         if not self.queued:
             return None
         chosen: _Line | None = None
@@ -331,7 +330,7 @@ class TurnRouter:
         return request, worker
 
     def prefix_of(self, request: str) -> int:
-        """The worker that held the prefix of this granted turn, where it is another than the turn's own; -1: none does."""
+        """The worker that had the prefix of this granted turn, if it is not the turn's own; -1: none."""
         turn = self._turns.get(request)
         return -1 if turn is None else turn.prefix
 
@@ -344,7 +343,7 @@ class TurnRouter:
             self._enqueue_turn(request, turn)
 
     def end_turn(self, request: str) -> None:
-        """It ended, or nobody wants it any more. Unknown ones are ignored."""
+        """It ended, or is no longer wanted. Unknown ones are ignored."""
         turn = self._turns.pop(request, None)
         if turn is None:
             return
@@ -354,13 +353,13 @@ class TurnRouter:
             self.queued -= 1
 
     def forget_trajectory(self, trajectory: str) -> None:
-        """The trajectory ended: who holds its prefix is of no use any more."""
+        """The trajectory ended: forget who holds its prefix."""
         self._placed.pop(trajectory, None)
         for task in ("", *self._phases):
             self._holder.pop(self._key(trajectory, task), None)
 
     def pin_trajectory(self, trajectory: str, worker: int) -> None:
-        """Its turns go to this worker from now on, whatever the rule says, while it may serve them; -1: by the rule."""
+        """From now on its turns go to this worker, overriding the rule, while it may serve them; -1: by the rule."""
         self._placed[trajectory] = worker
 
     def record_prefix_copy(self, trajectory: str, worker: int) -> None:
@@ -368,14 +367,13 @@ class TurnRouter:
         self._holder[trajectory] = (worker, self._lives[worker])
 
     def eligible_workers(self, task: str) -> list[int]:
-        """The open workers that a placement of the task's trajectories is over: of the class it asks for, or of all; borrowed
-        ones where there are no others."""
+        """The open workers over which trajectories of the task can be placed: of the class it asks for, or all; borrowed ones
+        only if there are no others."""
         return self._meant(task, [worker for worker in range(len(self._seats)) if self._open[worker]])
 
     def worker_classes(self, task: str) -> frozenset[str]:
-        """Of the workers that :meth:`eligible_workers` would name if all that may come back were open. Changes with
-        ``fleet`` only.
-        """
+        """The classes of the workers that :meth:`eligible_workers` would return if all that may come back were open. Changes
+        only with ``fleet``."""
         left = [worker for worker, gone in enumerate(self._retired) if not gone]
         return frozenset(self._seats[worker].hardware for worker in self._meant(task, left))
 
@@ -386,17 +384,17 @@ class TurnRouter:
         return [worker for worker in meant if not self._tiers[worker]] or meant
 
     def prefix_holder(self, trajectory: str, task: str) -> int:
-        """Who served the trajectory's last turn, of this phase if it is one, and still holds its prefix; -1: nobody."""
+        """The worker of the trajectory's last turn, in this phase if there are phases, if it still holds the prefix; -1: none."""
         worker, life = self._holder.get(self._key(trajectory, task), (-1, 0))
         return worker if worker >= 0 and life == self._lives[worker] else -1
 
     def has_phase(self, phase: str) -> bool:
-        """Whether a worker of this phase's class is there."""
+        """Whether there is a worker of this phase's class."""
         wanted = self._phases.get(phase)
         return any(is_open and seat.hardware == wanted for seat, is_open in zip(self._seats, self._open, strict=True))
 
     def can_serve(self, task: str) -> bool:
-        """Whether a worker is left, or may come back, for a task or phase."""
+        """Whether a worker for a task or phase is left, or may come back."""
         return not self._line(task).classes.isdisjoint(self._left)
 
     def _key(self, trajectory: str, task: str) -> str:
@@ -481,9 +479,9 @@ class TurnRouter:
         return line
 
     def no_worker_error(self, task: str) -> RunError:
-        """The error when no worker is left that may serve a task."""
+        """The error if no worker is left that may serve a task."""
         wanted = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ANY))
-        why = f"no rollout worker is left for task {task}, which runs on class {wanted}"
+        why = f"no rollout worker is left for task {task}, which needs class {wanted}"
         return RunError(why if self._fallback else f"{why} only (rollout.routing.fallback = false)")
 
     # -- accounts ----------------------------------------------------------------------------------------------------

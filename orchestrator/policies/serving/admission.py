@@ -1,27 +1,27 @@
-"""How much of a rollout may run on a serving engine's device without hurting its SLOs (ROSE 4.1, equations 1 and 2).
+"""How much rollout work may run on a serving engine's device without violating its SLOs (ROSE 4.1, equations 1 and 2).
 
 Guarantees:
 
-* No rollout step is admitted while a prompt of serving waits for its first token. Whatever ran then would delay every prompt
-  that arrives until the queue is empty, one step each: in a burst that is many. Device time is not lost by it, as serving
-  computes meanwhile. So a prompt waits for one admitted step at most, the one under way when the first of its burst came.
-* No rollout step is admitted whose cost exceeds the least slack of serving, less the guard (but for trials, below); and of one
-  slack that serving published, all steps together take no more than the whole. So serving is delayed by no more than it can
-  spare.
-* What serving published is believed for ``STALE_SECONDS`` after its running step should have ended: older, and there is no slack
-  where it had requests.
-* The guard grows with every near miss of a step that took longer than was admitted, and decays slowly, also while it keeps steps
-  out: a profile that is wrong costs rollout speed, never an SLO twice. A burst that leaves no slack says nothing of the profile.
-* With ``trials``, for costs that are learned: one that kept every step out for ``TRIAL_SECONDS`` is not believed for ever, as
-  what never runs is never measured again. While serving has no request and could spare something, the least step that there is
-  runs once. Each one that was in vain doubles the time until the next, up to ``TRIAL_MOST``.
+* No rollout step is admitted while a serving prompt waits for its first token. It would delay every prompt that arrives until
+  the queue is empty, one step each, and in a burst these are many. No device time is lost, as serving computes meanwhile. So a
+  prompt waits for at most one admitted step, the one that was running when the first of its burst came.
+* No rollout step is admitted that costs more than the least slack of serving, minus the guard (except trials, below); and all
+  steps admitted on one published slack together take no more than it. So serving is delayed by no more than it can spare.
+* What serving published is trusted until ``STALE_SECONDS`` after its running step should have ended; after that, there is no
+  slack if serving had requests.
+* The guard grows with every near miss of a step that took longer than admitted, and decays slowly, even while it keeps steps
+  out: a wrong profile costs rollout speed, but never violates an SLO twice. A burst that leaves no slack says nothing about
+  the profile.
+* With ``trials``, for learned costs: a cost that kept every step out for ``TRIAL_SECONDS`` is not trusted forever, as what
+  never runs is never measured again. While serving has no requests and some slack, the smallest step runs once. Each failed
+  trial doubles the time until the next, up to ``TRIAL_MOST``.
 
-Deviations, on the safe side: equation 1 admits a step beside prompts that can spare it, which is the first line here; a queued
-prefill also waits for those before it in the queue; a request whose tokens came slower than its SLO in the mean has no slack
-(equation 2 looks at its latest token only); and where serving says what a request that arrives now could spare (``arriving``,
-``arriving_tpot``), a step takes no more than that, even beside an idle engine. So a request has to have earned, by tokens that
-came faster than the SLO, what the next prompt will cost it, before rollouts may cost it anything. A decode step that runs is no
-reason to wait: what is published then is how much later it may end.
+Deviations from the paper, on the safe side: equation 1 admits a step beside prompts that can spare it, which the first
+guarantee forbids; a queued prefill also waits for those before it in the queue; a request whose tokens were slower than its
+SLO on average has no slack (equation 2 only considers its latest token); and if serving publishes the slack of a request that
+would arrive now (``arriving``, ``arriving_tpot``), a step takes no more than that, even beside an idle engine. So a request
+must have earned, by tokens faster than the SLO, what the next prompt will cost it before rollouts may cost it anything. A
+running decode step is no reason to wait: what is published then is how much later it may end.
 
 Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrator.policies.parallelism.engine_profile`.
 """
@@ -56,11 +56,11 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class ServingState:
-    """What a serving engine publishes every tick. ``at``: when; slacks: seconds, infinite where no request is concerned;
-    ``step_end``: when the step that runs is expected to end; ``busy``: it has requests; ``arriving``: the TTFT slack of a request
-    that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack;
-    ``waiting``: a prompt waits for its first token, or is being prefilled; ``arriving_tpot``: the TPOT slack of a request that
-    arrives now, and of those that decode beside it."""
+    """What a serving engine publishes every tick. ``at``: when; slacks: seconds, infinite without such requests; ``step_end``:
+    when the running step is expected to end; ``busy``: it has requests; ``arriving``: the TTFT slack of a request that arrives
+    now; ``tick``: counts publications; ``sharers``: rollout engines that share the slack; ``waiting``: a prompt waits for its
+    first token, or is being prefilled; ``arriving_tpot``: the TPOT slack of a request that arrives now, and of those that
+    decode beside it."""
 
     at: float
     ttft_slack: float = math.inf
@@ -76,8 +76,8 @@ class ServingState:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedWork:
-    """What may run now, as one step: ``tokens`` of prefill beside one token each of ``decode`` sequences; ``seconds``: cost;
-    ``trial``: whatever it costs, to learn that."""
+    """What may run now, as one step: ``tokens`` of prefill beside one token for each of ``decode`` sequences; ``seconds``: its
+    cost; ``trial``: it runs whatever it costs, to measure it."""
 
     tokens: int = 0
     decode: int = 0
@@ -89,8 +89,8 @@ class AdmittedWork:
 def ttft_slack(
     queued: Iterable[tuple[float, int]], now: float, slo: Slo, prefill: Callable[[int], float], running: float = 0.0
 ) -> float:
-    """Equation 1, the least of all: ``queued``: (arrival, tokens left to prefill), in the order they will run; ``prefill``:
-    seconds for so many tokens; ``running``: seconds that the step in flight still takes."""
+    """Equation 1, the minimum over requests: ``queued``: (arrival, tokens left to prefill), in the order in which they will
+    run; ``prefill``: seconds for so many tokens; ``running``: remaining seconds of the step in flight."""
     least, ahead = math.inf, running
     for arrival, tokens in queued:
         ahead += prefill(tokens)
@@ -99,29 +99,29 @@ def ttft_slack(
 
 
 def tpot_slack(decoding: Iterable[tuple[float, float, float]], now: float, slo: Slo, ready: float) -> float:
-    """Equation 2, the least of all, of the latest token and of the mean. ``decoding``: of each active decode, when it had its
-    first and its newest token, and how many after the first; ``ready``: seconds until they have their next ones."""
+    """Equation 2, the minimum over requests, of the latest token and of the mean. ``decoding``: for each active decode, when
+    it got its first and newest tokens, and how many after the first; ``ready``: seconds until their next tokens."""
     due = min((min(last, first + made * slo.tpot) for first, last, made in decoding), default=math.inf)
     return due + slo.tpot - now - ready
 
 
 def long_prompt(prompts: Iterable[int]) -> int:
-    """Tokens of a prompt longer than nine of ten of these; 0: there are none."""
+    """The length in tokens that nine of ten of these prompts do not exceed; 0: there are none."""
     lengths = sorted(prompts)
     return lengths[9 * len(lengths) // 10] if lengths else 0
 
 
 def arriving_slack(ahead: float, slo: Slo, cost: float) -> float:
-    """Equation 1 of a request that arrives now, whose prompt takes ``cost`` seconds (infinite: not known, then half of the SLO);
-    ``ahead``: seconds of what is before it."""
+    """Equation 1 for a request that arrives now, whose prompt takes ``cost`` seconds (infinite: unknown, then half of the
+    SLO); ``ahead``: seconds of what is before it."""
     return slo.ttft - (ahead + cost if cost < math.inf else slo.ttft / 2)
 
 
 def arriving_tpot_slack(mean: float, slo: Slo, decode: float, prefill: float) -> float:
-    """Equation 2 if a request arrives now. It may begin to decode, in steps of ``decode`` seconds (infinite: nobody ever did),
-    while the rollout step that is admitted now still runs. And those that decode already wait for its prompt too, ``prefill``
-    seconds in one of their steps; ``mean``: their least slack by the mean pace, which is what they have earned so far; infinite:
-    there are none."""
+    """Equation 2 if a request arrives now. It may begin to decode, in steps of ``decode`` seconds (infinite: none ever did),
+    while the rollout step admitted now still runs. And those already decoding also wait for its prompt, ``prefill`` seconds in
+    one of their steps; ``mean``: their least slack by mean pace, which is what they have earned so far; infinite: there are
+    none."""
     own = slo.tpot - decode if decode < math.inf else math.inf
     return min(own, mean - prefill) if mean < math.inf else own
 
@@ -129,7 +129,7 @@ def arriving_tpot_slack(mean: float, slo: Slo, decode: float, prefill: float) ->
 def slo_floor(
     slo: Slo, prompt: int, batch: int, prefill: Callable[[int], float], decode: Callable[[int], float]
 ) -> str:
-    """Why serving alone cannot keep its SLO with such prompts and batches; "" when it can."""
+    """Why serving on its own cannot meet its SLO with such prompts and batches; "" if it can."""
     if prefill(prompt) >= slo.ttft:
         return f"a prompt of {prompt} tokens alone takes {prefill(prompt):.3f} s, the TTFT SLO is {slo.ttft:g} s"
     if decode(batch) >= slo.tpot:
@@ -138,7 +138,7 @@ def slo_floor(
 
 
 class Admission:
-    """Of one rollout engine. ``prefill`` and ``decode``: its own profiled seconds, on this device."""
+    """For one rollout engine. ``prefill`` and ``decode``: its own profiled seconds, on this device."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Admission:
         self._shut, self._patience = math.inf, TRIAL_SECONDS  # since when nothing was short enough; until it is tried
 
     def slack(self, state: ServingState, now: float) -> float:
-        """Seconds that serving can spare from now on, guard included; infinite when there is nothing to consider."""
+        """Seconds that serving can spare from now on, minus the guard; infinite if nothing limits it."""
         if self.mode == "none":
             return math.inf
         if self.yields_to_prefill(state):
@@ -179,18 +179,18 @@ class Admission:
         return (least - max(0.0, late)) / state.sharers - spent - self.guard
 
     def yields_to_prefill(self, state: ServingState) -> bool:
-        """Whether the device is serving's until the prompts that are there have their first tokens."""
+        """Whether the device is reserved for serving until its waiting prompts have their first tokens."""
         return state.waiting and self.mode in ("dual", "ttft")
 
     def considered_slack(self, state: ServingState) -> float:
-        """The least slack of requests that are there, of those that this mode looks at."""
+        """The least slack of current requests, for the SLOs that this mode considers."""
         ttft = state.ttft_slack if self.mode in ("dual", "ttft") else math.inf
         tpot = state.tpot_slack if self.mode in ("dual", "tpot") else math.inf
         return min(ttft, tpot)
 
     def admit(self, state: ServingState, now: float, prefill_left: int, decoding: int) -> AdmittedWork:
-        """What may run next of ``prefill_left`` tokens to prefill and ``decoding`` sequences. Decoding goes first, as it holds KV
-        memory; a chunk of prefill joins it when all of it fits."""
+        """What may run next of ``prefill_left`` tokens to prefill and ``decoding`` sequences. Decoding goes first, as it holds
+        KV memory; a chunk of prefill joins it if all of it fits."""
         if not decoding and not prefill_left:
             return AdmittedWork(reason="nothing to do")
         if self.yields_to_prefill(state):
@@ -221,8 +221,8 @@ class Admission:
         return AdmittedWork(tokens, batch, seconds)
 
     def record_step(self, slack_left: float, overran: bool) -> None:
-        """A rollout step is over. ``slack_left``: what serving then published, below zero is a near miss; ``overran``: it took
-        longer than was admitted."""
+        """A rollout step is over. ``slack_left``: what serving published then, below zero is a near miss; ``overran``: it took
+        longer than admitted."""
         if slack_left >= 0:
             self._decay()
         elif overran:

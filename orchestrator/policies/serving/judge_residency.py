@@ -1,14 +1,14 @@
-"""Which layers of a judge stay on the device that it shares with a rollout engine, which are streamed to it, and how many of the
-questions that wait are computed together (RollPacker 4.3).
+"""Which layers of a judge stay on the device that it shares with a rollout engine, which are streamed to it, and how many
+waiting questions are batched (RollPacker 4.3).
 
 Guarantees:
 
-* What is planned fits: the weights outside of the layers, the resident layers, the buffers that streamed layers come through,
-  and KV and activations of the sequence, in no more than the memory left. Where all layers fit none is streamed, and no
-  buffer is needed. Where not even the buffers fit, it is a ValueError that says how much is missing.
+* The plan fits: the weights outside the layers, the resident layers, the buffers for streamed layers, and KV and activations
+  of the sequence, in the memory that is left. If all layers fit, none is streamed, and no buffer is needed. If not even the
+  buffers fit, it is a ValueError that says how much is missing.
 * More memory, or a shorter sequence, never makes fewer layers resident.
-* The streamed layers are spread evenly over the model, so that a transfer has the computation of as many resident layers as
-  possible to hide behind.
+* The streamed layers are spread evenly over the model, so that as much computation of resident layers as possible hides each
+  transfer.
 
 Pure; bytes and seconds are plain numbers.
 """
@@ -25,8 +25,8 @@ BATCH = 64  # questions that are computed together at most
 
 @dataclass(frozen=True, slots=True)
 class JudgeMemory:
-    """Bytes of a judge. ``fixed``: embedding, head, norms; ``layer``: the largest layer; ``token``: KV and activations of one
-    token of the sequence at their peak; ``reserve``: kept free whatever comes."""
+    """Bytes of a judge. ``fixed``: embedding, head, norms; ``layer``: the largest layer; ``token``: KV and activations per
+    token of the sequence at their peak; ``reserve``: always kept free."""
 
     layers: int
     fixed: int
@@ -41,8 +41,8 @@ class JudgeMemory:
 
 @dataclass(frozen=True, slots=True)
 class JudgeResidency:
-    """``streamed``: indices of the layers that are not kept, ascending; ``buffers``: how many they come through; ``bytes``: of
-    all that is planned, the sequence included."""
+    """``streamed``: indices of the layers that are not resident, ascending; ``buffers``: how many buffers they use; ``bytes``:
+    the whole plan, the sequence included."""
 
     layers: int
     streamed: tuple[int, ...]
@@ -51,12 +51,12 @@ class JudgeResidency:
 
     @property
     def resident(self) -> int:
-        """How many layers are kept."""
+        """How many layers are resident."""
         return self.layers - len(self.streamed)
 
 
 def plan_residency(judge: JudgeMemory, tokens: int, free: int, buffers: int = BUFFERS) -> JudgeResidency:
-    """For a sequence of ``tokens`` and ``free`` bytes left on the device. Raises ValueError where it cannot run at all."""
+    """For a sequence of ``tokens`` and ``free`` bytes left on the device. Raises ValueError if it cannot run at all."""
     if buffers < 1:
         raise ValueError(f"buffers = {buffers}: streamed layers need at least one")
     others = judge.fixed + judge.reserve + int(judge.token * tokens)
@@ -70,7 +70,7 @@ def plan_residency(judge: JudgeMemory, tokens: int, free: int, buffers: int = BU
 
 
 def spread_layers(judge: JudgeMemory, tokens: int, resident: int, buffers: int = BUFFERS) -> JudgeResidency:
-    """With so many layers resident, whatever memory there is."""
+    """With so many layers resident, regardless of memory."""
     if not 0 <= resident <= judge.layers:
         raise ValueError(f"resident = {resident}: the judge has {judge.layers} layers")
     count = judge.layers - resident
@@ -81,8 +81,8 @@ def spread_layers(judge: JudgeMemory, tokens: int, resident: int, buffers: int =
 
 
 def batch_size(profile: EngineProfile, tokens: int, said: float, waiting: int) -> int:
-    """How many of ``waiting`` questions are computed together: what answers most of them per second, of the sizes that were
-    measured and of all, where prompts have ``tokens`` and answers ``said`` tokens. The smaller one where two are as fast."""
+    """How many of ``waiting`` questions are batched: what answers most of them per second, among the measured sizes and all of
+    them, if prompts have ``tokens`` and answers ``said`` tokens. The smaller one if two are equally fast."""
 
     def rate(count: int) -> float:
         steps = said * profile.decode_seconds(count, tokens + said / 2)

@@ -8,11 +8,11 @@
 
 Guarantees:
 
-* A budget and the headroom together never exceed what serving used at its recent peak leaves, nor the share that is lent.
+* A budget and the headroom together never exceed what serving's recent peak usage leaves, nor the share that is lent.
 * A cut halves the budget at once, and there is no second one before the first is complied with: one burst, one cut, unless
-  serving goes on growing. Nothing but :meth:`KvSharing.begin_step` ever raises a budget: bursts cannot make it oscillate.
-* A rollout engine that still holds more than its budget when the deadline is over is to be killed; serving never waits for it.
-* Every change of the budget has a revision of its own, one more than the one before.
+  serving keeps growing. Only :meth:`KvSharing.begin_step` raises a budget, so bursts cannot make it oscillate.
+* A rollout engine that still holds more than its budget after the deadline is killed; serving never waits for it.
+* Every change of the budget has its own revision, one more than the last.
 
 Pure: pages in, decisions out; ``now`` in seconds of any monotonic clock.
 """
@@ -30,8 +30,9 @@ State = Literal["open", "cut", "frozen"]
 @dataclass(frozen=True, slots=True)
 class SharingRules:
     """``pages``: of the pool; ``headroom``: share of the pool kept free for serving (H); ``watermark``: the share of the
-    headroom that serving may use before that is a burst; ``lent``: most of the pool that rollouts may ever have; ``cut``: what
-    a burst divides the budget by; ``deadline``: seconds to comply; ``lease``: seconds that an unused prefix page is kept."""
+    headroom that serving may use before it counts as a burst; ``lent``: the largest share of the pool that rollouts may ever
+    have; ``cut``: what a burst divides the budget by; ``deadline``: seconds to comply; ``lease``: seconds that an unused
+    prefix page is kept."""
 
     pages: int
     headroom: float = 0.2
@@ -53,7 +54,7 @@ class SharingRules:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """What the rollout engine may own from now on. ``kill``: it did not comply; its pages come back with its death."""
+    """What the rollout engine may own from now on. ``kill``: it did not comply; its pages come back when it dies."""
 
     pages: int
     revision: int
@@ -62,7 +63,7 @@ class KvBudget:
 
 
 def mistake(rules: SharingRules) -> tuple[str, float, str] | None:
-    """Field, value and fix of what makes no sense, or None."""
+    """Field, value and fix of a contradiction, or None."""
     if rules.pages < 1:
         return "pages", rules.pages, "a pool has at least one page"
     for field in ("headroom", "watermark", "lent"):
@@ -79,7 +80,7 @@ def mistake(rules: SharingRules) -> tuple[str, float, str] | None:
 
 
 class KvSharing:
-    """Of one rollout engine on one device. Begins with a budget of 0, frozen: the scheduler opens it."""
+    """For one rollout engine on one device. Begins with a budget of 0, frozen: the scheduler opens it."""
 
     def __init__(self, rules: SharingRules) -> None:
         self.rules = rules
@@ -87,8 +88,8 @@ class KvSharing:
         self._deadline = 0.0
 
     def begin_step(self, now: float, serving_peak: int, rollout: int) -> KvBudget:
-        """An RL step begins; ``serving_peak``: most pages that serving used over the recent window; ``rollout``: pages owned now.
-        A cut that is not complied with yet stays, until the step after; a budget below what is owned is a cut as well."""
+        """An RL step begins; ``serving_peak``: most pages that serving used in the recent window; ``rollout``: pages owned
+        now. A cut that is not complied with yet stays until the following step; a budget below what is owned is a cut too."""
         if self.budget.state == "cut":
             return self.budget
         rules = self.rules
@@ -101,7 +102,7 @@ class KvSharing:
         return self.budget
 
     def observe(self, now: float, serving: int, rollout: int) -> KvBudget:
-        """Pages that both own now. Returns the budget that holds from now on."""
+        """Pages that both own now. Returns the budget from now on."""
         budget = self.budget
         if budget.state == "cut":
             if rollout <= budget.pages:
@@ -116,19 +117,19 @@ class KvSharing:
 
     @property
     def most(self) -> float:
-        """Pages that serving may use: beyond them it is a burst, as it uses more of the headroom than the watermark allows."""
+        """Pages that serving may use; more is a burst, as it exceeds the watermark in the headroom."""
         if not self.budget.pages:
             return math.inf
         headroom = self.rules.headroom_pages
         return self.rules.pages - self.budget.pages - headroom + int(self.rules.watermark * headroom)
 
     def record_kill(self) -> KvBudget:
-        """The rollout engine is gone, and its pages are back: nothing for its successor before the next step."""
+        """The rollout engine is gone, and its pages are back: its successor gets nothing before the next step."""
         self.budget = KvBudget(0, self.budget.revision + 1, "frozen")
         return self.budget
 
     def limit_share(self, now: float, share: float, rollout: int) -> KvBudget:
-        """The serving team says what share of the pool may be lent at most, from now on: a smaller one holds at once, as a cut; a
+        """The serving team sets the largest share of the pool that may be lent: a smaller one applies at once, as a cut; a
         larger one gives nothing before the next step begins."""
         self.rules = replace(self.rules, lent=share)
         most = int(share * self.rules.pages)
@@ -143,7 +144,7 @@ class KvSharing:
 
 
 def displacement_order(running: Mapping[str, tuple[int, int]]) -> list[str]:
-    """In which order a rollout engine gives up whole requests (ROSE 4.1) when unused prefixes are not enough: the lowest priority
-    first, of these the one with the most pages, so that as few as needed go. ``running``: request -> (vLLM's priority, where the
-    lower number goes first; pages)."""
+    """In which order a rollout engine gives up whole requests (ROSE 4.1) when unused prefixes are not enough: the lowest
+    priority first, among these the one with the most pages, so that as few as needed go. ``running``: request -> (vLLM's
+    priority, where the lower number goes first; pages)."""
     return sorted(running, key=lambda name: (-running[name][0], -running[name][1], name))

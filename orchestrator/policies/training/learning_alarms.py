@@ -167,12 +167,12 @@ class LearningWatch:
         if not self._crossed("entropy", low and ((silent > SILENT and right < SOLVED) or "entropy" in self._said)):
             return []
         if repeated > REPEATED:
-            why = f"it learns its prompts by heart, {repeated:.0%} were asked before: give it more of them"
+            why = f"it memorises its prompts, {repeated:.0%} were asked before: add more of them"
         else:
-            why = "it says one answer to a prompt: raise trainer.entropy_coefficient, trainer.kl_coefficient or "
+            why = "it gives only one answer per prompt: raise trainer.entropy_coefficient, trainer.kl_coefficient or "
             why += "trainer.clip_high, or lower trainer.learning_rate"
         detail = f"{why}; {now:.3g} {behind}, {now / first:.0%} of the {first:.3g} of the first {FIRST} steps "
-        detail += f"(trainer.entropy_alarm = {self._bars.entropy:.0%}), {silent:.0%} of the groups without a difference"
+        detail += f"(trainer.entropy_alarm = {self._bars.entropy:.0%}), {silent:.0%} of the groups with equal rewards"
         return [Alarm("entropy", detail)]
 
     def _crossed(self, what: str, beyond: bool) -> bool:
@@ -188,7 +188,7 @@ class LearningWatch:
                 f"engine and trainer, not staleness: they differ with the same weights already (log-prob gap {gap:.3g})"
             )
         if lag > 0:
-            return f"staleness, {lag:.2g} versions in the mean: lower rollout.alpha or trainer.learning_rate (gap {gap:.3g})"
+            return f"staleness, {lag:.2g} versions on average: lower rollout.alpha or trainer.learning_rate (gap {gap:.3g})"
         return f"neither staleness nor the gap with the same weights ({gap:.3g}); look for a rising gradient norm"
 
 

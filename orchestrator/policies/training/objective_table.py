@@ -1,7 +1,7 @@
-"""What an objective needs, and its published constants: one table.
+"""What each objective needs, and its published constants: one table.
 
-``orchestrator.settings.trainer_settings`` reads it, for a run and for a training script alike, and says which settings contradict
-each other. The arithmetic is the trainer's: ``megatron_rlplugin.objective.policy_loss`` has the table of formulas and sources.
+``orchestrator.settings.trainer_settings`` reads it, for a run and for a training script, and reports contradictory settings.
+The arithmetic is in the trainer: ``megatron_rlplugin.objective.policy_loss`` has the formulas and sources.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ USED_BY: dict[str, tuple[float | None, tuple[str, ...]]] = {
 
 
 def whitens_advantages(objective: ObjectiveName, *, normalize: bool) -> bool:
-    """Whether advantages are normalised over the whole batch, so that none is known before all trajectories are. ``normalize``:
-    ``trainer.normalize_advantage``."""
+    """Whether advantages are normalised over the whole batch, so that none is known before all trajectories are.
+    ``normalize``: ``trainer.normalize_advantage``."""
     advantage = OBJECTIVES[objective].advantage
     return advantage == "returns" or (advantage == "gae" and normalize)

@@ -1,4 +1,4 @@
-"""What a trajectory counts for in training beside its reward: less where it lags, less where it is overlong."""
+"""Adjustments to a trajectory's weight and reward in training: less weight for lag, a penalty for overlong answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LagWeight:
-    """How much a trajectory that lags counts (notes on agentic-RL infrastructure, 7). The staleness bound drops what lags too far
-    (:mod:`orchestrator.policies.batching.staleness`); within it a weight can trade throughput against off-policy noise. A weight
-    multiplies a trajectory's terms in the loss and is in no denominator: what is down-weighted counts less, and nothing else
-    counts more for it.
+    """The weight of a trajectory with lag (notes on agentic-RL infrastructure, 7). The staleness bound drops larger lags
+    (:mod:`orchestrator.policies.batching.staleness`); within it, a weight trades throughput against off-policy noise. The
+    weight multiplies a trajectory's terms in the loss and enters no denominator: a lower weight for one does not raise the
+    others'.
 
-    ``exp(-decay * lag)``, lag in weight versions at the moment ``get_batch`` takes the trajectory. 0 is off: exactly 1."""
+    ``exp(-decay * lag)``, lag in weight versions when ``get_batch`` takes the trajectory. ``decay`` 0 turns it off: exactly 1.
+    """
 
     decay: float = 0.0
 
@@ -32,20 +33,21 @@ def effective_share(weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """A reward that falls softly before the length limit: a long answer is not as bad as a wrong one, and not free either.
+    """A soft penalty before the length limit: a long answer is better than a wrong one, but not free.
 
     Guarantees: pure; 0 up to ``limit - buffer`` generated tokens, from there linearly down to ``-penalty`` at ``limit`` and
-    beyond. Source: DAPO (2025), 3.4, eq. 13, there with a penalty of 1. It is for the trainer alone: what is reported as reward,
-    compared by filters and dynamic sampling, and stored is what the reward function said.
+    beyond. Source: DAPO (2025), 3.4, eq. 13, there with a penalty of 1. It is only for the trainer: what is reported as
+    reward, compared by filters and dynamic sampling, and stored, is the reward function's value.
 
-    ``limit`` and ``buffer`` in generated tokens of a whole episode; ``limit`` 0: there is no such reward."""
+    ``limit`` and ``buffer`` in generated tokens of a whole episode; ``limit`` 0: no penalty.
+    """
 
     limit: int = 0
     buffer: int = 0
     penalty: float = 1.0
 
     def penalty_for(self, tokens: int) -> float:
-        """What is added to the reward of an answer of so many tokens: 0 or less."""
+        """What is added to the reward of an answer with so many tokens: 0 or less."""
         over = tokens - (self.limit - self.buffer)
         if not self.limit or over <= 0:
             return 0.0

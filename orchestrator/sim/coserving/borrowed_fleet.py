@@ -58,10 +58,10 @@ class BorrowedFleet:
             return None
         engines = settings.serving or settings.workers
         if settings.how == "autoscale" and settings.phases == "collocated":
-            fix = "autoscaling is played with engines that prefill and others that decode: set it to 'disaggregated'"
+            fix = "autoscaling is simulated with separate prefill and decode engines: set it to 'disaggregated'"
             raise ConfigError("sim.borrowed.phases", settings.phases, fix)
         if engines < settings.workers:
-            fix = f"{settings.workers} workers are to be on them (sim.borrowed.workers): at least as many"
+            fix = f"must be at least sim.borrowed.workers = {settings.workers}, which run on them"
             raise ConfigError("sim.borrowed.serving", engines, fix)
         tenant = 0 if settings.how == "autoscale" else hardware.model(sim.model).weight_bytes
         return ServingCluster(settings, engines, self._device, sim.tensor_parallel, tenant)
@@ -276,12 +276,12 @@ def borrowed_of(config: Config) -> BorrowedFleet | None:
     if not sim.borrowed.workers:
         return None
     if sim.costs != "roofline":
-        raise ConfigError("sim.costs", sim.costs, "borrowed devices are known by their hardware: set it to 'roofline'")
+        raise ConfigError("sim.costs", sim.costs, "borrowed devices are given by their hardware: set it to 'roofline'")
     if rollout.disaggregation.enabled:
         raise ConfigError(
             "rollout.disaggregation.enabled",
             True,
-            "the simulator does not play it with borrowed workers: set it to false",
+            "the simulator does not support it with borrowed workers: set it to false",
         )
     _exchanged(config)
     return BorrowedFleet(config)
@@ -301,7 +301,7 @@ def _exchanged(config: Config) -> None:
     if not settings.exchanged:
         for name in ("scaled", "outage_seconds"):
             if value := getattr(settings, name):
-                fix = "servers that end are replaced by others: set sim.borrowed.exchanged to true too, or leave it out"
+                fix = "lost servers are replaced by others: set sim.borrowed.exchanged to true too, or leave it out"
                 raise ConfigError(f"{asked}.{name}", value, fix)
         return
     if settings.how != "coserve":
@@ -309,5 +309,5 @@ def _exchanged(config: Config) -> None:
         raise ConfigError(f"{asked}.exchanged", True, fix)
     if settings.phases == "collocated" and (settings.scaled or settings.outage_seconds):
         name = "scaled" if settings.scaled else "outage_seconds"
-        fix = "is played with engines that prefill and others that decode: leave it out, or phases = 'disaggregated'"
+        fix = "is simulated with separate prefill and decode engines: leave it out, or set phases = 'disaggregated'"
         raise ConfigError(f"{asked}.{name}", getattr(settings, name), fix)

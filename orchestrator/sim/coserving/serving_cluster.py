@@ -75,7 +75,7 @@ class ServingCluster:
         every = max(2, round(1 / settings.prefill))
         together = settings.phases == "collocated"
         if engines < 2 and not together:
-            fix = "one serving engine prefills and another decodes: at least 2"
+            fix = "one serving engine prefills and another decodes: must be at least 2"
             raise ConfigError("sim.borrowed.serving", engines, fix)
         self.engines: list[ServingEngine] = []
         for number in range(engines):
@@ -140,7 +140,7 @@ def _rules(settings: SimBorrowedSection, device: hardware.DeviceSpec, degree: in
     if settings.how == "multiplex":  # nobody keeps anything free
         return SharingRules(max(1, int(pool / PAGE)), headroom=0.0, watermark=1.0)
     if pool <= settings.headroom * whole:
-        fix = "both models and this headroom do not fit on the device: more devices an engine, or another model"
+        fix = "both models and this headroom do not fit on the device: use more devices per engine, or another model"
         raise ConfigError("sim.borrowed.model", settings.model, fix)
     return SharingRules(int(pool / PAGE), headroom=settings.headroom * whole / pool)
 

@@ -64,7 +64,9 @@ def trajectories_of(folder: str | Path) -> list[Trajectory]:
     path = Path(folder)
     if not (path / "trajectories").is_dir():
         raise ConfigError(
-            "sets", str(folder), "is no run folder with trajectories; record one: scripts/bench/data/record_lengths.sh"
+            "sets",
+            str(folder),
+            "is not a run folder with trajectories; record one: scripts/bench/data/record_lengths.sh",
         )
     found = []
     for row in read_trajectories(path / "trajectories").to_pylist():

@@ -25,7 +25,7 @@ def pool_executor(given: Any, *, ranks: int, on_cpu: bool) -> Any:
     An executor of the user's own is believed: an engine whose KV cache is not in the pool ends its start in any case.
     """
     if given in ("ray", "external_launcher") or (given == "mp" and ranks == 1):
-        fix = "an engine in a pool (--rl-kv-pool) has processes of its own kind, on one machine: leave this out"
+        fix = "an engine in a pool (--rl-kv-pool) uses its own executor, on one machine: leave this out"
         raise ConfigError(_FLAG, given, fix)
     if ranks > 1:
         return RANKED if given in (None, "mp") else given
@@ -42,7 +42,7 @@ def check_connector(config: Any) -> None:
 
     connector = KVConnectorFactory.get_connector_class(config)
     if connector.register_kv_caches is not KVConnectorBase_V1.register_kv_caches:
-        fix = "registers memory that comes and goes in a pool (--rl-kv-pool): use --rl-kv-transfer, or drop one of the two"
+        fix = "registers KV memory, which comes and goes in a pool (--rl-kv-pool): use --rl-kv-transfer, or drop one of the two"
         raise ConfigError("--kv-transfer-config", config.kv_connector, fix)
 
 

@@ -47,7 +47,7 @@ def load_costs(config: Any, options: PluginOptions, *, unknown: float, slo: Slo 
     if why:
         assert slo is not None
         raise ConfigError(
-            "kv_pool_ttft, kv_pool_tpot", f"{slo.ttft:g}, {slo.tpot:g}", f"cannot be kept even alone: {why}"
+            "kv_pool_ttft, kv_pool_tpot", f"{slo.ttft:g}, {slo.tpot:g}", f"cannot be met even without rollouts: {why}"
         )
     return costs
 
@@ -59,9 +59,7 @@ def _read(path: Path) -> tuple[dict[str, str], EngineProfile]:
             raise ValueError(f"format {data['format']}")
         return dict(data["key"]), EngineProfile(point_from_dict(item) for item in data["points"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError(
-            "kv_pool_profile", str(path), f"is no profile that can be read ({error!r}); {_HOW}"
-        ) from error
+        raise ConfigError("kv_pool_profile", str(path), f"is not a readable profile ({error!r}); {_HOW}") from error
 
 
 def _here(config: Any) -> dict[str, str]:

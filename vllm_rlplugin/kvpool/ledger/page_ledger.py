@@ -180,7 +180,7 @@ class PagePool:
         slot = self._try_native("rlc_pool_join", name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
         if slot == native_pages.BUSY:
             there = ", ".join(f"{tenant.name} ({tenant.role}, process {tenant.pid})" for tenant in self.view().tenants)
-            fix = f"the pool has one serving engine, and each name once; there are: {there}"
+            fix = f"a pool has one serving engine, and each name only once; there are: {there}"
             raise ConfigError("kv_pool.name", name, fix)
         if slot == native_pages.NAMESPACE:
             fix = (
@@ -188,7 +188,7 @@ class PagePool:
             )
             raise ConfigError("kv_pool.path", str(self.path), fix)
         if slot == native_pages.FULL:
-            raise ConfigError("kv_pool.name", name, f"the pool has {native_pages.TENANTS} tenants already")
+            raise ConfigError("kv_pool.name", name, f"the pool already has {native_pages.TENANTS} engines")
         self._role, self._slot = role, self._check_code(slot)
         return self._slot
 
@@ -359,10 +359,10 @@ def _reason(code: int, pages: int, page_bytes: int, ranks: int) -> str:
     if code == native_pages.SYSTEM:
         return str(native_pages.system_error())
     return {
-        native_pages.FOREIGN: "belongs to another user, can be opened by others, or is no KV pool: choose another pool name",
+        native_pages.FOREIGN: "belongs to another user, can be opened by others, or is not a KV pool: choose another pool name",
         native_pages.VERSION: "was made by another version of rl-coserve: end the engines that use it first",
-        native_pages.SHAPE: f"{pages} pages of {page_bytes} bytes for engines of {ranks} ranks do not fit: engines that run have "
-        "a pool of another shape there, or the size of a page is no power of two of at least 4096, or there are more than "
+        native_pages.SHAPE: f"{pages} pages of {page_bytes} bytes for engines of {ranks} ranks do not fit: running engines have "
+        "a pool of another shape there, or the page size is not a power of two of at least 4096, or there are more than "
         f"{native_pages.RANKS} ranks",
     }[code]
 

@@ -128,7 +128,7 @@ def backend_for(device: Any, page_bytes: int, supply: str) -> PageBackend:
     if device.type == "cpu":
         return HostBackend(page_bytes)
     if device.type != "cuda":
-        fix = "pages are in host memory or on a CUDA device; there is no pool on others"
+        fix = "pools are in host memory or on a CUDA device, not on others"
         raise ConfigError("kv_pool", str(device), fix)
     import torch
 

@@ -168,7 +168,7 @@ def ensure_keeper(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY,
             continue
         pool.reap()
         if there := [tenant.name for tenant in pool.view().tenants]:  # theirs is the memory of the keeper that died
-            fix = f"its keeper died, and a second one would make second pages: end {', '.join(there)}, and start them again"
+            fix = f"its keeper died, and a new one would have new pages: stop {', '.join(there)}, and start them again"
             raise ConfigError("kv_pool", str(pool.path), fix)
         child = subprocess.Popen(
             [*command, "--linger", str(linger)],
@@ -224,7 +224,7 @@ class PageKeeper:
 
     def __init__(self, pool: PagePool, driver: CudaDriver) -> None:
         if native_pages.library().rlc_pool_keep(pool.handle):
-            raise RunError(f"{pool.path} has a keeper already")
+            raise RunError(f"{pool.path} already has a keeper")
         self._pool, self._driver = pool, driver
         self._epoch = pool.view().epoch
         self._handles = driver.create_pages(pool.pages)

@@ -33,7 +33,7 @@ def join_mps(pool: str, percentage: int, environment: MutableMapping[str, str], 
     try:
         ctypes.CDLL(library)  # only loaded: CUDA starts later, in the engine's process
     except OSError as error:
-        fix = f"MPS divides an NVIDIA GPU, and there is no driver here ({error}); drop it"
+        fix = f"MPS divides an NVIDIA GPU, but there is no driver here ({error}); drop it"
         raise ConfigError("kv_pool_mps", percentage, fix) from error
     folder = folder_of(pool)
     if not _watched(folder):
@@ -50,10 +50,10 @@ def check_mps(percentage: int, device: str, environment: MutableMapping[str, str
         return
     if device != "cuda":
         raise ConfigError(
-            "kv_pool_mps", percentage, f"MPS divides an NVIDIA GPU, this engine computes on {device}; drop it"
+            "kv_pool_mps", percentage, f"MPS divides an NVIDIA GPU, but this engine runs on {device}; drop it"
         )
     if environment.get(_SHARE) != str(percentage):
-        fix = f"CUDA started without it: start the engine by `vllm serve`, or call {__name__}.join_mps before"
+        fix = f"CUDA started without it: start the engine with `vllm serve`, or call {__name__}.join_mps first"
         raise ConfigError("kv_pool_mps", percentage, fix)
 
 

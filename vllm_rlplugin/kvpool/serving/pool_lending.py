@@ -120,7 +120,7 @@ def _open(name: str) -> PagePool:
         known = (
             f"yours are: {', '.join(there)}" if there else "you have none: a `vllm serve` with --rl-kv-pool makes it"
         )
-        raise ConfigError("--pool", name, f"there is no such pool of this user; {known}; only its owner may lend it")
+        raise ConfigError("--pool", name, f"this user has no such pool; {known}; only its owner may lend it")
     return PagePool.open(path)
 
 
@@ -218,7 +218,7 @@ def run_command(options: argparse.Namespace) -> int:
             return 1 if found["out"] else 0
         if not options.status:
             if options.max is None and options.dry_run is None:
-                raise ConfigError("--max", None, "say what is lent: --max SHARE, --dry-run, or --status")
+                raise ConfigError("--max", None, "give --max SHARE, --dry-run or --status")
             set_lent(pool, options.max, options.dry_run)
         found = {**lending_status(pool), "lease": lease_status(pool)}
         print(json.dumps(found) if options.json else describe_status(found))
