@@ -6,6 +6,7 @@ Guarantees: every function is idempotent; on a vLLM that was not tested nothing 
 from __future__ import annotations
 
 import os
+from collections.abc import Set as AbstractSet
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks.patch_register import PatchRegister
@@ -15,6 +16,9 @@ from vllm_rlplugin.patches import cpu_keep_weights, kv_range
 
 _PATCHES = PatchRegister(VLLM, (cpu_keep_weights.PATCH, kv_range.PATCH))
 _MIXES_ADAPTERS = VersionRange(">=0.32,<0.33")
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # vLLM's ways to draft from what was said before
+_LOSSLESS = ("standard", "block")  # of vLLM's ways to accept drafts
+PAST_RELOAD = ("gpt_oss", "longcat_flash_ngram", "step3_text", "step3p5")  # of vllm.model_executor.models
 _RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray workers inherit beside its own variables
 
 
@@ -82,6 +86,27 @@ def check_adapters(asked: bool, installed: InstalledComponent) -> None:
             "vLLM 0.32 computes rollouts beside an adapter's user with the adapter on a CPU: leave it out, or use 0.33"
         )
         raise ConfigError("--enable-lora", asked, fix)
+
+
+def check_drafter(method: str, acceptance: str) -> None:
+    """``method``, ``acceptance``: of speculative decoding beside a weight relay, as in vLLM's ``SpeculativeConfig``. Raises
+    ConfigError for a drafter with weights, which no version has, so that its drafts get worse with each update; and where tokens
+    are accepted that the model would not have sampled as often."""
+    if method not in _WITHOUT_WEIGHTS:
+        fix = "a drafter's own weights are not updated: take 'ngram' or 'suffix', or leave out the weight relay"
+        raise ConfigError("speculative_config.method", method, fix)
+    if acceptance not in _LOSSLESS:
+        fix = "log-probs would be of another distribution than tokens: take 'standard'"
+        raise ConfigError("speculative_config.rejection_sample_method", acceptance, fix)
+
+
+def check_loader(model: str, modules: AbstractSet[str]) -> None:
+    """``modules``: where the classes of a model's layers are. Raises ConfigError for a model that vLLM cannot load again: its
+    loader copies into parameters itself, which the layerwise reload (0.32.0, 0.33.0) loses without an error. Of other models
+    the first update finds that out (:mod:`vllm_rlplugin.weights.live_weights`)."""
+    if modules & {f"vllm.model_executor.models.{name}" for name in PAST_RELOAD}:
+        fix = "vLLM's loader of it writes past vLLM's own reload, which loses that: serve it without a weight relay"
+        raise ConfigError("model", model, fix)
 
 
 def is_cpu_build(installed: InstalledComponent) -> bool:
