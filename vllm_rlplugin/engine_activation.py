@@ -6,6 +6,7 @@ Guarantees: every function is idempotent; on a vLLM that was not tested nothing 
 from __future__ import annotations
 
 import os
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from orchestrator.api import ConfigError
@@ -18,6 +19,9 @@ _PATCHES = PatchRegister(VLLM, (cpu_keep_weights.PATCH, kv_range.PATCH))
 _MIXES_ADAPTERS = VersionRange(">=0.32,<0.33")
 # Connectors that bring the KV which a request itself names, and nobody else's. Rollouts name none.
 _BY_REQUEST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # vLLM's ways to draft from what was said before
+_LOSSLESS = ("standard", "block")  # of vLLM's ways to accept drafts
+PAST_RELOAD = ("gpt_oss", "longcat_flash_ngram", "step3_text", "step3p5")  # of vllm.model_executor.models
 _RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray workers inherit beside its own variables
 
 
@@ -97,6 +101,27 @@ def remembering_connector(config: Any) -> str:
         return next(filter(None, map(remembering_connector, parts)), "")
     connector = KVConnectorFactory.get_connector_class(config)
     return str(config.kv_connector) if connector.reset_cache is KVConnectorBase_V1.reset_cache else ""
+
+
+def check_drafter(method: str, acceptance: str) -> None:
+    """``method``, ``acceptance``: of speculative decoding beside a weight relay, as in vLLM's ``SpeculativeConfig``. Raises
+    ConfigError for a drafter with weights, which no version has, so that its drafts get worse with each update; and where tokens
+    are accepted that the model would not have sampled as often."""
+    if method not in _WITHOUT_WEIGHTS:
+        fix = "a drafter's own weights are not updated: take 'ngram' or 'suffix', or leave out the weight relay"
+        raise ConfigError("speculative_config.method", method, fix)
+    if acceptance not in _LOSSLESS:
+        fix = "log-probs would be of another distribution than tokens: take 'standard'"
+        raise ConfigError("speculative_config.rejection_sample_method", acceptance, fix)
+
+
+def check_loader(model: str, modules: AbstractSet[str]) -> None:
+    """``modules``: where the classes of a model's layers are. Raises ConfigError for a model that vLLM cannot load again: its
+    loader copies into parameters itself, which the layerwise reload (0.32.0, 0.33.0) loses without an error. Of other models
+    the first update finds that out (:mod:`vllm_rlplugin.weights.live_weights`)."""
+    if modules & {f"vllm.model_executor.models.{name}" for name in PAST_RELOAD}:
+        fix = "vLLM's loader of it writes past vLLM's own reload, which loses that: serve it without a weight relay"
+        raise ConfigError("model", model, fix)
 
 
 def is_cpu_build(installed: InstalledComponent) -> bool:

@@ -116,13 +116,15 @@ class HostedWeights:
                     for number, stored in self._subscriber.fetch_shards(manifest, needed):
                         check()
                         key, piece = manifest.shards[number], manifest.pieces[number]
-                        undo.append(apply_stored(self._codec, key, stored, shards[shard_label(key)], piece.digest))
+                        take_back = apply_stored(self._codec, key, stored, shards[shard_label(key)], piece.digest)
+                        if shards is self._shards:  # others are new, and dropped if this fails
+                            undo.append(take_back)
                 digests |= {_at(manifest, number): manifest.pieces[number].digest for number in needed}
                 changed |= {manifest.shards[number].tensor for number in needed}
                 fetched += sum(manifest.pieces[number].length for number in needed)
         except BaseException:
-            for take_back in reversed(undo):
-                take_back()
+            for one in reversed(undo):
+                one()
             raise
         last = chain[-1]
         self._shards, self._digests = shards, digests

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from orchestrator.api import ConfigError  # noqa: E402
+from vllm_rlplugin.engine_activation import PAST_RELOAD  # noqa: E402
 from vllm_rlplugin.worker.inprocess_engine import prepare_process  # noqa: E402
 
 Weights = Iterable[tuple[str, Any]]
@@ -198,17 +202,54 @@ def test_a_reload_of_a_model_with_lora_adapters_knows_the_names_of_the_layers_in
         loaded.load(SimpleNamespace(layers=None, tensors={}))  # type: ignore[arg-type]
 
 
-def test_weights_that_vllm_quantises_are_refused_with_the_relay(mapping: Any) -> None:
+def connect(
+    quantization: str | None = None, drafts: str = "", acceptance: str = "standard", family: str = "llama"
+) -> None:
+    """A backend without an engine, to a relay."""
     from vllm_rlplugin.weights.rank_votes import RankVotes
     from vllm_rlplugin.weights.transfer_engine import RelayInitInfo, RelayWeightTransferEngine
 
     engine: Any = RelayWeightTransferEngine.__new__(RelayWeightTransferEngine)
     engine._staged = engine._fetcher = engine._worker = None
     engine.ranks = RankVotes(SimpleNamespace(rank=0, world_size=1))
-    engine.model_config = SimpleNamespace(quantization="fp8")
+    engine.model_config = SimpleNamespace(quantization=quantization)
+    asked = SimpleNamespace(method=drafts, rejection_sample_method=acceptance) if drafts else None
+    engine.vllm_config = SimpleNamespace(speculative_config=asked)
+    layer = type("Layer", (torch.nn.Module,), {"__module__": f"vllm.model_executor.models.{family}"})
+    engine.model = torch.nn.Sequential(layer())
+    engine.make_plan = lambda: None
+    engine.init_transfer_engine(RelayInitInfo({"job": "j", "kind": "memory", "master": "refusals"}))
+    engine.shutdown()
+
+
+def test_weights_that_vllm_quantises_are_refused_with_the_relay(mapping: Any) -> None:
     with pytest.raises(ConfigError, match="serve the model unquantised") as caught:
-        engine.init_transfer_engine(RelayInitInfo({"job": "j", "kind": "memory", "master": "m"}))
+        connect(quantization="fp8")
     assert caught.value.field == "quantization"
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa"])
+def test_a_drafter_whose_weights_would_stay_is_refused_with_the_relay(mapping: Any, method: str) -> None:
+    connect(drafts="ngram")
+    with pytest.raises(ConfigError, match=f"speculative_config.method = '{method}': .* take 'ngram'"):
+        connect(drafts=method)
+
+
+def test_drafts_that_are_accepted_too_often_are_refused_with_the_relay(mapping: Any) -> None:
+    with pytest.raises(ConfigError, match=r"rejection_sample_method = 'synthetic': .* take 'standard'"):
+        connect(drafts="ngram", acceptance="synthetic")
+
+
+@pytest.mark.parametrize("family", PAST_RELOAD)
+def test_a_model_whose_loader_writes_past_vllms_reload_is_refused_with_the_relay(mapping: Any, family: str) -> None:
+    connect()
+    with pytest.raises(ConfigError, match="model = 'Sequential': vLLM's loader of it writes past"):
+        connect(family=family)
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    source = (Path(vllm.origin).parent / "model_executor" / "models" / f"{family}.py").read_text(encoding="utf-8")
+    assert re.search(r"param(_slice)?\.copy_\(|\.weight\.data\[", source), "its loader does not: drop it from the list"
 
 
 def test_one_stream_serves_the_uploads_of_all_versions(mapping: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ there and verified; layers come in the order in which the model has them, so tha
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -33,9 +35,24 @@ class LayerStream:
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each with its checkpoint name; its memory is free when whoever takes it lets go of it."""
         for layer in self._layers:
+            return_freed()
             found = self._read(layer)[::-1]
             while found:
                 yield found.pop()
+
+
+def return_freed() -> None:
+    """Freed memory of this process goes back to the system. glibc keeps it, per thread and in pieces: layers that come one after
+    the other would take the room of several."""
+    if (trim := _trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _trim() -> Callable[[int], int] | None:
+    """None: another C library."""
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found
 
 
 def split_layers(regions: Sequence[Region]) -> list[list[Region]]:

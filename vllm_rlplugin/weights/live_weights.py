@@ -13,10 +13,11 @@ they had.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Fill, Slice
 from vllm_rlplugin.weights.delta_update import DeltaUpdate
 from vllm_rlplugin.weights.digests import digest_for
+from vllm_rlplugin.weights.layer_stream import return_freed
 from vllm_rlplugin.weights.rank_slices import pack_layer
 from vllm_rlplugin.weights.version_staging import StagedVersion
 
@@ -195,9 +197,10 @@ class ReloadedWeights:
         # What vLLM made of loaded weights (MLA's absorbed projections, scales of online quantisation) is not there now.
         expected &= self._loaded_names()
         waiting = self._waiting_layers()
-        with self._experts_packed_anew():
+        with self._experts_packed_anew(), self._processed_alone():
             try:
                 loaded = self._model.load_weights(tensors)
+                self._refuse_lost(expected if loaded is None else loaded)
             except BaseException:
                 self.touched = self._waiting_layers() < waiting
                 self._give_up_reload()
@@ -241,6 +244,21 @@ class ReloadedWeights:
         """That vLLM has not put in place yet."""
         return sum(get_layerwise_info(layer).can_load() for layer in self._model.modules())
 
+    def _refuse_lost(self, loaded: set[str]) -> None:
+        """What the model's loader copies itself, past the loaders of parameters, goes to tensors without memory, and vLLM puts
+        the old weights back without an error."""
+        lost = []
+        for path, layer in self._model.named_modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                came = {name for name, _ in info.loaded_weights}
+                own = layer.named_parameters(recurse=False)
+                names = [f"{path}.{name}" for name, value in own if value.is_meta and name not in came]
+                lost += [name for name in names if name.replace(".base_layer.", ".") in loaded]
+        if lost:
+            named = ", ".join(lost[:_NAMED])
+            raise WeightMismatch(f"the loader of {type(self._model).__name__} writes past vLLM's reload: {named}")
+
     def _give_up_reload(self) -> None:
         """What a layer has of a version that did not come whole is dropped: it keeps the weights that it had."""
         for layer in self._model.modules():
@@ -269,6 +287,21 @@ class ReloadedWeights:
             for method, kernel in kernels.items():
                 method.moe_kernel = method.moe_kernel or kernel
 
+    @contextlib.contextmanager
+    def _processed_alone(self) -> Iterator[None]:
+        """vLLM holds what it was handed of a layer until that is in place. Once loaded it is of no use, and beside the layer that
+        was made of it, and the one that is packed from that, it would be a third copy."""
+        found = (getattr(module, "quant_method", None) for module in self._model.modules())
+        methods = {method for method in found if isinstance(method, QuantizeMethodBase)}
+        for method in methods:
+            process = method.process_weights_after_loading
+            method.process_weights_after_loading = functools.partial(_process_alone, process)
+        try:
+            yield
+        finally:
+            for method in methods:
+                del method.process_weights_after_loading
+
     def _repack_tied_heads(self) -> None:
         """Let a tied lm_head pack the new embedding.
 
@@ -284,6 +317,14 @@ class ReloadedWeights:
             method = getattr(module, "quant_method", None)
             if shared and isinstance(module, ParallelLMHead) and isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(module)
+
+
+def _process_alone(process: Callable[[torch.nn.Module], None], layer: torch.nn.Module) -> None:
+    """What was loaded into the layer is let go of first; vLLM still asks for the names."""
+    info = get_layerwise_info(layer)
+    info.loaded_weights = [(name, None) for name, _ in info.loaded_weights]
+    return_freed()
+    process(layer)
 
 
 def describe_mismatches(mismatches: list[dict[str, str]]) -> str:

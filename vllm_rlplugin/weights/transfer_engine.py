@@ -38,6 +38,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from orchestrator.api import ConfigError, CoserveError, Meeting, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
+from vllm_rlplugin.engine_activation import check_drafter, check_loader
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover_mapping
 from vllm_rlplugin.weights.delta_update import DeltaBase
 from vllm_rlplugin.weights.live_weights import LiveWeights, MappedWeights, ReloadedWeights, describe_mismatches
@@ -124,6 +125,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self.model.modules()):
                 fix = "its kernels discard weights after packing them, and vLLM cannot reload those: "
                 raise ConfigError("attention_config.backend", "AMX_MLA", fix + "take 'CPU_MLA'")
+            if (drafts := self.vllm_config.speculative_config) is not None:
+                check_drafter(drafts.method, drafts.rejection_sample_method)
+            check_loader(type(self.model).__name__, {type(layer).__module__ for layer in self.model.modules()})
             endpoint = RelayEndpoint.from_dict(init_info.endpoint)
             self._fetcher = VersionFetcher(endpoint, self.ranks.number)
         except CoserveError as error:

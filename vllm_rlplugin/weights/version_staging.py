@@ -153,7 +153,7 @@ class VersionStaging:
         """All tensors of a layer, verified. Raises CorruptWeightsError or RelayError."""
         if manifest.base_version == FULL:
             found = {
-                region.tensor: self._tensor_of(region, data)
+                region.tensor: self._tensor_of(region, data).clone()
                 for region, data in subscriber.fetch_regions(manifest, regions)
             }
         else:
@@ -242,7 +242,7 @@ class VersionStaging:
     def _add_tensor(self, region: Region, data: Bytes) -> None:
         since = time.perf_counter()
         if self._cutter is None:
-            self._staged.tensors[region.tensor] = self._tensor_of(region, data)
+            self._staged.tensors[region.tensor] = self._tensor_of(region, data).clone()
         else:
             spec = self._published[region.tensor]
             part = torch.from_numpy(data).view(spec.dtype).view(box_shape(region.box))
@@ -253,8 +253,8 @@ class VersionStaging:
         self._cutting += time.perf_counter() - since
 
     def _tensor_of(self, region: Region, data: Bytes) -> torch.Tensor:
-        """Memory of its own: that of the relay is used again."""
-        return torch.from_numpy(data).view(self._published[region.tensor].dtype).view(box_shape(region.box)).clone()
+        """A view. What is kept is copied: memory of the relay is used again."""
+        return torch.from_numpy(data).view(self._published[region.tensor].dtype).view(box_shape(region.box))
 
     def _finish(self) -> StagedVersion:
         fetched = time.perf_counter()
