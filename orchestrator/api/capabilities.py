@@ -80,7 +80,8 @@ class Meeting:
     """Where one sender and its receivers form a group. The sender is rank 0, receivers are ranks 1 to ``receivers``.
 
     ``name``: another one for every group; the same name again means that the group of the last version is used again.
-    ``backend`` "gloo": ``where`` is host:port of the sender's store; "nccl": NCCL's unique id in base64, as vLLM takes it.
+    ``backend`` "gloo": ``where`` is host:port of the sender's store; "nccl": NCCL's unique id in base64, as vLLM takes it;
+    "vllm-nccl": JSON of what vLLM's own engines are told (:mod:`megatron_rlplugin.weights.stock_sender`).
     """
 
     name: str
@@ -100,7 +101,8 @@ class CollectiveWorker(ManagedWorker, Protocol):
         it. One meeting a sender; ``place`` is the first of this worker's ranks in each group.
 
         Returns the content of the version, the checksum over its tensors' digests that the relay publishes, in
-        hexadecimal. Raises RetryableError after ``limit`` seconds at most; nothing changed then, and its groups are left.
+        hexadecimal; "" where ``update`` receives it, by vLLM's own engine, which sends no digests. Raises RetryableError
+        after ``limit`` seconds at most; nothing changed then, and its groups are left.
         """
 
 
