@@ -45,7 +45,7 @@ class StockGroup:
         if not hasattr(WeightSource, "iter_full"):
             raise ConfigError(*_KEY, _TOO_OLD)
         self._unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = pieces[0].parameter.device
         specs = [ParamMeta(piece.name, piece.parameter.dtype, piece.shape) for piece in pieces]
         self._source = WholeTensors(pieces, specs)
         self._engine = NCCLTrainerWeightTransferEngine(client=_OrchestratorCommands(), source=self._source)

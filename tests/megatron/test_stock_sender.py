@@ -166,7 +166,7 @@ def test_a_sender_that_goes_while_it_sends_costs_the_limit_and_what_came_counts_
 @pytest.mark.skipif(not INSTALLED.startswith("0.32"), reason="needs vLLM 0.32")
 def test_a_vllm_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stock_nccl.stand_in(monkeypatch.setattr)
-    monkeypatch.setattr(stock_sender, "tensor_pieces", lambda chunks: iter(()))
+    monkeypatch.setattr(stock_sender, "tensor_pieces", lambda chunks: iter(pieces(tensors(1))))
     with pytest.raises(ConfigError, match=r"rollout.weights = 'nccl': needs vLLM 0.33"):
         StockSender([], GPU).begin_send(0, 1, LIMIT, False)
 

@@ -98,6 +98,5 @@ def stand_in(set_attribute: Any = setattr) -> None:
     set_attribute(torch.cuda, "device", contextlib.nullcontext)
     set_attribute(torch.cuda, "stream", contextlib.nullcontext)
     set_attribute(torch.cuda, "synchronize", nothing)
-    set_attribute(torch.cuda, "current_device", lambda: 0)
     set_attribute(torch.accelerator, "current_device_index", lambda: 0)
     set_attribute(torch.accelerator, "synchronize", nothing)
