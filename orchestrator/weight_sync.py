@@ -7,6 +7,9 @@ own workers by a collective, which they receive while they generate, and publish
 that received it stop, load it and go on (:meth:`WeightSync.lead`) without waiting for the relay; served workers, workers that
 were restarted, and those that did not receive it whole and in time take it from there (:meth:`WeightSync.follow`).
 
+``weights = "nccl"``: the same with vLLM's own weight-transfer engines. Workers only join the trainer beside generation; what it
+sends they write into the live weights while they stand still, and nobody compares a digest.
+
 ``weights_overlap`` (over the relay): the trainer holds the version, and trains on while it is published and fetched
 (:meth:`WeightSync.hold`, :meth:`WeightSync.publish_held`, :meth:`WeightSync.follow`); one version is under way at a time.
 
@@ -143,7 +146,7 @@ class WeightSync:
         proxy = self._proxy
         self._forget_restarted()
         for index, (_, content) in self._received.items():
-            if self._content and content != self._content:
+            if content and self._content and content != self._content:
                 why = f"received weights of version {version} are not those of the relay: {content}, {self._content}"
                 proxy.distrust(index, why)
         self._received = {}

@@ -52,6 +52,8 @@ SUBSET = (
     "tests/vllm/test_weight_updates_in_place.py::test_without_plain_weights_the_layerwise_reload_does_it_and_says_so[untied]",
     "tests/vllm/test_weight_updates_differences.py::test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_the_model_is_taken_back",
     "tests/vllm/test_kv_exact.py::test_decode_after_a_move_is_bit_for_bit_what_it_is_without_and_the_prefix_is_not_computed",
+    "tests/vllm/test_stock_receiver.py",  # on no older one
+    "tests/megatron/test_stock_sender.py",
     "tests/vllm/test_served_lifecycle.py::test_an_in_flight_request_goes_on_as_the_new_weights_would_and_every_token_has_its_version",
     "tests/vllm/test_served_lifecycle.py::test_the_verbs_of_stock_vllm_update_the_weights",
     "tests/vllm/test_served_lifecycle.py::test_metrics_stand_beside_those_of_vllm",

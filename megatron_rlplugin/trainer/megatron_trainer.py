@@ -73,6 +73,7 @@ from megatron_rlplugin.trainer.replicas import MicroBatchShare, Replicas
 from megatron_rlplugin.trainer.sharded_writer import ShardedWriter
 from megatron_rlplugin.weights.collective_sender import CollectiveSender, sender_of
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher, step_changes_of
+from megatron_rlplugin.weights.stock_sender import StockSender
 from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
 from orchestrator.settings.trainer_settings import TrainerSection
 from orchestrator.transfer import RelayEndpoint
@@ -95,7 +96,7 @@ class MegatronTrainer:
     """See the module. ``temperature`` is the rollout's: log-probs are those of the sampling distribution. ``batch_size``:
     trajectories of a batch, of which a tenth may wait for others of their length; 0: not known, none waits.
 
-    ``init_method`` (``tcp://host:port``) is where the ranks meet; a single rank needs none.
+    ``init_method`` (``tcp://host:port``) is where the ranks meet; a single rank needs none. ``vllm_nccl``: ``send`` is vLLM's.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class MegatronTrainer:
         weight_version: int = 0,
         temperature: float = 1.0,
         batch_size: int = 0,
+        vllm_nccl: bool = False,
         rank: int = 0,
         world_size: int = 1,
         init_method: str = "",
@@ -121,7 +123,10 @@ class MegatronTrainer:
         self._temperature = temperature
         self._endpoint = RelayEndpoint.from_dict(relay) if relay is not None else None
         self._publisher: WeightPublisher | None = None
-        self._sender: CollectiveSender | None = None
+        self._sender: CollectiveSender | StockSender | None = None
+        self._vllm_nccl, self._rank = vllm_nccl, rank
+        if vllm_nccl:
+            settings_.check_whole()
         self._finds_changes = (
             device().type == "cuda"
         )  # on a host nothing is far: there they are found when they are published
@@ -243,8 +248,11 @@ class MegatronTrainer:
     async def send(self, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> tuple[Meeting, ...]:
         """See :class:`orchestrator.api.CollectiveTrainer`; the meeting of this rank alone, whose address is ``host``."""
         self._require_rl("send")
+        if self._vllm_nccl and self._rank:
+            return ()  # all ranks hold the same
         if self._sender is None:
-            self._sender = sender_of(self._learner.chunks, device())
+            chunks = self._learner.chunks
+            self._sender = StockSender(chunks, device()) if self._vllm_nccl else sender_of(chunks, device())
         return (self._sender.begin_send(self._version, receivers, limit, anew, host),)
 
     async def save(self, folder: str) -> None:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,14 +62,21 @@ class SendGroup(Protocol):
     def join(self, deadline: float) -> None:
         """Wait for all receivers. Again: nothing."""
 
+    def close(self) -> None:
+        """Leave it. Idempotent, raises nothing; ends what another thread waits for in it."""
+
+
+class ShardGroup(SendGroup, Protocol):
+    """One that speaks as :mod:`orchestrator.transfer.announcement` says."""
+
     def message(self, data: bytes, deadline: float) -> None:
         """A short one."""
 
     def shards(self, keys: Sequence[ShardKey], shards: Shards, deadline: float) -> list[int]:
         """The raw bytes of these; returns their digests (xxh3-64)."""
 
-    def close(self) -> None:
-        """Leave it. Idempotent, raises nothing; ends what another thread waits for in it."""
+
+Group = TypeVar("Group", bound=SendGroup)
 
 
 def sender_of(chunks: Sequence[Any], device: torch.device) -> CollectiveSender:
@@ -82,17 +89,11 @@ def sender_of(chunks: Sequence[Any], device: torch.device) -> CollectiveSender:
     )
 
 
-class CollectiveSender:
-    """One rank's. Its methods are for one thread. ``keys`` and ``shards``: what this rank sends, in one order; ``device``:
-    where that is."""
+class WeightSender(Generic[Group]):
+    """One rank's, whatever it sends and how. Its methods are for one thread."""
 
-    def __init__(
-        self, keys: Callable[[], Sequence[ShardKey]], shards: Callable[[], Shards], device: torch.device
-    ) -> None:
-        self._keys = keys
-        self._shards = shards
-        self._device = device
-        self._group: SendGroup | None = None
+    def __init__(self) -> None:
+        self._group: Group | None = None
         self._groups = 0
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
@@ -106,8 +107,7 @@ class CollectiveSender:
         if group is None or anew or self.error or group.meeting.receivers != receivers:
             self._leave()
             self._groups += 1
-            kind = NcclGroup if self._device.type == "cuda" else GlooGroup
-            self._group = group = kind(receivers, host, self._groups, limit)
+            self._group = group = self._open_group(receivers, host, self._groups, limit)
         self.error, self.seconds = "", 0.0
         self._deadline = deadline = time.monotonic() + limit
         sending = group
@@ -141,21 +141,48 @@ class CollectiveSender:
         if group is not None:
             group.close()
 
-    def _send(self, group: SendGroup, version: int, deadline: float) -> None:
+    def _open_group(self, receivers: int, host: str, number: int, limit: float) -> Group:
+        """Raises ConfigError."""
+        raise NotImplementedError
+
+    def _transmit(self, group: Group, version: int, deadline: float) -> None:
+        """All of a version, to a group that is complete. Raises anything."""
+        raise NotImplementedError
+
+    def _send(self, group: Group, version: int, deadline: float) -> None:
         started = time.monotonic()
         try:
             group.join(deadline)
-            keys = self._keys()
-            announcement = pack_announcement(keys)
-            group.message(pack_opening(version, announcement), deadline)
-            group.message(announcement, deadline)
-            group.message(pack_digests(group.shards(keys, self._wanted(keys, group), deadline)), deadline)
+            self._transmit(group, version, deadline)
         except Exception as error:  # noqa: BLE001  of gloo, NCCL or torch: the relay has the version, and this is told
             self.error = f"version {version}: {str(error) or type(error).__name__}"
             group.close()
         self.seconds = time.monotonic() - started
 
-    def _wanted(self, keys: Sequence[ShardKey], group: SendGroup) -> Shards:
+
+class CollectiveSender(WeightSender[ShardGroup]):
+    """``keys`` and ``shards``: what this rank sends, in one order; ``device``: where that is."""
+
+    def __init__(
+        self, keys: Callable[[], Sequence[ShardKey]], shards: Callable[[], Shards], device: torch.device
+    ) -> None:
+        super().__init__()
+        self._keys = keys
+        self._shards = shards
+        self._device = device
+
+    def _open_group(self, receivers: int, host: str, number: int, limit: float) -> ShardGroup:
+        kind = NcclGroup if self._device.type == "cuda" else GlooGroup
+        return kind(receivers, host, number, limit)
+
+    def _transmit(self, group: ShardGroup, version: int, deadline: float) -> None:
+        keys = self._keys()
+        announcement = pack_announcement(keys)
+        group.message(pack_opening(version, announcement), deadline)
+        group.message(announcement, deadline)
+        group.message(pack_digests(group.shards(keys, self._wanted(keys, group), deadline)), deadline)
+
+    def _wanted(self, keys: Sequence[ShardKey], group: ShardGroup) -> Shards:
         """Just what was announced. Nothing is read any more once it was given up."""
         places = iter(keys)
         with torch.no_grad():

@@ -80,7 +80,8 @@ class Meeting:
     """The rendezvous of one sender and its receivers. The sender is rank 0, receivers are ranks 1 to ``receivers``.
 
     ``name``: unique per group; the same name again means that the last version's group is reused. ``where``: with ``backend``
-    "gloo" the host:port of the sender's store; with "nccl" NCCL's unique id in base64, as vLLM takes it.
+    "gloo" the host:port of the sender's store; with "nccl" NCCL's unique id in base64, as vLLM takes it; with "vllm-nccl" JSON
+    for vLLM's own engines (:mod:`megatron_rlplugin.weights.stock_sender`).
     """
 
     name: str
@@ -99,8 +100,9 @@ class CollectiveWorker(ManagedWorker, Protocol):
         """Receive and verify ``version`` while requests continue, in place of ``prepare``: ``update`` then only has to load it.
         One meeting per sender; ``place`` is the first of this worker's ranks in each group.
 
-        Returns the version's content: the checksum over its tensors' digests that the relay publishes too, in hexadecimal.
-        Raises RetryableError within ``limit`` seconds; nothing has changed then, and its groups are left.
+        Returns the version's content: the checksum over its tensors' digests that the relay publishes too, in hexadecimal; ""
+        where ``update`` receives it, by vLLM's own engine, which sends no digests. Raises RetryableError within ``limit``
+        seconds; nothing has changed then, and its groups are left.
         """
 
 

@@ -224,8 +224,9 @@ class RolloutSection(Section):
     # a worker with work that was silent for this long is asked for a sign of life
     heartbeat_seconds: PositiveSeconds = 5.0
     heartbeat_misses: Positive = 4  # unanswered this many times in a row, it is restarted
-    # how the run's own workers get a version; served ones use the relay
-    weights: Literal["relay", "collective"] = "relay"
+    # how the run's own workers get a version; served ones use the relay. "nccl": by vLLM's own weight-transfer engine, never
+    # run on a GPU, to compare it with "collective" there (simulated as "collective")
+    weights: Literal["relay", "collective", "nccl"] = "relay"
     # a version travels beside the next training step, which otherwise begins when the workers have it; async and areal only
     weights_overlap: bool = False
     # to deliver a version; after that, workers that lack it take it from the relay
@@ -323,7 +324,7 @@ class RolloutSection(Section):
                 0,
                 "nothing would generate: give at least 1, or the URL of a running server in rollout.served",
             )
-        if self.weights == "collective" and self.served and not self.workers:
+        if self.sends_weights and self.served and not self.workers:
             yield "weights", self.weights, "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
         if (self.environment_reset_timeout or 0.0) > self.trajectory_timeout:
             fix = f"rollout.trajectory_timeout = {self.trajectory_timeout:g} ends the episode before that: raise it too"
@@ -333,7 +334,7 @@ class RolloutSection(Section):
         """Who has, cuts and shares the devices of the run's own engines."""
         if self.colocation.low > self.colocation.high:
             yield "colocation", self.colocation.low, "low must not be above high: no milestone would be left"
-        if self.colocation.enabled and self.weights == "collective":
+        if self.colocation.enabled and self.sends_weights:
             fix = "workers whose memory is lent to the trainer cannot receive: set weights = 'relay', or leave colocation out"
             yield "weights", self.weights, fix
         if self.planner.enabled and not self.workers:
@@ -353,14 +354,14 @@ class RolloutSection(Section):
             field = "engines" if self.engines else "engine.nodes"
             if self.kv_transfer.enabled:
                 yield field, wide, "KV moves between engines of one node each only: leave out rollout.kv_transfer"
-            if self.weights == "collective":
+            if self.sends_weights:
                 yield field, wide, "receives weights over the relay only: take rollout.weights = 'relay'"
         if self.colocation.enabled and not self.engine.kv_cache_mb:
             yield "engine.kv_cache_mb", 0, "rollout.colocation plans with the size of the KV cache: give it in MiB"
 
     def _overlap_conflicts(self) -> Iterator[Conflict]:
         """What needs the workers to have a version before the trainer makes the next."""
-        if self.weights == "collective":
+        if self.sends_weights:
             fix = "a collective sends the live weights, which must not change until it ends: set rollout.weights = 'relay'"
             yield "weights_overlap", True, fix
         for name in ("planner", "placement.degrees"):
@@ -383,6 +384,11 @@ class RolloutSection(Section):
         if self.kv_transfer.enabled and len(sizes) > 1:
             fix = "moves whole blocks between engines: give all groups the same block_size"
             yield "kv_transfer.enabled", True, fix
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether the trainer sends its weights itself to the run's own workers."""
+        return self.weights != "relay"
 
     @property
     def reshapes(self) -> bool:

@@ -36,7 +36,7 @@ from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.batching.round_planner import speculated
 from orchestrator.policies.training.objective_table import OBJECTIVES
 from orchestrator.settings.section import Conflict, Positive, Section, ShortValue
-from orchestrator.settings.trainer_settings import TrainerSection
+from orchestrator.settings.trainer_settings import WHOLE_ONLY, TrainerSection
 
 
 class CostSection(Section):
@@ -91,6 +91,8 @@ class Config(Section):
                 True,
                 f"{fix}: {self.run.mode!r} {why} (set it to false, or change the mode)",
             )
+        if rollout.weights == "nccl" and not self.trainer.whole_on_each_rank:
+            yield "rollout.weights", "nccl", WHOLE_ONLY
         if self.task.name == "agent":
             yield from self._agent_conflicts()
         if self.task.name == "dataset":
@@ -132,8 +134,8 @@ class Config(Section):
 
     def _network_conflicts(self) -> Iterator[Conflict]:
         """What would travel unsigned, or unencrypted."""
-        if self.relay.signing_key and self.rollout.weights == "collective":
-            fix = "rollout.weights = 'collective' sends weights unsigned: use 'relay'"
+        if self.relay.signing_key and self.rollout.sends_weights:
+            fix = f"rollout.weights = {self.rollout.weights!r} sends weights unsigned: use 'relay'"
             yield "relay.signing_key", self.relay.signing_key, fix
         called = {"reward.url": self.reward.url, "reward.judge.url": self.reward.judge.url}
         called |= {f"reward.judges.{name}.url": judge.url for name, judge in self.reward.judges.items()}
@@ -277,7 +279,7 @@ class Config(Section):
     @property
     def collective_limit(self) -> float | None:
         """Seconds for the collective to deliver a version; None: it is not used."""
-        return self.rollout.collective_timeout if self.rollout.weights == "collective" else None
+        return self.rollout.collective_timeout if self.rollout.sends_weights else None
 
     @property
     def batch_trajectories(self) -> int:

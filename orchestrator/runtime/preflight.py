@@ -102,7 +102,7 @@ def _of_versions(config: Config) -> list[Callable[[], object]]:
 def _of_run(config: Config, unplanned: list[str]) -> list[Callable[[], object]]:
     """Of all but the task."""
     checks = (
-        *(_trainer, _heldout, check_processors, _room, _token, _relay, site_caches.check, check_port, _metadata),
+        *(_trainer, _heldout, check_processors, _nccl, _room, _token, _relay, site_caches.check, check_port, _metadata),
         *(engine_cuts.check, kv_setup.check, pool_requests.check, run_view.check_view),
     )
     return [*(partial(one, config) for one in checks), lambda: unplanned.extend(memory_plan.check(config))]
@@ -136,6 +136,17 @@ def check_processors(config: Config) -> None:
         return
     fix = f"{processes} engines and trainer ranks would share {cores} cores and no GPU: at most {_PER_CORE * cores} together"
     raise ConfigError("rollout.workers", config.rollout.workers, fix)
+
+
+def _nccl(config: Config) -> None:
+    if config.rollout.weights != "nccl":
+        return
+    if not (config.ray.address or Path("/dev/nvidiactl").exists()):
+        fix = "NCCL connects GPUs, and this machine has none: take 'collective' (gloo on a CPU) or 'relay'"
+        raise ConfigError("rollout.weights", "nccl", fix)
+    installed = tested_versions.find_version(tested_versions.VLLM)
+    if installed is not None and installed[1] in tested_versions.VersionRange(">=0.32,<0.33"):
+        raise ConfigError("rollout.weights", "nccl", f"needs vLLM 0.33, installed is {installed[1]}: take 'collective'")
 
 
 def _token(config: Config) -> None:

@@ -609,6 +609,7 @@ def trainer_arguments(config: Config, model: str) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "temperature": config.rollout.temperature,
         "batch_size": config.batch_trajectories,
+        "vllm_nccl": config.rollout.weights == "nccl",
     }
 
 

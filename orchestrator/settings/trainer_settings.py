@@ -34,6 +34,10 @@ Rate = Annotated[float, Field(gt=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 LossName = Annotated[str, Field(pattern=rf"^({'|'.join(get_args(LossMean))}|[\w.]+:\w+)$")]
 OWN = "the objective's own"
+WHOLE_ONLY = (
+    "vLLM's own engine sends from one rank that holds every tensor whole: take trainer.tensor_parallel, pipeline_parallel and "
+    "expert_parallel = 1, or rollout.weights = 'collective'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,16 @@ class TrainerSettings(Section):
     def ranks(self) -> int:
         """Experts are split over data-parallel ranks: they need none of their own."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def whole_on_each_rank(self) -> bool:
+        """Whether each rank holds all weights, whole."""
+        return self.tensor_parallel == self.pipeline_parallel == self.expert_parallel == 1
+
+    def check_whole(self) -> None:
+        """For ``rollout.weights = "nccl"``. Raises ConfigError."""
+        if not self.whole_on_each_rank:
+            raise ConfigError("rollout.weights", "nccl", WHOLE_ONLY)
 
     @property
     def needs_critic(self) -> bool:

@@ -26,6 +26,7 @@ from orchestrator.transfer.shard_codec import RAW
 from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
 MAGIC = b"RLCSND01"
+STOCK_BACKEND = "vllm-nccl"  # of a meeting where vLLM's own engines send and receive, with nothing of this around it
 PACK_BYTES = 64 << 20  # a pack is sent when it has more; as the relay's buckets
 # Over gloo: smaller ones, each in pieces that sockets can hold. When a connection breaks off within a message, gloo leaves
 # the other side of it waiting for its whole time limit; when it breaks between two, it tells it at once.

@@ -297,6 +297,47 @@ def test_a_collective_needs_workers_of_the_run_itself() -> None:
     mixed = load_config(None, ["rollout.weights=collective", "rollout.collective_timeout=7", url])
     assert mixed.collective_limit == 7.0
     assert load_config(None).collective_limit is None
+    assert load_config(None, ["rollout.weights=nccl"]).collective_limit == 60.0
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "fix"),
+    [
+        (["trainer.tensor_parallel=2"], "rollout.weights", "one rank that holds every tensor whole"),
+        (["trainer.pipeline_parallel=2"], "rollout.weights", "or rollout.weights = 'collective'"),
+        (["trainer.expert_parallel=2", "trainer.data_parallel=2"], "rollout.weights", "expert_parallel = 1"),
+        (["rollout.workers=0", 'rollout.served=["http://127.0.0.1:8000"]'], "rollout.weights", "own workers only"),
+        (["run.mode=async", "rollout.alpha=1", "rollout.weights_overlap=true"], "rollout.weights_overlap", "'relay'"),
+        (["relay.signing_key=KEY"], "relay.signing_key", "rollout.weights = 'nccl' brings weights unsigned"),
+    ],
+)
+def test_vllms_own_weight_transfer_is_refused_where_it_cannot_be(given: list[str], field: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix) as caught:
+        load_config(None, ["rollout.weights=nccl", *given])
+    assert caught.value.field == field
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_vllms_own_weight_transfer_is_refused_without_a_gpu_before_anything_starts() -> None:
+    from orchestrator.runtime import preflight
+
+    config = load_config(ROOT / "examples/frozenlake.toml", ["rollout.weights=nccl"])
+    with pytest.raises(
+        ConfigError, match=r"rollout.weights = 'nccl': .*take 'collective' \(gloo on a CPU\) or 'relay'"
+    ):
+        preflight.check(config, preflight.make_task(config))
+
+
+def test_vllms_own_weight_transfer_is_refused_with_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.hooks import tested_versions
+    from orchestrator.runtime import preflight
+
+    config = load_config(None, ["rollout.weights=nccl", "ray.address=127.0.0.1:6379"])  # the GPUs may be elsewhere
+    monkeypatch.setattr(tested_versions, "find_version", lambda component: ("vllm", "0.32.0+cpu"))
+    with pytest.raises(ConfigError, match=r"rollout.weights = 'nccl': needs vLLM 0.33, installed is 0.32.0\+cpu"):
+        preflight._nccl(config)
+    monkeypatch.setattr(tested_versions, "find_version", lambda component: ("vllm", "0.33.0"))
+    preflight._nccl(config)
 
 
 def test_turns_in_step_need_an_environment_for_everybody() -> None:

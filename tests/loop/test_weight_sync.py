@@ -289,6 +289,29 @@ def test_a_worker_that_received_other_weights_than_the_relay_has_is_brought_up_a
     run(main())
 
 
+def test_a_version_whose_content_no_sender_said_is_compared_with_nothing() -> None:
+    """As by vLLM's own engines, which have no digests."""
+
+    async def main() -> None:
+        rig = Rig(config("rollout.weights=nccl"), 2)
+        stock = rig.workers[0].receive
+
+        async def unsaid(version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
+            await stock(version, meetings, place, limit)
+            return ""
+
+        rig.workers[0].receive = unsaid  # type: ignore[method-assign]
+        for version in (0, 1):
+            await rig.deliver(version)
+        await asyncio.sleep(RESTART_SECONDS + UPDATE + 1)
+        assert [event["workers"] for event in rig.seen("collective")] == [2, 2]
+        assert rig.seen("fault") == []
+        assert await rig.held() == [1, 1]
+        await rig.close()
+
+    run(main())
+
+
 def test_a_trainer_that_cannot_publish_ends_the_run_though_workers_have_the_version() -> None:
     async def main() -> None:
         rig = Rig(config(), 2)

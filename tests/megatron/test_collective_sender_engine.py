@@ -113,6 +113,7 @@ class Engine:
     """A CollectiveWorker in a process; what a Ray actor is in a run."""
 
     ranks = 1
+    code = ENGINE
 
     def __init__(self, name: str, model: str, endpoint: RelayEndpoint, log: Path) -> None:
         self.name = name
@@ -129,11 +130,11 @@ class Engine:
         self._asked[0] = started = asyncio.get_running_loop().create_future()
         with self._log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", ENGINE, json.dumps({**self._order, "max_model_len": 64})),
+                *(sys.executable, "-c", self.code, json.dumps({**self._order, "max_model_len": 64})),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 limit=1 << 24,
             )
         self._reader = asyncio.create_task(self._read(self.process))
@@ -258,7 +259,7 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(folder: Path, workers: int = 2, limit: float = 60.0) -> AsyncIterator[Rig]:
+async def rig(folder: Path, workers: int = 2, limit: float = 60.0, kind: type[Engine] = Engine) -> AsyncIterator[Rig]:
     endpoint = RelayEndpoint(
         job="collective",
         kind="fsspec",
@@ -267,7 +268,7 @@ async def rig(folder: Path, workers: int = 2, limit: float = 60.0) -> AsyncItera
         bucket_bytes=4 << 10,
     )
     model = tiny_folder(folder / "model", head_dim=32)  # vLLM's attention on CPU has no smaller one
-    engines = [Engine(f"vllm-{index}", model, endpoint, folder / f"{index}.log") for index in range(workers)]
+    engines = [kind(f"vllm-{index}", model, endpoint, folder / f"{index}.log") for index in range(workers)]
     try:
         await asyncio.gather(*(engine.restart() for engine in engines))
         made = Rig(folder, model, endpoint, engines, limit)

@@ -218,28 +218,17 @@ class NcclLink:
 
         unique_id = base64.b64decode(meeting.where, validate=True)
         self._device = device
-        joined: Future[Any] = Future()
 
-        def join() -> None:
-            try:
-                with torch.cuda.device(device):
-                    group = uid_init_process_group(unique_id, rank, meeting.receivers + 1, device)
-            except Exception as error:  # noqa: BLE001  it is raised in the thread that waits
-                if joined.set_running_or_notify_cancel():
-                    joined.set_exception(error)
-                return
-            if joined.set_running_or_notify_cancel():
-                joined.set_result(group)
-            else:
-                group.destroy()  # the others came when nobody waited any more
+        def join() -> Any:
+            with torch.cuda.device(device):
+                return uid_init_process_group(unique_id, rank, meeting.receivers + 1, device)
 
-        # NCCL itself waits for all receivers for ever: one that died must not hold up this rank, and with it its engine.
-        threading.Thread(target=join, name="rl-coserve-nccl-join", daemon=True).start()
+        joined = join_beside(join, lambda group: group.destroy())
         try:
             self._group: Any = joined.result(_left(deadline))
         except TimeoutError:
             if joined.cancel():
-                raise RetryableError(f"not all {meeting.receivers} receivers joined the trainer in time") from None
+                raise RetryableError(late_receivers(meeting)) from None
             self._group = joined.result()
 
     def receive_message(self, size: int, deadline: float) -> bytes:
@@ -294,6 +283,32 @@ class NcclLink:
             raise RetryableError("the time limit is over")
 
 
+def join_beside(join: Callable[[], Any], leave: Callable[[Any], None]) -> Future[Any]:
+    """Join a group in a thread of its own: NCCL waits for all receivers for ever, and one that died must not hold up this rank,
+    and with it its engine. Whoever waits no longer cancels: what was joined after that is left."""
+    joined: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            group = join()
+        except Exception as error:  # noqa: BLE001  it is raised in the thread that waits
+            if joined.set_running_or_notify_cancel():
+                joined.set_exception(error)
+            return
+        if joined.set_running_or_notify_cancel():
+            joined.set_result(group)
+        else:
+            leave(group)
+
+    threading.Thread(target=run, name="rl-coserve-nccl-join", daemon=True).start()
+    return joined
+
+
+def late_receivers(meeting: Meeting) -> str:
+    """Why a group was given up before it was complete."""
+    return f"not all {meeting.receivers} receivers joined the trainer in time"
+
+
 def _described(sizes: Sequence[int]) -> Iterator[tuple[str, tuple[list[int], torch.dtype]]]:
     """What vLLM's consumer is told: plain bytes, so that no dtype has to be aligned in a pack."""
     return ((str(place), ([size], torch.uint8)) for place, size in enumerate(sizes))
@@ -320,4 +335,4 @@ def _told(error: BaseException) -> RetryableError:
     return RetryableError(f"the group with the trainer failed: {str(error) or type(error).__name__}")
 
 
-__all__ = ["GROUP_PREFIX", "CollectiveReceiver", "GlooLink", "NcclLink", "SenderLink", "Transmission"]
+__all__ = ["GROUP_PREFIX", "CollectiveReceiver", "GlooLink", "NcclLink", "SenderLink", "Transmission", "join_beside"]

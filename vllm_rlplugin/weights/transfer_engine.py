@@ -11,6 +11,8 @@ Guarantees:
   was followed by differences is taken back instead, on all ranks, bit for bit; only if that cannot be proved are they damaged.
 * The fetch can overlap generation (:func:`prepare`); the pause is then a copy in place and its verification. Where the
   loader is more than copies of views, vLLM's layerwise reload does it (``report()["verified"]`` says so).
+* With vLLM's own engine in place of the relay (:mod:`vllm_rlplugin.weights.stock_receiver`) the version is the sender's word:
+  nothing is verified, nor taken back.
 * Differences are applied to the live weights themselves (:mod:`vllm_rlplugin.weights.delta_update`), of which there is
   no other copy: only the tensors and elements that change are written (``report()["touched"]`` counts them).
 
@@ -38,12 +40,14 @@ from vllm.distributed.weight_transfer.base import (
 
 from orchestrator.api import ConfigError, CoserveError, Meeting, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.announcement import STOCK_BACKEND
 from vllm_rlplugin.engine_activation import check_drafter, check_loader
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover_mapping
 from vllm_rlplugin.weights.delta_update import DeltaBase
 from vllm_rlplugin.weights.live_weights import LiveWeights, MappedWeights, ReloadedWeights, describe_mismatches
 from vllm_rlplugin.weights.rank_slices import SliceCutter
 from vllm_rlplugin.weights.rank_votes import RankVotes
+from vllm_rlplugin.weights.stock_receiver import StockReceiver
 from vllm_rlplugin.weights.version_fetch import FetchRefusal, VersionFetcher
 from vllm_rlplugin.weights.version_staging import StagedVersion, StagingPlan
 
@@ -102,6 +106,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self._fetcher: VersionFetcher | None = None
         self._unprepared = ""  # why the last ``prepare`` did not begin
         self._staged: StagedVersion | None = None
+        self._stock = StockReceiver(vllm_config, device, model)
+        self._sent = False  # what is loaded next comes by vLLM's own engine
         self._layout = checkpoint_layout(
             self.model_config.model, self.model_config.revision, vllm_config.load_config.download_dir
         )
@@ -138,7 +144,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     def start_weight_update(self) -> None:
         """Begin a session. The model is not touched yet. Never raises."""
-        self._staged = None
+        self._staged, self._sent = None, False
         self.refusal = None
 
     def receive_weights(self, update_info: RelayUpdateInfo) -> None:
@@ -146,6 +152,14 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
         With several ranks, before any of the functions below was called, it leaves the error to ``finish``.
         """
+        if self._stock.version == update_info.version:
+            if why := self._stock.refusal():
+                self.refusal = RetryableError(f"weight version {update_info.version} from the trainer: {why}")
+            self._sent = self.ranks.all_agree(not why)
+            if not self._sent:
+                self._stock.forget()
+                self._raise_refusal(receiving=True)
+            return
         self._staged = self._take_staged(update_info.version)
         staged = self._staged
         if not self.ranks.all_agree(staged is not None, staged.checksum if staged else "0"):
@@ -154,6 +168,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     def finish_weight_update(self) -> None:
         """Load what was staged, in place (tensor storages stay, so CUDA graphs stay valid), and verify it."""
+        if self._sent:
+            self._load_sent()
+            return
         staged, self._staged = self._staged, None
         if staged is not None and not staged.can_follow(self._delta_base()):
             self.refusal = RetryableError(f"weight version {staged.version} was made for other weights than are live")
@@ -181,6 +198,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
     def shutdown(self) -> None:
         """Close the relay connection. Idempotent."""
         self._staged = None
+        self._stock.forget()
+        self._stock.close()
         if self._fetcher is not None:
             self._fetcher.close()
             self._fetcher = None
@@ -220,6 +239,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     def prepare(self, version: int) -> None:
         """Begin to fetch; returns at once. Failures are told by :meth:`prepared`."""
+        self._stock.forget()
         self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
         if self._fetcher is not None:
             plan = self.make_plan()
@@ -227,14 +247,20 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> None:
         """The same as :meth:`prepare`, from the trainer (:mod:`vllm_rlplugin.weights.collective_receiver`)."""
+        self._stock.forget()
         self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
-        if self._fetcher is not None:
+        if self._fetcher is not None and meetings[0].backend == STOCK_BACKEND:
+            self._fetcher.drop_staged()
+            self._stock.begin(version, meetings[0], place, limit)
+        elif self._fetcher is not None:
             self._fetcher.start_receive(version, self.make_plan(), meetings, place, limit)
 
     def prepared(self, version: int) -> dict[str, Any]:
         """{"state", "error", ...} of what was prepared; "none" when it is another version."""
         if self._fetcher is None or self._unprepared:
             return _state("failed", self._unprepared or _NOT_CONNECTED, version)
+        if self._stock.version == version:
+            return self._stock.state()
         found = self._fetcher.fetch_state()
         return found if found["version"] == version else _state("none", "", -1)
 
@@ -251,6 +277,35 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         """What is live and known to be."""
         live, mapping = self._live, self.make_plan().mapping
         return live if live is not None and not self.damage and live.mapping is mapping else None
+
+    def _load_sent(self) -> None:
+        """Let vLLM's own engine receive a version; all ranks come here together. There is no way back: the weights of before are
+        overwritten while it comes, and what vLLM's reload has of it then is in no defined state."""
+        version, self._sent = self._stock.version, False
+        self.damage = failure = f"the update to version {version} did not end"
+        try:
+            self.seconds = {"receive": self._stock.load()}
+            failure = ""
+        except Exception as error:  # as in _load_staged
+            _logger.exception("weight version %d did not come from the trainer", version)
+            failure = (
+                f"rank {self.ranks.number}: weight version {version} from the trainer: {error or type(error).__name__}"
+            )
+        if not self.ranks.all_agree(not failure):
+            self._broken = True
+            self.damage = failure or "another rank of this engine could not receive the version; its report says why"
+            self.refusal = RunError(self.damage)
+            self._stock.close()
+            self._raise_refusal()
+            return
+        self.damage, self.refusal = "", None
+        self.version, self.checksum, self.received_bytes = version, "", self._stock.bytes
+        self._live = self._loaded = (
+            None  # digests are those of the first look from now on, and no difference can follow
+        )
+        self.touched = {"how": "received into the model", "elements": self._stock.elements, "staged_bytes": 0}
+        if self._fetcher is not None:
+            self._fetcher.note_loaded(version)
 
     def _note_live(self, staged: StagedVersion) -> None:
         """What is live now."""

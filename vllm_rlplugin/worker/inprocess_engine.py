@@ -324,11 +324,12 @@ class InprocessEngine:
         self._before_loading(version, "rl_receive", args=(version, told, place, limit))
 
     def prepared_checksum(self, version: int) -> str:
-        """Of the ``version`` that is prepared: a checksum in hexadecimal. Raises RetryableError where ranks differ."""
+        """Of the ``version`` that is prepared: a checksum in hexadecimal; "" where vLLM's own engine receives it while it is
+        loaded. Raises RetryableError where ranks differ."""
         found = sorted(
             {str(answer["checksum"]) for answer in self._before_loading(version, "rl_prepared", args=(version,))}
         )
-        if len(found) != 1 or not found[0]:
+        if len(found) != 1:
             raise RetryableError(f"weights of version {version}: the ranks of the engine have {found}")
         return found[0]
 
