@@ -207,6 +207,7 @@ def connect(
 ) -> None:
     """A backend without an engine, to a relay."""
     from vllm_rlplugin.weights.rank_votes import RankVotes
+    from vllm_rlplugin.weights.stock_receiver import StockReceiver
     from vllm_rlplugin.weights.transfer_engine import RelayInitInfo, RelayWeightTransferEngine
 
     engine: Any = RelayWeightTransferEngine.__new__(RelayWeightTransferEngine)
@@ -217,6 +218,7 @@ def connect(
     engine.vllm_config = SimpleNamespace(speculative_config=asked)
     layer = type("Layer", (torch.nn.Module,), {"__module__": f"vllm.model_executor.models.{family}"})
     engine.model = torch.nn.Sequential(layer())
+    engine._stock = StockReceiver(engine.vllm_config, torch.device("cpu"), engine.model)
     engine.make_plan = lambda: None
     engine.init_transfer_engine(RelayInitInfo({"job": "j", "kind": "memory", "master": "refusals"}))
     engine.shutdown()
