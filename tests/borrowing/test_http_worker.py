@@ -309,7 +309,7 @@ def test_a_dead_engine_fails_every_call_pending_ones_too() -> None:
             with pytest.raises(RetryableError, match="engine died"):
                 await call
         assert "engine died" in (await worker.status())["broken"]
-        with pytest.raises(RetryableError, match="no engine"):
+        with pytest.raises(RetryableError, match="engine is broken"):
             await worker.restart()
 
     run(scenario)

@@ -39,6 +39,8 @@ FEATURES = {
     "LoRA adapters of users",
     "multi-modal inputs",
     "prefill and decode apart, another KV connector",
+    "a KV connector that finds KV by tokens and cannot be told to forget it (LMCache, vLLM's `ExampleConnector`, FlexKV, 3FS)",
+    "admission limits (`--max-num-queued-reqs`, `--max-num-queued-tokens`)",
     "whole experts on each rank (`--enable-expert-parallel`)",
     "experts that a checkpoint has as one tensor",
     "models whose loader writes past vLLM's reload",
