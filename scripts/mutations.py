@@ -301,7 +301,7 @@ MUTATIONS = (
     Mutation(
         "weights: what was applied before the damaged shard stays",
         "orchestrator/transfer/hosted_weights.py",
-        "            for take_back in reversed(undo):\n                take_back()\n            raise",
+        "            for one in reversed(undo):\n                one()\n            raise",
         "            raise",
         "tests/transfer/test_version_chain.py tests/transfer/test_delta_compression.py",
     ),

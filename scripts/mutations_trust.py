@@ -295,8 +295,8 @@ TRUST: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "trust: a byte that is no text breaks a resume",
         "orchestrator/durable_files.py",
-        'data.decode("utf-8", "surrogateescape")',
-        'data.decode("utf-8")',
+        'open(encoding="utf-8", errors="surrogateescape", newline="\\n")',
+        'open(encoding="utf-8", newline="\\n")',
         f"{FOLDER} -k no_text_ends",
     ),
     (

@@ -308,7 +308,7 @@ def test_a_collective_needs_workers_of_the_run_itself() -> None:
         (["trainer.expert_parallel=2", "trainer.data_parallel=2"], "rollout.weights", "expert_parallel = 1"),
         (["rollout.workers=0", 'rollout.served=["http://127.0.0.1:8000"]'], "rollout.weights", "own workers only"),
         (["run.mode=async", "rollout.alpha=1", "rollout.weights_overlap=true"], "rollout.weights_overlap", "'relay'"),
-        (["relay.signing_key=KEY"], "relay.signing_key", "rollout.weights = 'nccl' brings weights unsigned"),
+        (["relay.signing_key=KEY"], "relay.signing_key", "rollout.weights = 'nccl' sends weights unsigned"),
     ],
 )
 def test_vllms_own_weight_transfer_is_refused_where_it_cannot_be(given: list[str], field: str, fix: str) -> None:

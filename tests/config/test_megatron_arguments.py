@@ -65,7 +65,7 @@ def test_values_are_numbers_switches_texts_and_lists() -> None:
         ({"arguments": "--num-layers 2 --num-layers 3"}, r"^trainer.arguments = '--num-layers': contradicts another"),
         (
             {"arguments": "--lr 1e-6", "learning_rate": 1e-5},
-            r"^trainer.arguments = '--lr': says 1e-06, trainer.learning_rate says 1e-05: leave one",
+            r"^trainer.arguments = '--lr': is 1e-06, but trainer.learning_rate is 1e-05: leave one",
         ),
         ({"arguments": "--lr quick"}, r"^trainer.learning_rate = 'quick'"),
     ],

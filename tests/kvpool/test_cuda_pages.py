@@ -459,7 +459,7 @@ def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_wi
     assert mine.map_places(np.arange(PAGES, dtype=np.uint64)), "serving needs nobody"
     with pytest.raises(ConfigError, match=r"does not answer.*start them again"):
         backend.range(other, PAGES, "rollout", scrub=False)
-    with pytest.raises(ConfigError, match=r"its keeper died.*end serve, roll, and start them again"):
+    with pytest.raises(ConfigError, match=r"its keeper died.*stop serve, roll, and start them again"):
         page_keeper.ensure_keeper(pool, driver, library=str(library))
     assert not page_keeper.is_keeper_alive(pool), "there are no second pages"
     mine.close()

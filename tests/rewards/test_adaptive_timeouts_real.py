@@ -219,8 +219,8 @@ def test_the_config_says_how_long_a_call_may_run() -> None:
     ("override", "message"),
     [
         ("reward.adaptive={factor=0.5}", "at least 1"),
-        ("reward.adaptive={least=5.0, most=3.0}", "must lie between"),
-        ("reward.adaptive={whole=10.0}", "must lie between"),
+        ("reward.adaptive={least=5.0, most=3.0}", "must be between"),
+        ("reward.adaptive={whole=10.0}", "must be between"),
         ("reward.timeout=sometimes", "adaptive"),
         (
             'reward={timeout="adaptive", judge={url="http://x/v1", model="m", criterion="c"}}',
