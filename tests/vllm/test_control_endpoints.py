@@ -299,6 +299,21 @@ def test_which_connectors_of_vllm_remember_kv_of_older_weights(name: str, rememb
     assert remembering_connector(None) == ""
 
 
+def test_an_update_that_its_client_started_and_left_stands_in_nobodys_way() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.relay |= {5: "", 6: "", 7: ""}
+        await raw(server, "POST", "/pause", params={"mode": "keep"})
+        assert (await raw(server, "POST", "/start_weight_update"))[0] == 200
+        assert (await raw(server, "POST", "/update_weights", json={"update_info": {"version": 5}}))[0] == 200
+        assert (await raw(server, "POST", "/start_weight_update"))[0] == 200, "another client, from the start"
+        assert (await raw(server, "POST", "/resume"))[0] == 200, "and this one goes on without it"
+        await worker.suspend()
+        assert (await worker.update(6)).version == 6
+        await worker.resume()
+
+    run(scenario)
+
+
 def test_a_client_of_stock_vllm_needs_only_the_token() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         async def post(path: str, **options: Any) -> Any:

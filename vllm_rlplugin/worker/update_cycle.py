@@ -262,6 +262,7 @@ class UpdateCycle:
         stand still, and what it waits for with it. Raises RetryableError."""
         if why := (await self._engine.command("may_update", {})).get("refused"):
             raise RetryableError(f"{what}: {why}: resume, and try again")
+        await self._rpc_before_load(what, "rl_drop_session")  # of a client that died, or that resumed instead
         await self._rpc_before_load(what, "start_weight_update")
 
     async def _apply(self, version: int, label: str) -> tuple[list[Any], dict[str, Any]]:
