@@ -79,6 +79,7 @@ class TwinAsyncLLM:
         self.relay: dict[int, str] = {}  # version -> "" or why it cannot be fetched
         self.fetched: dict[str, int | None] = {"prepared": None, "received": None}
         self.loaded, self.damaged, self.fail_finish, self.fetching = -1, False, "", 0
+        self.may: list[dict[str, Any]] = []  # what was asked for before weights are written
         self.session = False  # vLLM's, of an update that was started and not finished
         self.hold = asyncio.Event()  # finish_weight_update waits for it
         self.hold.set()
@@ -215,6 +216,7 @@ class TwinAsyncLLM:
                 raise Exception(f"Call to rl_coserve method failed: {self.holders}")
             return {"preempted": len(self.requests), "how": "salt", "seconds": 0.0}
         if command == "may_update":
+            self.may.append(arguments)
             return {"refused": self.holders}
         if command == "deactivate":
             assert self.paused

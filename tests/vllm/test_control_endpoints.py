@@ -317,6 +317,27 @@ def test_an_update_that_its_client_started_and_left_stands_in_nobodys_way() -> N
     run(scenario)
 
 
+def test_a_finish_that_could_not_shut_out_old_kv_is_refused_before_the_model_is_touched() -> None:
+    """The version, and with it how KV is shut out, is known after the start only; and requests end while a client transfers."""
+
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.relay |= {5: "", 6: ""}
+        await raw(server, "POST", "/pause", params={"mode": "keep"})
+        assert (await raw(server, "POST", "/start_weight_update"))[0] == 200
+        assert (await raw(server, "POST", "/update_weights", json={"update_info": {"version": 5}}))[0] == 200
+        server.client.holders = "1 requests that ended hold KV blocks"
+        assert (await raw(server, "POST", "/finish_weight_update"))[0] == 503
+        assert ((await worker.status())["unusable"], server.client.loaded) == ("", -1)
+        assert server.client.may == [{}, {"version": 5, "history": 0}]
+        assert (await raw(server, "POST", "/resume"))[0] == 200
+        server.client.holders = ""
+        await worker.suspend()
+        assert (await worker.update(6)).version == 6
+        assert server.client.may[2:] == [{"version": 6, "history": 0}] * 2
+
+    run(scenario)
+
+
 def test_a_client_of_stock_vllm_needs_only_the_token() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         async def post(path: str, **options: Any) -> Any:
