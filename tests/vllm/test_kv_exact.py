@@ -264,7 +264,11 @@ def test_of_more_than_the_staging_room_only_what_fits_is_asked_for(source: Sourc
     try:
         with Handing(source, hand_out) as place:
             moved = there.fetch(place, source.context)
+            again = there.fetch(place, source.context)
         assert (moved.moved, moved.why, asked) == (3 * BLOCK, "", [3])
+        assert (again.tokens, again.moved, again.why[:7]) == (3 * BLOCK, 0, "no_room"), (
+            "more would push out its own beginning"
+        )
         assert there.say(next(names), source.context).token_ids == source.turn.token_ids  # type: ignore[union-attr]
         assert there.computed == len(source.context) + NEW - 1 - 3 * BLOCK
         there.worker._engine._scheduler.connector._capacity = 1
