@@ -37,6 +37,12 @@ class WorkerExtension:
 
         return transfer_engine.prepared(self, version)
 
+    def rl_drop_session(self) -> None:
+        """A weight update that was started and never finished is none any more: vLLM begins no other one beside it."""
+        from vllm_rlplugin.weights import transfer_engine
+
+        transfer_engine.drop_session(self)
+
     def rl_report(self) -> dict[str, Any]:
         """What is loaded, whether it may be used, and what went wrong last."""
         from vllm_rlplugin.weights import transfer_engine

@@ -66,7 +66,8 @@ class CoserveScheduler(PriorityPreemption):
         * ``prioritize`` {"priorities": {trajectory id: priority}}: of all their unfinished requests -> {"changed"}
         * ``advance_version`` {"version", "history" (default: the present one)}: the weights are now of this version; it
           never decreases within a history, and histories never return -> {"preempted", "how", "seconds"}
-        * ``may_update`` {}: asked before weights are written -> {"refused": why ``advance_version`` would fail now; "": nothing}
+        * ``may_update`` {"version", "history"} (or {}: not known yet): asked before weights are written -> {"refused": why
+          ``advance_version`` would fail now; "": nothing}
         * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
           serving engine (a rollout engine says so itself, with ``advance_version``) -> pages, budget, what is lent, admitted and
           late ({} without a pool)
@@ -78,7 +79,7 @@ class CoserveScheduler(PriorityPreemption):
         if command == "advance_version":
             return self._rl_advance_version(**arguments)
         if command == "may_update":
-            return {"refused": self._rl_holders()}
+            return {"refused": self._rl_holders(self._rl_flush if not arguments else self._rl_flushes(**arguments))}
         if command == "snapshot":
             return self._rl_snapshot()
         if command in POOL_COMMANDS:
@@ -161,11 +162,10 @@ class CoserveScheduler(PriorityPreemption):
                 f"version {version} of history {history}: version {self._rl_version} of history {self._rl_history} is "
                 "loaded, which never decreases"
             )
-        if held := self._rl_holders():  # stock's reset refuses too, after having preempted everything
+        flush = self._rl_flushes(version, history)
+        if held := self._rl_holders(flush):  # stock's reset refuses too, after having preempted everything
             raise RuntimeError(held)
         started, running = time.monotonic(), len(self.running)
-        # No salt of its own: the very first version, and one that was loaded again (its number may stand for other weights).
-        flush = self._rl_flush or wanted in ((0, 0), present) or self._rl_flush_is_cheaper()
         if flush:
             if not self.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise RuntimeError("the KV connector did not reset its cache")
@@ -178,11 +178,21 @@ class CoserveScheduler(PriorityPreemption):
             self._rl_pages.begin_rl_step()
         return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
 
-    def _rl_holders(self) -> str:
-        """Who keeps KV of the present weights while it waits, which stock cannot take away; "": nobody."""
+    def _rl_holders(self, flush: bool) -> str:
+        """Who keeps KV of the present weights, which stock cannot take away; "": nobody. A ``flush`` needs every block back; with
+        a new salt what a connector still sends of requests that have ended does no harm."""
         held = [request.request_id for request in self.kv_holding_waiting]
         what = "waiting requests hold KV blocks (KV transfers or streaming input in progress), first"
+        if not held and flush:
+            held = [request.request_id for request in self.requests.values() if request.is_finished()]
+            what = "requests that ended hold KV blocks (a connector sends them), first"
         return f"{len(held)} {what} {held[0]}" if held else ""
+
+    def _rl_flushes(self, version: int, history: int) -> bool:
+        """Whether the cache is emptied for it. No salt of its own: the very first version, and one that was loaded again (its
+        number may stand for other weights)."""
+        wanted, present = (history, version), (self._rl_history, self._rl_version)
+        return self._rl_flush or wanted in ((0, 0), present) or self._rl_flush_is_cheaper()
 
     def _rl_flush_is_cheaper(self) -> bool:
         """A new salt hashes every token of every request anew, inside the pause; a flush hashes none, shuts out the same KV, and

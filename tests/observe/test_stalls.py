@@ -166,9 +166,11 @@ class Blocks:
 
     width, count = 1 << 20, 11
 
-    def __init__(self, gone_after: int = 99) -> None:
+    def __init__(self, gone_after: int = 99, room: int = 256) -> None:
         self.rows = np.arange(self.count, dtype=np.uint8).repeat(self.width).reshape(self.count, self.width)
         self.gone_after = gone_after  # pieces that can be read
+        self.room = room  # blocks that it stages
+        self.told = 0  # blocks that were read
         self.staged: list[tuple[int, int, bytes]] = []
         self.asked: list[int] = []
 
@@ -177,6 +179,7 @@ class Blocks:
             return {
                 "first": 1,
                 "blocks": self.count,
+                "room": self.room,
                 "block_size": 32,
                 "block_bytes": self.width,
                 "facts": {"of": "all"},
@@ -187,8 +190,9 @@ class Blocks:
         self.asked.append(arguments["first"])
         if len(self.asked) > self.gone_after:
             return {"refused": "gone", "detail": "evicted"}
-        rest = self.rows[arguments["first"] :]
+        rest = self.rows[arguments["first"] : (len(arguments["tokens"]) // 4 - 1) // 32]
         found = rest[: arguments["most"] // self.width]
+        self.told += len(found)
         return {"blocks": len(found), "payload": found.tobytes(), "more": len(found) < len(rest)}
 
 
@@ -211,3 +215,23 @@ def test_kv_goes_through_a_front_end_in_pieces(gone_after: int, moved: int) -> N
     assert [(first, total) for first, total, _ in target.staged] == [(at, moved) for at in range(1, moved + 1, 4)]
     payload = b"".join(payload for _, _, payload in target.staged)
     assert payload == source.rows[1 : 1 + moved].tobytes()
+
+
+def test_no_more_kv_is_held_in_memory_than_there_is_room_for() -> None:
+    """Of a long context it was gigabytes on either side, and then all of them were refused."""
+    source, target, full = Blocks(), Blocks(room=3), Blocks(room=0)
+
+    async def scenario() -> tuple[KvMoved, KvMoved]:
+        options = KvOptions(token=TOKEN)
+        giver = KvMover(options, source.command)
+        move = KvMove("t", (5,) * (32 * Blocks.count + 1), giver.start_listener(), 30.0)
+        try:
+            return await KvMover(options, full.command).fetch(move), await KvMover(options, target.command).fetch(move)
+        finally:
+            giver.close()
+
+    none, found = asyncio.run(scenario())
+    assert (none.moved, none.why.partition(":")[0], full.staged) == (0, "no_room", [])
+    assert (found.moved, found.tokens, found.why, source.told) == (32 * 3, 32 * 4, "", 3)
+    assert [(first, total) for first, total, _ in target.staged] == [(1, 3)]
+    assert target.staged[0][2] == source.rows[1:4].tobytes()

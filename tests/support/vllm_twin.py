@@ -79,6 +79,8 @@ class TwinAsyncLLM:
         self.relay: dict[int, str] = {}  # version -> "" or why it cannot be fetched
         self.fetched: dict[str, int | None] = {"prepared": None, "received": None}
         self.loaded, self.damaged, self.fail_finish, self.fetching = -1, False, "", 0
+        self.may: list[dict[str, Any]] = []  # what was asked for before weights are written
+        self.session = False  # vLLM's, of an update that was started and not finished
         self.hold = asyncio.Event()  # finish_weight_update waits for it
         self.hold.set()
         self.pausing = asyncio.Event()  # a pause ends with it
@@ -214,6 +216,7 @@ class TwinAsyncLLM:
                 raise Exception(f"Call to rl_coserve method failed: {self.holders}")
             return {"preempted": len(self.requests), "how": "salt", "seconds": 0.0}
         if command == "may_update":
+            self.may.append(arguments)
             return {"refused": self.holders}
         if command == "deactivate":
             assert self.paused
@@ -288,18 +291,28 @@ class TwinAsyncLLM:
         error = self.relay.get(version, f"version {version} is not on the relay")
         return {"state": "failed" if error else "ready", "error": error}
 
+    async def _rl_drop_session(self) -> None:
+        self.session = False
+
     async def _start_weight_update(self) -> None:
         assert self.paused
+        if self.session:
+            raise Exception(
+                "Call to collective_rpc method failed: start_weight_update called while one is already active"
+            )
+        self.session = True
 
     async def _update_weights(self, update_info: dict[str, int]) -> None:
         version = update_info["version"]
         if error := self.relay.get(version, f"version {version} is not on the relay"):
+            self.session = False
             raise Exception(f"Call to collective_rpc method failed: {error}")
         self.fetched["received"] = version
 
     async def _finish_weight_update(self) -> None:
         assert self.paused
         await self.hold.wait()
+        self.session = False
         if self.fail_finish:
             self.damaged = self.fail_finish != "refused"
             raise Exception(f"Call to collective_rpc method failed: {self.fail_finish}")

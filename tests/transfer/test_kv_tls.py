@@ -241,7 +241,7 @@ def test_an_address_of_a_network_needs_tls_on_both_sides_unless_that_is_said(goo
 async def _command(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """An engine's answers."""
     if name == "kv_ask":
-        return {"first": 0, "blocks": BLOCKS, "block_size": 32, "block_bytes": WIDTH, "facts": FACTS}
+        return {"first": 0, "blocks": BLOCKS, "room": BLOCKS, "block_size": 32, "block_bytes": WIDTH, "facts": FACTS}
     if name == "kv_read":
         return {"blocks": BLOCKS, "payload": rows().tobytes(), "more": False}
     assert arguments["payload"] == rows().tobytes()

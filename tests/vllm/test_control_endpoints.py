@@ -24,8 +24,11 @@ from orchestrator.api import CommandError, Completion, ConfigError, GenerationRe
 from orchestrator.api import http as wire
 from orchestrator.borrowing.http_worker import HttpWorker, _Asked
 from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
+from vllm_rlplugin.kvpool.engine.idle_upkeep import PoolUpkeep
 from vllm_rlplugin.options import FrontendOptions
-from vllm_rlplugin.server import bearer_auth, control_endpoints
+from vllm_rlplugin.server import bearer_auth, control_endpoints, engine_metrics, server_lease
+from vllm_rlplugin.server.engine_metrics import refresh_metrics
+from vllm_rlplugin.worker.live_engine import LiveEngine
 
 
 def run(scenario: Callable[[TwinServer, HttpWorker], Awaitable[None]], **options: Any) -> None:
@@ -299,6 +302,42 @@ def test_which_connectors_of_vllm_remember_kv_of_older_weights(name: str, rememb
     assert remembering_connector(None) == ""
 
 
+def test_an_update_that_its_client_started_and_left_stands_in_nobodys_way() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.relay |= {5: "", 6: "", 7: ""}
+        await raw(server, "POST", "/pause", params={"mode": "keep"})
+        assert (await raw(server, "POST", "/start_weight_update"))[0] == 200
+        assert (await raw(server, "POST", "/update_weights", json={"update_info": {"version": 5}}))[0] == 200
+        assert (await raw(server, "POST", "/start_weight_update"))[0] == 200, "another client, from the start"
+        assert (await raw(server, "POST", "/resume"))[0] == 200, "and this one goes on without it"
+        await worker.suspend()
+        assert (await worker.update(6)).version == 6
+        await worker.resume()
+
+    run(scenario)
+
+
+def test_a_finish_that_could_not_shut_out_old_kv_is_refused_before_the_model_is_touched() -> None:
+    """The version, and with it how KV is shut out, is known after the start only; and requests end while a client transfers."""
+
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        server.client.relay |= {5: "", 6: ""}
+        await raw(server, "POST", "/pause", params={"mode": "keep"})
+        assert (await raw(server, "POST", "/start_weight_update"))[0] == 200
+        assert (await raw(server, "POST", "/update_weights", json={"update_info": {"version": 5}}))[0] == 200
+        server.client.holders = "1 requests that ended hold KV blocks"
+        assert (await raw(server, "POST", "/finish_weight_update"))[0] == 503
+        assert ((await worker.status())["unusable"], server.client.loaded) == ("", -1)
+        assert server.client.may == [{}, {"version": 5, "history": 0}]
+        assert (await raw(server, "POST", "/resume"))[0] == 200
+        server.client.holders = ""
+        await worker.suspend()
+        assert (await worker.update(6)).version == 6
+        assert server.client.may[2:] == [{"version": 6, "history": 0}] * 2
+
+    run(scenario)
+
+
 def test_a_client_of_stock_vllm_needs_only_the_token() -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
         async def post(path: str, **options: Any) -> Any:
@@ -463,6 +502,45 @@ def test_loaded_but_not_asked_for_there_are_no_routes(monkeypatch: pytest.Monkey
         app = FastAPI(openapi_url=None)
         control_endpoints.ControlPlugin().attach_router(app)
         assert len(app.routes) == expected
+
+
+@pytest.mark.parametrize("what", ["pages", "metrics", "lease"])
+def test_what_goes_on_by_itself_says_once_what_failed_and_goes_on(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of the engine's process has no type here; ended by it, the loop was gone without a word."""
+    monkeypatch.setattr(engine_metrics, "REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr(server_lease, "WATCH_SECONDS", 0.01)
+    looks: list[bool] = []
+
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        for task in server.control.tasks:
+            task.cancel()
+        upkeep, lease = PoolUpkeep(LiveEngine(server.client), 0.01), server.control.lease
+        owner, name, loop = {
+            "pages": (upkeep, "check_pages", upkeep.run),
+            "metrics": (server.worker, "stats", lambda: refresh_metrics(server.metrics, server.worker)),
+            "lease": (lease, "_check_lease", lease.watch),
+        }[what]
+        stock = getattr(owner, name)
+
+        async def look() -> Any:
+            looks.append(len(looks) >= 3)
+            if not looks[-1]:
+                raise Exception("Call to rl_coserve method failed: the ledger is damaged")
+            return await stock()
+
+        monkeypatch.setattr(owner, name, look)
+        going = asyncio.create_task(loop())
+        while looks.count(True) < 2:
+            assert not going.done(), "it ended"
+            await asyncio.sleep(0.01)
+        going.cancel()
+
+    with caplog.at_level(logging.INFO, "vllm.rl_coserve"):
+        run(scenario)
+    said = [record.levelno for record in caplog.records if "the ledger is damaged" in record.getMessage()]
+    assert said == [logging.WARNING]
 
 
 def test_metrics_have_our_prefix_base_units_and_what_happened() -> None:

@@ -253,9 +253,26 @@ def test_a_prefix_that_is_gone_and_a_slow_source_are_recomputed(source: Source, 
     assert there.say(next(names), source.context).token_ids == source.turn.token_ids  # type: ignore[union-attr]
 
 
-def test_more_than_the_staging_room_is_refused(source: Source, there: Destination) -> None:
+def test_of_more_than_the_staging_room_only_what_fits_is_asked_for(source: Source, there: Destination) -> None:
     capacity, there.worker._engine._scheduler.connector._capacity = 1 << 20, 3 * source.rows.shape[1]
+    asked: list[int] = []
+
+    def hand_out(ask: KvAsk) -> KvBlocks:
+        asked.append((len(ask.token_ids) - 1) // BLOCK)
+        return KvBlocks(ask.first, source.rows[ask.first : asked[-1]], ask.facts)
+
     try:
+        with Handing(source, hand_out) as place:
+            moved = there.fetch(place, source.context)
+            again = there.fetch(place, source.context)
+        assert (moved.moved, moved.why, asked) == (3 * BLOCK, "", [3])
+        assert (again.tokens, again.moved, again.why[:7]) == (3 * BLOCK, 0, "no_room"), (
+            "more would push out its own beginning"
+        )
+        assert there.say(next(names), source.context).token_ids == source.turn.token_ids  # type: ignore[union-attr]
+        assert there.computed == len(source.context) + NEW - 1 - 3 * BLOCK
+        there.worker._engine._scheduler.connector._capacity = 1
+        there.empty()
         with Handing(source) as place:
             assert there.fetch(place, source.context).why.startswith("no_room")
     finally:

@@ -567,6 +567,32 @@ def test_an_update_is_refused_while_waiting_requests_hold_kv_and_changes_nothing
     assert engine.rl("snapshot")["version"] == 0
 
 
+@pytest.mark.parametrize("kv_on_update", ["salt", "flush"])
+def test_a_flush_is_refused_while_a_connector_sends_blocks_and_a_new_salt_is_not(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kv_on_update: str
+) -> None:
+    engine = Harness(model, plugin={"kv_on_update": kv_on_update})
+    engine.rl("advance_version", version=1)
+    monkeypatch.setattr(engine.scheduler, "_connector_finished", lambda request: (True, None))
+    sent = engine.add("a", tokens=30)
+    engine.add("b", tokens=30)
+    engine.step()
+    engine.abort("a")
+    loaded = {"version": 1, "history": 0}  # again: always a flush
+    later = {"version": 2, "history": 0}
+    assert "hold KV blocks" in engine.rl("may_update", **loaded)["refused"]
+    assert bool(engine.rl("may_update", **later)["refused"]) == (kv_on_update == "flush")
+    assert bool(engine.rl("may_update")["refused"]) == (kv_on_update == "flush")
+    with pytest.raises(RuntimeError, match=r"ended hold KV blocks .*first a"):
+        engine.rl("advance_version", **loaded)
+    assert engine.running() == ["b"], "nobody was preempted for nothing"
+    if kv_on_update == "salt":
+        assert engine.rl("advance_version", **later)["how"] == "salt"
+    engine.scheduler._free_blocks(sent)
+    assert engine.rl("may_update", **loaded) == {"refused": ""}
+    assert engine.rl("advance_version", version=2)["preempted"] >= 0
+
+
 @MODES
 @pytest.mark.parametrize("seed", range(4))
 def test_under_any_interleaving_each_request_gets_its_tokens_and_all_blocks_come_back(

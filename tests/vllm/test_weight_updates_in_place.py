@@ -285,6 +285,20 @@ def test_weights_that_change_while_they_are_loaded_are_refused_and_the_next_upda
     assert server.call("rl_verify")["mismatches"] == []
 
 
+def test_a_session_that_nobody_finished_is_dropped_and_the_next_update_loads_its_own(bench: Bench) -> None:
+    """vLLM by itself begins no other one until that one is finished, and whoever began it may be dead."""
+    server = bench.server
+    left, version = bench.publish(3), bench.publish(2)
+    server.start(left)
+    with pytest.raises(Exception, match="already active"):
+        server.call("start_weight_update")
+    server.call("rl_drop_session")
+    report = server.update(version)
+    assert (report["state"], report["version"]) == ("intact", version)
+    server.call("rl_drop_session")  # there is none
+    assert server.call("rl_verify")["mismatches"] == []
+
+
 def test_an_error_half_way_makes_the_weights_unusable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_rlplugin.weights import rank_slices
 

@@ -25,7 +25,8 @@ def run_command(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[s
     """One command to vLLM's ``EngineCore``. ``tokens``: token ids as uint32 bytes.
 
     * ``kv_ask`` {"tokens"}: what to ask another engine for -> {"first": blocks that are here, "blocks": full blocks that the
-      tokens have (the last token's is computed in any case), "block_size", "block_bytes", "facts"}
+      tokens have (the last token's is computed in any case), "room": blocks that can be staged beside them, "block_size",
+      "block_bytes", "facts"}
     * ``kv_read`` {"tokens", "first", "facts", "most" (bytes; default: all)}: the cached blocks from ``first`` on, at least one
       -> {"blocks", "payload", "more": whether there are more}
     * ``kv_stage`` {"tokens", "first", "facts", "payload", "total" (blocks that come in all; default: these)}: -> {"blocks"}
@@ -45,11 +46,12 @@ def run_command(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[s
         return facts
     names = _block_names(core.scheduler, np.frombuffer(arguments["tokens"], np.uint32))
     if command == "kv_ask":
-        here = _count_present(core.scheduler, connector, names)
+        here, staged = _count_present(core.scheduler, connector, names)
         size = int(core.scheduler.block_size)
         return {
             "first": here,
             "blocks": len(names),
+            "room": max(0, connector.staging_room(layout.block_bytes) - staged),
             "block_size": size,
             "block_bytes": layout.block_bytes,
             "facts": facts,
@@ -182,9 +184,9 @@ def _cached_blocks(scheduler: Any, names: Sequence[bytes]) -> list[int]:
     return found
 
 
-def _count_present(scheduler: Any, connector: Any, names: Sequence[bytes]) -> int:
-    """How many blocks need not be fetched."""
-    here = len(_cached_blocks(scheduler, names))
+def _count_present(scheduler: Any, connector: Any, names: Sequence[bytes]) -> tuple[int, int]:
+    """How many blocks need not be fetched, and how many of them are staged."""
+    here = cached = len(_cached_blocks(scheduler, names))
     while here < len(names) and connector.is_staged(names[here]):
         here += 1
-    return here
+    return here, here - cached

@@ -74,12 +74,16 @@ class PrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether a block is."""
         return name in self._names
 
+    def staging_room(self, block_bytes: int) -> int:
+        """How many blocks are staged at most at a time."""
+        return self._capacity // max(1, block_bytes)
+
     def choose_staged(
         self, names: Sequence[bytes], block_bytes: int, total: int = 0
     ) -> tuple[list[bytes], list[bytes]]:
         """(which of these to stage, which others to drop for them). None are to be staged when not all fit: these, or the
         ``total`` that they are a piece of."""
-        room = self._capacity // max(1, block_bytes)
+        room = self.staging_room(block_bytes)
         if max(total, len(names)) > room:
             return [], []
         if self._next.drops:  # what is staged anew must not be dropped with the next step

@@ -5,6 +5,7 @@ Guarantees:
 * The engine works for a copy only (between two steps): while bytes travel and digests are taken it goes on.
 * :meth:`KvMover.fetch` ends within the limit of its move (and one command of the engine), and raises nothing for what goes wrong:
   its ``why`` says what, and the prefix, or what is missing of it, is recomputed. Each kind of failure is logged once a process.
+* What is longer than its engine stages at a time is asked for only so far, and the rest is recomputed.
 * Nobody gets KV without the token, or KV of other weights than its own, or into another layout.
 * What leaves this machine goes over TLS, unless ``allow_plain`` says otherwise; on loopback it does not.
 """
@@ -142,7 +143,11 @@ class KvMover:
             asked = _checked(await self._command("kv_ask", {"tokens": tokens.tobytes()}))
             have, size = int(asked["first"]), int(asked["block_size"])
             block_bytes = int(asked["block_bytes"])
+            wanted = min(int(asked["blocks"]), have + int(asked["room"]))  # neither side holds more of it in memory
             if have < asked["blocks"]:
+                if wanted == have:
+                    raise KvRefused("no_room", f"no further block of {block_bytes} bytes can be staged")
+                tokens = tokens[: wanted * size + 1]
                 ask = KvAsk(tokens, have, asked["facts"], move.limit)
                 found = await asyncio.to_thread(
                     fetch_blocks,
@@ -156,7 +161,7 @@ class KvMover:
                 )
                 carrier = found.carrier
                 self._log_carrier(carrier, move)
-                taken = found.payload[: asked["blocks"] - have]
+                taken = found.payload[: wanted - have]
                 place = {"tokens": tokens.tobytes(), "facts": asked["facts"], "total": len(taken)}
                 step = max(1, PIECE_BYTES // block_bytes)
                 for at in range(0, len(taken), step):

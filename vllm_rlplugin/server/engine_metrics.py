@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from orchestrator.api import Completion, RetryableError, WorkerStats
+from orchestrator.api import Completion, WorkerStats
 
 if TYPE_CHECKING:
     from vllm_rlplugin.server.pool_metrics import PoolMetrics
@@ -137,13 +137,20 @@ class EngineMetrics:
 
 
 async def refresh_metrics(metrics: EngineMetrics, worker: ServedWorker, pool: PoolMetrics | None = None) -> None:
-    """Refresh for ever, those of the engine's KV pool too; ends when the engine has died."""
-    try:
-        while True:
+    """Refresh for ever, those of the engine's KV pool too, whatever one look raises; ends when the engine has died."""
+    said = ""
+    while True:
+        try:
             cycle = worker.cycle
             metrics.refresh(await worker.stats(), worker.held, cycle.updates, cycle.failures)
             if pool is not None:
                 await pool.refresh_in_thread()
-            await asyncio.sleep(REFRESH_SECONDS)
-    except RetryableError as error:
-        _logger.info("metrics are no longer refreshed: %s", error)
+            said = ""
+        except Exception as error:  # noqa: BLE001  whatever was raised in the engine's process comes as a bare Exception
+            if worker.broken:
+                _logger.info("metrics are no longer refreshed: %s", error)
+                return
+            if repr(error) != said:  # else with each look
+                _logger.warning("metrics could not be refreshed, tried again: %r", error)
+            said = repr(error)
+        await asyncio.sleep(REFRESH_SECONDS)

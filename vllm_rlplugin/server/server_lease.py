@@ -249,17 +249,17 @@ class LeaseKeeper:
         )
 
     async def watch(self) -> None:
-        """For ever; ends when the engine has died."""
+        """For ever, whatever one look raises; ends when the engine has died."""
         said = ""
         while not self._worker.broken:
             await asyncio.sleep(WATCH_SECONDS)
             try:
                 await self._check_lease()
                 said = ""
-            except (RetryableError, CommandError) as error:
-                if str(error) != said:  # else twice a second, for as long as it lasts
-                    _logger.warning("what a job left could not be ended: %s", error)
-                said = str(error)
+            except Exception as error:  # noqa: BLE001  whatever was raised in the engine's process comes as a bare Exception
+                if repr(error) != said:  # else twice a second, for as long as it lasts
+                    _logger.warning("what a job left could not be ended, tried again: %r", error)
+                said = repr(error)
 
     async def _check_lease(self) -> None:
         async with self._changing:

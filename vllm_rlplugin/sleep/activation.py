@@ -82,8 +82,8 @@ class Activation:
                     self.state == "active" and self._after and now - self._used >= self._after and not self._obstacle()
                 ):
                     await self.deactivate()
-            except (RetryableError, CommandError) as error:
-                _logger.warning("the engine could not change between active and inactive: %s", error)
+            except Exception as error:  # noqa: BLE001  whatever was raised in the engine's process comes as a bare Exception
+                _logger.warning("the engine could not change between active and inactive: %r", error)
                 await asyncio.sleep(1.0)
 
     def status(self) -> dict[str, Any]:

@@ -212,6 +212,12 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if self._session_left_open:
             self._end_session()
 
+    def drop_session(self) -> None:
+        """What was received in it is dropped, too."""
+        _progress.warning("rank %d: a weight update that was not finished is dropped", self.ranks.number)
+        self._staged = None
+        self._end_session()
+
     def make_plan(self) -> StagingPlan:
         """What this rank needs of a version. Only while the model does not run: it may have to find the mapping."""
         if self._plan is None or not (self._plan.mapping is None or self._plan.mapping.holds_for(self.model)):
@@ -497,6 +503,13 @@ def prepared(worker: Any, version: int) -> dict[str, Any]:
     if engine is None:
         return _state("failed", _NO_BACKEND, version)
     return engine.prepared(version)
+
+
+def drop_session(worker: Any) -> None:
+    """End vLLM's session of an update that nobody will finish; the model was not touched. Nothing without one."""
+    engine = _engine(worker)
+    if engine is not None and worker._weight_update_active:
+        engine.drop_session()
 
 
 def report(worker: Any) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class UpdateCycle:
     async def _update(self, version: int) -> UpdateResult:
         began = asyncio.get_running_loop().time()
         await self._prepare(version)  # the engine goes on answering while it is fetched
-        await self._open_session(f"update to version {version}")
+        await self._open_session(f"update to version {version}", version)
         await self._receive(version)
         self._observe("fetch", asyncio.get_running_loop().time() - began)
         self._received = None
@@ -257,15 +257,24 @@ class UpdateCycle:
         except Exception as error:  # vLLM passes on the text of any exception as a bare Exception
             raise RetryableError(f"{what}: {_text(error)}") from error
 
-    async def _open_session(self, what: str) -> None:
-        """vLLM's ``start_weight_update``, unless old KV could not be shut out afterwards: found then, the engine would have to
-        stand still, and what it waits for with it. Raises RetryableError."""
-        if why := (await self._engine.command("may_update", {})).get("refused"):
-            raise RetryableError(f"{what}: {why}: resume, and try again")
+    async def _open_session(self, what: str, version: int | None = None) -> None:
+        """vLLM's ``start_weight_update``. Raises RetryableError."""
+        await self._check_kv(what, version)
+        await self._rpc_before_load(what, "rl_drop_session")  # of a client that died, or that resumed instead
         await self._rpc_before_load(what, "start_weight_update")
+
+    async def _check_kv(self, what: str, version: int | None) -> None:
+        """Raises RetryableError where old KV could not be shut out after an update (None: to a version that is not known yet):
+        found then, the engine would have to stand still, and what it waits for with it."""
+        wanted = {} if version is None else {"version": version, "history": self.history.number}
+        if why := (await self._engine.command("may_update", wanted)).get("refused"):
+            raise RetryableError(f"{what}: {why}: resume, and try again")
 
     async def _apply(self, version: int, label: str) -> tuple[list[Any], dict[str, Any]]:
         """Load what was received; then shut out old KV, and tell vLLM the version."""
+        await self._check_kv(
+            f"update to version {version}", version
+        )  # a request may have ended since the session was opened
         clock = asyncio.get_running_loop().time
         began, before = clock(), self.unusable
         self.unusable = f"the update to version {version} has not ended well"

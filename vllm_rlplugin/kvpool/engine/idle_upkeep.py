@@ -11,7 +11,6 @@ import asyncio
 import logging
 from typing import Any
 
-from orchestrator.api import RetryableError
 from vllm_rlplugin.worker.live_engine import LiveEngine
 
 LOOK_SECONDS = 0.25  # as often as an engine with requests looks by itself; a cut has a deadline of seconds
@@ -34,14 +33,21 @@ class PoolUpkeep:
         return {name: self.latest[name] for name in _TOLD if name in self.latest}
 
     async def run(self) -> None:
-        """For ever; ends when the engine has died."""
-        try:
-            while True:
+        """For ever, whatever one look raises; ends when the engine has died."""
+        said = ""
+        while True:
+            try:
                 await self.check_pages()
-                await asyncio.sleep(self._every)
-        except RetryableError as error:
-            _logger.info("the engine's pages are no longer looked after: %s", error)
+                said = ""
+            except Exception as error:  # noqa: BLE001  whatever the ledger raised in the engine's process comes as a bare Exception
+                if self._engine.dead:
+                    _logger.info("the engine's pages are no longer looked after: %s", error)
+                    return
+                if repr(error) != said:  # else four times a second
+                    _logger.warning("the engine's pages could not be looked after, tried again: %r", error)
+                said = repr(error)
+            await asyncio.sleep(self._every)
 
     async def check_pages(self) -> None:
-        """Once, between two steps. Raises RetryableError when the engine is dead."""
+        """Once, between two steps. Raises RetryableError when the engine is dead, else what the engine raised."""
         self.latest = await self._engine.command("page_pool", {})
