@@ -622,7 +622,7 @@ class LLMProxy:
         if not left:
             self.on_fatal(RunError(f"no rollout worker left: {state.worker.name}: {why}, {last}"))
         else:
-            detail = f"{state.worker.name} is gone for the rest of the run, which has {len(left)} left: {why}, {last}"
+            detail = f"{state.worker.name} is given up, and the run continues on {len(left)} others: {why}, {last}"
             self._events.emit("alarm", what="worker", detail=detail[:300])
             self.tell_stranded(self.router.retire_worker(state.index))
 

@@ -376,7 +376,7 @@ def test_when_no_worker_is_left_the_run_ends_with_the_reason() -> None:
     assert worker.restarts == 2
 
 
-def test_restarts_that_fail_pause_and_a_worker_that_is_gone_is_an_alarm_by_name(
+def test_restarts_that_fail_pause_and_a_worker_that_is_given_up_is_an_alarm_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gateway, "_LONGEST_PAUSE", 0.15)
@@ -398,9 +398,7 @@ def test_restarts_that_fail_pause_and_a_worker_that_is_gone_is_an_alarm_by_name(
     assert [a < b for a, b in zip((0.09, 0.14), np.diff(tried), strict=True)] == [True, True]
     (alarm,) = [event for event in map(json.loads, sink.lines) if event["kind"] == "alarm"]
     assert alarm["what"] == "worker"
-    assert alarm["detail"].startswith(
-        "w is gone for the rest of the run, which has 1 left: it failed 4 times, the last"
-    )
+    assert alarm["detail"].startswith("w is given up, and the run continues on 1 others: it failed 4 times, the last")
 
 
 def test_a_version_that_the_relay_has_lost_ends_this_life_of_the_run_as_no_restart_brings_it_back() -> None:
