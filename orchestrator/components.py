@@ -67,10 +67,11 @@ class ShardStarter(Protocol):
 @dataclass(frozen=True, slots=True)
 class ManagerParts:
     """Shards of environment managers (:mod:`orchestrator.manager_shards`). ``adopt``: the turns of a trajectory that a shard
-    has laid; RunError where they are not there."""
+    has laid; RunError where they are not there. ``shared``: how many of what they share, by the names of RESIZE."""
 
     starters: Sequence[ShardStarter]
     adopt: Callable[[LaidTrajectory], tuple[Turn, ...]]
+    shared: Mapping[str, int] = field(default_factory=dict)
 
 
 class InMemory:

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.api import CheckpointLost, TrainBatch, TrainMetrics, TrainSample, Trajectory
+from orchestrator.api import (
+    CheckpointLost,
+    RetryableError,
+    RunError,
+    TrainBatch,
+    TrainMetrics,
+    TrainSample,
+    Trajectory,
+)
 from orchestrator.buffer import Taken, let_go
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
@@ -62,14 +70,22 @@ class RunControl:
 
     def __init__(self) -> None:
         self.stopped = ""  # why, as who asked says
+        self.grace = 0.0  # seconds that who asked first leaves it
         self._ended: asyncio.Future[None] | None = None
+        self._hurried: asyncio.Future[None] | None = None  # done: it was asked again
 
     def open(self) -> None:
         """The run begins."""
         self._ended = asyncio.get_running_loop().create_future()
+        self._hurried = asyncio.get_running_loop().create_future()
 
-    def stop(self, reason: str) -> None:
-        """Ask the run to end: what is in flight is accounted for, a resume goes on from the last checkpoint."""
+    def stop(self, reason: str, grace: float = 0.0) -> None:
+        """Ask the run to end: what is in flight is accounted for, a resume goes on from the last checkpoint. ``grace``: seconds
+        for the step in progress and a checkpoint of it; asked again, the run ends at once."""
+        if not self.stopped:
+            self.grace = grace
+        elif self._hurried is not None and not self._hurried.done():
+            self._hurried.set_result(None)
         self.stopped = reason
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
@@ -92,6 +108,22 @@ class RunControl:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def run_in_grace(self, work: Coroutine[Any, Any, None]) -> str:
+        """Run ``work`` while who asked the run to end leaves time for it. Returns why it was not done, "" if it was."""
+        assert self._hurried is not None
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, self._hurried], timeout=self.grace, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return "it was asked to end at once" if self._hurried.done() else f"it took more than {self.grace:g} s"
+            task.result()
+        except (RunError, RetryableError) as error:
+            return str(error)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return ""
 
 
 class Pipeline:
@@ -139,6 +171,7 @@ class Pipeline:
         self._saving: asyncio.Task[None] | None = None  # of the last checkpoint
         self._saved = parts.events.time()  # when the last checkpoint was begun
         self._saved_step = position.step  # the steps in it
+        self._handed_over: Sequence[Taken] = ()  # to the trainer, whose step has not begun
         self._occupancy = Occupancy(parts.gpus)
         self._watch = watch
         self._exhausted = False  # too few groups teach anything: the run ends
@@ -171,7 +204,10 @@ class Pipeline:
                 if self._exhausted:
                     break
                 await self._control.run_unless_ended(self._iteration(self.position.step + self._steps_training()))
-            await self._control.run_unless_ended(self._conclude())
+            if not (self._control.stopped and self._control.grace):
+                await self._control.run_unless_ended(self._conclude())
+            if self._control.stopped and self._control.grace:
+                await self._save_in_grace()
             return self._control.stopped or "completed"
         finally:
             await self._shut_down(helpers)
@@ -196,6 +232,7 @@ class Pipeline:
         batch = TrainBatch(step, self.position.version, self._samples(taken))
         self.rollout.note_uniform(step)
         self.rollout.hand_over()
+        self._handed_over = taken
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
         if not mode.overlaps:
@@ -367,7 +404,7 @@ class Pipeline:
 
     def _start_training(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
         self._trained = asyncio.get_running_loop().create_future()
-        self._training_step = step
+        self._training_step, self._handed_over = step, ()
         self._training = asyncio.create_task(self._train(step, taken, batch), name=f"train step {step}")
 
     async def _until_trained(self) -> None:
@@ -414,15 +451,38 @@ class Pipeline:
         await self._settled()
         await self._finish_training()
         await self._settled()  # what the last step began
-        if self.position.step > self._saved_step:  # it ends before the last of the steps that it was to do
-            await self._checkpoint(self._run_state())
-        await self._finish_saving()
+        await self._save_last()
         self.feeder.close()
         await self.feeder.idle()
         await self.rollout.end_members("aborted_redundant", "")
         self.rollout.buffer.drain("aborted_redundant", "")
         await self._sync_weights(self.position.step)
         await self._evaluate("end")
+
+    async def _save_last(self) -> None:
+        """The steps that were done are in a checkpoint, also where the run ends before the last that it was to do."""
+        if self.position.step > self._saved_step:
+            await self._checkpoint(self._run_state())
+        await self._finish_saving()
+
+    async def _save_in_grace(self) -> None:
+        """Who asked the run to end loses no step. One that cannot be saved is a fault: a resume trains it again."""
+        self.rollout.close_starts()
+        if self._steps_training() or self.position.step > self._saved_step:
+            limit = f"in {self._control.grace:g} s at most, or at once if asked again"
+            self.parts.display.message(f"ends after the training step in progress and its checkpoint, {limit}")
+        if why := await self._control.run_in_grace(self._end_between_steps()):
+            detail = f"the steps since the last one are not saved: {why}"
+            self.parts.events.emit("fault", what="checkpoint", cause="not saved", detail=detail[:300])
+            self.parts.display.message(detail)
+
+    async def _end_between_steps(self) -> None:
+        await self._finish_training()
+        self.feeder.close()
+        await self.feeder.idle()
+        if self.turns is not None:
+            await self.turns.break_off()
+        await self._save_last()
 
     async def _shut_down(self, helpers: list[asyncio.Task[None]]) -> None:
         self.rollout.close_starts()
@@ -469,7 +529,7 @@ class Pipeline:
             position.version,
             self.parts.ledger.sequence,
             self.parts.events.time(),
-            tuple(self.rollout.buffer.stored()),
+            (*(taken.trajectory for taken in self._handed_over), *self.rollout.buffer.stored()),
             tuple(position.success_history),
             None if self.rollout.rounds is None else self.rollout.rounds.state(),
             self.parts.timeouts.state() if self.parts.timeouts is not None else {},
@@ -517,9 +577,9 @@ class Pipeline:
 
     # -- control -----------------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, grace: float = 0.0) -> None:
         """See :class:`RunControl`."""
-        self._control.stop(reason)
+        self._control.stop(reason, grace)
 
     def fail(self, error: BaseException) -> None:
         """See :class:`RunControl`."""

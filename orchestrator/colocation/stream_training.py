@@ -175,6 +175,12 @@ class StreamTraining:
         async with self._busy:
             self._trigger = None
 
+    async def break_off(self) -> None:
+        """The rollout ends before its batch is there. The trainer has all devices or none, and can be saved."""
+        await self.settle()
+        if self.colocation.holder not in (DeviceHolder.ROLLOUT, DeviceHolder.TRAINED):
+            await self.colocation.give_back()
+
     async def run(self, streaming: Callable[[], None]) -> None:
         """Attempt at each milestone, until cancelled; ``streaming`` is told when the trainer may be fed."""
         while True:

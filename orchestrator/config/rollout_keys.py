@@ -212,6 +212,9 @@ class RolloutSection(Section):
     trajectory_timeout: PositiveSeconds = 3600.0
     worker_restarts: Annotated[int, Field(ge=0)] = 2
     restart_window: PositiveSeconds = 3600.0  # in which `worker_restarts` counts: older restarts are forgotten
+    restart_pause: Annotated[float, Field(ge=0)] = (
+        10.0  # seconds after one that failed; twice as long after each that follows
+    )
     start_timeout: PositiveSeconds = 1800.0  # for all engines, from process start to loaded weights
     # for one that died; also how long a run waits for a server when it has no other
     restart_timeout: PositiveSeconds = 1800.0

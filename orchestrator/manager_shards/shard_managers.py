@@ -7,7 +7,8 @@ Guarantees: an episode that began in a shard ends here exactly once, with what t
 died, fell silent or said what cannot be, as failed with the cause ``shard_lost`` and the turns that the head has seen; its
 requests are taken from the workers then. Whoever is cancelled meanwhile returns when the shard has given the environment back, or
 is gone. Staleness is the head's to say: a turn of a trajectory that is too old is not served. A shard that dies is started again,
-``restarts`` times within ``window`` seconds; when none is left, the run ends.
+``restarts`` times within ``window`` seconds; then it is gone, which is an alarm, and the others get its share of environments and
+calls; when none is left, the run ends.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ShardManagers:
         patience: float,
     ) -> None:
         self._shards = [_Shard(index, starter) for index, starter in enumerate(parts.starters)]
-        self._adopt = parts.adopt
+        self._adopt, self._shared = parts.adopt, parts.shared
         self._proxy, self._events, self._kept = proxy, events, shards
         self._is_stale, self._fail = is_stale, fail
         self._restarts, self._window, self._silence, self._patience = restarts, window, silence, patience
@@ -348,8 +349,9 @@ class ShardManagers:
             shard.link.send(message)
 
     def _tell_sizes(self, shard: _Shard) -> None:
+        left = sum(not other.removed for other in self._shards)
         for what, number in self._sizes.items():
-            self._send(shard, messages.pack(messages.RESIZE, what, math.ceil(number / len(self._shards))))
+            self._send(shard, messages.pack(messages.RESIZE, what, math.ceil(number / max(left, 1))))
 
     # -- their lives -------------------------------------------------------------------------------------------------
 
@@ -378,8 +380,16 @@ class ShardManagers:
                 if shard.link is not None and loop.time() >= shard.heard_at + self._silence:
                     self._lose(shard, shard.link, f"it said nothing for {self._silence:g} s")
         shard.removed = True
-        if all(other.removed for other in self._shards):
-            self._fail(RunError(f"no rollout shard left: {shard.name} died {len(starts)} times: {shard.failed[:300]}"))
+        why = f"died {len(starts)} times: {shard.failed[:300]}"
+        left = [other for other in self._shards if not other.removed]
+        if not left:
+            self._fail(RunError(f"no rollout shard left: {shard.name} {why}"))
+            return
+        self._sizes = {**self._shared, **self._sizes}
+        for other in left:
+            self._tell_sizes(other)
+        detail = f"{shard.name} is gone for the rest of the run; {len(left)} left, which get its environments: it {why}"
+        self._events.emit("alarm", what="shard", detail=detail[:300])
 
     async def _start(self, shard: _Shard, again: bool) -> None:
         """Bring it up, or say why it did not come. Raises ConfigError for what its first start says."""

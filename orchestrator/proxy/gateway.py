@@ -65,6 +65,7 @@ from orchestrator.proxy.worker_state import (
 )
 
 _TELL_AGAIN = 60.0  # seconds between two events of one worker's refusals of whole calls
+_LONGEST_PAUSE = 600.0  # seconds between two restarts
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
 
 
@@ -576,9 +577,10 @@ class LLMProxy:
             self.watcher.worker_left(state.index)
 
     async def revive(self, state: WorkerState) -> None:
-        """Restart in place, up to the limit of a window; then the worker is removed (RollArt 8)."""
+        """Restart in place, up to the limit of a window, with pauses that grow; then the worker is removed (RollArt 8), which is
+        an alarm."""
         loop = asyncio.get_running_loop()
-        began, alone, why = loop.time(), 0.0, ""
+        began, alone, why, pause = loop.time(), 0.0, "", self.limits.pause
         while (restarts := state.restarts_since(loop.time() - self.limits.window)) < self._restarts:
             begun = loop.time()
             state.lives += 1
@@ -592,6 +594,9 @@ class LLMProxy:
                     state.restarts.append(begun)
                     state.failed = repr(error)
                     self.note_fault(f"worker {state.worker.name}", f"restart {restarts + 1} failed: {state.failed}")
+                    if pause and restarts + 1 < self._restarts:
+                        await asyncio.sleep(pause)
+                        pause = min(2 * pause, _LONGEST_PAUSE)
                     continue
                 state.away, state.failed = not state.borrowed, repr(error)
                 await asyncio.sleep(_ASK_AGAIN)
@@ -612,10 +617,13 @@ class LLMProxy:
             self.dispatch()
             return
         state.removed = True
-        if all(other.removed or other.parked for other in self.states):
-            why, last = why or f"it failed {restarts + 1} times", f"the last time: {state.failed[:300]}"
+        why, last = why or f"it failed {restarts + 1} times", f"the last time: {state.failed[:300]}"
+        left = [other for other in self.states if not (other.removed or other.parked)]
+        if not left:
             self.on_fatal(RunError(f"no rollout worker left: {state.worker.name}: {why}, {last}"))
         else:
+            detail = f"{state.worker.name} is given up, and the run continues on {len(left)} others: {why}, {last}"
+            self._events.emit("alarm", what="worker", detail=detail[:300])
             self.tell_stranded(self.router.retire_worker(state.index))
 
     def tell_stranded(self, requests: Sequence[str]) -> None:

@@ -38,7 +38,8 @@ REST = 2.0  # seconds
 class WorkerLimits:
     """Seconds, each for one thing. ``stall``: without progress, and for a command that needs no more than an engine's step;
     ``first_token``: without progress after a time without work; ``prepare``, ``update``: to fetch, to load a version;
-    ``restart``: to come up again; ``window``: in which restarts are counted."""
+    ``restart``: to come up again; ``window``: in which restarts are counted;
+    ``pause``: after the first restart in a row that failed."""
 
     stall: float
     first_token: float = 300.0
@@ -46,6 +47,7 @@ class WorkerLimits:
     update: float = 600.0
     restart: float = 1800.0
     window: float = 3600.0
+    pause: float = 0.0
 
     @classmethod
     def of(cls, settings: RolloutSection) -> WorkerLimits:
@@ -57,6 +59,7 @@ class WorkerLimits:
             settings.update_timeout,
             settings.restart_timeout,
             settings.restart_window,
+            settings.restart_pause,
         )
 
 

@@ -85,6 +85,7 @@ from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
 
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
+_GRACE = 180.0  # seconds for a last checkpoint when asked to end: of five minutes that Slurm and Kubernetes leave
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
 
 T = TypeVar("T")
@@ -284,7 +285,7 @@ class _Life:
                 seconds = loop.time() - self.lost_at
                 events.emit("recovered", what="run", detail=f"from step {position.step}, {seconds:.1f} s")
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, pipeline.stop, "interrupted")
+                loop.add_signal_handler(number, pipeline.stop, "interrupted", _GRACE)
                 stack.callback(loop.remove_signal_handler, number)
             try:
                 reason = await pipeline.run()

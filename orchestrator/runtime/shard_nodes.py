@@ -27,7 +27,7 @@ from orchestrator.components import ManagerParts
 from orchestrator.config import Config
 from orchestrator.resources import Placement, reserve
 from orchestrator.rewards.host_launch import RewardHost
-from orchestrator.runtime.shard_process import START_SECONDS, LocalShard, ShardWords, words_of_shards
+from orchestrator.runtime.shard_process import START_SECONDS, LocalShard, ShardWords, shared_by, words_of_shards
 from orchestrator.shards.shard_folder import ShardFolder
 
 _PAUSE = 1.0  # seconds before a reward host is started again
@@ -109,7 +109,8 @@ class SpreadShards:
             SpreadShard(words, share, {LOGS: str(logs.resolve())}, heard)
             for words in words_of_shards(config, reward, (), owner, logs.resolve())
         ]
-        self.parts = ManagerParts(self._shards, shards.adopt)
+        divided = shared_by(config, None if host else reward)  # a host limits its own calls
+        self.parts = ManagerParts(self._shards, shards.adopt, divided)
 
     async def open(self) -> None:
         """Reserve a processor for each, over as many nodes as there are. Raises ConfigError and RetryableError."""

@@ -97,7 +97,7 @@ class LocalShards:
     ) -> None:
         said = words_of_shards(config, reward, shards.folders, owner, logs)
         self._shards = [LocalShard(words.hello, words.log) for words in said]
-        self.parts = ManagerParts(self._shards, shards.adopt)
+        self.parts = ManagerParts(self._shards, shards.adopt, shared_by(config, reward))
 
     def pids(self) -> dict[str, int]:
         """Of those that are up, by name."""
@@ -134,6 +134,12 @@ def words_of_shards(
         ShardWords({**hello, "name": f"s{number}", "owner": f"{owner}-s{number}"}, logs / f"shard-{number}.log")
         for number in range(count)
     ]
+
+
+def shared_by(config: Config, reward: Mapping[str, Any] | None) -> dict[str, int]:
+    """What :func:`words_of_shards` divides, undivided."""
+    environments = config.environment.size or config.rollout.environments
+    return {"environments": environments} | ({} if reward is None else {"rewards": reward["concurrency"]})
 
 
 def share_of(config: Config) -> Config:

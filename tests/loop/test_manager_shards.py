@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -164,12 +164,12 @@ class Proxy:
 class Head:
     """The head with one such shard."""
 
-    def __init__(self, stale: bool = False, restarts: int = 2) -> None:
+    def __init__(self, stale: bool = False, restarts: int = 2, others: Sequence[Shard] = ()) -> None:
         self.shard, self.proxy, self.sink = Shard(), Proxy(), MemorySink()
         self.failed: list[BaseException] = []
         self.stale = stale
         self.managers = ShardManagers(
-            ManagerParts([self.shard], turns_by_value),
+            ManagerParts([self.shard, *others], turns_by_value, {"environments": 9, "rewards": 4}),
             self.proxy,
             EventLog(self.sink, asyncio.get_running_loop().time),
             InMemory(),
@@ -412,6 +412,24 @@ def test_a_shard_that_dies_too_often_is_not_started_again_and_the_run_ends() -> 
             "no rollout shard left: shard 0 died 2 times: its process ended"
         ]
         assert head.shard.starts == 2
+        await head.close()
+
+    run(main())
+
+
+def test_a_shard_that_is_gone_is_an_alarm_by_name_and_the_others_get_its_share() -> None:
+    async def main() -> None:
+        others = [Shard(), Shard()]
+        head = Head(restarts=0, others=others)
+        await asyncio.sleep(0.01)
+        head.shard.lost("its process ended")
+        await asyncio.sleep(0.01)
+        assert not head.failed
+        (alarm,) = [event for event in map(json.loads, head.sink.lines) if event["kind"] == "alarm"]
+        assert alarm["what"] == "shard"
+        assert alarm["detail"].startswith("shard 0 is gone for the rest of the run; 2 left, which get its environments")
+        for other in others:
+            assert other.said == [(shard_messages.RESIZE, ["environments", 5]), (shard_messages.RESIZE, ["rewards", 2])]
         await head.close()
 
     run(main())

@@ -324,7 +324,9 @@ def test_without_restarts_the_death_of_a_part_ends_the_run_with_its_name(tmp_pat
 
 def test_a_synchronous_run_is_never_stale_and_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:
     run = tmp_path / "t-001"
-    with running(started(tmp_path, "run.steps=40", "run.mode=sync", "rollout.alpha=0")) as process:
+    with running(
+        started(tmp_path, "run.steps=40", "run.mode=sync", "rollout.alpha=0", "checkpoint.every=1000")
+    ) as process:
         wait_for(run, "step", 2, process)
         os.kill(process.pid, signal.SIGINT)
         output = finish(process, 60)
@@ -343,6 +345,9 @@ def test_a_synchronous_run_is_never_stale_and_ctrl_c_stops_it_cleanly(tmp_path: 
     for event in steps:
         assert set(event["lag_trained"]) == {"0"}
         assert event["versions_mixed"] == 0
+    assert (
+        max(path.name for path in (run / "checkpoints").iterdir()) == f"step-{len(steps):06d}"
+    )  # none is trained again
 
 
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:

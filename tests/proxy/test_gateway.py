@@ -21,6 +21,7 @@ from orchestrator.api import (
 )
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
+from orchestrator.proxy import gateway
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.worker_state import MOST_REFUSED, WorkerLimits
@@ -373,6 +374,31 @@ def test_when_no_worker_is_left_the_run_ends_with_the_reason() -> None:
 
     play([worker], scenario, restarts=2)
     assert worker.restarts == 2
+
+
+def test_restarts_that_fail_pause_and_a_worker_that_is_given_up_is_an_alarm_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway, "_LONGEST_PAUSE", 0.15)
+    worker, other, tried = ScriptedWorker("w"), ScriptedWorker("o"), list[float]()
+
+    async def restart() -> None:
+        tried.append(asyncio.get_running_loop().time())
+        raise RetryableError("its node is out of memory")
+
+    worker.restart = restart  # type: ignore[method-assign]
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        worker.die()
+        while not proxy.states[0].removed:
+            await asyncio.sleep(0.01)
+        assert not fatal
+
+    sink = play([worker, other], scenario, restarts=3, limits=WorkerLimits(5.0, pause=0.1))
+    assert [a < b for a, b in zip((0.09, 0.14), np.diff(tried), strict=True)] == [True, True]
+    (alarm,) = [event for event in map(json.loads, sink.lines) if event["kind"] == "alarm"]
+    assert alarm["what"] == "worker"
+    assert alarm["detail"].startswith("w is given up, and the run continues on 1 others: it failed 4 times, the last")
 
 
 def test_a_version_that_the_relay_has_lost_ends_this_life_of_the_run_as_no_restart_brings_it_back() -> None:

@@ -22,11 +22,13 @@ import orchestrator.envs
 from orchestrator.api import Completion, GenerationRequest, Trajectory, Turn
 from orchestrator.buffer import SampleBuffer, Taken
 from orchestrator.checkpoint import CheckpointState
+from orchestrator.components import Components
 from orchestrator.config import Config, load_config
 from orchestrator.ledger import Ledger
 from orchestrator.observe.occupancy import SAMPLE_SECONDS
 from orchestrator.pipeline import Pipeline
 from orchestrator.policies.batching.staleness import StalenessBound
+from orchestrator.sim import simulated_run
 from orchestrator.sim.cost_model import FETCH_SHARE
 from orchestrator.sim.crash_remains import SimCheckpoints, SimStore
 from orchestrator.sim.seeded_draws import random_stream
@@ -158,6 +160,89 @@ def test_a_run_whose_time_is_over_leaves_its_last_step_in_a_checkpoint(
     assert result.summary["reason"] == "completed"
     assert 3 < len(steps) < 1000
     assert saved == [0, steps[-1] + 1]
+
+
+ASKED = [
+    pytest.param(("run.mode=async",), id="async"),
+    pytest.param(("run.mode=async", "rollout.alpha=2", "rollout.weights_overlap=true"), id="weights beside a step"),
+    pytest.param(("run.mode=sync", "rollout.alpha=0"), id="sync"),
+    pytest.param(
+        ("run.mode=sync_plus", "rollout.alpha=0", "trainer.stream=true", "rollout.colocation.enabled=true"),
+        id="devices change hands",
+    ),
+]
+
+
+def asked_to_end(monkeypatch: pytest.MonkeyPatch, more: Sequence[str], grace: float, *after: float) -> SimResult:
+    """A run that takes no checkpoint of its own, and whose first life is asked to end after so many seconds."""
+    lives: list[Pipeline] = []
+    kept: list[SimCheckpoints] = []
+
+    def kept_by(*given: Any) -> SimCheckpoints:
+        kept.append(SimCheckpoints(*given))
+        return kept[-1]
+
+    def with_checkpoints(*given: Any) -> Components:
+        return replace(Components(*given), checkpoints=kept[-1])
+
+    async def run(pipeline: Pipeline) -> str:
+        if not lives:
+            for seconds in after:
+                asyncio.get_running_loop().call_later(seconds, pipeline.stop, "interrupted", grace)
+        lives.append(pipeline)
+        return await runs(pipeline)
+
+    runs = Pipeline.run
+    with monkeypatch.context() as patched:
+        patched.setattr(Pipeline, "run", run)
+        patched.setattr(simulated_run, "SimCheckpoints", kept_by)
+        patched.setattr(simulated_run, "Components", with_checkpoints)
+        patched.setattr(simulated_run._Simulation, "_damage", lambda *_: None)
+        result = simulate(config("run.steps=8", "checkpoint.every=1000", "checkpoint.minutes=0", *more), strict=False)
+    assert (result.unaccounted, result.violations) == (0, [])
+    assert result.summary["reason"] == "completed"
+    return result
+
+
+def steps_of(result: SimResult) -> list[int]:
+    return [json.loads(line)["step"] for line in result.events.decode().splitlines() if '"kind":"step"' in line]
+
+
+@pytest.mark.parametrize("more", ASKED)
+def test_a_run_that_is_asked_to_end_trains_no_step_again(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever that is: what waits for the trainer is in the checkpoint, and what it trains is trained."""
+    whole = [json.loads(line) for line in asked_to_end(monkeypatch, more, 1e4).events.decode().splitlines()]
+    stages = [one for one in whole if one["kind"] == "stage" and one["step"] in (3, 4) and one["start"] < one["end"]]
+    assert len(stages) > 5
+    for stage in stages:
+        result = asked_to_end(monkeypatch, more, 1e4, (stage["start"] + stage["end"]) / 2)
+        begins = [json.loads(line) for line in result.events.decode().splitlines() if '"run_start"' in line]
+        assert [begin["resumed_from"] in (3, 4, 5) for begin in begins[1:]] == [True], stage
+        assert steps_of(result) == list(range(8)), stage
+        assert "rolled_back" not in result.ledger["failed_by_cause"], stage  # nothing that was scored is lost either
+
+
+def test_who_asks_again_and_who_leaves_no_time_ends_at_once_without_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = ("run.mode=async",)
+    events = [json.loads(line) for line in asked_to_end(monkeypatch, more, 1e4).events.decode().splitlines()]
+    (step,) = [event for event in events if event.get("stage") == "train_step" and event["step"] == 4]
+    during = (step["start"] + step["end"]) / 2
+    for grace, after, why in (
+        (1e4, (during, during + 0.01), "it was asked to end at once"),
+        (0.01, (during,), "it took more than 0.01 s"),
+    ):
+        result = asked_to_end(monkeypatch, more, grace, *after)
+        steps, events = steps_of(result), [json.loads(line) for line in result.events.decode().splitlines()]
+        assert (result.lives, steps.count(0)) == (2, 2)
+        (fault,) = [event for event in events if event["kind"] == "fault"]
+        assert fault["what"] == "checkpoint"
+        assert fault["detail"] == f"the steps since the last one are not saved: {why}"
+        (end,) = [event for event in events if event["kind"] == "run_end" and event["status"] == "interrupted"]
+        assert end["t"] < during + 0.02
 
 
 def test_a_resumed_run_keeps_nothing_of_the_checkpoint_that_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:

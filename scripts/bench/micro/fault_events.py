@@ -25,7 +25,7 @@ from scripts.bench.micro.victims import MasterProcess, RedisProcess, alive
 
 HOUR = 3600
 PARTS = ("engine", "trainer", "relay master", "function host", "environment worker", "orchestrator")
-_END_SECONDS = 180.0  # for a run to end that was told to
+_END_SECONDS = 300.0  # for a run to end that was told to
 _PART_SECONDS = 90.0  # for a part to be there
 
 

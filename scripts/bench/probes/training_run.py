@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orchestrator.api import RunError
 
-_ENDS_WITHIN = 120.0  # seconds that an interrupted run has to write down where it was
+_ENDS_WITHIN = 300.0  # seconds that an interrupted run has to write down where it was
 
 
 def train(config: Path, folder: Path, name: str, overrides: Sequence[str]) -> Path:
