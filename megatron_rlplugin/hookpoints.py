@@ -31,6 +31,7 @@ _SCHEDULE = (
 _DDP = f"{_CORE}distributed.distributed_data_parallel:DistributedDataParallel."
 _OPTIMIZER = f"{_CORE}optimizer.optimizer:ChainedOptimizer."
 _TORCH_DIST = f"{_CORE}dist_checkpointing.strategies."
+_ROUTER = f"{_CORE}transformer.moe.router:TopKRouter."
 _DISTRIBUTED_OPTIMIZER = f"{_CORE}optimizer.distrib_optimizer:DistributedOptimizer."
 
 # "module:qualname" -> the parameters that we pass (or rely on by position).
@@ -66,6 +67,39 @@ HOOK_POINTS: dict[str, tuple[str, ...]] = {
         "vp_stage",
     ),
     f"{_CORE}models.gpt:GPTModel.forward": ("self", "input_ids", "position_ids", "attention_mask", "labels"),
+    # Replaced on objects: under another name it would be stock's that runs.
+    f"{_CORE}models.gpt:GPTModel._postprocess": (
+        "self",
+        "hidden_states",
+        "input_ids",
+        "position_ids",
+        "labels",
+        "rotary_pos_emb",
+        "rotary_pos_cos",
+        "rotary_pos_sin",
+        "attention_mask",
+        "packed_seq_params",
+        "sequence_len_offset",
+        "extra_block_kwargs",
+    ),
+    f"{_ROUTER}_apply_expert_bias": ("self", "routing_map", "padding_mask"),
+    f"{_ROUTER}apply_z_loss": ("self", "logits", "padding_mask"),
+    f"{_ROUTER}attach_and_log_load_balancing_loss": (
+        "self",
+        "activation",
+        "aux_loss_coeff",
+        "aux_loss",
+        "aux_loss_name",
+        "reduce_group",
+    ),
+    f"{_CORE}transformer.moe.router_replay:RouterReplay.get_replay_topk": (
+        "self",
+        "scores",
+        "topk",
+        "num_groups",
+        "group_topk",
+        "default_compute_topk",
+    ),
     f"{_DDP}zero_grad_buffer": ("self",),
     f"{_DDP}no_sync": ("self",),
     f"{_DDP}start_grad_sync": ("self",),
@@ -132,7 +166,14 @@ ATTRIBUTES: tuple[str, ...] = (
     ),
     f"{_TORCH_DIST}torch:TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",  # 0.19.2: one argument more
     f"{_CORE}transformer.transformer_layer:TransformerLayer.layer_number",
-    f"{_CORE}models.gpt.gpt_model:GPTModel.share_embeddings_and_output_weights",
+    *(
+        f"{_CORE}models.gpt.gpt_model:GPTModel.{name}"
+        for name in ("share_embeddings_and_output_weights", "output_layer", "mtp_process")
+    ),
+    *(
+        f"{_ROUTER}{name}"
+        for name in ("router_replay", "calculate_per_token_loss", "expert_bias", "local_tokens_per_expert")
+    ),
     f"{_CORE}process_groups_config:ProcessGroupCollection.tp_ep_pp",
 )
 

@@ -110,7 +110,7 @@ class RLTraining:
         if self._relay is None:
             raise ConfigError("--rl-weight-relay", None, "is needed to publish weights")
         if self._publisher is None:
-            self._publisher = WeightPublisher(self._relay, self.model, version, self._converter)
+            self._publisher = WeightPublisher(self._relay, self.model, version, self._converter, timeout=None)
         with torch.no_grad():
             # With overlap_param_gather Megatron gathers the weights of a step in the forward pass of the next.
             for chunk in self.model:

@@ -92,6 +92,11 @@ OWNED = {
     "num_distributed_optimizer_instances": "must be 1: several would reduce a streamed step's gradients twice",
     "use_megatron_fsdp": "must be off: it reduces gradients in every backward pass, so no step can be streamed",
     "use_custom_fsdp": "must be off: it reduces gradients in every backward pass, so no step can be streamed",
+    **dict.fromkeys(
+        ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"),
+        "must be unset: weights are filled in parts from model.path, and a part of a quantised one may be a copy; "
+        "fp8 and fp4 compute with weights kept in model.dtype",
+    ),
     "variable_seq_lengths": "follows the layout: micro-batches of a pipeline differ in length",
     "moe_token_dispatcher_type": "must be alltoall: micro-batches differ in length",
     "perform_initialization": "must be off: the weights come from model.path",

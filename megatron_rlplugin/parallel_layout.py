@@ -80,6 +80,14 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def order_kernels(tensor: int, context: int) -> None:
+    """Unless the user's environment says otherwise, kernels start in the order of their calls where tensor or context parallelism
+    counts on it: before Blackwell Megatron overlaps communication with computation only so. Has to be called before this process
+    first uses CUDA, which reads it once."""
+    if tensor > 1 or context > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 _joined: list[tuple[ParallelLayout, int]] = []  # the layout and world size of this process, once joined
 
 

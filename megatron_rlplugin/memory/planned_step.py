@@ -126,9 +126,8 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
         }
     host = {}
     with ledger.tag(StorageLedger.HOST):
-        before = ledger.now[StorageLedger.HOST]
         kept = [learner.snapshot() for asked in (settings.keeps_reference, settings.logprob_gap_samples) if asked]
-        host["copies"] = ledger.now[StorageLedger.HOST] - before
+        host["copies"] = sum(_pinned(copy) for copies in kept for copy in copies)
     peaks: dict[str, Counter[str]] = {}
 
     def keep_peak(phase: str) -> None:
@@ -174,6 +173,11 @@ def _run(request: StepRequest, settings: TrainerSection, ledger: FakeDevice) -> 
         "phases": totals,
         "sharded": static[OPTIMIZER] // (12 if request.dtype == "bfloat16" else 8),
     }
+
+
+def _pinned(copy: Any) -> int:
+    """Bytes of its pinned memory: torch's allocator rounds each block up to a power of two (``torch.cuda.host_memory_stats``)."""
+    return 1 << (int(copy.nbytes) - 1).bit_length()
 
 
 def longest_micro_batch(request: StepRequest, settings: TrainerSection, learner: Any) -> Any:

@@ -31,7 +31,7 @@ def streamed_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
             stream = streams[id(chunks[0])] = GradientStream(chunks, None)
         reports: list[Any] = []
         stream.begin_step()
-        for size in _parts(num_microbatches, part_size(chunks)):
+        for size in _parts(num_microbatches, feed_size(chunks)):
             reports += stream.feed(num_microbatches=size, **schedule)
         stream.merge_gradients()
         return reports
@@ -40,13 +40,14 @@ def streamed_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def part_size(chunks: Sequence[Any]) -> int:
-    """Micro-batches of one feed: what fills the pipeline once."""
+    """Micro-batches that fill the pipeline once."""
     return int(chunks[0].config.pipeline_model_parallel_size)
 
 
 def feed_size(chunks: Sequence[Any]) -> int:
     """Micro-batches of one feed from a source that may block: enough that a pipeline of p stages idles for (p - 1) / (5 p - 1) of
-    it, where filling it once would idle for (p - 1) / (2 p - 1)."""
+    it, where filling it once would idle for (p - 1) / (2 p - 1). A schedule bounds by the stages, not by this, of how many it
+    holds activations at once."""
     stages = part_size(chunks)
     return 4 * stages if stages > 1 else 1
 

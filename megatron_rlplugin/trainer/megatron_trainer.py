@@ -50,7 +50,7 @@ from megatron_rlplugin.objective.critic import install_value_head
 from megatron_rlplugin.objective.policy_loss import Totals, kl_estimate
 from megatron_rlplugin.objective.user_loss import UserLoss, token_loss_of
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
-from megatron_rlplugin.parallel_layout import device
+from megatron_rlplugin.parallel_layout import device, order_kernels
 from megatron_rlplugin.stream.batch_feeder import BatchFeeder
 from megatron_rlplugin.trainer import trainer_checkpoint
 from megatron_rlplugin.trainer.experience import Experience
@@ -116,8 +116,9 @@ class MegatronTrainer:
         world_size: int = 1,
         init_method: str = "",
     ) -> None:
-        require_megatron()
         self._settings = settings_ = TrainerSection.from_dict(settings or {})
+        order_kernels(settings_.tensor_parallel, settings_.context_parallel)  # before anything asks CUDA
+        require_megatron()
         if not temperature > 0:
             raise ConfigError("rollout.temperature", temperature, "must be above 0")
         self._temperature = temperature
@@ -240,7 +241,9 @@ class MegatronTrainer:
     def _opened(self, endpoint: RelayEndpoint) -> WeightPublisher:
         if self._publisher is None:
             steps = step_changes_of(self._learner.chunks) if self._finds_changes and endpoint.snapshot_every else None
-            self._publisher = WeightPublisher(endpoint, self._learner.chunks, self._version, steps=steps)
+            self._publisher = WeightPublisher(
+                endpoint, self._learner.chunks, self._version, steps=steps, timeout=self._settings.collective_timeout
+            )
             if steps is not None:
                 self._learner.around_step = steps.watch_step
         return self._publisher

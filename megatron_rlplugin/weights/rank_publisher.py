@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ PART_BYTES = 8 << 20  # a shard is read whole: the smaller, the less an engine r
 
 class TorchRanks:
     """Implements :class:`orchestrator.transfer.PublishingRanks` on a group of its own over the host (gloo). All ranks make
-    one."""
+    one. ``timeout``: seconds that a rank waits for another in one collective; None: gloo's default, 30 minutes."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        self._group = dist.new_group(backend="gloo", timeout=limit) if self.size > 1 else None
 
     def gather(self, data: bytes) -> list[bytes]:
         if self.size == 1:
@@ -88,9 +90,11 @@ class WeightPublisher:
         version: int,
         converter: Any | None = None,
         steps: StepChanges | None = None,
+        *,
+        timeout: float | None,
     ) -> None:
         self._chunks, self._converter = list(chunks), converter
-        self._ranks = TorchRanks()
+        self._ranks = TorchRanks(timeout)
         self._policy = SnapshotPolicy(every=endpoint.snapshot_every)
         self._choice = EncodingChoice() if endpoint.encoding == "auto" and endpoint.snapshot_every else None
         self._publisher = Publisher(endpoint, ranks=self._ranks, codec=DeltaCodec(threads=endpoint.codec_threads))

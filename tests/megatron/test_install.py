@@ -525,3 +525,27 @@ def test_a_pipeline_is_filled_several_times_a_feed(built: learner.Learner, monke
     size = stock_schedule.feed_size(built.chunks)
     assert size % 4 == 0  # whole rounds of an interleaved schedule
     assert 3 / (size + 3) < 0.16  # the part of a feed in which a stage idles; 0.43 with four
+
+
+@pytest.mark.parametrize(("total", "fed"), [(3, [3]), (8, [8]), (40, [16, 24])])
+def test_a_stock_training_step_fills_a_pipeline_several_times_a_feed(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch, total: int, fed: list[int]
+) -> None:
+    parts: list[int] = []
+
+    class Stream:
+        def __init__(self, *built: object) -> None: ...
+
+        def begin_step(self) -> None: ...
+
+        def merge_gradients(self) -> None: ...
+
+        def feed(self, *, num_microbatches: int) -> list[int]:
+            parts.append(num_microbatches)
+            return [num_microbatches]
+
+    monkeypatch.setattr(stock_schedule, "GradientStream", Stream)
+    monkeypatch.setattr(built.config, "pipeline_model_parallel_size", 4)
+    schedule = stock_schedule.streamed_schedule(lambda **_: pytest.fail("the stock function has this step"))
+    assert schedule(model=built.chunks, num_microbatches=total) == fed
+    assert parts == fed

@@ -64,6 +64,10 @@ def test_options_reach_every_config_that_has_them() -> None:
         ("expert_tensor_parallel_size", 1, "by trainer.tensor_parallel"),
         ("hybrid_context_parallel", True, "by trainer.context_parallel alone"),
         ("transformer_impl", "local", "leave it out"),
+        ("fp8_param", True, "may be a copy"),
+        ("fp8_param_gather", True, "may be a copy"),
+        ("fp4_param", True, "may be a copy"),
+        ("fp4_param_gather", True, "may be a copy"),
         ("timers", "x", "a function"),
         ("overlap_grad_reduce", "maybe", "must be boolean"),
         ("recompute_granularity", "half", "must be 'full' or 'selective'"),
@@ -88,11 +92,13 @@ def test_what_is_decided_elsewhere_exists_in_some_version() -> None:
 
     classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    newest = NEWEST / "megatron" / "core" / "transformer" / "transformer_config.py"
-    if newest.exists():
-        names |= set(re.findall(r"^    (\w+): ", newest.read_text(encoding="utf-8"), re.MULTILINE))
+    core = NEWEST / "megatron" / "core"
+    newest = core / "transformer/transformer_config.py", core / "distributed/distributed_data_parallel_config.py"
+    if core.exists():
+        for file in newest:
+            names |= set(re.findall(r"^    (\w+): ", file.read_text(encoding="utf-8"), re.MULTILINE))
     else:
-        newer = ("mtp_", "use_mup", "moe_router_force_biased", "moe_expert_rank")
+        newer = ("mtp_", "use_mup", "moe_router_force_biased", "moe_expert_rank", "fp4_param_gather")
         names |= {name for name in OWNED if name.startswith(newer)}
     assert names >= OWNED.keys()
 

@@ -133,7 +133,7 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     asked = [tensor, replace(tensor, rows=2, differences=True), piped, replace(piped, imbalance=2.0)]
     asked += [replace(tensor, folder=odd), ppo, replace(piped, resting=True), replace(tensor, overlap=True)]
     asked += [
-        replace(tensor, settings=each, world=each.get("context_parallel", 1), rank=0)
+        replace(tensor, folder=odd, settings=each, world=each.get("context_parallel", 1), rank=0)
         for each in ({}, {"context_parallel": 2})
     ]
 
@@ -153,6 +153,7 @@ def test_a_planned_step_has_the_bytes_that_arithmetic_says(tmp_path: Path) -> No
     assert one.device["optimizer"] == pytest.approx(12 * parameters, rel=0.01)
     assert one.device["copies"] == 0
     assert one.host["copies"] == 2 * 2 * parameters  # the reference and the version before
+    assert alone.host["copies"] == 2 * (alone.parameters + 2 * hidden)  # of 511 tokens, pinned as 512 would be
     assert one.phase == "forward and backward"
     assert one.total == one.phases[one.phase]
     assert one.phases["optimizer step"] >= 18 * parameters

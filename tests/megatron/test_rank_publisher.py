@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import parallel_layout  # noqa: E402
+from megatron_rlplugin.trainer import megatron_trainer  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge, rank_publisher  # noqa: E402
+from orchestrator.settings.trainer_settings import TrainerSection  # noqa: E402
 from orchestrator.transfer import (  # noqa: E402
     HostedWeights,
     RelayEndpoint,
@@ -209,3 +213,55 @@ def test_a_snapshot_that_fails_beside_its_difference_leaves_the_next_one_right(
         assert follower.region(region).tobytes() == value.contiguous().view(torch.uint8).numpy().tobytes(), name
     asyncio.run(trainer.close())
     parallel_layout.shutdown_parallel()
+
+
+def test_ranks_that_publish_wait_for_each_other_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(rank_publisher.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(rank_publisher.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rank_publisher.dist, "new_group", lambda **given: made.append(given["timeout"]))
+    rank_publisher.TorchRanks(7200.0)
+    rank_publisher.TorchRanks()
+    assert made == [timedelta(hours=2), None]
+
+
+def test_the_trainer_publishes_with_its_own_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Exception):
+        pass
+
+    def ranks(timeout: float | None = None) -> None:
+        raise Made(timeout)
+
+    trainer = MegatronTrainer.__new__(MegatronTrainer)
+    trainer._settings = TrainerSection.from_dict({"collective_timeout": 90.0})
+    trainer._learner = SimpleNamespace(chunks=[])  # type: ignore[assignment]
+    trainer._publisher, trainer._version, trainer._finds_changes = None, 0, False
+    monkeypatch.setattr(rank_publisher, "TorchRanks", ranks)
+    with pytest.raises(Made, match=r"90\.0"):
+        trainer._opened(RelayEndpoint(job="job", kind="memory", master="limit", metadata="memory"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "found"),
+    [
+        ({}, "", None),
+        ({"tensor_parallel": 2}, "", "1"),
+        ({"context_parallel": 2}, "", "1"),
+        ({"tensor_parallel": 2}, "8", "8"),
+    ],
+)
+def test_kernels_start_in_order_where_megatron_counts_on_it(
+    settings: dict[str, Any], own: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reads it once: it is there before anything asks for a device, and what the user set stays."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, own or "0")  # so that it is put back
+    if not own:
+        monkeypatch.delenv(name)
+
+    def asked() -> str:
+        raise RuntimeError(str(os.environ.get(name)))
+
+    monkeypatch.setattr(megatron_trainer, "require_megatron", asked)
+    with pytest.raises(RuntimeError, match=f"^{found}$"):
+        MegatronTrainer(model="", settings=settings)

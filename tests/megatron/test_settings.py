@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from megatron_rlplugin import cpu, hookpoints  # noqa: E402
 from megatron_rlplugin.patches import REGISTER  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.config import parse_config  # noqa: E402
+from orchestrator.hooks.signatures import SourceTree  # noqa: E402
 from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 
 
@@ -132,6 +134,44 @@ def test_the_sources_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_moved_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hookpoints.HOOK_POINTS, "megatron.core.optimizer:get_megatron_optimizer", ("config", "gone"))
     with pytest.raises(ConfigError, match="get_megatron_optimizer"):
+        hookpoints.require_megatron()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        ("moe.router:TopKRouter", "_apply_expert_bias"),
+        ("moe.router:TopKRouter", "apply_z_loss"),
+        ("moe.router:TopKRouter", "attach_and_log_load_balancing_loss"),
+        ("moe.router_replay:RouterReplay", "get_replay_topk"),
+        ("models.gpt:GPTModel", "_postprocess"),
+    ],
+)
+def test_a_version_that_renamed_a_method_replaced_on_objects_is_refused(
+    monkeypatch: pytest.MonkeyPatch, owner: str, method: str
+) -> None:
+    """It would run as if it had never been replaced."""
+    module, _, name = owner.partition(":")
+    place = "megatron.core." if module.startswith("models") else "megatron.core.transformer."
+    monkeypatch.delattr(getattr(importlib.import_module(place + module), name), method)
+    with pytest.raises(ConfigError, match=f"{name}.{method}: expected parameters .* found nothing there"):
+        hookpoints.require_megatron()
+
+
+@pytest.mark.parametrize("name", ["router_replay", "expert_bias", "local_tokens_per_expert", "mtp_process"])
+def test_a_version_that_renamed_an_attribute_set_on_objects_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def renamed(folder: Path) -> SourceTree:
+        def read(path: str) -> str | None:
+            file = folder / path
+            return file.read_text(encoding="utf-8").replace(f"self.{name}", "self.other") if file.is_file() else None
+
+        return SourceTree(read)
+
+    monkeypatch.setattr(hookpoints, "_in_source", {})
+    monkeypatch.setattr(hookpoints.SourceTree, "installed", renamed)
+    with pytest.raises(ConfigError, match=f"[a-zA-Z]+.{name}: nothing there"):
         hookpoints.require_megatron()
 
 
