@@ -127,7 +127,7 @@ def test_the_installed_megatron_has_the_hook_points_that_were_tested() -> None:
 def test_the_sources_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trainer looks when it is made, and whenever it is asked for its status: 0.3 s, when it parsed them anew."""
     hookpoints.hook_mismatches()
-    monkeypatch.setattr(hookpoints.SourceTree, "installed", lambda folder: pytest.fail("the sources are read again"))
+    monkeypatch.setattr(SourceTree, "installed", lambda folder: pytest.fail("the sources are read again"))
     assert hookpoints.engine_status()["hook_mismatches"] == []
 
 
@@ -170,7 +170,7 @@ def test_a_version_that_renamed_an_attribute_set_on_objects_is_refused(
         return SourceTree(read)
 
     monkeypatch.setattr(hookpoints, "_in_source", {})
-    monkeypatch.setattr(hookpoints.SourceTree, "installed", renamed)
+    monkeypatch.setattr(SourceTree, "installed", renamed)
     with pytest.raises(ConfigError, match=f"[a-zA-Z]+.{name}: nothing there"):
         hookpoints.require_megatron()
 
