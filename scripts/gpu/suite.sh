@@ -133,7 +133,7 @@ tests activation-tiny 180 "native vllm pydantic transformers" tests/vllm/test_ac
 part activation 240 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 8b
 part activation-32b 300 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 32b --rounds 1
 tests mps 90 "pydantic aiohttp" tests/ops/test_mps.py -m gpu
-tests collective 90 "vllm gpus:2" tests/megatron/test_collective_sender.py -m gpu
+tests collective 90 "vllm gpus:2" tests/megatron/test_collective_sender.py tests/megatron/test_stock_sender.py -m gpu
 tests judge 240 "vllm pydantic" tests/rewards/test_streamed_model.py
 
 # The trainer. The tests of one rank take whatever device there is; those of several ranks need a GPU each.

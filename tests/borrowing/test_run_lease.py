@@ -160,7 +160,7 @@ def test_two_jobs_of_one_name_are_two_and_a_resumed_one_shuts_its_former_life_ou
     now = 0.0
     book = LeaseBook("server", clock=lambda: now)
     book.grant("run-001", "/a/metadata", "k1", 10)
-    with pytest.raises(CommandError, match="job run-001 has this GPU, for 10 s more"):
+    with pytest.raises(CommandError, match="job run-001 has this GPU for at least 10 s more"):
         book.grant("run-001", "/b/metadata", "k2", 10)
     with pytest.raises(CommandError, match="another process of this name"):
         book.grant("run-001", "/a/metadata", "k3", 10)

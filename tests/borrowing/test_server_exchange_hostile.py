@@ -51,7 +51,7 @@ LIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_a_device_cannot_be_is_why_its_server_cannot_be_had(lie: dict[str, Any]) -> None:
-    assert "cannot be" in offer_of("url", {"device": lie}, ("run", "")).why
+    assert "impossible device state" in offer_of("url", {"device": lie}, ("run", "")).why
 
 
 def test_claims_that_cannot_be_count_for_nothing_and_there_are_not_too_many() -> None:

@@ -36,7 +36,7 @@ def test_each_process_asks_for_its_class_and_gets_devices_of_its_own() -> None:
         ("job-1/vllm-2", "H20", (1,)),
     ]
     assert [*places] == ["trainer", "vllm-0", "vllm-1", "vllm-2"]
-    with pytest.raises(RetryableError, match="job-2/trainer wants 1 devices of H800"):
+    with pytest.raises(RetryableError, match="job-2/trainer needs 1 devices of H800"):
         pool_requests.place(config, metadata, "job-2")
     manager.close()
     pool_requests.place(config, metadata, "job-2")
@@ -54,7 +54,7 @@ def test_a_run_gets_the_devices_of_a_job_that_died_and_none_of_one_that_lives(mo
     async def main() -> None:
         first, _ = pool_requests.place(config, metadata, "first")
         beating = asyncio.create_task(pool_requests.keep_beating(first, 6.0))
-        with pytest.raises(RetryableError, match="second/trainer wants 1 devices"):
+        with pytest.raises(RetryableError, match="second/trainer needs 1 devices"):
             await pool_requests.place_beside_others(config, metadata, "second", lambda _: None, said.append)
         assert (said, len(first.view().bindings)) == ([], 4)
         beating.cancel()  # it is killed
@@ -159,7 +159,7 @@ def test_a_worker_restarts_in_place_first_and_moves_when_that_failed(monkeypatch
         with pytest.raises(RetryableError, match="no engine"):
             await worker.restart()
         assert placement.moves == 0
-        with pytest.raises(RetryableError, match="no place"):
+        with pytest.raises(RetryableError, match="Ray could not place it"):
             await worker.restart()
         await worker.restart()
         assert (worker.hardware, placement.moves) == ("H20", 2)

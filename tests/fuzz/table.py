@@ -88,12 +88,13 @@ OURS = {
     "orchestrator/transfer/registered_buffers.py": _VERIFIED,
     "orchestrator/transfer/turns/routed_experts.py": "numbers whose count `turn-message` has checked",
     "vllm_rlplugin/judge/judge_profiler.py": "a file that the user made by `profile --judge`",
-    "vllm_rlplugin/worker/inprocess_engine.py": "a model's config.json, which `model-config` has read before",
     "vllm_rlplugin/kv/blocks.py": _VERIFIED,
     "vllm_rlplugin/kv/commands.py": _VERIFIED,
     "vllm_rlplugin/kv/connector.py": _VERIFIED,
     "vllm_rlplugin/kv/mover.py": _VERIFIED,
     "vllm_rlplugin/kvpool/engine/pool_agreement.py": "the ranks of one engine, over gloo",
+    "vllm_rlplugin/weights/stock_receiver.py": "the run's own trainer, over the control channel",
+    "vllm_rlplugin/worker/inprocess_engine.py": "a model's config.json, which `model-config` has read before",
 }
 
 

@@ -212,6 +212,6 @@ def test_an_argument_list_may_say_what_is_so_and_nothing_else_of_it(tmp_path: Pa
             check_trainer(folder, TrainerSection.from_dict({"arguments": wrong}), "float32")
     both = {"arguments": "--overlap-grad-reduce", "megatron": {"overlap_grad_reduce": False}}
     with pytest.raises(
-        ConfigError, match=r"^trainer\.megatron\.overlap_grad_reduce = False: trainer\.arguments says True"
+        ConfigError, match=r"^trainer\.megatron\.overlap_grad_reduce = False: trainer\.arguments sets it to True"
     ):
         check_trainer(folder, TrainerSection.from_dict(both), "float32")

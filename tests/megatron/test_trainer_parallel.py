@@ -262,7 +262,7 @@ def test_what_a_part_streams_is_computed_by_it(ranks: Ranks) -> None:
 
 def test_a_part_that_is_none_of_the_trainers_is_refused(ranks: Ranks) -> None:
     for answer in ranks.pair("dp no such part"):
-        assert answer["error"].startswith("ConfigError: replicas = 2: there are 2, from 0")
+        assert answer["error"].startswith("ConfigError: replicas = 2: must be below 2")
 
 
 RESTORED = {

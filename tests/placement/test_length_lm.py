@@ -183,6 +183,6 @@ def test_a_config_names_it_and_a_wrong_one_is_refused(folder: str, tmp_path: Pat
     frozen = make_predictor(PredictionSection(enabled=True, encoder=folder, encoder_tuned=0), 50.0, 0)
     assert isinstance(frozen, ProgressivePredictor)
     assert '"frozen language model qwen3' in frozen.dump().decode("latin-1")
-    for encoder, in_process, why in ((str(tmp_path), False, "no Hugging Face folder"), (folder, True, "in_process")):
+    for encoder, in_process, why in ((str(tmp_path), False, "not a Hugging Face folder"), (folder, True, "in_process")):
         with pytest.raises(ConfigError, match=why):
             make_predictor(PredictionSection(enabled=True, encoder=encoder, in_process=in_process), 50.0, 0)

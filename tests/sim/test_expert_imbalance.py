@@ -127,9 +127,9 @@ def test_settings_of_experts_that_make_no_sense_are_refused_when_they_are_read(o
         (("sim.expert_parallel=3",), r"sim\.expert_parallel = 3: must divide the 4 devices"),
         (
             ("rollout.workers=2", "sim.degrees=[4, 4]", "sim.expert_parallel=4"),
-            r"expert_parallel = 4: sim\.degrees says",
+            r"expert_parallel = 4: sim\.degrees sets",
         ),
-        (("rollout.planner.enabled=true", "sim.expert_parallel=4"), r"sim\.expert_parallel = 4: rollout\.planner says"),
+        (("rollout.planner.enabled=true", "sim.expert_parallel=4"), r"sim\.expert_parallel = 4: rollout\.planner sets"),
         (
             ("rollout.planner.enabled=true", "rollout.planner.experts=true"),
             r"sim\.tensor_parallel = 4: with rollout\.planner\.experts a worker is one device",
