@@ -62,6 +62,9 @@ class MortalTrainer(Protocol):
     async def stand_up(self) -> bool:
         """Whether it had died since this was last asked; it is back when this returns."""
 
+    async def life(self) -> int:
+        """Which of its lives this is; it is back when this returns."""
+
 
 class WeightSync:
     """One run's. ``limit``: seconds for the collective to deliver a version; None: everything over the relay. ``patience``:
@@ -82,6 +85,8 @@ class WeightSync:
         self._call = call
         self._limit = limit
         self._patience = patience
+        if isinstance(trainer, MortalTrainer):
+            proxy.trainer_life = trainer.life
         self._members: tuple[
             tuple[int, int], ...
         ] = ()  # (worker, life) of those that received the last version, all well

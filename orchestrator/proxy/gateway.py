@@ -32,6 +32,7 @@ from typing import Protocol
 from orchestrator.api import (
     CommandError,
     Completion,
+    CoserveError,
     GenerationRequest,
     MachineGone,
     ManagedWorker,
@@ -140,6 +141,9 @@ class LLMProxy:
         self._most_turns = 0  # under way or waiting at once, since :meth:`peak_turns` was asked
         self.version = -1  # none yet
         self.unpublished = -1  # the version that is not on the relay yet, -1: none
+        self.trainer_life: Callable[[], Awaitable[int]] | None = (
+            None  # as WeightSync has it, of a trainer that comes back
+        )
         self.tokens = 0  # generated so far
         self.faults = 0
         for state in self.states:
@@ -635,11 +639,12 @@ class LLMProxy:
             self.dispatch()
 
     async def bring_up(self, state: WorkerState) -> None:
-        """Restart a worker, and give it the present weights. Raises PartLost when the relay has them no more: only the trainer of
-        another life publishes them again."""
+        """Restart a worker, and give it the present weights: once more for each life of a trainer that may have been away, and
+        their memory with it. Raises PartLost when the relay has them no more: only the trainer of another life publishes them
+        again."""
         async with asyncio.timeout(self.limits.restart):
             await state.worker.restart()
-        loaded = state.version = -1
+        loaded = state.version = lived = -1
         while loaded != self.version or self.suspended:
             # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
             if loaded != self.version != self.unpublished:
@@ -648,11 +653,24 @@ class LLMProxy:
                     async with asyncio.timeout(self.limits.update):
                         await state.load(loaded)
                 except RetryableError as error:
+                    if (life := await self._trainer_back(lived)) != lived:
+                        loaded, lived = -1, life
+                        continue
                     if RELAY_EMPTY in str(error) and loaded == self.version:  # no restart of an engine brings it back
                         raise PartLost(f"the relay has lost version {loaded}: {state.worker.name} needs it") from error
                     raise
             else:
                 await asyncio.sleep(0.05)
+
+    async def _trainer_back(self, seen: int) -> int:
+        """Which life the trainer is in, once it is up; ``seen`` where it does not come back within an update's time."""
+        if self.trainer_life is None:
+            return seen
+        try:
+            async with asyncio.timeout(self.limits.update):
+                return await self.trainer_life()
+        except (CoserveError, TimeoutError):  # the loop hears of it from its own calls
+            return seen
 
     def distrust(self, index: int, why: str) -> None:
         """Bring a worker up anew, like one that died."""

@@ -159,6 +159,11 @@ class RevivedTrainer(Generic[Kind]):
         seen, self._seen = self._seen, self._life
         return seen != self._life
 
+    async def life(self) -> int:
+        """See :class:`orchestrator.weight_sync.MortalTrainer`."""
+        await self._lived(lambda trainer: trainer.pids())
+        return self._life
+
     async def close(self) -> None:
         """See the port."""
         await self._trainer.close()

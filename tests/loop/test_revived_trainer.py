@@ -249,6 +249,7 @@ def test_who_waits_for_weights_learns_that_they_were_published_again() -> None:
         assert isinstance(run.trainer, MortalTrainer)
         assert await run.trainer.stand_up()
         assert not await run.trainer.stand_up()
+        assert await run.trainer.life() == 1
         assert [version for version, _ in run.machine.relay] == [0, 0]
 
     asyncio.run(play())

@@ -13,6 +13,7 @@ from orchestrator.api import (
     Completion,
     GenerationRequest,
     PartLost,
+    ProcessDied,
     RetryableError,
     RunError,
     Sampling,
@@ -429,6 +430,42 @@ def test_a_version_that_the_relay_has_lost_ends_this_life_of_the_run_as_no_resta
 
     play([worker], scenario, restarts=2)
     assert worker.restarts == 1
+
+
+@pytest.mark.parametrize(("comes_back", "restarts"), [(True, 1), (False, 2)])
+def test_a_worker_that_comes_up_while_the_trainer_is_away_waits_for_it_and_spends_no_restart(
+    comes_back: bool, restarts: int
+) -> None:
+    worker, published = ScriptedWorker("w", auto=False), [True]
+
+    async def update(version: int) -> UpdateResult:
+        if not published[0]:
+            raise RetryableError(f"w: weights of version {version}: missing: epoch 2 has []")
+        worker.version = version
+        return UpdateResult(version, 0, 0.0)
+
+    async def life() -> int:
+        if not comes_back:
+            raise ProcessDied("the trainer died for good")
+        await asyncio.sleep(0.05)
+        published[0] = True
+        return 1
+
+    worker.update = update  # type: ignore[method-assign]
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        proxy.trainer_life = life
+        await proxy.suspend()
+        await proxy.update(1)
+        await proxy.resume()
+        published[0] = False  # it was in the memory of the trainer, which died
+        proxy.distrust(0, "it died, too")
+        while not (fatal or (worker.restarts and proxy.states[0].usable)):
+            await asyncio.sleep(0.01)
+        assert bool(fatal) is not comes_back
+
+    play([worker], scenario, restarts=2, limits=WorkerLimits(5.0, 5.0, 5.0, 5.0, 20.0, pause=0.0))
+    assert worker.restarts == restarts
 
 
 @pytest.mark.parametrize("where", ["restart", "add", "completions"])
