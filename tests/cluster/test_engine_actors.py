@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -385,6 +389,42 @@ def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_t
     shards.close()
     with pytest.raises(RunError, match="is lost: "):
         NodeObjects(spread=True).refer(to_samples(finished))
+
+
+FILLED = """
+import sys
+from pathlib import Path
+
+from orchestrator.api import Prompt, RunError, Trajectory, Turn
+from orchestrator.runtime.real_run import _start_local_ray
+from orchestrator.runtime.shard_objects import NodeObjects
+from orchestrator.shards.shard_folder import ShardFolder
+from orchestrator.train_samples import to_samples
+
+_start_local_ray(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+folder, tokens = Path(sys.argv[1]), 2_000_000  # 16 MB a shard
+shards, objects, held = ShardFolder(folder / "disk", folder), NodeObjects(spread=True), []
+for number in range(8):
+    turn = Turn((1,), (2,) * tokens, (-0.5,) * tokens, ((4, tokens),))
+    one = Trajectory(f"t{number}", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False)
+    samples = to_samples(shards.finish(one))
+    try:
+        held.append((samples, objects.refer(samples)))
+    except RunError as error:
+        print(len(held), error)
+        break
+shards.close()
+"""
+
+
+def test_a_store_of_ray_that_is_full_on_a_disk_that_is_full_is_an_error_that_names_the_shard(tmp_path: Path) -> None:
+    """Ray's own store of 80 MiB; it takes any disk for full here."""
+    pytest.importorskip("ray")
+    command, full = [sys.executable, "-c", FILLED, str(tmp_path)], {"RAY_local_fs_capacity_threshold": "0.0001"}
+    done = subprocess.run(command, env=os.environ | full, capture_output=True, text=True, timeout=120, check=True)
+    said = next(line for line in done.stdout.splitlines() if "no room" in line)
+    assert int(said.split(" ")[0]) >= 3, "what there is room for is taken"
+    assert re.search(r"Ray's object store has no room for shard \S+\.arrow: Local disk is full", said)
 
 
 @pytest.mark.parametrize(
