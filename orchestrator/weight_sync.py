@@ -42,6 +42,7 @@ from orchestrator.api import (
 from orchestrator.events import EventLog
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import STORE_AWAY, WorkerState
+from orchestrator.transfer.announcement import STOCK_BACKEND
 
 _PAUSE_FIRST, _PAUSE_LIMIT = 1.0, 15.0  # seconds between tries to publish; leases of Mooncake end after 5
 # seconds for the first version of a run: what cannot be published then is a mistake, not an outage
@@ -94,6 +95,7 @@ class WeightSync:
         self._receiving: asyncio.Task[None] | None = None
         self._received: dict[int, tuple[int, str]] = {}  # worker -> (its life, content)
         self._content = ""  # of the version that was published last
+        self._digested = True  # what was received was; not so by vLLM's own engines
         self.waiting_for = ""
 
     async def begin_publishing(self, step: int, version: int) -> None:
@@ -151,7 +153,7 @@ class WeightSync:
         proxy = self._proxy
         self._forget_restarted()
         for index, (_, content) in self._received.items():
-            if content and self._content and content != self._content:
+            if self._digested and self._content and content != self._content:
                 why = f"received weights of version {version} are not those of the relay: {content}, {self._content}"
                 proxy.distrust(index, why)
         self._received = {}
@@ -249,6 +251,7 @@ class WeightSync:
         self._members = ()
         try:
             meetings: tuple[Meeting, ...] = await self._call("send", sending)
+            self._digested = any(meeting.backend != STOCK_BACKEND for meeting in meetings)
         except RetryableError as error:
             self._proxy.note_fault("send", str(error))
             return

@@ -21,6 +21,7 @@ import logging
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -89,7 +90,7 @@ def sender_of(chunks: Sequence[Any], device: torch.device) -> CollectiveSender:
     )
 
 
-class WeightSender(Generic[Group]):
+class WeightSender(ABC, Generic[Group]):
     """One rank's, whatever it sends and how. Its methods are for one thread."""
 
     def __init__(self) -> None:
@@ -141,13 +142,13 @@ class WeightSender(Generic[Group]):
         if group is not None:
             group.close()
 
+    @abstractmethod
     def _open_group(self, receivers: int, host: str, number: int, limit: float) -> Group:
         """Raises ConfigError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _transmit(self, group: Group, version: int, deadline: float) -> None:
         """All of a version, to a group that is complete. Raises anything."""
-        raise NotImplementedError
 
     def _send(self, group: Group, version: int, deadline: float) -> None:
         started = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from orchestrator.sim.run_audit import RunAudit
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 from orchestrator.sim.twins import SimTrainer
+from orchestrator.transfer.announcement import STOCK_BACKEND
 from orchestrator.weight_sync import WeightSync
 from scripts.bench.virtual_run import run
 
@@ -289,23 +291,28 @@ def test_a_worker_that_received_other_weights_than_the_relay_has_is_brought_up_a
     run(main())
 
 
-def test_a_version_whose_content_no_sender_said_is_compared_with_nothing() -> None:
-    """As by vLLM's own engines, which have no digests."""
+@pytest.mark.parametrize("backend", [STOCK_BACKEND, "gloo"])
+def test_a_version_whose_content_was_not_said_is_believed_of_vllms_own_engines_alone(backend: str) -> None:
+    """They send no digests."""
 
     async def main() -> None:
         rig = Rig(config("rollout.weights=nccl"), 2)
-        stock = rig.workers[0].receive
+        stock, send = rig.workers[0].receive, rig.trainer.send
+
+        async def met(*given: Any) -> tuple[Meeting, ...]:
+            return tuple(replace(meeting, backend=backend) for meeting in await send(*given))
 
         async def unsaid(version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
             await stock(version, meetings, place, limit)
             return ""
 
         rig.workers[0].receive = unsaid  # type: ignore[method-assign]
+        rig.trainer.send = met  # type: ignore[method-assign]
         for version in (0, 1):
             await rig.deliver(version)
         await asyncio.sleep(RESTART_SECONDS + UPDATE + 1)
-        assert [event["workers"] for event in rig.seen("collective")] == [2, 2]
-        assert rig.seen("fault") == []
+        assert rig.seen("collective")[0]["workers"] == 2
+        assert bool(rig.seen("fault")) is (backend == "gloo")
         assert await rig.held() == [1, 1]
         await rig.close()
 
