@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from, vocabulary_from
+from megatron_rlplugin.hookpoints import require_megatron
 from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult, without_nan_check
 from megatron_rlplugin.stream.rank_agreement import agree_on_step, counts_in_step
 from megatron_rlplugin.stream.stock_schedule import feed_size, part_size
@@ -181,9 +182,10 @@ def wrap(model: Sequence[Any], optimizer: Any, args: argparse.Namespace, convert
 
     ``model``: this rank's DDP chunks, as a list. ``args``: of a parser that went through ``add_rl_args``. All ranks call
     it. ``converter``: who names the weights that are published, for a family that we do not know: an ``AutoBridge`` of
-    Megatron-Bridge, or what has its ``export_hf_weights``. Raises ConfigError for wrong flags, and for a model or optimizer
-    that cannot be streamed.
+    Megatron-Bridge, or what has its ``export_hf_weights``. Raises ConfigError for a Megatron-Core that was not tested, for
+    wrong flags, and for a model or optimizer that cannot be streamed.
     """
+    require_megatron()
     return RLTraining(model, optimizer, args, converter)
 
 

@@ -172,7 +172,7 @@ class Pipeline:
         self._saved = parts.events.time()  # when the last checkpoint was begun
         self._saved_step = position.step  # the steps in it
         self._handed_over: Sequence[Taken] = ()  # to the trainer, whose step has not begun
-        self._occupancy = Occupancy(parts.gpus)
+        self._occupancy = Occupancy()
         self._watch = watch
         self._exhausted = False  # too few groups teach anything: the run ends
 
@@ -624,7 +624,9 @@ class Pipeline:
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
             self._note_store()
-            self._occupancy.sample(self.rollout.in_flight, self.rollout.proxy.loads())
+            gpus = self.parts.gpus
+            used = await asyncio.to_thread(gpus) if gpus is not None and self.rollout.in_flight else ()
+            self._occupancy.sample(self.rollout.in_flight, self.rollout.proxy.loads(), used)
             if not self.parts.display.watched:
                 continue
             self.parts.display.waiting(self.waiting_for)

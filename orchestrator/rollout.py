@@ -331,7 +331,11 @@ class Rollout:
         self.lockstep.enter(trajectory_id)
 
         def done(task: asyncio.Task[None]) -> None:
-            self._member_done(trajectory_id, task)
+            try:
+                self._member_done(trajectory_id, task)
+            except Exception as error:  # noqa: BLE001  the loop would only write it down, and the run wait for ever
+                at = f"the end of trajectory {trajectory_id}"
+                self.fail(error if isinstance(error, RunError) else RunError(f"{at}: {error!r}"))
 
         member.add_done_callback(done)
 

@@ -19,18 +19,17 @@ Gpus = Callable[[], Sequence[float]]
 
 
 class Occupancy:
-    """Totals since the last :meth:`take`. ``gpus``: each GPU's utilisation now, 0 to 1, where there are any."""
+    """Totals since the last :meth:`take`."""
 
-    def __init__(self, gpus: Gpus | None = None) -> None:
-        self._gpus = gpus
+    def __init__(self) -> None:
         self._totals: Counter[str] = Counter()
         self._gpu = 0.0  # summed over its samples
 
-    def sample(self, in_flight: int, loads: Sequence[int]) -> None:
-        """``in_flight``: trajectories not scored yet; ``loads``: requests at each usable worker."""
+    def sample(self, in_flight: int, loads: Sequence[int], used: Sequence[float] = ()) -> None:
+        """``in_flight``: trajectories not scored yet; ``loads``: requests at each usable worker; ``used``: each GPU's
+        utilisation now, 0 to 1, where there are any."""
         if not in_flight:
             return
-        used = self._gpus() if self._gpus is not None else ()
         self._gpu += sum(used)
         self._totals.update(
             samples=1,
@@ -60,7 +59,8 @@ class Occupancy:
 
 
 def nvml() -> Gpus | None:
-    """Reads the utilisation of this machine's GPUs through NVML; None without pynvml, a driver or a GPU."""
+    """Reads the utilisation of this machine's GPUs through NVML, from a thread: a driver in trouble takes its time to answer.
+    None without pynvml, a driver or a GPU."""
     try:
         library = start_nvml()
     except NvmlUnavailable:

@@ -54,7 +54,13 @@ MAY_END_A_RUN = {
     "rewards/ray_serve.py": {"url", "start", "stop"},
     "rewards/reward_client.py": {"call_reward"},  # a refused token, or an address without a function
     "sandbox/workspace.py": {"check_fresh"},  # an episode of coding that does not begin with the task's files
-    "rollout.py": {"_next_prompt", "_member_done", "_note_failure"},  # no prompts; our own defect; nothing ends well
+    "rollout.py": {
+        "_next_prompt",
+        "_start_member",
+        "done",
+        "_member_done",
+        "_note_failure",
+    },  # no prompts; our own defect; nothing ends well
 }
 
 
@@ -235,3 +241,19 @@ def test_whatever_an_agents_start_raises_costs_one_trajectory(tmp_path: Path, mo
         return causes
 
     assert len(asyncio.run(scenario())) == len(wrong)
+
+
+def test_a_defect_where_a_trajectory_ends_ends_the_run_and_does_not_let_it_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio only writes down what a done-callback raises."""
+
+    def untrained(self: rollout.Rollout, trajectory: Any, state: str, cause: str) -> None:
+        raise KeyError("a defect of ours")
+
+    async def step(self: SimEnvironment, action: Any) -> Any:
+        raise TrajectoryError("strange", "x")
+
+    monkeypatch.setattr(rollout.Rollout, "_untrained", untrained)
+    monkeypatch.setattr(SimEnvironment, "step", step)
+    assert any("the end of trajectory " in line and "a defect of ours" in line for line in run().violations)

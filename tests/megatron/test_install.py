@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import (  # noqa: E402
     cpu,
+    hookpoints,
     model,
     parallel_layout,
     tiny_model,
@@ -340,6 +341,7 @@ def test_without_streaming_a_replica_needs_a_micro_batch(built: learner.Learner)
 # Two replicas that share experts; rank 1 has a micro-batch less, then as many.
 IN_STEP = """
 import json, sys, torch
+from megatron_rlplugin import hookpoints
 from megatron_rlplugin.install import wrap
 from megatron_rlplugin.trainer.learner import Learner, Rendezvous
 from orchestrator.api import ConfigError
@@ -381,6 +383,7 @@ def test_replicas_that_share_experts_and_have_different_counts_are_told_and_do_n
 # Two replicas, of which Megatron overlaps something with the passes, or nothing; steps with different numbers of micro-batches.
 OVERLAPPED = """
 import hashlib, json, sys
+from megatron_rlplugin import hookpoints
 from megatron_rlplugin.install import wrap
 from megatron_rlplugin.megatron_options import sort_options
 from megatron_rlplugin.trainer.learner import Learner, Rendezvous
@@ -549,3 +552,11 @@ def test_a_stock_training_step_fills_a_pipeline_several_times_a_feed(
     schedule = stock_schedule.streamed_schedule(lambda **_: pytest.fail("the stock function has this step"))
     assert schedule(model=built.chunks, num_microbatches=total) == fed
     assert parts == fed
+
+
+def test_a_megatron_whose_interfaces_moved_is_refused_before_anything_of_it_is_touched(
+    built: learner.Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(hookpoints.HOOK_POINTS, "megatron.core.optimizer:get_megatron_optimizer", ("config", "gone"))
+    with pytest.raises(ConfigError, match="get_megatron_optimizer"):
+        wrap(built.chunks, built.optimizer, parse())

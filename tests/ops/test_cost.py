@@ -73,10 +73,9 @@ def test_more_environments_are_suggested_only_where_they_are_the_bottleneck_and_
 
 
 def test_moments_without_a_trajectory_in_flight_say_nothing_about_environments() -> None:
-    occupancy = Occupancy(lambda: [0.5, 1.0])
-    occupancy.sample(4, [2, 0])
-    occupancy.sample(0, [0, 0])
-    occupancy.sample(2, [1, 1])
+    occupancy = Occupancy()
+    for in_flight, loads in ((4, [2, 0]), (0, [0, 0]), (2, [1, 1])):
+        occupancy.sample(in_flight, loads, [0.5, 1.0])
     found = occupancy.take(())
     assert (found["samples"], found["in_flight"], found["busy"], found["usable"], found["requests"]) == (2, 6, 3, 4, 4)
     assert (found["gpu"], found["gpu_samples"]) == (3.0, 4)
