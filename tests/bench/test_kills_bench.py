@@ -94,6 +94,28 @@ def test_who_outlives_its_run_is_found_by_its_mark_and_as_a_descendant(
         assert len(run.leftovers(wait=True)[0]["left"]) == 2
 
 
+def test_a_run_that_is_killed_after_its_end_has_completed_and_none_other(tmp_path: Path) -> None:
+    """Its ``--resume`` is refused: the bench would wait for its next step in vain."""
+    run = FaultRun(tmp_path, TWINS, Path(), (), {})
+    run.path.mkdir()
+    assert not run.completed
+
+    def last(kind: str, status: str = "completed") -> None:
+        run.log.write_text(
+            json.dumps({"kind": "run_start"}) + "\n" + json.dumps({"kind": kind, "status": status}) + "\n"
+        )
+
+    run.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    last("run_end")
+    assert not run.completed, "it is still there"
+    run.end()
+    assert run.completed
+    last("step")
+    assert not run.completed
+    last("run_end", "failed")
+    assert not run.completed
+
+
 def rows(outcome: str = "continued", real: int = LEAST_REAL, count: int = LEAST) -> list[dict[str, Any]]:
     common = {"outcome": outcome, "seconds": 2.0, "run": "run-001"}
     kinds = list(EVENTS)

@@ -83,11 +83,20 @@ class FaultRun:
         """Whether there is no process."""
         return self.process is None or self.process.poll() is not None
 
+    @property
+    def completed(self) -> bool:
+        """Whether it ended and was complete; one that was killed while it tidied up has said so, too."""
+        code = None if self.process is None else self.process.poll()
+        if code == 0 or not self.ended:
+            return code == 0
+        last = self.events()[-1:] if code in (None, -signal.SIGKILL) else []
+        return any(event["kind"] == "run_end" and event["status"] == "completed" for event in last)
+
     def up(self) -> None:
         """A run that continues: the one there is, or one that is started or resumed."""
         if not self.ended:
             return
-        if self.process is not None and self.process.poll() == 0:
+        if self.completed:
             self.note_end()
         ended = {end["run"] for end in self.ends()}
         if (self.path / "config.json").exists() and self.path.name not in ended:

@@ -295,7 +295,7 @@ class Kills:
         row["outcome"] = "continued"
         try:
             if not one.step_after(known, moment):
-                if one.process is not None and one.process.poll() == 0:
+                if one.completed:
                     return  # it completed before this could be seen: again, with another run
                 row |= {"outcome": "resumed", "error": self._ended(one)}
                 one.up()
@@ -327,7 +327,7 @@ class Kills:
             try:
                 one.up()
                 known = len(one.events())
-                if one.step_after(known, 0.0) or one.process is None or one.process.poll() == 0:
+                if one.step_after(known, 0.0) or one.completed:
                     if not one.ended:
                         return
                     continue  # it completed: another one is started
@@ -357,7 +357,7 @@ class Kills:
         surprise = {"setting": one.setting.name, "run": one.path.name, "kind": kind, "what": str(error)[:500]}
         self._note(self._surprises_file, surprise)
         print(f"surprise: {surprise}", file=sys.stderr, flush=True)
-        if one.process is not None and one.process.poll() != 0:
+        if not one.completed:
             one.end()
 
     @staticmethod
