@@ -526,7 +526,7 @@ def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastPa
             raise ConfigError("rollout.placement.speeds", name, fix)
     rates = given.rates
     if rates is None and (rollout.placement.profile or rollout.placement.degrees.enabled):
-        rates = rates_of_workers(proxy.states, rates_of_degree(rollout))
+        rates = rates_of_workers(proxy.states, rates_of_degree(rollout), rollout.engine.ranks)
     mover = GapMover(proxy.kv, proxy.states, proxy.router) if rollout.kv_transfer.enabled else None
     rates = rates or rates_by_name(rollout.placement, proxy.states, partial(_slots_of, rollout))
     placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.longest_context)

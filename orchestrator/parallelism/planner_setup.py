@@ -96,9 +96,9 @@ def check_placement_profile(rollout: RolloutSection, degrees: Sequence[int] = ()
     engines that are never cut anew), or that of a borrowed server, before one of them comes."""
     if not rollout.placement.enabled or (profile := read_profile(rollout.placement.profile, PLACED)) is None:
         return
-    given = rollout.disaggregation.degrees
-    fixed = () if rollout.reshapes else {given.get(f"vllm-{index}", 1) for index in range(rollout.workers)}
-    for degree in sorted({*(degrees or fixed), *([1] if rollout.borrowed.exchanged else [])}):
+    given, usual = rollout.disaggregation.degrees, rollout.engine.ranks
+    fixed = () if rollout.reshapes else {given.get(f"vllm-{index}", usual) for index in range(rollout.workers)}
+    for degree in sorted({*(degrees or fixed), *([usual] if rollout.borrows else [])}):
         profiled_rates(profile, rollout.engine.max_num_seqs, degree)
 
 
@@ -127,6 +127,6 @@ def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
     return rates
 
 
-def rates_of_workers(states: Sequence[WorkerState], rates: RatesOfDegree) -> RatesOf:
-    """What placement is told of workers whose degrees change."""
-    return lambda worker: rates(max(1, ranks_of(states[worker])))
+def rates_of_workers(states: Sequence[WorkerState], rates: RatesOfDegree, usual: int = 1) -> RatesOf:
+    """What placement is told of workers by their degrees, which may change. ``usual``: the degree of a server, which nobody says."""
+    return lambda worker: rates(ranks_of(states[worker]) or usual)
