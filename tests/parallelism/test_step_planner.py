@@ -344,6 +344,28 @@ def test_preemptions_for_those_that_outrank_are_no_lack_of_memory(monkeypatch: p
     assert not events_of(result, "reshape")
 
 
+class Server(Resizable):
+    """Somebody else's, whose neighbours take its memory."""
+
+    url = "http://127.0.0.1:1"
+
+    async def stats(self) -> WorkerStats:
+        return replace(await super().stats(), preemptions=5000, expert_imbalance=9.0)
+
+
+def test_preemptions_in_servers_do_not_count_as_nobody_cuts_them() -> None:
+    async def main() -> None:
+        rig = Rig(2)
+        rig.workers[1].__class__ = Server
+        rig.proxy.states[1].have_worker(rig.workers[1])
+        await rig.start()
+        planner = StepPlanner(ParallelismPlanner(2, [EngineLayout(1)]), rig.resizing, EventLog(rig.sink, lambda: 0.0))
+        assert await planner._counted() == (0, 1.0)
+        await rig.check()
+
+    run(main())
+
+
 def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_path: Path) -> None:
     """The proxy is a stand-in: what is told is how long requests took."""
 
