@@ -25,10 +25,14 @@ PLACED = "rollout.placement.profile"
 
 
 def make_planner(
-    rollout: RolloutSection, task: Task, heads: int = 0, profile: EngineProfile | None = None
+    rollout: RolloutSection,
+    task: Task,
+    heads: int = 0,
+    profile: EngineProfile | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> ParallelismPlanner:
-    """The planner of a run, at the layout that it begins with. ``profile``: where the config names none. Raises ConfigError for
-    one that cannot be read."""
+    """The planner of a run, at the layout that it begins with: that of its checkpoint when it continues (``kept``). ``profile``:
+    where the config names none. Raises ConfigError for one that cannot be read."""
     settings, devices = rollout.planner, rollout.workers
     profile = read_profile(settings.profile, "rollout.planner.profile") or profile
     layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp, experts=settings.experts)
@@ -40,8 +44,9 @@ def make_planner(
         calm_steps=settings.calm_steps,
         divergence=settings.divergence,
     )
-    expected = settings.expected_tokens or task.max_response_tokens
-    planner.choose_first([expected] * rollout.environments, task.max_context_tokens // 2)
+    if kept is None or not planner.restore(kept):
+        expected = settings.expected_tokens or task.max_response_tokens
+        planner.choose_first([expected] * rollout.environments, task.max_context_tokens // 2)
     check_placement_profile(rollout, [layout.tp for layout in planner.candidates])
     return planner
 

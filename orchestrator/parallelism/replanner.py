@@ -208,8 +208,8 @@ class StepPlanner:
             self._planner.confirm_change(cut.engines, done.seconds)
         return {"ep": done.ep}
 
-    def state(self) -> None:
-        """See the protocol."""
+    def state(self) -> dict[str, Any]:
+        return self._planner.state()
 
     async def _counted(self) -> tuple[int, float]:
         """Preemptions for lack of memory since the last look, where a worker that was started anew begins at 0; the workers' mean

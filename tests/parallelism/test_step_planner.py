@@ -24,7 +24,8 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.report_page import write_report
-from orchestrator.parallelism.replanner import Replanner, StepPlanner
+from orchestrator.parallelism.planner_setup import make_planner
+from orchestrator.parallelism.replanner import Cut, Replanner, StepPlanner
 from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.gateway import LLMProxy
@@ -35,6 +36,7 @@ from orchestrator.sim import resizable_worker as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from orchestrator.sim.twins import SimTask
 from scripts.bench.virtual_run import run
 from tests.support import colocation_twins as twins
 from tests.support.engines import rollout_worker
@@ -351,6 +353,25 @@ class Server(Resizable):
 
     async def stats(self) -> WorkerStats:
         return replace(await super().stats(), preemptions=5000, expert_imbalance=9.0)
+
+
+def test_a_resumed_run_begins_with_the_engines_of_its_checkpoint() -> None:
+    """Not with those that it began with: it would fill its memory and grow again, a restart of all engines each time."""
+    config = Config.model_validate({"rollout": {"workers": 4, "planner": {"enabled": True}}})
+
+    async def main() -> dict[str, Any] | None:
+        rig = Rig()
+        await rig.start()
+        planner = make_planner(config.rollout, SimTask(config))
+        rule = StepPlanner(planner, rig.resizing, EventLog(rig.sink, lambda: 0.0))
+        rule.note_change(Cut(EngineLayout(2), ""), await rig.resizing.reshape(EngineLayout(2)))
+        await rig.check()
+        return Replanner(rule, rig.resizing, EventLog(rig.sink, lambda: 0.0), 9).state()
+
+    kept = run(main())
+    assert kept == {"degrees": [2, 2], "cost": pytest.approx(1.0, abs=0.5), "measured": True}
+    assert make_planner(config.rollout, SimTask(config), kept=kept).layout.tp == 2
+    assert make_planner(config.rollout, SimTask(config), heads=3, kept=kept).layout.tp == 1, "no longer possible"
 
 
 def test_preemptions_in_servers_do_not_count_as_nobody_cuts_them() -> None:
