@@ -25,7 +25,12 @@ from orchestrator.api import ConfigError
 from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
-from orchestrator.policies.prediction.length_predictor import LengthOutcome, LengthPredictor, ProgressivePredictor
+from orchestrator.policies.prediction.length_predictor import (
+    HistoryPredictor,
+    LengthOutcome,
+    LengthPredictor,
+    ProgressivePredictor,
+)
 
 SAVE_EVERY = 256  # trajectories
 LINE_LIMIT = 16 << 20  # bytes: an outcome of very many turns
@@ -90,7 +95,7 @@ class Service:
     def save(self) -> None:
         """Where there is a file, and something to save."""
         self._unsaved = 0
-        if self._state is not None and isinstance(self.policy, ProgressivePredictor):
+        if self._state is not None and isinstance(self.policy, ProgressivePredictor | HistoryPredictor):
             aside = self._state.with_suffix(".part")
             aside.write_bytes(self.policy.dump())
             aside.replace(self._state)

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api import GenerationRequest, Prompt, RetryableError, RunError, Sampling
+from orchestrator.api import ConfigError, GenerationRequest, Prompt, RetryableError, RunError, Sampling
 from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.placement.predictor_service import SAVE_EVERY, Service
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
-from orchestrator.policies.prediction.length_predictor import LengthOutcome, ProgressivePredictor
+from orchestrator.policies.prediction.length_predictor import HistoryPredictor, LengthOutcome, ProgressivePredictor
 
 PROMPT = Prompt("p", "made-up", 0, "")
 SETTINGS = PredictionSection(enabled=True, patience=20.0)
@@ -211,3 +212,27 @@ def test_lessons_that_a_slow_predictor_has_no_time_for_are_left_out_the_oldest_f
         assert "4 trajectories are not learned from" in capsys.readouterr().err
 
     asyncio.run(scenario())
+
+
+def test_a_history_is_kept_over_a_restart_and_begins_another_run(tmp_path: Path) -> None:
+    state, one = tmp_path / "predictor.npz", outcome(3)
+
+    def made(start: str) -> HistoryPredictor:
+        settings = PredictionSection(enabled=True, predictor="history", start=start)
+        found = make_predictor(settings, 50.0, 5)
+        assert isinstance(found, HistoryPredictor)
+        return found
+
+    service = Service(made(""), state)
+    for number in range(8):
+        service.policy.learn(outcome(number))
+    service.save()
+    again = made(str(state))
+    assert again.forecast(one.before[0]) == service.policy.forecast(one.before[0])
+    assert again.forecast(one.before[0]).source == "prompt"
+    state.write_bytes(ProgressivePredictor(50.0, seed=5).dump())
+    with pytest.raises(ConfigError, match="of another kind"):
+        made(str(state))
+    state.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        made(str(state))

@@ -30,7 +30,7 @@ import struct
 import zipfile
 import zlib
 from array import array as packed
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -163,6 +163,20 @@ class FinishedStatistics:
         tokens, turns, source = self.of_task(task, 0)
         mean, number = self.of_prompt(task, prompt, 0)
         return (mean, turns, "prompt") if number else (tokens, turns, source)
+
+    def state(self) -> dict[str, Any]:
+        """For a file; JSON."""
+        return {"prompts": {key: [*map(list, members)] for key, members in self.prompts.items()}, "tasks": self.tasks}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state`. Raises what another object's does, with nothing changed."""
+        prompts = {str(key): [packed("q", said) for said in members] for key, members in state["prompts"].items()}
+        tasks = {
+            str(task): [[float(number), float(tokens), float(turns)] for number, tokens, turns in rows]
+            for task, rows in state["tasks"].items()
+        }
+        self.prompts, self.tasks = prompts, tasks
+        self.responses = sum(len(said) for members in prompts.values() for said in members)
 
     def features_of(self, progress: TrajectoryProgress) -> HistoryFeatures:
         """For the feature vector: the prompt's mean is shrunk towards the task's while there are few."""
@@ -370,8 +384,7 @@ class ProgressivePredictor:
             "seed": self._seed,
             "prompt_only": self._prompt_only,
             "encoder": self._encoder.kind,
-            "prompts": {key: [*map(list, members)] for key, members in self.memory.prompts.items()},
-            "tasks": self.memory.tasks,
+            **self.memory.state(),
             "residuals": [list(values) for values in self._conformal.residuals],
             "sorted": [values.tolist() for values in self._conformal.sorted],
             "tails": self._conformal.tails.tolist(),
@@ -401,8 +414,8 @@ class ProgressivePredictor:
             if wrong or shapes or not all(np.isfinite(array).all() for array in arrays.values()):
                 raise ValueError(f"of another kind: {', '.join(wrong) or 'shapes or values of its arrays'}")
             version, new, most = int(meta["version"]), int(meta["new"]), float(meta["most"])
-            prompts = {key: [packed("q", said) for said in members] for key, members in meta["prompts"].items()}
-            tasks = dict(meta["tasks"])
+            memory = FinishedStatistics(0.0)
+            memory.restore(meta)
             residuals = [[float(value) for value in values] for values in meta["residuals"]]
             ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
             tails = np.array(meta.get("tails", self._conformal.tails), dtype=np.float64)  # files of before have none
@@ -424,8 +437,7 @@ class ProgressivePredictor:
         for name, array in arrays.items():
             setattr(*owners[name], array)
         self.version, self._new, self._most = version, new, most
-        self.memory.prompts, self.memory.tasks = prompts, tasks
-        self.memory.responses = sum(len(said) for members in prompts.values() for said in members)
+        self.memory.prompts, self.memory.tasks, self.memory.responses = memory.prompts, memory.tasks, memory.responses
         for kind, values in enumerate(residuals):
             self._conformal.residuals[kind].clear()
             self._conformal.residuals[kind].extend(values)
@@ -436,6 +448,8 @@ class ProgressivePredictor:
 class HistoryPredictor:
     """The mean of the prompt's finished trajectories, else the task's (He et al., Qin et al., in Heddle 7.2), minus what was
     already generated."""
+
+    format = "rl-coserve length history"
 
     def __init__(self, prior_tokens: float) -> None:
         self.memory = FinishedStatistics(prior_tokens)
@@ -449,6 +463,23 @@ class HistoryPredictor:
         if outcome.said and outcome.complete:
             first = outcome.before[0]
             self.memory.add_trajectory(first.task, first.prompt, outcome.said, _logs(outcome.said))
+
+    def dump(self) -> bytes:
+        """The whole state, as a NumPy archive."""
+        meta = np.frombuffer(json.dumps({"format": self.format, **self.memory.state()}).encode(), dtype=np.uint8)
+        file = io.BytesIO()
+        np.savez(file, meta=meta)
+        return file.getvalue()
+
+    def load(self, data: bytes) -> None:
+        """Continue from the result of :meth:`dump`. Raises ValueError for anything else, with nothing changed."""
+        try:
+            meta = json.loads(read_arrays(data)["meta"].tobytes())
+            if meta["format"] != self.format:
+                raise ValueError(f"of another kind: {meta['format']!r:.60}")
+            self.memory.restore(meta)
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"is no saved length predictor: {error!r}") from error
 
 
 def is_usable(forecast: LengthForecast) -> bool:
