@@ -133,5 +133,5 @@ def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
 
 
 def rates_of_workers(states: Sequence[WorkerState], rates: RatesOfDegree, usual: int = 1) -> RatesOf:
-    """What placement is told of workers by their degrees, which may change. ``usual``: the degree of a server, which nobody says."""
+    """What placement is told of workers by their degrees, which may change. ``usual``: of a server, whose degree nobody says."""
     return lambda worker: rates(ranks_of(states[worker]) or usual)

@@ -49,7 +49,9 @@ def engine_caps(settings: RolloutSection, borrows: bool, profile: EngineProfile 
         try:
             turns = saturating_turns(profile, EngineLayout(group.ranks), settings.longest_context)
         except KeyError as error:
-            fix = f"lacks the run's engines with {group.ranks} devices ({error}): measure them with `rl-coserve profile`"
+            fix = (
+                f"lacks the run's engines with {group.ranks} devices ({error}): measure them with `rl-coserve profile`"
+            )
             raise ConfigError("rollout.routing.profile", routing.profile, fix) from error
         return min(turns, group.max_num_seqs)
 

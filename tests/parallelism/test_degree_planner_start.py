@@ -165,7 +165,7 @@ def test_a_placement_profile_is_asked_for_the_degree_that_fixed_engines_have(tmp
     for phase in ("prefill", "decode"):
         one.add(ProfilePoint(phase, EngineLayout(1), 1, 16, 0.01))
     one.save()
-    with pytest.raises(ConfigError, match="TP 4.*the profile has only TP 1"):
+    with pytest.raises(ConfigError, match=r"TP 4.*the profile has only TP 1"):
         engine_cuts.check(config(*fixed, f'rollout.placement.profile="{tmp_path / "one.json"}"'))
 
 

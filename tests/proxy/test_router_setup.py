@@ -51,7 +51,9 @@ def test_a_wide_engine_may_have_more_turns_than_a_narrow_one_beside_it() -> None
     groups = "rollout.engines=[{count=2, max_num_seqs=64}, {count=1, tensor_parallel_size=4, max_num_seqs=48}]"
     settings = load_config(None, ["rollout.workers=3", groups]).rollout
     caps = router_setup.engine_caps(settings, True)
-    assert [caps(f"vllm-{number}") for number in range(5)] == [16, 16, 48, 16, 48], "16 a device, what it computes at most"
+    assert [caps(f"vllm-{number}") for number in range(5)] == [16, 16, 48, 16, 48], (
+        "16 a device, what it computes at most"
+    )
     names = ("vllm-0", "vllm-1", "vllm-2", "http://127.0.0.1:1")
     routing = router_setup.with_caps(settings, True)
     router = router_setup.planned_router(routing, names, ("",) * 4, (False, False, False, True), caps=caps)

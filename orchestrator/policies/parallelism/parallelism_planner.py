@@ -164,7 +164,7 @@ class ParallelismPlanner:
         return {"degrees": engines, "cost": self._cost or 0.0, "measured": self._cost is not None}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Before anything starts: continue with the result of :meth:`state`, instead of :meth:`choose_first`. False: engines of so
+        """Before anything starts: continue with the result of :meth:`state`, not with :meth:`choose_first`. False: engines of so
         many devices are no longer possible, and nothing was changed."""
         known = [layout for layout in self.candidates if [layout.tp] * (self._devices // layout.tp) == state["degrees"]]
         if not known:
