@@ -369,7 +369,7 @@ def test_a_resumed_run_begins_with_the_engines_of_its_checkpoint() -> None:
         return Replanner(rule, rig.resizing, EventLog(rig.sink, lambda: 0.0), 9).state()
 
     kept = run(main())
-    assert kept == {"degrees": [2, 2], "cost": pytest.approx(1.0, abs=0.5), "measured": True}
+    assert kept == {"degrees": [2, 2], "experts": 1, "cost": pytest.approx(1.0, abs=0.5), "measured": True}
     assert make_planner(config.rollout, SimTask(config), kept=kept).layout.tp == 2
     assert make_planner(config.rollout, SimTask(config), heads=3, kept=kept).layout.tp == 1, "no longer possible"
 

@@ -159,14 +159,19 @@ class ParallelismPlanner:
         return self.layout
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run continues with, for JSON: devices of each engine, and what a change costs."""
-        engines = [self.layout.tp] * (self._devices // self.layout.tp)
-        return {"degrees": engines, "cost": self._cost or 0.0, "measured": self._cost is not None}
+        """What a resumed run continues with, for JSON: devices of each engine, how many of them share out whole experts, and what
+        a change costs."""
+        cost = {"cost": self._cost or 0.0, "measured": self._cost is not None}
+        return {"degrees": self._degrees(self.layout), "experts": self.layout.ep, **cost}
+
+    def _degrees(self, layout: EngineLayout) -> list[int]:
+        return [layout.tp] * (self._devices // layout.tp)
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Before anything starts: continue with the result of :meth:`state`, not with :meth:`choose_first`. False: engines of so
         many devices are no longer possible, and nothing was changed."""
-        known = [layout for layout in self.candidates if [layout.tp] * (self._devices // layout.tp) == state["degrees"]]
+        wanted = state["degrees"], state.get("experts", 1)
+        known = [layout for layout in self.candidates if (self._degrees(layout), layout.ep) == wanted]
         if not known:
             return False
         self.layout, self._cost = known[0], float(state["cost"]) if state["measured"] else None
