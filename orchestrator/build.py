@@ -283,7 +283,7 @@ def build_proxy(
     settings = config.rollout
     if settings.reshapes:
         require_resizable(workers, settings.planner.enabled, settings.planner.experts)
-    routing = routing_of(config, borrows or any(isinstance(worker, BorrowedWorker) for worker in workers))
+    borrows = borrows or any(isinstance(worker, BorrowedWorker) for worker in workers)
     proxy = LLMProxy(
         workers,
         events,
@@ -293,7 +293,11 @@ def build_proxy(
         misses=settings.heartbeat_misses,
         current_only=not mode.carries_over,
         router=router_setup.router_of_workers(
-            routing, workers, settings.disaggregation, partial(router_setup.may_come, settings)
+            routing_of(config, borrows),
+            workers,
+            settings.disaggregation,
+            partial(router_setup.may_come, settings),
+            caps_of(config, borrows),
         ),
         kv=kv_moves(settings.kv_transfer, events),
         on_fatal=fail,
@@ -309,6 +313,13 @@ def routing_of(config: Config, borrows: bool) -> RoutingSection:
     settings = config.rollout
     profile = read_profile(settings.routing.profile, "rollout.routing.profile")
     return router_setup.with_caps(settings, borrows or settings.borrows, profile)
+
+
+def caps_of(config: Config, borrows: bool) -> Callable[[str], int]:
+    """The same, of each of its own engines by name: a wide one has more room than a narrow one."""
+    settings = config.rollout
+    profile = read_profile(settings.routing.profile, "rollout.routing.profile")
+    return router_setup.engine_caps(settings, borrows or settings.borrows, profile)
 
 
 def make_filters(settings: FiltersSection) -> FilterChain:
@@ -526,7 +537,7 @@ def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastPa
             raise ConfigError("rollout.placement.speeds", name, fix)
     rates = given.rates
     if rates is None and (rollout.placement.profile or rollout.placement.degrees.enabled):
-        rates = rates_of_workers(proxy.states, rates_of_degree(rollout))
+        rates = rates_of_workers(proxy.states, rates_of_degree(rollout), rollout.engine.ranks)
     mover = GapMover(proxy.kv, proxy.states, proxy.router) if rollout.kv_transfer.enabled else None
     rates = rates or rates_by_name(rollout.placement, proxy.states, partial(_slots_of, rollout))
     placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.longest_context)
@@ -561,7 +572,8 @@ def _helpers(config: Config, parts: Components, rollout: Rollout) -> dict[str, H
     if isinstance(rollout.environments, ShardManagers):
         tell["rewards"] = partial(rollout.environments.share, "rewards")
     if parts.engines is not None:
-        scaling = EngineScaling(parts.engines, members, parts.events, settings.model_copy(update={"routing": routing}))
+        caps = caps_of(config, parts.market is not None)
+        scaling = EngineScaling(parts.engines, members, parts.events, settings, caps)
         found["engines"] = scaling.run
         for group in range(len(settings.engine_groups)):
             name = f"rollout.{group}" if len(settings.engines) > 1 else "rollout"

@@ -313,6 +313,7 @@ def _degrees(data: Any) -> dict[str, Any] | None:
         return None
     return {
         "degrees": [_whole(one) for one in data["degrees"]],
+        **({"experts": _whole(data["experts"])} if "experts" in data else {}),
         "cost": float(data["cost"]),
         "measured": bool(data["measured"]),
     }

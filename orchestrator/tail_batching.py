@@ -379,7 +379,8 @@ class PromptLengths:
             self._history.record_length(prompt, tokens)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; JSON. With lengths of its own (history, forecasts) it grows with the data set, a number a prompt."""
+        """For a checkpoint; JSON. With lengths of its own (history, forecasts) it grows with the data set, a number a prompt, up
+        to :data:`orchestrator.policies.prediction.prompt_lengths.PROMPTS`."""
         history = {} if self._kept is None else self._kept.state()
         return {"history": history, "window": [] if self._long is None else self._long.state()}
 

@@ -49,7 +49,7 @@ class PluginOptions:
         True, "", "a waiting request takes the slot of a running one that it outranks (its prefix stays cached)"
     )
     max_wait: float = _option(
-        30.0, "seconds", "a request that waited longer goes before those that overtook it, so that none starves"
+        300.0, "seconds", "a request that waited longer goes before those that overtook it, so that none starves"
     )
     quantum: int = _option(
         64, "tokens", "tokens that a request which waited too long may generate before it can be preempted"

@@ -173,7 +173,12 @@ class RolloutSide:
             restarts=settings.worker_restarts,
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,
-            router=router_setup.router_of_workers(routing, self._workers, settings.disaggregation),
+            router=router_setup.router_of_workers(
+                routing,
+                self._workers,
+                settings.disaggregation,
+                caps=router_setup.engine_caps(settings, settings.borrows),
+            ),
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=self._fail,
         )

@@ -187,7 +187,8 @@ class StreamTraining:
             await self._news.wait()
             self._news.clear()
             async with self._busy:
-                if self._trigger is not None and not self._trigger.decided and await self._attempt(self._trigger):
+                trigger = self._trigger  # all engines are asked at a milestone only, not whenever a response ends
+                if trigger is not None and trigger.due(self._finished) and await self._attempt(trigger):
                     streaming()
 
     async def give_back(self, version: int) -> None:
@@ -237,8 +238,11 @@ def _context(pending: Pending) -> int:
 
 
 def kv_bytes_per_token(shape: Mapping[str, Any], dtype: str) -> float:
-    """Of a model by its config.json, or by the section ``model``: key and value of every layer."""
+    """Of a model by its config.json, or by the section ``model``: key and value of every layer, or what they are made of
+    (multi-head latent attention)."""
     layers = int(shape.get("num_hidden_layers") or shape["layers"])
+    if latent := shape.get("kv_lora_rank"):
+        return float(layers * (int(latent) + int(shape["qk_rope_head_dim"])) * _BYTES[dtype])
     heads = int(shape.get("num_key_value_heads") or shape["kv_heads"])
     size = int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
     return 2.0 * layers * heads * size * _BYTES[dtype]

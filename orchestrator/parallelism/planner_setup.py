@@ -25,10 +25,14 @@ PLACED = "rollout.placement.profile"
 
 
 def make_planner(
-    rollout: RolloutSection, task: Task, heads: int = 0, profile: EngineProfile | None = None
+    rollout: RolloutSection,
+    task: Task,
+    heads: int = 0,
+    profile: EngineProfile | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> ParallelismPlanner:
-    """The planner of a run, at the layout that it begins with. ``profile``: where the config names none. Raises ConfigError for
-    one that cannot be read."""
+    """The planner of a run, at the layout that it begins with: that of its checkpoint when it continues (``kept``). ``profile``:
+    where the config names none. Raises ConfigError for one that cannot be read."""
     settings, devices = rollout.planner, rollout.workers
     profile = read_profile(settings.profile, "rollout.planner.profile") or profile
     layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp, experts=settings.experts)
@@ -40,8 +44,9 @@ def make_planner(
         calm_steps=settings.calm_steps,
         divergence=settings.divergence,
     )
-    expected = settings.expected_tokens or task.max_response_tokens
-    planner.choose_first([expected] * rollout.environments, task.max_context_tokens // 2)
+    if kept is None or not planner.restore(kept):
+        expected = settings.expected_tokens or task.max_response_tokens
+        planner.choose_first([expected] * rollout.environments, task.max_context_tokens // 2)
     check_placement_profile(rollout, [layout.tp for layout in planner.candidates])
     return planner
 
@@ -96,9 +101,9 @@ def check_placement_profile(rollout: RolloutSection, degrees: Sequence[int] = ()
     engines that are never cut anew), or that of a borrowed server, before one of them comes."""
     if not rollout.placement.enabled or (profile := read_profile(rollout.placement.profile, PLACED)) is None:
         return
-    given = rollout.disaggregation.degrees
-    fixed = () if rollout.reshapes else {given.get(f"vllm-{index}", 1) for index in range(rollout.workers)}
-    for degree in sorted({*(degrees or fixed), *([1] if rollout.borrowed.exchanged else [])}):
+    given, usual = rollout.disaggregation.degrees, rollout.engine.ranks
+    fixed = () if rollout.reshapes else {given.get(f"vllm-{index}", usual) for index in range(rollout.workers)}
+    for degree in sorted({*(degrees or fixed), *([usual] if rollout.borrows else [])}):
         profiled_rates(profile, rollout.engine.max_num_seqs, degree)
 
 
@@ -127,6 +132,6 @@ def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
     return rates
 
 
-def rates_of_workers(states: Sequence[WorkerState], rates: RatesOfDegree) -> RatesOf:
-    """What placement is told of workers whose degrees change."""
-    return lambda worker: rates(max(1, ranks_of(states[worker])))
+def rates_of_workers(states: Sequence[WorkerState], rates: RatesOfDegree, usual: int = 1) -> RatesOf:
+    """What placement is told of workers by their degrees, which may change. ``usual``: of a server, whose degree nobody says."""
+    return lambda worker: rates(ranks_of(states[worker]) or usual)

@@ -208,15 +208,17 @@ class StepPlanner:
             self._planner.confirm_change(cut.engines, done.seconds)
         return {"ep": done.ep}
 
-    def state(self) -> None:
-        """See the protocol."""
+    def state(self) -> dict[str, Any]:
+        return self._planner.state()
 
     async def _counted(self) -> tuple[int, float]:
         """Preemptions for lack of memory since the last look, where a worker that was started anew begins at 0; the workers' mean
-        imbalance now."""
-        lives = {state.worker.name: state.lives for state in self._resizing.proxy.states}
+        imbalance now. Servers do not count: nobody cuts them, and their serving neighbours take their memory."""
+        lives = {state.worker.name: state.lives for state in self._resizing.proxy.states if not state.borrowed}
         total, imbalances = 0, []
         for name, stats in await self._resizing.proxy.stats():
+            if name not in lives:
+                continue
             life, before = self._counts.get(name, (lives[name], 0))
             pressed = stats.preemptions - stats.outranked
             total += pressed - (before if life == lives[name] else 0)

@@ -24,9 +24,10 @@ def make_predictor(settings: PredictionSection, prior: float, seed: int) -> Leng
     if settings.predictor == "oracle":
         fix = "lengths of future trajectories are unknown in a real run: use it in the simulator only"
         raise ConfigError("rollout.prediction.predictor", "oracle", fix)
+    made: HistoryPredictor | ProgressivePredictor
     if settings.predictor == "history":
-        return HistoryPredictor(prior)
-    if settings.predictor == "prompt-only":
+        made = HistoryPredictor(prior)
+    elif settings.predictor == "prompt-only":
         made = ProgressivePredictor(prior, coverage=settings.coverage, seed=seed, prompt_only=True)
     else:
         made = ProgressivePredictor(prior, coverage=settings.coverage, seed=seed, encoder=_encoder_of(settings, seed))

@@ -31,6 +31,7 @@ from orchestrator.policies.prediction.length_predictor import (
 )
 from orchestrator.policies.prediction.prompt_lengths import ForecastLengths
 from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import WorkerState
 
 SAME = 64  # forecasts of the model in a row that are all equal: then it is said
 
@@ -270,8 +271,10 @@ class LengthTracker:
 
 
 async def prioritize(proxy: LLMProxy, priorities: Mapping[str, int], limit: float = 60.0) -> None:
-    """Tell the engines that have turns of these trajectories. One that is silent for ``limit`` seconds holds up no other."""
-    for state in proxy.states:
+    """Tell the engines that have turns of these trajectories, all at once. One that is silent holds up no other, but for what is
+    told next, by ``limit`` seconds at most."""
+
+    async def tell(state: WorkerState) -> None:
         held = {pending.request.trajectory_id for pending in state.sent.values()}
         theirs = {name: priority for name, priority in priorities.items() if name in held}
         if theirs and state.usable:
@@ -281,3 +284,5 @@ async def prioritize(proxy: LLMProxy, priorities: Mapping[str, int], limit: floa
             except (RetryableError, CommandError, TimeoutError) as error:
                 why = str(error) or f"no answer for {limit} s"
                 proxy.note_fault(f"prioritize {state.worker.name}", why)  # if it died, its completions tell
+
+    await asyncio.gather(*map(tell, proxy.states))

@@ -462,7 +462,8 @@ class TrajectoryPlacer:
         if placed.worker not in group.members:
             gain = float("inf")  # its worker is gone
         transfer = self.mover.seconds(placed.worker, target, placed.context) if self.mover is not None else None
-        how = choose_transfer(gain, transfer, placed.context * self.settings.prefill_seconds)
+        each = self.rates_of(target).prefill if self.settings.profile else self.settings.prefill_seconds
+        how = choose_transfer(gain, transfer, placed.context * each)
         if how == "stay":
             self._drop(trajectory)
         elif how == "recompute":

@@ -3,7 +3,8 @@
 Guarantees: after :meth:`start` it answers; a question ends in one answer or one RetryableError when the process dies or answers
 nonsense (who asks has a time limit, for one that hangs), and never fails the run; it is started again, with what it had learned
 up to its last save, ``restarts`` times in a row after pauses that grow, and left dead after that; it ends with this process,
-because its standard input does. More than ``BACKLOG`` bytes that it has not read: it lags, and is not asked more.
+because its standard input does. It lags, and is not asked more, while it has not read ``BACKLOG`` bytes, or has owed an answer
+for longer than anybody waits for one: else each would come too late, for good.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import json
 import os
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 from orchestrator.api import ConfigError, RetryableError, RunError
@@ -39,7 +40,7 @@ class PredictorProcess(ChildProcess):
         self, settings: PredictionSection, prior: float, seed: int, state: Path | None = None, log: Path | None = None
     ) -> None:
         super().__init__(log)
-        self._restarts = settings.restarts
+        self._restarts, self._patience = settings.restarts, settings.patience
         self._arguments = json.dumps(
             {
                 "prediction": settings.model_dump(mode="json"),
@@ -49,6 +50,7 @@ class PredictorProcess(ChildProcess):
             }
         )
         self._answers: dict[int, asyncio.Future[LengthForecast]] = {}
+        self._owed: dict[int, float] = {}  # questions that it has not answered, whoever still waits: since when
         self._questions = 0
         self._pump: asyncio.Task[None] | None = None
         self._ready = False
@@ -76,9 +78,13 @@ class PredictorProcess(ChildProcess):
 
     async def forecast(self, progress: TrajectoryProgress) -> LengthForecast:
         """See :class:`orchestrator.placement.length_tracker.PredictorPort`."""
-        number = self._questions = self._questions + 1
-        self._write({"id": number, "forecast": asdict(progress)})
-        answer: asyncio.Future[LengthForecast] = asyncio.get_running_loop().create_future()
+        loop, number = asyncio.get_running_loop(), self._questions + 1
+        if self._owed and loop.time() - next(iter(self._owed.values())) > self._patience:
+            raise RetryableError("the predictor lags behind")
+        self._questions = number
+        self._write({"id": number, "forecast": _plain(progress)})
+        self._owed[number] = loop.time()
+        answer: asyncio.Future[LengthForecast] = loop.create_future()
         self._answers[number] = answer
         try:
             return await answer
@@ -88,7 +94,8 @@ class PredictorProcess(ChildProcess):
     def learn(self, outcome: LengthOutcome) -> None:
         """See :class:`orchestrator.placement.length_tracker.PredictorPort`."""
         with contextlib.suppress(RetryableError):  # a lesson less; whoever asks is told why
-            self._write({"learn": asdict(outcome)})
+            lesson = {"before": [*map(_plain, outcome.before)], "said": outcome.said, "complete": outcome.complete}
+            self._write({"learn": lesson})
 
     def _write(self, message: dict[str, object]) -> None:
         process = self._process
@@ -139,15 +146,22 @@ class PredictorProcess(ChildProcess):
                 number, forecast = read_forecast(line)
             except ValueError as error:
                 return f"the predictor answered nonsense: {error!r}"[:200]
+            self._owed.pop(number, None)
             answer = self._answers.pop(number, None)
             if answer is not None and not answer.done():
                 answer.set_result(forecast)
 
     def _give_up(self, why: str) -> None:
         answers, self._answers = self._answers, {}
+        self._owed.clear()
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(RetryableError(why))
+
+
+def _plain(progress: TrajectoryProgress) -> dict[str, object]:
+    """For JSON. ``asdict`` copies each token by itself, milliseconds of the event loop for a trajectory of many turns."""
+    return {item.name: getattr(progress, item.name) for item in fields(progress)}
 
 
 def read_forecast(line: bytes) -> tuple[int, LengthForecast]:

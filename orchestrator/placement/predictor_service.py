@@ -4,7 +4,8 @@
     :mod:`orchestrator.placement.predictor_client`, never by hand
 
 Guarantees: only who started it can speak to it (a pipe, no port); it ends when that pipe is closed, however its parent ended;
-forecasts go before what is to be learned; what was learned is in the file ``state`` after every ``SAVE_EVERY`` trajectories and
+forecasts go before what is to be learned, of which the oldest is left out, and counted in its log, where more than ``LESSONS``
+bytes wait; what was learned is in the file ``state`` after every ``SAVE_EVERY`` trajectories and
 at the end (written aside, renamed), and is where the next one begins; a file that cannot be used is said and left behind. What
 is no question ends it: its parent is broken then.
 """
@@ -24,10 +25,17 @@ from orchestrator.api import ConfigError
 from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
-from orchestrator.policies.prediction.length_predictor import LengthOutcome, LengthPredictor, ProgressivePredictor
+from orchestrator.policies.prediction.length_predictor import (
+    HistoryPredictor,
+    LengthOutcome,
+    LengthPredictor,
+    ProgressivePredictor,
+)
 
 SAVE_EVERY = 256  # trajectories
 LINE_LIMIT = 16 << 20  # bytes: an outcome of very many turns
+LESSONS = 64 << 20  # bytes
+_LESSON = b'{"learn"'  # how one begins
 
 
 def progress_of(data: dict[str, Any]) -> TrajectoryProgress:
@@ -42,17 +50,25 @@ class Service:
     def __init__(self, policy: LengthPredictor, state: Path | None) -> None:
         self.policy = policy
         self._state = state
-        self._lessons: deque[dict[str, Any]] = deque()
+        self._lessons: deque[bytes] = deque()
+        self._waiting = 0  # their bytes
+        self.left_out = 0
         self._unsaved = 0
         self._more = asyncio.Event()
 
     def take(self, line: bytes) -> bytes | None:
         """A line of the parent's; what to answer."""
-        message = json.loads(line)
-        if "learn" in message:
-            self._lessons.append(message["learn"])
+        if line.startswith(_LESSON):
+            self._lessons.append(line)
+            self._waiting += len(line)
+            while self._waiting > LESSONS:
+                self._waiting -= len(self._lessons.popleft())
+                self.left_out += 1
+                if not self.left_out & (self.left_out - 1):
+                    print(f"lags: {self.left_out} trajectories are not learned from", file=sys.stderr, flush=True)
             self._more.set()
             return None
+        message = json.loads(line)
         forecast = self.policy.forecast(progress_of(message["forecast"]))
         return json.dumps({"id": message["id"], **asdict(forecast)}).encode() + b"\n"
 
@@ -67,7 +83,9 @@ class Service:
 
     def study(self) -> None:
         """The oldest lesson."""
-        lesson = self._lessons.popleft()
+        line = self._lessons.popleft()
+        self._waiting -= len(line)
+        lesson = json.loads(line)["learn"]
         before = tuple(progress_of(one) for one in lesson["before"])
         self.policy.learn(LengthOutcome(before, tuple(lesson["said"]), lesson["complete"]))
         self._unsaved += 1
@@ -77,7 +95,7 @@ class Service:
     def save(self) -> None:
         """Where there is a file, and something to save."""
         self._unsaved = 0
-        if self._state is not None and isinstance(self.policy, ProgressivePredictor):
+        if self._state is not None and isinstance(self.policy, ProgressivePredictor | HistoryPredictor):
             aside = self._state.with_suffix(".part")
             aside.write_bytes(self.policy.dump())
             aside.replace(self._state)

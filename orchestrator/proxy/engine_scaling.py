@@ -11,7 +11,7 @@ not replaced by itself, which would make of its limit none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 from orchestrator.api import ManagedWorker, PartLost, PlacedWorker
@@ -38,8 +38,17 @@ class EngineSource(Protocol):
 class EngineScaling:
     """Over the own engines of a proxy. :meth:`want` says how many, :meth:`run` sees to it."""
 
-    def __init__(self, source: EngineSource, members: Membership, events: EventLog, rollout: RolloutSection) -> None:
+    def __init__(
+        self,
+        source: EngineSource,
+        members: Membership,
+        events: EventLog,
+        rollout: RolloutSection,
+        caps: Callable[[str], int] = lambda name: 0,
+    ) -> None:
+        """``caps``: turns that an engine of this name may have at once, 0: any number."""
         self._source, self._members, self._events, self._rollout = source, members, events, rollout
+        self._caps = caps
         self._wanted = [group.count for group in rollout.engines] or [rollout.workers]
         self._coming: dict[int, asyncio.Task[None]] = {}  # by number
         self._leaving: dict[int, asyncio.Task[None]] = {}
@@ -112,9 +121,8 @@ class EngineScaling:
         try:
             try:
                 placed = worker.hardware if isinstance(worker, PlacedWorker) else ""
-                routing = self._rollout.routing
-                hardware = placed or routing.hardware.get(worker.name, ANY)
-                state = await self._members.take_worker(worker, Seat(hardware, routing.cap or 0, False))
+                hardware = placed or self._rollout.routing.hardware.get(worker.name, ANY)
+                state = await self._members.take_worker(worker, Seat(hardware, self._caps(worker.name), False))
             except BaseException:
                 await self._source.let_go(worker)
                 raise

@@ -211,6 +211,7 @@ class LLMProxy:
     def forget(self, trajectory_id: str) -> None:
         """The trajectory ended: neither its prefix location nor what workers remember of it is of use any more."""
         self.router.forget_trajectory(trajectory_id)
+        self.kv.forget(trajectory_id)
         for state in self.states:
             if state.session is not None:
                 state.session.forget(trajectory_id)

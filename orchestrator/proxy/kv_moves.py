@@ -22,7 +22,7 @@ from orchestrator.proxy.worker_state import LOST, WorkerState
 EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
 # To one worker at a time: it has other calls to answer, and a burst of turns would wait for one another.
 MOST_MOVES = 16
-REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
+REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended
 
 
 @dataclass(slots=True)
@@ -59,10 +59,7 @@ class KvMoves:
     ) -> None:
         """Send a turn to its worker, now or when its KV is there. ``holder``: which other one has its prefix, -1: none."""
         if self._contexts is not None:
-            self._contexts.pop(request.trajectory_id, None)
             self._contexts[request.trajectory_id] = request
-            if len(self._contexts) > REMEMBERED:
-                del self._contexts[next(iter(self._contexts))]
         needed = self.sources.get(request.request_id)
         holder = holder if needed is None else needed
         if self._policy is not None and holder >= 0 and states[holder] is not state:
@@ -97,6 +94,11 @@ class KvMoves:
         self._policy.record_turn(seen.moved, seen.tokens, seen.seconds + waited)
 
     # -- between two turns -------------------------------------------------------------------------------------------
+
+    def forget(self, trajectory: str) -> None:
+        """It ended."""
+        if self._contexts is not None:
+            self._contexts.pop(trajectory, None)
 
     def keep_contexts(self) -> None:
         """Keep the contexts of trajectories, for :meth:`bring_prefix`."""
@@ -197,7 +199,7 @@ class GapMover:
 
     What was sent is known to the router, so that the next turn finds it; a move that fails, or takes longer than
     ``rollout.kv_transfer.limit``, is an answer and an event like any other, and the prefix is computed anew. Contexts are
-    remembered of the trajectories that had a turn last, so many as a fleet has in flight."""
+    remembered of every trajectory until it ends."""
 
     def __init__(self, kv: KvMoves, states: Sequence[WorkerState], router: TurnRouter) -> None:
         self._kv, self._states, self._router = kv, states, router

@@ -72,7 +72,7 @@ async def engine_cuts(
             if name:
                 check_profile(load_profile(Path(name), field), key, field)
     if planned:
-        planner = make_planner(rollout, task, heads)
+        planner = make_planner(rollout, task, heads, kept=kept)
         return EngineCuts(planner, None, tuple(engine_seats(planner.layout.tp, rollout.workers)))
     if rollout.reshapes:
         reallocation = make_reallocation(rollout, heads, kept=kept)

@@ -72,15 +72,16 @@ class ResizableSimWorker(SimWorker):
         await super().restart()
 
 
-def planner_of(config: Config, task: Task) -> ParallelismPlanner | None:
+def planner_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None) -> ParallelismPlanner | None:
     """The planner of a simulated run, at the layout that it begins with; None: it is off. Its profile is the cost model's, unless
-    the config names a file. Raises ConfigError for a model that fits in no layout."""
+    the config names a file. ``kept``: as of :func:`cutter_of`. Raises ConfigError for a model that fits in no layout."""
     if not config.rollout.planner.enabled:
         return None
     if config.sim.costs == "linear":
-        return make_planner(config.rollout, task)
+        return make_planner(config.rollout, task, kept=kept)
     heads = hardware.model(config.sim.model).heads
-    return make_planner(config.rollout, task, max(1, heads // config.sim.tensor_parallel), roofline_profile(config))
+    width = max(1, heads // config.sim.tensor_parallel)
+    return make_planner(config.rollout, task, width, roofline_profile(config), kept)
 
 
 def check_planner(config: Config) -> None:
@@ -194,7 +195,7 @@ def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None)
     """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. ``kept``: the degrees that it had,
     where it is resumed. Raises ConfigError."""
     if not config.rollout.placement.degrees.enabled:
-        return planner_of(config, task)
+        return planner_of(config, task, kept)
     if config.sim.costs == "linear" or not config.sim.tasks or config.rollout.placement.profile:
         return make_reallocation(config.rollout, kept=kept)
     per, rates, name = config.sim.tensor_parallel, SimRates(config), fleet(config)[0]

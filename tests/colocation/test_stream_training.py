@@ -20,7 +20,7 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.build import training_units
-from orchestrator.colocation.stream_training import kv_bytes_per_token
+from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
 from orchestrator.config import Config, load_config
 from orchestrator.policies.batching.stream_trigger import KvLimit, StreamTrigger, TriggerDecision
 from orchestrator.sim import device_sharing
@@ -200,22 +200,35 @@ def test_a_step_whose_devices_do_not_come_at_once_is_tried_again(twins: list[Len
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, list[list[int]]]]:
-    """What the trigger was asked with: requests of its step, finished ones, contexts by engine."""
+    """What the trigger was asked with, whenever a response ended: requests of its step, finished ones, contexts by engine."""
     seen: list[tuple[int, int, list[list[int]]]] = []
-    observe = StreamTrigger.observe
 
     def spy(trigger: StreamTrigger, finished: int, held: Sequence[Sequence[int]]) -> TriggerDecision | None:
         seen.append((trigger.requests, finished, [list(lengths) for lengths in held]))
-        return observe(trigger, finished, held)
+        return None
 
+    monkeypatch.setattr(StreamTrigger, "due", lambda trigger, finished: True)
     monkeypatch.setattr(StreamTrigger, "observe", spy)
     return seen
+
+
+def test_engines_are_asked_what_they_hold_at_milestones_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, held = [], StreamTraining._held
+
+    async def noted(self: StreamTraining) -> list[list[int]]:
+        asked.append(1)
+        return await held(self)
+
+    monkeypatch.setattr(StreamTraining, "_held", noted)
+    result = sim_run.simulate(colocated())
+    attempts = events_of(result, "stream_trigger")
+    assert 0 < len(asked) == len(attempts), "each call asks every engine, and 48 responses end in a step"
 
 
 def test_a_trajectory_whose_turn_is_with_a_tool_counts_in_the_projection(
     looks: list[tuple[int, int, list[list[int]]]],
 ) -> None:
-    config = colocated(low=0.0, high=0.0).model_dump()
+    config = colocated().model_dump()
     config["sim"] |= {"environment_seconds_mean": 2.0, "turns_max": 8}
     sim_run.simulate(Config.model_validate(config))
     assert len(looks) > 100
@@ -311,4 +324,7 @@ def test_replicas_and_footprints_are_those_of_the_models_layout() -> None:
     assert training_units(Config.model_validate({"trainer": {"data_parallel": 3}})) == [(0,), (1,), (2,)]
     shape = {"num_hidden_layers": 28, "num_key_value_heads": 4, "hidden_size": 3584, "num_attention_heads": 28}
     assert kv_bytes_per_token(shape, "bfloat16") == 57344, "Qwen2.5-7B"
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 128, "num_attention_heads": 128}
+    deepseek = {"num_hidden_layers": 61, "hidden_size": 7168, **latent}
+    assert kv_bytes_per_token(deepseek, "bfloat16") == 61 * 576 * 2, "DeepSeek-V3: no key or value of any head is kept"
     assert KvLimit(kv_bytes_per_token(shape, "bfloat16"), 1, 16).bytes_of(1) == 16 * 57344

@@ -275,3 +275,16 @@ def test_a_diverted_prompt_that_is_forgotten_is_caught(monkeypatch: pytest.Monke
     monkeypatch.setattr(RoundPlanner, "divert", forget)
     with pytest.raises(SimulationFailed, match="is missing"):
         simulate(config("rollout.rounds.predict=history"))
+
+
+@pytest.mark.parametrize("kind", [LengthHistory, ForecastLengths])
+def test_lengths_of_prompts_that_never_come_again_do_not_fill_the_memory(
+    kind: type[LengthHistory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.policies.prediction.prompt_lengths.PROMPTS", 3)
+    history = kind()
+    for number in (0, 1, 2, 0, 3, 4):
+        history.record_length(Prompt(f"p{number}", "t", number, ""), 10.0 + number)
+    assert history.state() == {"p0": 10.0, "p3": 13.0, "p4": 14.0}, "those that were recorded last"
+    history.restore({f"p{number}": 1.0 for number in range(9)})
+    assert [*history.state()] == ["p6", "p7", "p8"]

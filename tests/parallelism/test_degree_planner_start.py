@@ -6,17 +6,18 @@ import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
-from orchestrator.parallelism.planner_setup import make_reallocation
+from orchestrator.parallelism.planner_setup import make_reallocation, rates_of_degree, rates_of_workers
 from orchestrator.policies.parallelism.degree_reallocation import DegreeReallocator, prior_loads
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, ProfilePoint
 from orchestrator.policies.placement.worker_load import WorkerRates
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey, model_name
+from orchestrator.proxy.worker_state import WorkerState
 from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.micro.ledger_faults import config_of
@@ -147,6 +148,25 @@ def test_a_placement_profile_that_lacks_a_tp_of_the_engines_is_refused_before_an
     if not given.rollout.reshapes:
         with pytest.raises(ConfigError, match=refusal):
             engine_cuts.check(given)
+
+
+def test_a_placement_profile_is_asked_for_the_degree_that_fixed_engines_have(tmp_path: Path) -> None:
+    """A model that needs four devices was never profiled on one."""
+    file = ProfileFile(tmp_path / "p.json", ProfileKey("model", "engine", "device"))
+    for phase in ("prefill", "decode"):
+        file.add(ProfilePoint(phase, EngineLayout(4), 1, 16, 0.01))
+    file.save()
+    fixed = (f"{DEGREES}.enabled=false", "rollout.engine.tensor_parallel_size=4", "rollout.engine.max_num_seqs=8")
+    given = config(*fixed, f'rollout.placement.profile="{file.path}"', 'rollout.served=["http://127.0.0.1:1"]')
+    engine_cuts.check(given)
+    rates = rates_of_workers([WorkerState(cast(Any, object()), 0)], rates_of_degree(given.rollout), 4)
+    assert rates(0).slots == 8, "a server, of which nobody says how many devices it has"
+    one = ProfileFile(tmp_path / "one.json", file.key)
+    for phase in ("prefill", "decode"):
+        one.add(ProfilePoint(phase, EngineLayout(1), 1, 16, 0.01))
+    one.save()
+    with pytest.raises(ConfigError, match=r"TP 4.*the profile has only TP 1"):
+        engine_cuts.check(config(*fixed, f'rollout.placement.profile="{tmp_path / "one.json"}"'))
 
 
 def test_a_profile_with_engines_wider_than_a_node_is_refused_over_nodes(tmp_path: Path) -> None:

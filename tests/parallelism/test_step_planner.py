@@ -24,7 +24,8 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.report_page import write_report
-from orchestrator.parallelism.replanner import Replanner, StepPlanner
+from orchestrator.parallelism.planner_setup import make_planner
+from orchestrator.parallelism.replanner import Cut, Replanner, StepPlanner
 from orchestrator.policies.parallelism.engine_profile import PHASES, EngineLayout, EngineProfile, ProfilePoint
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
 from orchestrator.proxy.gateway import LLMProxy
@@ -35,6 +36,7 @@ from orchestrator.sim import resizable_worker as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.resizable_worker import ResizableSimWorker
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from orchestrator.sim.twins import SimTask
 from scripts.bench.virtual_run import run
 from tests.support import colocation_twins as twins
 from tests.support.engines import rollout_worker
@@ -342,6 +344,47 @@ def test_preemptions_for_those_that_outrank_are_no_lack_of_memory(monkeypatch: p
     result = sim_run.simulate(planned(calm_steps=4))
     assert {plan["preemptions"] for plan in events_of(result, "plan")} == {0}
     assert not events_of(result, "reshape")
+
+
+class Server(Resizable):
+    """Somebody else's, whose neighbours take its memory."""
+
+    url = "http://127.0.0.1:1"
+
+    async def stats(self) -> WorkerStats:
+        return replace(await super().stats(), preemptions=5000, expert_imbalance=9.0)
+
+
+def test_a_resumed_run_begins_with_the_engines_of_its_checkpoint() -> None:
+    """Not with those that it began with: it would fill its memory and grow again, a restart of all engines each time."""
+    config = Config.model_validate({"rollout": {"workers": 4, "planner": {"enabled": True}}})
+
+    async def main() -> dict[str, Any] | None:
+        rig = Rig()
+        await rig.start()
+        planner = make_planner(config.rollout, SimTask(config))
+        rule = StepPlanner(planner, rig.resizing, EventLog(rig.sink, lambda: 0.0))
+        rule.note_change(Cut(EngineLayout(2), ""), await rig.resizing.reshape(EngineLayout(2)))
+        await rig.check()
+        return Replanner(rule, rig.resizing, EventLog(rig.sink, lambda: 0.0), 9).state()
+
+    kept = run(main())
+    assert kept == {"degrees": [2, 2], "experts": 1, "cost": pytest.approx(1.0, abs=0.5), "measured": True}
+    assert make_planner(config.rollout, SimTask(config), kept=kept).layout.tp == 2
+    assert make_planner(config.rollout, SimTask(config), heads=3, kept=kept).layout.tp == 1, "no longer possible"
+
+
+def test_preemptions_in_servers_do_not_count_as_nobody_cuts_them() -> None:
+    async def main() -> None:
+        rig = Rig(2)
+        rig.workers[1].__class__ = Server
+        rig.proxy.states[1].have_worker(rig.workers[1])
+        await rig.start()
+        planner = StepPlanner(ParallelismPlanner(2, [EngineLayout(1)]), rig.resizing, EventLog(rig.sink, lambda: 0.0))
+        assert await planner._counted() == (0, 1.0)
+        await rig.check()
+
+    run(main())
 
 
 def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_path: Path) -> None:

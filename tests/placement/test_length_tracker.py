@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 from collections import Counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,11 +15,12 @@ from orchestrator.api import ConfigError, GenerationRequest, Prompt, RetryableEr
 from orchestrator.config import Config, load_config
 from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.length_tracker import SAME, LengthTracker
+from orchestrator.placement.length_tracker import SAME, LengthTracker, prioritize
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
 from orchestrator.policies.prediction.length_predictor import LengthForecast, LengthOutcome
+from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves
-from orchestrator.proxy.worker_state import WorkerState
+from orchestrator.proxy.worker_state import Pending, WorkerState
 from orchestrator.sim import simulated_forecasts
 from orchestrator.sim.simulated_run import SimResult, simulate
 from scripts.bench.virtual_run import run
@@ -279,3 +281,27 @@ def test_an_oracle_is_refused_where_nobody_could_know() -> None:
     given = ["rollout.prediction.enabled=true", "rollout.prediction.predictor=oracle"]
     with pytest.raises(ConfigError, match="oracle"):
         load_config(None, given)
+
+
+def test_an_engine_that_is_silent_keeps_no_other_from_its_priorities() -> None:
+    """One after the other, 64 engines would hear of them a step of each later; with one that hangs, a minute later."""
+    told: list[tuple[str, float]] = []
+
+    def engine(name: str, seconds: float) -> WorkerState:
+        async def hear(priorities: dict[str, int]) -> None:
+            await asyncio.sleep(seconds)
+            told.append((name, asyncio.get_running_loop().time()))
+
+        state = WorkerState(cast(Any, SimpleNamespace(name=name, prioritize=hear)), 0, alive=True)
+        state.sent["t/0"] = Pending(request("t"), asyncio.get_running_loop().create_future())
+        return state
+
+    async def scenario() -> list[str]:
+        faults: list[str] = []
+        states = [engine("silent", 1000.0), engine("b", 0.05), engine("c", 0.05)]
+        proxy = SimpleNamespace(states=states, note_fault=lambda what, why: faults.append(f"{what}: {why}"))
+        await prioritize(cast(LLMProxy, proxy), {"t": -3, "elsewhere": 0}, limit=60.0)
+        return faults
+
+    assert run(scenario()) == ["prioritize silent: no answer for 60.0 s"]
+    assert told == [("b", 0.05), ("c", 0.05)]

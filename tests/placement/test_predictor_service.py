@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api import GenerationRequest, Prompt, RetryableError, RunError, Sampling
+from orchestrator.api import ConfigError, GenerationRequest, Prompt, RetryableError, RunError, Sampling
 from orchestrator.config.prediction_keys import PredictionSection
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.placement.predictor_service import SAVE_EVERY, Service
 from orchestrator.policies.prediction.length_features import TrajectoryProgress
-from orchestrator.policies.prediction.length_predictor import LengthOutcome, ProgressivePredictor
+from orchestrator.policies.prediction.length_predictor import HistoryPredictor, LengthOutcome, ProgressivePredictor
 
 PROMPT = Prompt("p", "made-up", 0, "")
 SETTINGS = PredictionSection(enabled=True, patience=20.0)
@@ -164,3 +165,74 @@ def test_what_was_learned_is_saved_now_and_then(tmp_path: Path) -> None:
         assert state.exists()
 
     asyncio.run(scenario())
+
+
+def test_one_that_owes_answers_for_too_long_is_asked_no_more_until_it_has_given_them() -> None:
+    """Else each question waits behind those that nobody waits for any more, and no answer ever comes in time."""
+
+    async def scenario() -> None:
+        process = PredictorProcess(PredictionSection(enabled=True, patience=0.3), 50.0, 5)
+        await process.start()
+        pid, asked = process.pid, outcome(1).before[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(process.forecast(asked), 0.4)
+            with pytest.raises(RetryableError, match="lags behind"):
+                await asyncio.wait_for(process.forecast(asked), 0.4)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until("answered", lambda: not process._owed)
+        assert (await process.forecast(asked)).source == "prior"
+        await process.stop()
+
+    asyncio.run(scenario())
+
+
+def test_lessons_that_a_slow_predictor_has_no_time_for_are_left_out_the_oldest_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lesson(number: int) -> bytes:
+        one = outcome(number)
+        before = [{name: getattr(row, name) for name in row.__slots__} for row in one.before]
+        return json.dumps({"learn": {"before": before, "said": one.said, "complete": True}}).encode()
+
+    async def scenario() -> None:
+        monkeypatch.setattr("orchestrator.placement.predictor_service.LESSONS", 3 * len(lesson(10)))
+        policy = ProgressivePredictor(50.0, seed=5)
+        service = Service(policy, None)
+        for number in range(10, 20):
+            service.take(lesson(number))
+        while service._lessons:
+            service.study()
+        assert service.left_out == 7
+        assert [*policy.memory.prompts["made-up\np"][0]] == list(outcome(17).said)
+        assert (service._waiting, service.left_out) == (0, 7)
+        assert "4 trajectories are not learned from" in capsys.readouterr().err
+
+    asyncio.run(scenario())
+
+
+def test_a_history_is_kept_over_a_restart_and_begins_another_run(tmp_path: Path) -> None:
+    state, one = tmp_path / "predictor.npz", outcome(3)
+
+    def made(start: str) -> HistoryPredictor:
+        settings = PredictionSection(enabled=True, predictor="history", start=start)
+        found = make_predictor(settings, 50.0, 5)
+        assert isinstance(found, HistoryPredictor)
+        return found
+
+    service = Service(made(""), state)
+    for number in range(8):
+        service.policy.learn(outcome(number))
+    service.save()
+    again = made(str(state))
+    assert again.forecast(one.before[0]) == service.policy.forecast(one.before[0])
+    assert again.forecast(one.before[0]).source == "prompt"
+    state.write_bytes(ProgressivePredictor(50.0, seed=5).dump())
+    with pytest.raises(ConfigError, match="of another kind"):
+        made(str(state))
+    state.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        made(str(state))

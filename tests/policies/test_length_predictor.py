@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import pytest
 
 from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
+from orchestrator.policies.prediction import length_predictor
 from orchestrator.policies.prediction.length_features import (
     PROMPT_TOKENS,
     SIZE,
@@ -265,3 +268,41 @@ def test_a_trajectory_is_judged_before_it_is_learned() -> None:
     draw = random.Random(3)
     cases = [Case(f"p{number}", 0, episode(number, draw)) for number in range(80)]
     assert bench.online(cases, lambda: HistoryPredictor(10.0)).measures()["turn 0"]["recall_0.1"] < 0.6
+
+
+def test_what_is_remembered_of_prompts_is_bounded_by_their_turns_and_survives_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("orchestrator.policies.prediction.length_predictor._RESPONSES", 60)
+    made = ProgressivePredictor(50.0)
+    for number in range(40):
+        said = (5,) * 10
+        before = tuple(
+            TrajectoryProgress(f"t{number}", "t", f"p{number // 2}", (1,), (2,), (1,), said[:turn], ())
+            for turn in range(10)
+        )
+        made.learn(LengthOutcome(before, said, True))
+    assert [*made.memory.prompts] == ["t\np17", "t\np18", "t\np19"], "the last ones, with 20 turns each"
+    assert made.memory.responses == 60
+    again = ProgressivePredictor(50.0)
+    again.load(made.dump())
+    assert (again.memory.prompts, again.memory.responses) == (made.memory.prompts, 60)
+
+
+def test_a_trajectory_is_learned_as_it_was_asked_about_with_ten_thousand_beside_it() -> None:
+    """20 turns each: when it ends, nothing of what it was asked may be gone."""
+    made = ProgressivePredictor(50.0)
+    assert length_predictor._ASKED >= 200_000
+    progress = [
+        TrajectoryProgress("t", "t", "p", (1, 2), (3, turn), (4,) * (turn + 1), (7,) * turn, ()) for turn in range(20)
+    ]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(50):
+            for one in progress:
+                made.forecast(replace(one, trajectory=f"t{number}"))
+        each = (tracemalloc.get_traced_memory()[0] - before) / 1000
+    finally:
+        tracemalloc.stop()
+    assert each < 1000, f"{each} bytes of each"

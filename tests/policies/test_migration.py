@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -160,6 +161,19 @@ def test_a_trajectory_that_gets_longer_goes_to_the_long_ones_without_kv_transfer
         assert placing.stats()["moved"] == 1
 
     run(scenario())
+
+
+def test_what_a_profile_says_of_prefill_is_what_a_move_without_kv_costs() -> None:
+    async def moved(**settings: object) -> int:
+        placing, router, _ = fleet(None, **settings)
+        rates_of = placing.rates_of
+        placing.rates_of = lambda worker: replace(rates_of(worker), prefill=10.0)
+        await settled(placing, router)
+        told(placing, "t8", 5000.0, 100)
+        return placing.stats()["moved"]
+
+    assert run(moved()) == 1, "100 tokens by rollout.placement.prefill_seconds: 0.01 s"
+    assert run(moved(profile="p.json")) == 0, "by the profile: 1000 s, more than is gained"
 
 
 def test_kv_is_sent_in_the_gap_and_waited_for_only_when_it_is_under_way() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -208,6 +209,27 @@ def test_a_layout_whose_engines_did_not_come_up_is_not_asked_for_again() -> None
     assert made.layout == EngineLayout(1)
     plan = made.plan_next_step(replace(LOAD, preemptions=9))
     assert (plan.changes, plan.layout) == (False, EngineLayout(1))
+
+
+def test_a_resumed_planner_continues_with_the_engines_it_had_and_what_a_change_costs() -> None:
+    made = planner(rise=1.05)
+    assert made.state() == {"degrees": [1] * 8, "experts": 1, "cost": 0.0, "measured": False}
+    made.confirm_change(EngineLayout(4), 70.0)
+    state = json.loads(json.dumps(made.state()))
+    again = planner()
+    assert again.restore(state)
+    assert again.layout == EngineLayout(4)
+    assert again.state() == state
+    assert not planner(4).restore(state), "of other devices"
+    whole = ParallelismPlanner(8, layouts_of(8, 8, experts=True))
+    whole.confirm_change(EngineLayout(4, 4), 70.0)
+    other = ParallelismPlanner(8, layouts_of(8, 8, experts=True))
+    assert other.restore(whole.state())
+    assert other.layout == EngineLayout(4, 4)
+    assert not again.restore(whole.state()), "it may not have whole experts"
+    fixed = planner(8, 2)
+    assert not fixed.restore(state), "an engine that no server has room for"
+    assert fixed.layout.tp == 1
 
 
 def test_re_profiling_is_asked_for_once_when_the_engine_leaves_its_profile() -> None:

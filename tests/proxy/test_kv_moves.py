@@ -33,7 +33,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.kv_moves import KvMoves, kv_moves
+from orchestrator.proxy.kv_moves import GapMover, KvMoves, kv_moves
 from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
@@ -237,6 +237,28 @@ def test_a_burst_of_turns_asks_a_worker_for_a_few_moves_at_a_time(needed: bool) 
         worker = fleet.workers[1]
         assert (worker.most, len(worker.moves)) == (16, 100 if needed else 16)
         assert len(worker.added) == (0 if needed else 84)  # those that moved are no turns of the proxy here
+        await fleet.close()
+
+    run(scenario())
+
+
+def test_any_number_of_trajectories_can_bring_their_kv_along_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.proxy.kv_moves.REMEMBERED", 2)
+
+    async def scenario() -> None:
+        fleet = Fleet()
+        fleet.blocker = asyncio.create_task(asyncio.sleep(0))
+        mover = GapMover(fleet.moves, fleet.proxy.states, fleet.proxy.router)
+        for number in range(5):
+            await fleet.turn(f"t{number}", 0)
+        for worker in fleet.workers:
+            worker.fetch = KvMoved(100, 100, 1000, 0.1)
+        assert await mover.send("t0", 0, 1, 100), "the one whose turn began first: it has the longest turn, or tool"
+        fleet.proxy.forget("t0")
+        assert not await mover.send("t0", 0, 1, 100)
+        for number in range(5):
+            fleet.proxy.forget(f"t{number}")
+        assert not fleet.moves._contexts
         await fleet.close()
 
     run(scenario())

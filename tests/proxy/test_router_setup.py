@@ -47,6 +47,32 @@ def test_dedicated_engines_are_filled_first_wherever_others_are_borrowed() -> No
     assert granted[-1] == ("32", 2), "the first turn that dedicated ones have no room for"
 
 
+def test_a_wide_engine_may_have_more_turns_than_a_narrow_one_beside_it() -> None:
+    groups = "rollout.engines=[{count=2, max_num_seqs=64}, {count=1, tensor_parallel_size=4, max_num_seqs=48}]"
+    settings = load_config(None, ["rollout.workers=3", groups]).rollout
+    caps = router_setup.engine_caps(settings, True)
+    assert [caps(f"vllm-{number}") for number in range(5)] == [16, 16, 48, 16, 48], (
+        "16 a device, what it computes at most"
+    )
+    names = ("vllm-0", "vllm-1", "vllm-2", "http://127.0.0.1:1")
+    routing = router_setup.with_caps(settings, True)
+    router = router_setup.planned_router(routing, names, ("",) * 4, (False, False, False, True), caps=caps)
+    assert [router.cap_of(worker) for worker in range(4)] == [16, 16, 48, 16]
+    assert router_setup.engine_caps(settings, False)("vllm-2") == 0
+    one, four = EngineLayout(), EngineLayout(4)
+    points = [
+        ProfilePoint("decode", layout, batch, 64, 1.0 + batch / (1 if layout == one else 1000))
+        for layout in (one, four)
+        for batch in (1, 2, 4, 8, 16, 32)
+    ]
+    profile = EngineProfile(points, [EngineShape(layout, 1.0, 1 << 20, 1, 1.0) for layout in (one, four)])
+    caps = router_setup.engine_caps(settings, True, profile)
+    assert caps("vllm-0") < caps("vllm-2") == 32
+    lacking = EngineProfile([point for point in points if point.layout == one], profile.shapes.values())
+    with pytest.raises(ConfigError, match="lacks the run's engines with 4 devices"):
+        router_setup.engine_caps(settings, True, lacking)
+
+
 def profile_of(step: float, a_sequence: float, kv_tokens: int = 1 << 20) -> EngineProfile:
     points = [
         ProfilePoint("decode", EngineLayout(), batch, tokens, step + a_sequence * batch)

@@ -123,16 +123,19 @@ class StreamTrigger:
         self._tried = 0  # finished at the last attempt
         self._blocks = _inseparable(self._rollout, self._training)
 
+    def due(self, finished: int) -> bool:
+        """Whether so many finished requests are a milestone: only then anybody needs to know what engines hold."""
+        fraction, since = Fraction(finished, self.requests), Fraction(finished - self._tried, self.requests)
+        return not self.decided and self._low <= fraction <= self._high and since >= self._every
+
     def observe(self, finished: int, held: Sequence[Sequence[int]]) -> TriggerDecision | None:
         """Call after every finished request. ``held[i]``: current context lengths (tokens) of the unfinished requests of
         ``rollout[i]``, including waiting ones. None if this is no milestone, or if GPUs were freed before."""
         if len(held) != len(self._rollout):
             raise ValueError(f"lengths of {len(held)} engines, there are {len(self._rollout)}")
-        fraction = Fraction(finished, self.requests)
-        since = Fraction(finished - self._tried, self.requests)
-        if self.decided or not self._low <= fraction <= self._high or since < self._every:
+        if not self.due(finished):
             return None
-        self._tried = finished
+        fraction, self._tried = Fraction(finished, self.requests), finished
         engines = self._half([sum(lengths) for lengths in held])
         if engines is None:
             reason = "half of the GPUs cannot be freed without splitting a communication group"

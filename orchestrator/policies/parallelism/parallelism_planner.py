@@ -1,8 +1,8 @@
 """How the rollout engines are divided, step by step: the parallelism planner (RollPacker 4.2; experts: section 7).
 
 The rule: a sudden rise of preemptions over the last round of the same kind asks for twice the tensor parallelism (more KV
-memory per engine); ``calm_steps`` steps without a rise ask for half of it (less communication). A request is carried out only
-if it is possible and pays.
+memory per engine); ``calm_steps`` steps without a preemption ask for half of it (less communication). A request is carried out
+only if it is possible and pays.
 
 Short rounds preempt more than long ones at any TP (the paper's figure 7), so counts of different kinds of round are never
 compared: four short rounds and a long one, repeated, are no rise. The paper defines the rise as a factor of 1.05; after a
@@ -32,9 +32,10 @@ Pure: seconds come in as numbers. The same object serves a run, the simulator an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineProfile
 
@@ -156,6 +157,25 @@ class ParallelismPlanner:
                 ),
             )
         return self.layout
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run continues with, for JSON: devices of each engine, how many of them share out whole experts, and what
+        a change costs."""
+        cost = {"cost": self._cost or 0.0, "measured": self._cost is not None}
+        return {"degrees": self._degrees(self.layout), "experts": self.layout.ep, **cost}
+
+    def _degrees(self, layout: EngineLayout) -> list[int]:
+        return [layout.tp] * (self._devices // layout.tp)
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Before anything starts: continue with the result of :meth:`state`, not with :meth:`choose_first`. False: engines of so
+        many devices are no longer possible, and nothing was changed."""
+        wanted = state["degrees"], state.get("experts", 1)
+        known = [layout for layout in self.candidates if (self._degrees(layout), layout.ep) == wanted]
+        if not known:
+            return False
+        self.layout, self._cost = known[0], float(state["cost"]) if state["measured"] else None
+        return True
 
     def plan_next_step(self, load: StepLoad, steps_left: int | None = None) -> LayoutPlan:
         """A step has ended: the plan for the next one. The caller carries it out and calls :meth:`confirm_change` or

@@ -29,7 +29,8 @@ import statistics
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from array import array as packed
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -62,12 +63,13 @@ _KNOWN = 3  # how much is known of the prompt: nothing, one or two trajectories,
 _LEAST_ROWS = 64.0  # before the model speaks
 _EAGER = 0.25  # share of new rows after which it is solved anew, while there are few
 _STACK_MEMORY = 4_000.0  # rows: experts get better, the ridge and the encoder by what they learn
-_ASKED = 16_384  # turn boundaries that are kept until their trajectory ends, the oldest forgotten first
+_ASKED = 1 << 18  # turn boundaries that are kept until their trajectory ends, 0.6 kB each, the oldest forgotten first
 _ARRAYS = ("products", "targets", "weights", "errors", "counts")  # of the regression, that are kept
 _LONGEST = math.log1p(1e8)
 _FRESH = 512  # residuals of new prompts that are enough
 _UNSURE = 3.0  # logarithm of the factor that stands for an infinite bound
-_PROMPTS = 20_000  # that are remembered, the least recently finished forgotten first
+_PROMPTS = 20_000  # that are remembered, the least recently finished forgotten first,
+_RESPONSES = 1 << 22  # with so many turns in all: 8 B each in memory, some 6 in a saved file
 _MEMBERS = 32  # trajectories of a prompt that are
 _TURNS = 256  # beyond, one turn is like the other
 
@@ -109,16 +111,18 @@ class FinishedStatistics:
 
     def __init__(self, prior_tokens: float, prior_turns: float = 1.0) -> None:
         self.prior = (math.log1p(prior_tokens), math.log1p(prior_turns))
-        self.prompts: dict[str, list[list[int]]] = {}  # task and prompt -> said, of each trajectory
+        self.prompts: dict[str, list[packed[int]]] = {}  # task and prompt -> said, of each trajectory
+        self.responses = 0  # in all of these
         self.tasks: dict[str, list[list[float]]] = {}  # "" is all -> by turn: number, sum of logs of tokens, of turns
 
     def add_trajectory(self, task: str, prompt: str, said: Sequence[int], floor: Sequence[tuple[float, float]]) -> None:
         """``floor``: logarithms of remaining tokens and turns before each turn, as they are learned."""
         key = f"{task}\n{prompt}"
-        members = self.prompts.pop(key, [])
-        self.prompts[key] = [*members, list(said)][-_MEMBERS:]
-        if len(self.prompts) > _PROMPTS:
-            del self.prompts[next(iter(self.prompts))]
+        members = [*self.prompts.pop(key, []), packed("q", said)]
+        self.prompts[key] = members[-_MEMBERS:]
+        self.responses += len(said) - sum(map(len, members[:-_MEMBERS]))
+        while len(self.prompts) > 1 and (len(self.prompts) > _PROMPTS or self.responses > _RESPONSES):
+            self.responses -= sum(map(len, self.prompts.pop(next(iter(self.prompts)))))
         for name in (task, ""):
             rows = self.tasks.setdefault(name, [])
             for turn, (tokens, turns) in enumerate(floor[:_TURNS]):
@@ -160,6 +164,20 @@ class FinishedStatistics:
         mean, number = self.of_prompt(task, prompt, 0)
         return (mean, turns, "prompt") if number else (tokens, turns, source)
 
+    def state(self) -> dict[str, Any]:
+        """For a file; JSON."""
+        return {"prompts": {key: [*map(list, members)] for key, members in self.prompts.items()}, "tasks": self.tasks}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state`. Raises what another object's does, with nothing changed."""
+        prompts = {str(key): [packed("q", said) for said in members] for key, members in state["prompts"].items()}
+        tasks = {
+            str(task): [[float(number), float(tokens), float(turns)] for number, tokens, turns in rows]
+            for task, rows in state["tasks"].items()
+        }
+        self.prompts, self.tasks = prompts, tasks
+        self.responses = sum(len(said) for members in prompts.values() for said in members)
+
     def features_of(self, progress: TrajectoryProgress) -> HistoryFeatures:
         """For the feature vector: the prompt's mean is shrunk towards the task's while there are few."""
         task, turns, source = self.of_task(progress.task, progress.turns)
@@ -171,13 +189,10 @@ class FinishedStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A turn boundary as the model saw it when it was asked. ``base``: logarithms of tokens and turns by the history; ``experts``
-    in tokens; ``combined``, ``turns``, ``bounds``: logarithms."""
+    """What the model knew of a turn boundary when it was asked, beside what the trajectory itself says. ``past``: by the history;
+    ``experts`` in tokens; ``combined``, ``turns``, ``bounds``: logarithms."""
 
-    vector: Array
-    stage: int
-    kind: int
-    base: tuple[float, float]
+    past: HistoryFeatures
     experts: Array
     combined: float
     turns: float
@@ -269,8 +284,7 @@ class ProgressivePredictor:
                 said = self._experts(one, past, float(ridge[index, 0]), float(encoded[index, 0]))
                 experts = np.expm1(np.clip(said, 0.0, self._most))
                 combined = min(math.log1p(max(self.stack.combine(experts, kind), 0.0)), self._most)
-            known, bounds = (past.prompt, past.turns), self._conformal.bounds(kind)
-            found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index], bounds))
+            found.append(_Row(past, experts, combined, turns[index], self._conformal.bounds(kind)))
         return found
 
     def _experts(self, one: TrajectoryProgress, past: HistoryFeatures, ridge: float, encoded: float) -> list[float]:
@@ -296,14 +310,16 @@ class ProgressivePredictor:
         ``every`` rows."""
         if not outcome.said:
             return
-        before = outcome.before[:1] if self._prompt_only else outcome.before
+        before = tuple(map(_start_of, outcome.before[:1])) if self._prompt_only else outcome.before
         seen = [self._asked.pop((one.trajectory, one.turns), None) for one in before]
         now = iter(
             self._rows_of([one for one, row in zip(before, seen, strict=True) if row is None]) if None in seen else ()
         )
         rows = [next(now) if row is None else row for row in seen]
-        vectors, base = np.stack([row.vector for row in rows]), np.array([row.base for row in rows])
-        stages, kinds = [row.stage for row in rows], [row.kind for row in rows]
+        vectors = np.stack([encode_features(one, row.past, self._bends) for one, row in zip(before, rows, strict=True)])
+        base = np.array([(row.past.prompt, row.past.turns) for row in rows])
+        stages = [_stage(one.turns) for one in before]
+        kinds = [_kind(one.turns, row.past.number) for one, row in zip(before, rows, strict=True)]
         values, weight = np.array(_logs(outcome.said)), len(rows) ** -0.5  # the rows of one trajectory are much alike
         if not outcome.complete:  # at least so much: what is expected of it, where that is more
             expected = np.array([(row.combined, row.turns) for row in rows]) if self.ready else values[: len(rows)]
@@ -311,9 +327,9 @@ class ProgressivePredictor:
         targets = values[: len(rows)] - base
         if self.ready and outcome.complete:
             self._ridge.judge(vectors, targets, stages, weight)
-            for row, value in zip(rows, values[: len(rows), 0].tolist(), strict=True):
-                self._conformal.add(row.kind, value - row.combined, row.bounds)
-            self._as_unknown([one for one, row in zip(before, rows, strict=True) if row.kind >= STAGES], outcome.said)
+            for row, kind, value in zip(rows, kinds, values[: len(rows), 0].tolist(), strict=True):
+                self._conformal.add(kind, value - row.combined, row.bounds)
+            self._as_unknown([one for one, kind in zip(before, kinds, strict=True) if kind >= STAGES], outcome.said)
         self._ridge.add(vectors, targets, stages, weight)
         if not self._prompt_only:
             experts = np.stack([row.experts for row in rows])
@@ -341,7 +357,7 @@ class ProgressivePredictor:
         ]
         for one, row in zip(strangers, self._rows_of(strangers) if strangers else (), strict=True):
             value = math.log1p(sum(said[one.turns :]))
-            self._conformal.add(row.kind, value - row.combined, row.bounds)
+            self._conformal.add(_kind(one.turns, row.past.number), value - row.combined, row.bounds)
 
     def _solve(self) -> None:
         self._ridge.solve()
@@ -368,8 +384,7 @@ class ProgressivePredictor:
             "seed": self._seed,
             "prompt_only": self._prompt_only,
             "encoder": self._encoder.kind,
-            "prompts": self.memory.prompts,
-            "tasks": self.memory.tasks,
+            **self.memory.state(),
             "residuals": [list(values) for values in self._conformal.residuals],
             "sorted": [values.tolist() for values in self._conformal.sorted],
             "tails": self._conformal.tails.tolist(),
@@ -399,7 +414,8 @@ class ProgressivePredictor:
             if wrong or shapes or not all(np.isfinite(array).all() for array in arrays.values()):
                 raise ValueError(f"of another kind: {', '.join(wrong) or 'shapes or values of its arrays'}")
             version, new, most = int(meta["version"]), int(meta["new"]), float(meta["most"])
-            prompts, tasks = dict(meta["prompts"]), dict(meta["tasks"])
+            memory = FinishedStatistics(0.0)
+            memory.restore(meta)
             residuals = [[float(value) for value in values] for values in meta["residuals"]]
             ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
             tails = np.array(meta.get("tails", self._conformal.tails), dtype=np.float64)  # files of before have none
@@ -421,7 +437,7 @@ class ProgressivePredictor:
         for name, array in arrays.items():
             setattr(*owners[name], array)
         self.version, self._new, self._most = version, new, most
-        self.memory.prompts, self.memory.tasks = prompts, tasks
+        self.memory.prompts, self.memory.tasks, self.memory.responses = memory.prompts, memory.tasks, memory.responses
         for kind, values in enumerate(residuals):
             self._conformal.residuals[kind].clear()
             self._conformal.residuals[kind].extend(values)
@@ -432,6 +448,8 @@ class ProgressivePredictor:
 class HistoryPredictor:
     """The mean of the prompt's finished trajectories, else the task's (He et al., Qin et al., in Heddle 7.2), minus what was
     already generated."""
+
+    format = "rl-coserve length history"
 
     def __init__(self, prior_tokens: float) -> None:
         self.memory = FinishedStatistics(prior_tokens)
@@ -445,6 +463,23 @@ class HistoryPredictor:
         if outcome.said and outcome.complete:
             first = outcome.before[0]
             self.memory.add_trajectory(first.task, first.prompt, outcome.said, _logs(outcome.said))
+
+    def dump(self) -> bytes:
+        """The whole state, as a NumPy archive."""
+        meta = np.frombuffer(json.dumps({"format": self.format, **self.memory.state()}).encode(), dtype=np.uint8)
+        file = io.BytesIO()
+        np.savez(file, meta=meta)
+        return file.getvalue()
+
+    def load(self, data: bytes) -> None:
+        """Continue from the result of :meth:`dump`. Raises ValueError for anything else, with nothing changed."""
+        try:
+            meta = json.loads(read_arrays(data)["meta"].tobytes())
+            if meta["format"] != self.format:
+                raise ValueError(f"of another kind: {meta['format']!r:.60}")
+            self.memory.restore(meta)
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"is no saved length predictor: {error!r}") from error
 
 
 def is_usable(forecast: LengthForecast) -> bool:

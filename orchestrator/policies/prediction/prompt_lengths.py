@@ -5,7 +5,7 @@ A **predictor** is any callable from a prompt to the tokens of its longest respo
 :class:`LongPrompts` decides which are long: the share of prompts that a short round would defer anyway.
 
 Guarantees: nothing is long before ``LEAST`` predictions were seen, without a prediction, or if all predictions are alike;
-memory is bounded by the window and by the prompts of the data set. Pure.
+memory is bounded by the window and by :data:`PROMPTS`. Pure.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from orchestrator.api import Prompt
 
 WINDOW = 256  # newest predictions that a new one is compared with
 LEAST = 8
+PROMPTS = 250_000  # lengths that are kept, some 10 MB of a checkpoint; the prompts that were recorded last
 _MEMORY = 0.5  # weight of the newest of several lengths of one prompt
 
 
@@ -39,8 +40,10 @@ class LengthHistory:
 
     def record_length(self, prompt: Prompt, tokens: float) -> None:
         """It was trained on; its longest response had so many tokens."""
-        known = self._tokens.get(prompt.key, float(tokens))
+        known = self._tokens.pop(prompt.key, float(tokens))  # the newest is the last
         self._tokens[prompt.key] = (1 - _MEMORY) * known + _MEMORY * tokens
+        if len(self._tokens) > PROMPTS:
+            del self._tokens[next(iter(self._tokens))]
 
     def state(self) -> dict[str, float]:
         """For a checkpoint; JSON."""
@@ -48,7 +51,7 @@ class LengthHistory:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`."""
-        self._tokens = {str(key): float(tokens) for key, tokens in state.items()}
+        self._tokens = {str(key): float(tokens) for key, tokens in [*state.items()][-PROMPTS:]}
 
 
 class ForecastLengths(LengthHistory):

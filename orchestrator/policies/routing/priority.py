@@ -59,9 +59,13 @@ class Takeover(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProgressivePriority:
-    """See the module. ``max_wait`` in seconds; ``quantum`` in generated tokens."""
+    """See the module. ``max_wait`` in seconds; ``quantum`` in generated tokens.
 
-    max_wait: float = 30.0
+    Each time that one goes first another loses its place, and where KV is what engines lack, the KV of its whole context. So
+    ``max_wait`` is of the order of a turn of a large model: with 30 s an engine with twice the requests that it has KV for spent
+    most of its time on computing contexts anew (``tests/policies/test_priority.py``)."""
+
+    max_wait: float = 300.0
     quantum: int = 64
 
     def may_decide(self, best_waiting: int, running: Iterable[int]) -> bool:
