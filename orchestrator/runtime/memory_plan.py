@@ -15,6 +15,7 @@ from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
 from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
+from orchestrator.settings.engine_settings import EngineSettings
 
 GB = 1_000_000_000
 # What a device of a class has, in 10^9 bytes, as it is sold; resources.memory_gb says others.
@@ -113,6 +114,8 @@ def check(config: Config) -> list[str]:
     if whole and 0 < relay.segment_mb << 20 < needed / _MARGIN:
         fix = f"is too small for {relay.keep_versions + 1} versions of this model: set 0, or at least {needed >> 20}"
         raise ConfigError("relay.segment_mb", relay.segment_mb, fix)
+    for group in config.rollout.engine_groups if config.rollout.workers else ():
+        _check_kv(group, shape, config.model.dtype, group.kv_cache_mb << 20)
     if shape.parameters < LARGE or device_bytes(config, config.resources.trainer) is None:
         return []
     command = "`rl-coserve plan CONFIG --memory` plans it"
@@ -214,13 +217,40 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
             parts = {"weights": weights, "KV": engine.kv_cache_mb << 20, "context": CONTEXT}
             cure = f"lower {table}.kv_cache_mb, or raise {table}.tensor_parallel_size"
         elif capacity is not None:
-            parts = {"weights": weights, "KV, activations, graphs": max(0, round(capacity * share) - weights)}
+            left = max(0, round(capacity * share) - weights)
+            parts = {"weights": weights, "KV, activations, graphs": left}
+            _check_kv(engine, shape, config.model.dtype, left)
             cure = f"raise {table}.tensor_parallel_size, or lower {table}.gpu_memory_utilization"
         else:
             parts, cure = {"weights": weights}, ""
         named = hardware if config.resources.pools else ""
         rows.append(MemoryRow(f"engine ({_ranks(engine.ranks)})", named, {**parts, **beside}, capacity, cure))
     return rows
+
+
+def _check_kv(engine: EngineSettings, shape: Any, dtype: str, room: int) -> None:
+    """An engine whose KV cache cannot hold one sequence of its longest context does not start: vLLM says so after minutes.
+    ``room``: bytes for it on each device; 0: not known. Raises ConfigError."""
+    needed = longest_kv(engine, shape, dtype)
+    if not 0 < room < needed:
+        return
+    table, sized = ".".join(engine.table), f"at least {-(-needed >> 20)}"
+    fix = f"one sequence of {table}.max_model_len = {engine.max_model_len} takes {_gb(needed)} GB of KV on each device"
+    if engine.kv_cache_mb:
+        raise ConfigError(f"{table}.kv_cache_mb", engine.kv_cache_mb, f"{fix}: set 0 (what vLLM finds free), or {sized}")
+    fix += f", and beside the weights {_gb(room)} GB are left: raise {table}.tensor_parallel_size"
+    raise ConfigError(f"{table}.max_model_len", engine.max_model_len, fix)
+
+
+def longest_kv(engine: EngineSettings, shape: Any, dtype: str) -> int:
+    """Bytes of KV on each device of one sequence of the longest context, at the least: layers with a window are left out."""
+    layers = (shape.num_hidden_layers - len(shape.windowed_layers)) // engine.pipeline_parallel_size
+    each = 2 * max(1, shape.num_key_value_heads // engine.tensor_parallel_size) * shape.head_dim
+    if shape.latent is not None:  # every rank has the latents whole
+        each = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
+    width = 1 if str(engine.passed_on.get("kv_cache_dtype", "")).startswith("fp8") else _BYTES[dtype]
+    tokens = -(-engine.max_model_len // engine.block_size) * engine.block_size
+    return int(layers * each * width * tokens)
 
 
 def _ranks(number: int) -> str:

@@ -412,6 +412,40 @@ def test_a_large_model_has_defaults_of_its_own_and_a_set_key_wins(tmp_path: Path
     assert keys(said) == ["model.dtype", "trainer.micro_batch_tokens"]
 
 
+def test_the_engines_of_a_large_model_have_the_kv_that_vllm_finds_free(tmp_path: Path) -> None:
+    """64 MiB, the key's default for the demo, hold 2,300 tokens of a 7B model on a device of 80 GB, or no engine starts."""
+    pools = "resources.pools={H800=8,H20=8,L20=8}"
+    config, said = model_defaults.choose(large(tmp_path, *KEPT, pools))
+    assert keys(said) == ["rollout.engine.kv_cache_mb"]
+    assert config.rollout.engine.kv_cache_mb == 0
+    assert model_defaults.choose(config) == (config, [])
+    groups = '[{hardware="H20"}, {hardware="L20", kv_cache_mb=4096}, {hardware="L20", gpu_memory_utilization=0.5}]'
+    config, said = model_defaults.choose(large(tmp_path, *KEPT, pools, f"rollout.engines={groups}"))
+    assert keys(said) == ["rollout.engines.0.kv_cache_mb"]
+    assert [group.kv_cache_mb for group in config.rollout.engines] == [0, 4096, 0]
+    assert keys(model_defaults.choose(large(tmp_path, *KEPT, "ray.address=10.0.0.1:6379"))[1]) == [
+        "rollout.engine.kv_cache_mb"
+    ]
+    shared = ("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true")
+    alone = large(tmp_path, *KEPT, "ray.address=10.0.0.1:6379", *shared)
+    assert model_defaults.choose(alone)[1] == []  # it plans with a size
+
+
+def test_a_kv_cache_that_cannot_hold_one_sequence_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(monkeypatch, GB)
+    longest = "rollout.engine.max_model_len=32768"
+    with pytest.raises(ConfigError, match=r"kv_cache_mb = 64: one sequence of .*32768 takes 1.9 GB.* or at least 1792"):
+        memory_plan.check(large(tmp_path, longest))  # 28 layers x 2 x 4 heads x 128 x 2 bytes x 32768
+    memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=1792"))
+    memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=896", "rollout.engine.tensor_parallel_size=2"))
+    memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=896", "rollout.engine.kv_cache_dtype=fp8"))
+    memory_plan.check(large(tmp_path, longest, "rollout.workers=0", "rollout.served=['http://127.0.0.1:1']"))
+    with pytest.raises(ConfigError, match=r"max_model_len = 32768: .*beside the weights 1.0 GB are left: raise"):
+        memory_plan.check(large(tmp_path, *POOLS, longest, "resources.memory_gb={H20=20.3}"))
+
+
 def test_the_demo_and_small_models_keep_the_defaults_of_the_keys(tmp_path: Path) -> None:
     for more in ([], [f"model.path={dense(tmp_path / 'small')}"], [f"model.path={tmp_path / 'nowhere'}"]):
         config = load_config(None, more)
