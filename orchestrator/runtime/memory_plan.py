@@ -7,6 +7,7 @@ that cures it. A device whose size nobody said (``resources.memory_gb``, or a cl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,13 +44,14 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """What one owner needs of one device, or of its host (``hardware`` "host"), in bytes. ``capacity``: None: not known.
-    ``cure``: what to set where it does not fit."""
+    ``cure``: what to set where it does not fit. ``processes``: of the run that need so much, a mean where stages differ."""
 
     owner: str
     hardware: str
     parts: dict[str, int]
     capacity: int | None = None
     cure: str = ""
+    processes: float = 1
 
     @property
     def total(self) -> int:
@@ -75,18 +77,14 @@ def memory_rows(config: Config, path: str) -> list[MemoryRow]:
 
 
 def about(config: Config, rows: Sequence[MemoryRow]) -> str:
-    """What starts, in a line: ``2 engines, 1 trainer, about 3.1 GB``, host memory of trainers included. ``rows``: as
-    :func:`memory_rows` has them; none where nothing can be planned, and the line is without its bytes."""
+    """What starts, in a line: ``2 engines, 1 trainer, about 3.1 GB``, host memory included. ``rows``: as :func:`memory_rows`
+    has them; none where nothing can be planned, and the line is without its bytes."""
     ranks, engines = trainer_ranks(config), config.rollout.workers
     counted = [(engines, "engine"), (len(config.rollout.served), "served engine"), (ranks, "trainer")]
     parts = [f"{number} {what}{'s' if number > 1 else ''}" for number, what in counted if number]
     if not rows:
         return ", ".join(parts)
-    last = next(place for place, row in enumerate(rows) if row.hardware == "host")
-    stages, host, cut = rows[:last], rows[last].total, rows[last + 1 :]
-    total = ranks * (sum(row.total for row in stages) / len(stages) + host)
-    total += engines * sum(row.total for row in cut) / max(1, len(cut))
-    return f"{', '.join(parts)}, about {total / GB:.1f} GB"
+    return f"{', '.join(parts)}, about {sum(row.total * row.processes for row in rows) / GB:.1f} GB"
 
 
 def describe(rows: Sequence[MemoryRow]) -> list[str]:
@@ -174,17 +172,18 @@ def _trainer(config: Config, path: str, *, resting: bool = False) -> list[Memory
     if resting:
         cure = "before any step; `rl-coserve plan CONFIG --memory` tries what cures it"
     lent = {"relay": segment_bytes(config)} if config.relay.kind == "mooncake" else {}
-    rows = []
+    rows, ranks = [], trainer_ranks(config)
     for rank in plan.ranks:
         stage = "" if rank.stage == "all" else f", {rank.stage}"
-        owner = f"trainer ({_ranks(trainer_ranks(config))}{stage})"
+        owner = f"trainer ({_ranks(ranks)}{stage})"
         if rank.imbalance:
             owner += f", experts' tokens x {rank.imbalance:g}"
         parts = {**rank.memory.device, "reserve": rank.reserve, **beside}
-        rows.append(MemoryRow(owner, hardware if config.resources.pools else "", parts, capacity, cure))
+        named = hardware if config.resources.pools else ""
+        rows.append(MemoryRow(owner, named, parts, capacity, cure, ranks / len(plan.ranks)))
     memory = plan.fullest.memory
-    rows.append(MemoryRow("trainer, each rank", "host", {**memory.host, **_writing(config, memory), **lent}))
-    return rows
+    host = {**memory.host, **_writing(config, memory), **lent}
+    return [*rows, MemoryRow("trainer, each rank", "host", host, processes=ranks)]
 
 
 def _writing(config: Config, memory: Any) -> dict[str, int]:
@@ -206,9 +205,8 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
     rollout, shape = config.rollout, named_function("model.path", SHAPE)(path)
     beside = {"a trainer away": CONTEXT} if config.rollout.colocation.enabled else {}
     rows = []
-    for group, hardware in dict.fromkeys(
-        (rollout.group_of(number), engine_wish(config, number)[1]) for number in range(rollout.workers)
-    ):
+    kinds = Counter((rollout.group_of(number), engine_wish(config, number)[1]) for number in range(rollout.workers))
+    for (group, hardware), count in kinds.items():
         engine = rollout.engine_groups[group]
         table, weights = ".".join(engine.table), round(shape.parameters * _BYTES[config.model.dtype] / engine.ranks)
         capacity = device_bytes(config, hardware)
@@ -224,8 +222,20 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
         else:
             parts, cure = {"weights": weights}, ""
         named = hardware if config.resources.pools else ""
-        rows.append(MemoryRow(f"engine ({_ranks(engine.ranks)})", named, {**parts, **beside}, capacity, cure))
+        owner, ranks = f"engine ({_ranks(engine.ranks)})", count * engine.ranks
+        rows.append(MemoryRow(owner, named, {**parts, **beside}, capacity, cure, ranks))
+        if capacity is not None:  # a device, whose engine has a host beside it
+            rows.append(MemoryRow(f"{owner}, each rank", "host", _arriving(config, shape, weights), processes=ranks))
     return rows
+
+
+def _arriving(config: Config, shape: Any, weights: int) -> dict[str, int]:
+    """What a rank of an engine has of the next version on its host, before it is loaded: its part of all of it (of differences as
+    much at the first, and at every snapshot that it takes), or two layers of a model that vLLM's loader does more to than copy."""
+    if not (shape.num_experts or shape.latent):
+        return {"next version": weights}
+    layer = (shape.parameters - shape.embedding_parameters) / shape.num_hidden_layers
+    return {"two layers of the next version": round(2 * layer * _BYTES[config.model.dtype])}
 
 
 def _check_kv(engine: EngineSettings, shape: Any, dtype: str, room: int) -> None:

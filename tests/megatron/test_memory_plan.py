@@ -359,7 +359,7 @@ def test_a_start_waits_for_no_plan_that_takes_minutes_and_needs_no_megatron_wher
 def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned(monkeypatch, GB)
     config = large(tmp_path, *POOLS)
-    trainer, host, engine = memory_plan.memory_rows(config, config.model.path)
+    trainer, host, engine, beside = memory_plan.memory_rows(config, config.model.path)
     shape = read_shape(config.model.path)
     assert shape.parameters == 7_615_616_512  # as its model card says: 7.61 billion
     assert trainer.capacity == 80 * GB
@@ -368,10 +368,9 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     assert engine.hardware == "H20"
     assert engine.total == round(0.8 * 96 * GB)
     assert engine.parts["weights"] == 2 * shape.parameters
+    assert (beside.hardware, beside.parts) == ("host", {"next version": 2 * shape.parameters})
     config = large(tmp_path, *POOLS, "resources.memory_gb={H20=18}")
-    (line,) = [
-        line for line in memory_plan.describe(memory_plan.memory_rows(config, config.model.path)) if "engine" in line
-    ]
+    line = memory_plan.describe(memory_plan.memory_rows(config, config.model.path))[2]
     assert "over by 0.8: raise rollout.engine.tensor_parallel_size" in line or "over" not in line
     more = ("run.mode=async", "rollout.weights_overlap=true", "trainer.kl_coefficient=0.1", "trainer.data_parallel=2")
     offload = "trainer.megatron={optimizer_cpu_offload=true, optimizer_offload_fraction=1.0}"
@@ -382,10 +381,25 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     assert [(request.overlap, request.differences) for request in run.seen] == [(True, False)]
     shared = ("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true")
     config = large(tmp_path, "resources.memory_gb={GPU=80}", *shared)
-    trainer, _, engine = memory_plan.memory_rows(config, config.model.path)
+    trainer, _, engine, _ = memory_plan.memory_rows(config, config.model.path)
     assert trainer.parts["an engine asleep"] == engine.parts["a trainer away"] == memory_plan.CONTEXT
     with pytest.raises(ConfigError, match=r"relay.segment_mb = 100: is too small for 3 versions.*at least 479"):
         memory_plan.check(large(tmp_path, "relay.segment_mb=100"))
+
+
+def test_what_a_run_takes_in_all_counts_every_rank_of_every_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four engines of two devices and one of four: twelve times what is on a device, and their hosts."""
+    planned(monkeypatch, GB)
+    groups = '[{count=4, hardware="H20", tensor_parallel_size=2}, {hardware="H800", tensor_parallel_size=4}]'
+    config = large(tmp_path, "resources.pools={H800=8,H20=8}", "trainer.data_parallel=4", f"rollout.engines={groups}")
+    config, _ = model_defaults.choose(config)
+    rows = memory_plan.memory_rows(config, config.model.path)
+    weights = 2 * read_shape(config.model.path).parameters
+    engines = 8 * 0.9 * 96 * GB + 4 * 0.9 * 80 * GB + 5 * weights  # each has the next version once on its hosts
+    wanted = 4 * (rows[0].total + rows[1].total) + engines
+    assert memory_plan.about(config, rows) == f"5 engines, 4 trainers, about {wanted / GB:.1f} GB"
 
 
 KEPT = ("model.dtype=bfloat16", "trainer.learning_rate=1e-5", "trainer.micro_batch_tokens=4096")
@@ -514,9 +528,12 @@ def test_rope_is_one_kernel_where_transformer_engine_is(tmp_path: Path, monkeypa
 def test_the_command_prints_the_plan_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--memory", "--json", "resources.memory_gb={GPU=1}"]) == 0
     rows = json.loads(capsys.readouterr().out)["memory"]
-    assert [row["owner"] for row in rows] == ["trainer (1 rank)", "trainer, each rank", "engine (1 rank)"]
+    assert [row["owner"] for row in rows] == [
+        *("trainer (1 rank)", "trainer, each rank"),
+        *("engine (1 rank)", "engine (1 rank), each rank"),
+    ]
     assert rows[0]["parts"]["weights"] > 0
-    assert [row["over"] for row in rows] == [0, 0, 0]
+    assert [row["over"] for row in rows] == [0, 0, 0, 0]
 
 
 def test_a_plan_names_no_device_where_the_run_named_none() -> None:
