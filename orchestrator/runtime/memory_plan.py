@@ -44,7 +44,8 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """What one owner needs of one device, or of its host (``hardware`` "host"), in bytes. ``capacity``: None: not known.
-    ``cure``: what to set where it does not fit. ``processes``: of the run that need so much, a mean where stages differ."""
+    ``cure``: what to set where it does not fit. ``processes``: of the run that need so much, a mean where stages differ; ``together``:
+    of them on one host, where a node is full of them."""
 
     owner: str
     hardware: str
@@ -52,6 +53,7 @@ class MemoryRow:
     capacity: int | None = None
     cure: str = ""
     processes: float = 1
+    together: int = 1
 
     @property
     def total(self) -> int:
@@ -96,7 +98,8 @@ def describe(rows: Sequence[MemoryRow]) -> list[str]:
         device = "" if row.capacity is None else " on its device"  # of a run without pools: a CPU has none
         where = " in host memory" if row.hardware == "host" else f" on {row.hardware}" if row.hardware else device
         over = f"; over by {_gb(row.over)}: {row.cure}" if row.over else ""
-        lines.append(f"{row.owner}: {_gb(row.total)} GB{limit}{where} ({parts}){over}")
+        node = f"; {row.together} on a node: {_gb(row.together * row.total)} GB" if row.together > 1 else ""
+        lines.append(f"{row.owner}: {_gb(row.total)} GB{limit}{where} ({parts}){node}{over}")
     return lines
 
 
@@ -183,7 +186,8 @@ def _trainer(config: Config, path: str, *, resting: bool = False) -> list[Memory
         rows.append(MemoryRow(owner, named, parts, capacity, cure, ranks / len(plan.ranks)))
     memory = plan.fullest.memory
     host = {**memory.host, **_writing(config, memory), **lent}
-    return [*rows, MemoryRow("trainer, each rank", "host", host, processes=ranks)]
+    together = min(ranks, config.resources.devices_per_server // config.resources.devices_per_rank)
+    return [*rows, MemoryRow("trainer, each rank", "host", host, processes=ranks, together=together)]
 
 
 def _writing(config: Config, memory: Any) -> dict[str, int]:
@@ -225,7 +229,8 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
         owner, ranks = f"engine ({_ranks(engine.ranks)})", count * engine.ranks
         rows.append(MemoryRow(owner, named, {**parts, **beside}, capacity, cure, ranks))
         if capacity is not None:  # a device, whose engine has a host beside it
-            rows.append(MemoryRow(f"{owner}, each rank", "host", _arriving(config, shape, weights), processes=ranks))
+            arriving, together = _arriving(config, shape, weights), min(ranks, config.resources.devices_per_server)
+            rows.append(MemoryRow(f"{owner}, each rank", "host", arriving, processes=ranks, together=together))
     return rows
 
 

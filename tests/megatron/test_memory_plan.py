@@ -398,6 +398,7 @@ def test_what_a_run_takes_in_all_counts_every_rank_of_every_engine(
     rows = memory_plan.memory_rows(config, config.model.path)
     weights = 2 * read_shape(config.model.path).parameters
     engines = 8 * 0.9 * 96 * GB + 4 * 0.9 * 80 * GB + 5 * weights  # each has the next version once on its hosts
+    assert memory_plan.describe(rows)[3].endswith(f"; 8 on a node: {4 * weights / GB:.1f} GB")
     wanted = 4 * (rows[0].total + rows[1].total) + engines
     assert memory_plan.about(config, rows) == f"5 engines, 4 trainers, about {wanted / GB:.1f} GB"
 
