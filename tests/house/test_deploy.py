@@ -580,6 +580,44 @@ def test_a_job_of_several_nodes_starts_twins_of_servers_and_gives_the_run_their_
     wait_for(lambda: not listens(port), 10)
 
 
+FIRST_ENDS = """
+import os, sys
+if not os.path.exists(os.environ["HOME"] + "/ended"):
+    open(os.environ["HOME"] + "/ended", "w").close()
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("lived", "code"), [("0", 0), ("300", 1)])
+def test_a_server_that_ends_is_started_again_unless_it_had_just_begun(tmp_path: Path, lived: str, code: int) -> None:
+    """Twins; a server that dies in the second week would otherwise be gone for the rest of the job."""
+    program(tmp_path, "rl-coserve", RUN_TWIN)
+    program(tmp_path, "vllm", FIRST_ENDS + SERVER_TWIN)
+    program(tmp_path, "srun", SRUN_TWIN)
+    program(tmp_path, "scontrol", 'print("first\\n127.0.0.1")')
+    port = free_port()
+    variables = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "x", "RL_COSERVE_PORT": str(port)}
+    process = job("served.sbatch", tmp_path, "/models/m", "run.toml", **variables, RL_COSERVE_LIVED=lived)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert ("vllm ended with code 3 and is started again" in errors) == (code == 0)
+    assert ("a server ended before it was up" in errors) == (code == 1)
+    wait_for(lambda: not listens(port), 10)
+
+
+@pytest.mark.parametrize("script", ["nodes.sbatch", "served.sbatch"])
+def test_what_a_node_runs_is_kept_alike_in_both_jobs_and_ends_when_it_is_told_to(tmp_path: Path, script: str) -> None:
+    text = (DEPLOY / "slurm" / script).read_text(encoding="utf-8")
+    keep = text.partition("keep='")[2].partition("'\n")[0]
+    assert keep in (DEPLOY / "slurm" / "served.sbatch").read_text(encoding="utf-8")
+    file, command = tmp_path / "pid", 'echo $$ > "$0"; exec sleep 60'
+    with subprocess.Popen(["bash", "-c", keep, "keep", "bash", "-c", command, str(file)]) as kept:
+        wait_for(lambda: file.exists() and file.read_text())
+        kept.terminate()
+        assert kept.wait(10) == 143
+    assert not Path(f"/proc/{file.read_text().strip()}").exists()
+
+
 @pytest.mark.long
 def test_a_job_whose_engines_have_two_nodes_each_starts_their_ranks_and_asks_the_first_of_each(tmp_path: Path) -> None:
     program(tmp_path, "rl-coserve", RUN_TWIN)
