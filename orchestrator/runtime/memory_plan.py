@@ -44,8 +44,8 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """What one owner needs of one device, or of its host (``hardware`` "host"), in bytes. ``capacity``: None: not known.
-    ``cure``: what to set where it does not fit. ``processes``: of the run that need so much, a mean where stages differ; ``together``:
-    of them on one host, where a node is full of them."""
+    ``cure``: what to set where it does not fit. ``processes``: of the run that need so much, a mean where stages differ;
+    ``together``: of them on one host, where a node is full of them."""
 
     owner: str
     hardware: str
@@ -235,8 +235,8 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
 
 
 def _arriving(config: Config, shape: Any, weights: int) -> dict[str, int]:
-    """What a rank of an engine has of the next version on its host, before it is loaded: its part of all of it (of differences as
-    much at the first, and at every snapshot that it takes), or two layers of a model that vLLM's loader does more to than copy."""
+    """What a rank of an engine has of the next version on its host, before it is loaded: its part of all of it (of differences
+    less, but as much at the first), or two layers of a model that vLLM's loader does more to than copy."""
     if not (shape.num_experts or shape.latent):
         return {"next version": weights}
     layer = (shape.parameters - shape.embedding_parameters) / shape.num_hidden_layers
@@ -252,7 +252,9 @@ def _check_kv(engine: EngineSettings, shape: Any, dtype: str, room: int) -> None
     table, sized = ".".join(engine.table), f"at least {-(-needed >> 20)}"
     fix = f"one sequence of {table}.max_model_len = {engine.max_model_len} takes {_gb(needed)} GB of KV on each device"
     if engine.kv_cache_mb:
-        raise ConfigError(f"{table}.kv_cache_mb", engine.kv_cache_mb, f"{fix}: set 0 (what vLLM finds free), or {sized}")
+        raise ConfigError(
+            f"{table}.kv_cache_mb", engine.kv_cache_mb, f"{fix}: set 0 (what vLLM finds free), or {sized}"
+        )
     fix += f", and beside the weights {_gb(room)} GB are left: raise {table}.tensor_parallel_size"
     raise ConfigError(f"{table}.max_model_len", engine.max_model_len, fix)
 

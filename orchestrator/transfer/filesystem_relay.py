@@ -28,7 +28,9 @@ from orchestrator.transfer.transfer_errors import RelayError
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _MKDIR_TRIES = 8
-_REMOVERS = 16  # threads: of a version of hundreds of gigabytes there are thousands of objects, each a round trip or three
+_REMOVERS = (
+    16  # threads: of a version of hundreds of gigabytes there are thousands of objects, each a round trip or three
+)
 
 
 class FsspecRelay:

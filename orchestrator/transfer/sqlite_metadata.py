@@ -42,7 +42,9 @@ class SqliteMetadata:
                 " WITHOUT ROWID"
             )
         except (sqlite3.Error, UnicodeDecodeError) as error:  # it quotes names of a damaged file as they are
-            fix = f"cannot be opened as a SQLite file ({error}); its folder must exist and be writable, with POSIX locks:"
+            fix = (
+                f"cannot be opened as a SQLite file ({error}); its folder must exist and be writable, with POSIX locks:"
+            )
             fix += " where it has none, set relay.metadata_url"
             raise ConfigError("relay.metadata", self._path, fix) from error
 

@@ -478,7 +478,10 @@ def test_a_ray_jobs_head_that_is_drained_lets_a_twin_of_the_run_end_in_order(tmp
     program(tmp_path, "rl-coserve", RUN_TWIN)
     there = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     line = job["spec"]["entrypoint"].replace("/tmp/", f"{tmp_path}/")
-    hook = [part.replace("/tmp/", f"{tmp_path}/") for part in head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]]
+    hook = [
+        part.replace("/tmp/", f"{tmp_path}/")
+        for part in head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    ]
     with subprocess.Popen(line, shell=True, env=there, stdout=-1, text=True) as run:
         assert run.stdout is not None
         assert run.stdout.readline().startswith("rl-coserve train /etc/rl-coserve/run.toml relay.host=")
@@ -488,7 +491,9 @@ def test_a_ray_jobs_head_that_is_drained_lets_a_twin_of_the_run_end_in_order(tmp
         subprocess.run(hook, env=there, timeout=20, check=True)
         reaper.join()
         assert (run.stdout.read(), run.returncode) == ("ended in order\n", 130)
-    assert subprocess.run(hook, env=there, capture_output=True, timeout=20, check=False).returncode  # nothing to wait for
+    assert subprocess.run(
+        hook, env=there, capture_output=True, timeout=20, check=False
+    ).returncode  # nothing to wait for
 
 
 def job(script: str, folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:

@@ -454,7 +454,9 @@ def test_a_kv_cache_that_cannot_hold_one_sequence_is_refused_before_anything_sta
     with pytest.raises(ConfigError, match=r"kv_cache_mb = 64: one sequence of .*32768 takes 1.9 GB.* or at least 1792"):
         memory_plan.check(large(tmp_path, longest))  # 28 layers x 2 x 4 heads x 128 x 2 bytes x 32768
     memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=1792"))
-    memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=896", "rollout.engine.tensor_parallel_size=2"))
+    memory_plan.check(
+        large(tmp_path, longest, "rollout.engine.kv_cache_mb=896", "rollout.engine.tensor_parallel_size=2")
+    )
     memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=896", "rollout.engine.kv_cache_dtype=fp8"))
     memory_plan.check(large(tmp_path, longest, "rollout.workers=0", "rollout.served=['http://127.0.0.1:1']"))
     with pytest.raises(ConfigError, match=r"max_model_len = 32768: .*beside the weights 1.0 GB are left: raise"):

@@ -1,8 +1,9 @@
 """What a run is doing right now, sampled once a second into the file ``live.json`` of its folder.
 
 Guarantees: it changes nothing that it looks at; the record has a bounded size however many trajectories are in flight; it is
-replaced as a whole, by a thread; a sample that cannot be written is said once and costs the run nothing, and the next is tried. Events say what
-happened; this file says what is under way, which no event can. It holds no prompt, no token id, no address and no secret.
+replaced as a whole, by a thread; a sample that cannot be written is said once and costs the run nothing, and
+the next is tried. Events say what happened; this file says what is under way, which no event can. It holds no prompt, no
+token id, no address and no secret.
 """
 
 from __future__ import annotations
