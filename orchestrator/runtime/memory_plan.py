@@ -7,6 +7,7 @@ that cures it. A device whose size nobody said (``resources.memory_gb``, or a cl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
 from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
+from orchestrator.settings.engine_settings import EngineSettings
 
 GB = 1_000_000_000
 # What a device of a class has, in 10^9 bytes, as it is sold; resources.memory_gb says others.
@@ -42,13 +44,16 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """What one owner needs of one device, or of its host (``hardware`` "host"), in bytes. ``capacity``: None: not known.
-    ``cure``: what to set where it does not fit."""
+    ``cure``: what to set where it does not fit. ``processes``: of the run that need so much, a mean where stages differ;
+    ``together``: of them on one host, where a node is full of them."""
 
     owner: str
     hardware: str
     parts: dict[str, int]
     capacity: int | None = None
     cure: str = ""
+    processes: float = 1
+    together: int = 1
 
     @property
     def total(self) -> int:
@@ -74,18 +79,14 @@ def memory_rows(config: Config, path: str) -> list[MemoryRow]:
 
 
 def about(config: Config, rows: Sequence[MemoryRow]) -> str:
-    """What starts, in a line: ``2 engines, 1 trainer, about 3.1 GB``, host memory of trainers included. ``rows``: as
-    :func:`memory_rows` has them; none where nothing can be planned, and the line is without its bytes."""
+    """What starts, in a line: ``2 engines, 1 trainer, about 3.1 GB``, host memory included. ``rows``: as :func:`memory_rows`
+    has them; none where nothing can be planned, and the line is without its bytes."""
     ranks, engines = trainer_ranks(config), config.rollout.workers
     counted = [(engines, "engine"), (len(config.rollout.served), "served engine"), (ranks, "trainer")]
     parts = [f"{number} {what}{'s' if number > 1 else ''}" for number, what in counted if number]
     if not rows:
         return ", ".join(parts)
-    last = next(place for place, row in enumerate(rows) if row.hardware == "host")
-    stages, host, cut = rows[:last], rows[last].total, rows[last + 1 :]
-    total = ranks * (sum(row.total for row in stages) / len(stages) + host)
-    total += engines * sum(row.total for row in cut) / max(1, len(cut))
-    return f"{', '.join(parts)}, about {total / GB:.1f} GB"
+    return f"{', '.join(parts)}, about {sum(row.total * row.processes for row in rows) / GB:.1f} GB"
 
 
 def describe(rows: Sequence[MemoryRow]) -> list[str]:
@@ -97,7 +98,8 @@ def describe(rows: Sequence[MemoryRow]) -> list[str]:
         device = "" if row.capacity is None else " on its device"  # of a run without pools: a CPU has none
         where = " in host memory" if row.hardware == "host" else f" on {row.hardware}" if row.hardware else device
         over = f"; over by {_gb(row.over)}: {row.cure}" if row.over else ""
-        lines.append(f"{row.owner}: {_gb(row.total)} GB{limit}{where} ({parts}){over}")
+        node = f"; {row.together} on a node: {_gb(row.together * row.total)} GB" if row.together > 1 else ""
+        lines.append(f"{row.owner}: {_gb(row.total)} GB{limit}{where} ({parts}){node}{over}")
     return lines
 
 
@@ -113,6 +115,8 @@ def check(config: Config) -> list[str]:
     if whole and 0 < relay.segment_mb << 20 < needed / _MARGIN:
         fix = f"is too small for {relay.keep_versions + 1} versions of this model: set 0, or at least {needed >> 20}"
         raise ConfigError("relay.segment_mb", relay.segment_mb, fix)
+    for group in config.rollout.engine_groups if config.rollout.workers else ():
+        _check_kv(group, shape, config.model.dtype, group.kv_cache_mb << 20)
     if shape.parameters < LARGE or device_bytes(config, config.resources.trainer) is None:
         return []
     command = "`rl-coserve plan CONFIG --memory` plans it"
@@ -171,17 +175,19 @@ def _trainer(config: Config, path: str, *, resting: bool = False) -> list[Memory
     if resting:
         cure = "before any step; `rl-coserve plan CONFIG --memory` tries what cures it"
     lent = {"relay": segment_bytes(config)} if config.relay.kind == "mooncake" else {}
-    rows = []
+    rows, ranks = [], trainer_ranks(config)
     for rank in plan.ranks:
         stage = "" if rank.stage == "all" else f", {rank.stage}"
-        owner = f"trainer ({_ranks(trainer_ranks(config))}{stage})"
+        owner = f"trainer ({_ranks(ranks)}{stage})"
         if rank.imbalance:
             owner += f", experts' tokens x {rank.imbalance:g}"
         parts = {**rank.memory.device, "reserve": rank.reserve, **beside}
-        rows.append(MemoryRow(owner, hardware if config.resources.pools else "", parts, capacity, cure))
+        named = hardware if config.resources.pools else ""
+        rows.append(MemoryRow(owner, named, parts, capacity, cure, ranks / len(plan.ranks)))
     memory = plan.fullest.memory
-    rows.append(MemoryRow("trainer, each rank", "host", {**memory.host, **_writing(config, memory), **lent}))
-    return rows
+    host = {**memory.host, **_writing(config, memory), **lent}
+    together = min(ranks, config.resources.devices_per_server // config.resources.devices_per_rank)
+    return [*rows, MemoryRow("trainer, each rank", "host", host, processes=ranks, together=together)]
 
 
 def _writing(config: Config, memory: Any) -> dict[str, int]:
@@ -203,9 +209,8 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
     rollout, shape = config.rollout, named_function("model.path", SHAPE)(path)
     beside = {"a trainer away": CONTEXT} if config.rollout.colocation.enabled else {}
     rows = []
-    for group, hardware in dict.fromkeys(
-        (rollout.group_of(number), engine_wish(config, number)[1]) for number in range(rollout.workers)
-    ):
+    kinds = Counter((rollout.group_of(number), engine_wish(config, number)[1]) for number in range(rollout.workers))
+    for (group, hardware), count in kinds.items():
         engine = rollout.engine_groups[group]
         table, weights = ".".join(engine.table), round(shape.parameters * _BYTES[config.model.dtype] / engine.ranks)
         capacity = device_bytes(config, hardware)
@@ -214,13 +219,55 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
             parts = {"weights": weights, "KV": engine.kv_cache_mb << 20, "context": CONTEXT}
             cure = f"lower {table}.kv_cache_mb, or raise {table}.tensor_parallel_size"
         elif capacity is not None:
-            parts = {"weights": weights, "KV, activations, graphs": max(0, round(capacity * share) - weights)}
+            left = max(0, round(capacity * share) - weights)
+            parts = {"weights": weights, "KV, activations, graphs": left}
+            _check_kv(engine, shape, config.model.dtype, left)
             cure = f"raise {table}.tensor_parallel_size, or lower {table}.gpu_memory_utilization"
         else:
             parts, cure = {"weights": weights}, ""
         named = hardware if config.resources.pools else ""
-        rows.append(MemoryRow(f"engine ({_ranks(engine.ranks)})", named, {**parts, **beside}, capacity, cure))
+        owner, ranks = f"engine ({_ranks(engine.ranks)})", count * engine.ranks
+        rows.append(MemoryRow(owner, named, {**parts, **beside}, capacity, cure, ranks))
+        if capacity is not None:  # a device, whose engine has a host beside it
+            arriving, together = _arriving(config, shape, weights), min(ranks, config.resources.devices_per_server)
+            rows.append(MemoryRow(f"{owner}, each rank", "host", arriving, processes=ranks, together=together))
     return rows
+
+
+def _arriving(config: Config, shape: Any, weights: int) -> dict[str, int]:
+    """What a rank of an engine has of the next version on its host, before it is loaded: its part of all of it (of differences
+    less, but as much at the first), or two layers of a model that vLLM's loader does more to than copy."""
+    if not (shape.num_experts or shape.latent):
+        return {"next version": weights}
+    layer = (shape.parameters - shape.embedding_parameters) / shape.num_hidden_layers
+    return {"two layers of the next version": round(2 * layer * _BYTES[config.model.dtype])}
+
+
+def _check_kv(engine: EngineSettings, shape: Any, dtype: str, room: int) -> None:
+    """An engine whose KV cache cannot hold one sequence of its longest context does not start: vLLM says so after minutes.
+    ``room``: bytes for it on each device; 0: not known. Raises ConfigError."""
+    needed = longest_kv(engine, shape, dtype)
+    if not 0 < room < needed:
+        return
+    table, sized = ".".join(engine.table), f"at least {-(-needed >> 20)}"
+    fix = f"one sequence of {table}.max_model_len = {engine.max_model_len} takes {_gb(needed)} GB of KV on each device"
+    if engine.kv_cache_mb:
+        raise ConfigError(
+            f"{table}.kv_cache_mb", engine.kv_cache_mb, f"{fix}: set 0 (what vLLM finds free), or {sized}"
+        )
+    fix += f", and beside the weights {_gb(room)} GB are left: raise {table}.tensor_parallel_size"
+    raise ConfigError(f"{table}.max_model_len", engine.max_model_len, fix)
+
+
+def longest_kv(engine: EngineSettings, shape: Any, dtype: str) -> int:
+    """Bytes of KV on each device of one sequence of the longest context, at the least: layers with a window are left out."""
+    layers = (shape.num_hidden_layers - len(shape.windowed_layers)) // engine.pipeline_parallel_size
+    each = 2 * max(1, shape.num_key_value_heads // engine.tensor_parallel_size) * shape.head_dim
+    if shape.latent is not None:  # every rank has the latents whole
+        each = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
+    width = 1 if str(engine.passed_on.get("kv_cache_dtype", "")).startswith("fp8") else _BYTES[dtype]
+    tokens = -(-engine.max_model_len // engine.block_size) * engine.block_size
+    return int(layers * each * width * tokens)
 
 
 def _ranks(number: int) -> str:

@@ -8,6 +8,7 @@ that a run that continues chooses nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, RunError
@@ -55,6 +56,12 @@ def _by_size(config: Config, model: str) -> Iterator[tuple[str, Any, str]]:
         yield "trainer.micro_batch_tokens", tokens, f"{model}, whose longest row needs as much anyway"
     if "distributed_optimizer" not in given and trainer.data_parallel > 1:
         yield "trainer.distributed_optimizer", True, f"{model} on {trainer.data_parallel} replicas"
+    devices = config.resources.pools or config.ray.address or Path("/dev/nvidiactl").exists()
+    if devices and not config.rollout.colocation.enabled:
+        for place, group in enumerate(config.rollout.engine_groups):
+            key = f"rollout.engines.{place}" if config.rollout.engines else "rollout.engine"
+            if "kv_cache_mb" not in group.model_fields_set:
+                yield f"{key}.kv_cache_mb", 0, f"{model}, whose engines have what vLLM finds free"
 
 
 def _by_memory(config: Config, experts: int) -> Iterator[tuple[str, Any, str]]:
@@ -81,9 +88,9 @@ def _with(config: Config, values: dict[str, Any]) -> Config:
     data = config.model_dump(mode="json", exclude_unset=True)
     for name, value in values.items():
         *sections, key = name.split(".")
-        table = data
+        table: Any = data
         for section in sections:
-            table = table.setdefault(section, {})
+            table = table[int(section)] if isinstance(table, list) else table.setdefault(section, {})
         table[key] = value
     return parse_config(data)
 

@@ -80,7 +80,7 @@ from orchestrator.runtime.run_records import RunRecords
 from orchestrator.runtime.shard_nodes import SpreadShards
 from orchestrator.runtime.shard_process import LocalShards
 from orchestrator.runtime.site_caches import start_site_caches
-from orchestrator.transfer import RelayEndpoint, open_metadata
+from orchestrator.transfer import RelayEndpoint, SqliteMetadata, open_metadata
 from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
 
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
@@ -478,6 +478,9 @@ class _Assembly:
             self.stack.push_async_callback(master.stop)
             self.keeper.keep("mooncake_master", master)
             address = master.address
+        if not settings.metadata_url:
+            alone = not (self.config.ray.address or self.config.rollout.served)  # on one machine
+            await asyncio.to_thread(lambda: SqliteMetadata(self.folder.metadata, write_ahead=alone).close())
         return RelayEndpoint(
             job=self.folder.job(shared=bool(settings.metadata_url)),
             kind=settings.kind,

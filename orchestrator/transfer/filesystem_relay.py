@@ -15,11 +15,9 @@ only. Files are not synced: after a power cut, what the store lost is found by s
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import socket
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,9 @@ from orchestrator.transfer.transfer_errors import RelayError
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _MKDIR_TRIES = 8
-_numbers = itertools.count()  # of this process's temporary files
+_REMOVERS = (
+    16  # threads: of a version of hundreds of gigabytes there are thousands of objects, each a round trip or three
+)
 
 
 class FsspecRelay:
@@ -107,7 +107,7 @@ class FsspecRelay:
         with _named(key):
             if self._local:
                 left = Path(path)
-                for one in (left, *left.parent.glob(f".{left.name}.*.tmp")):
+                for one in (left, _aside(left)):
                     one.unlink(missing_ok=True)
                 self._drop_empty(left.parent)
                 return True
@@ -116,6 +116,11 @@ class FsspecRelay:
             except FileNotFoundError:
                 return True  # it is gone, which is what was asked
         return True
+
+    def remove_all(self, keys: Sequence[str]) -> bool:
+        """See :class:`orchestrator.transfer.registered_buffers.RemovingRelay`."""
+        with ThreadPoolExecutor(_REMOVERS, "relay remove") as threads:
+            return all(threads.map(self.remove, keys))
 
     def close(self) -> None:
         self._closed = True
@@ -142,10 +147,10 @@ class FsspecRelay:
 
     def _write_file(self, path: Path, data: memoryview) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}-{next(_numbers)}"
-        aside = path.with_name(f".{path.name}.{writer}.tmp")
+        aside = _aside(path)
+        file = open(aside, "xb", buffering=0)  # noqa: SIM115  who finds it there has lost: it is another's, not to be removed
         try:
-            with open(aside, "xb", buffering=0) as file:
+            with file:
                 rest = data.cast("B")
                 while rest.nbytes:
                     rest = rest[file.write(rest) :]
@@ -162,6 +167,11 @@ class FsspecRelay:
         if self._closed:
             raise RelayError("closed", "this relay was closed")
         return f"{self._root}/{key}"
+
+
+def _aside(path: Path) -> Path:
+    """Where an object is while it is written. One name, so that nobody has to look through a folder of thousands for it."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _read(file: Any, target: memoryview) -> int:

@@ -13,6 +13,8 @@ The functions take a head and return the next one, which :func:`update_head` sto
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
@@ -25,7 +27,11 @@ from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayErro
 FORMAT = 2
 RESERVE_BUCKETS = 64  # buckets a rank may write before it must record more: one control message per 64 buckets
 FULL = -1  # the base of a full snapshot
-CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
+CAS_TRIES = 24
+# Seconds: of those who lost a compare-and-set each tries again at a random moment within as many, which double. Hundreds of
+# ranks say at the same moment what they fetch; at once again, one of them would get through each time.
+CAS_PAUSE, CAS_PAUSE_MOST = 0.002, 4.0
+_chance = random.SystemRandom()
 Record = TypeVar("Record")
 
 
@@ -229,7 +235,9 @@ def update_record(
 ) -> Record:
     """Apply a transition to a record by compare-and-set, again while others are faster; returns the new one (``empty``: what
     it is before the first). Raises RelayError."""
-    for _ in range(CAS_TRIES):
+    for lost in range(CAS_TRIES):
+        if lost:
+            time.sleep(_chance.uniform(0, min(CAS_PAUSE * 2**lost, CAS_PAUSE_MOST)))
         present = metadata.get(key)
         before = empty if present is None else decode(present[0])
         after = transition(before)

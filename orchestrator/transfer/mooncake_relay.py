@@ -3,7 +3,9 @@
 Guarantees, on a store whose own answers cannot be trusted alone (measured with 0.3.13): a put of an existing key is an
 error (the store says 0 and keeps the OLD value); objects are hard-pinned, so a full store refuses instead of evicting;
 a put counts only when the size reads back (a key whose writer died accepts puts for 30 s and keeps nothing); removal is
-never forced. Transfers run directly from and to registered memory; other memory is registered for the call.
+never forced. What a process that lends memory puts lies in its own, while there is room, and crosses no network on its
+way there: the store's own choice is any. Transfers run directly from and to registered memory; other memory is registered
+for the call.
 
 Known limits: ``size`` leases the object as a reader does (5 to 10 s), so nothing is removed right after it was looked
 at; a hung storage process blocks ``get_into`` for 30 s; the client listens on 0.0.0.0 without authentication.
@@ -86,6 +88,8 @@ class MooncakeRelay:
             raise RelayError(
                 "setup", f"cannot join the Mooncake Store of {master} as {host} over {protocol} (code {code})"
             )
+        if segment_bytes:
+            self._config.preferred_segment = self._store.get_hostname()
 
     def put(self, key: str, data: memoryview) -> None:
         store = self._open()

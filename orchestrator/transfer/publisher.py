@@ -45,7 +45,7 @@ from orchestrator.transfer.manifest import (
     shard_bytes,
 )
 from orchestrator.transfer.manifest_signing import signer_of
-from orchestrator.transfer.registered_buffers import BufferPool
+from orchestrator.transfer.registered_buffers import BufferPool, RemovingRelay
 from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy, retained_versions
 from orchestrator.transfer.shard_codec import RAW, ShardCodec
@@ -400,7 +400,11 @@ class Publisher:
     def _remove(self, attempt: PublishAttempt) -> bool:
         job = self._endpoint.job
         # The manifest first: who cannot read it any more does not start on the buckets.
-        keys = [attempt.manifest_key(job), *(attempt.key(job, bucket) for bucket in range(attempt.buckets))]
+        if not self._relay.remove(attempt.manifest_key(job)):
+            return False
+        keys = [attempt.key(job, bucket) for bucket in range(attempt.buckets)]
+        if isinstance(self._relay, RemovingRelay):
+            return self._relay.remove_all(keys)
         return all(self._relay.remove(key) for key in keys)
 
     def _head(self) -> JobHead:

@@ -55,6 +55,14 @@ class BatchRelay(Protocol):
         """As ``get_into`` for each (key, buffer); returns the bytes of each. Raises when one is missing or failed."""
 
 
+@runtime_checkable
+class RemovingRelay(Protocol):
+    """A relay that removes many objects faster than one after the other."""
+
+    def remove_all(self, keys: Sequence[str]) -> bool:
+        """As ``remove`` for each, in any order; whether all are gone."""
+
+
 class _Buffer:
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, size)

@@ -14,6 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -27,7 +28,7 @@ import orchestrator
 from orchestrator.config import Config, load_config
 from orchestrator.environments import pod_manifests
 from orchestrator.hooks.tested_versions import COMPONENTS, MEGATRON_CORE, MOONCAKE, RAY, VLLM
-from orchestrator.runtime import pool_requests
+from orchestrator.runtime import pool_requests, real_run
 from tests.support.waiting import free_port, wait_for
 from vllm_rlplugin import options
 
@@ -402,7 +403,8 @@ def test_a_ray_jobs_worker_groups_are_the_pools_of_its_run() -> None:
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-gpus": "0"}
     assert cluster["rayVersion"] in RAY.tested
     assert (config.ray.address, config.relay.host) == ("auto", "127.0.0.1")
-    assert job["spec"]["entrypoint"] == "rl-coserve train /etc/rl-coserve/run.toml relay.host=$(hostname -i)"
+    train = "rl-coserve train /etc/rl-coserve/run.toml relay.host=$(hostname -i)"
+    assert job["spec"]["entrypoint"] == f"echo $$ > /tmp/run.pid; exec {train}"
     assert job["spec"]["submissionMode"] == "HTTPMode", "elsewhere another pod's shell would say its own address"
 
 
@@ -466,6 +468,32 @@ if sys.argv[1] == "train":
     print("runs", flush=True)
     time.sleep(60)
 """
+
+
+def test_a_ray_jobs_head_that_is_drained_lets_a_twin_of_the_run_end_in_order(tmp_path: Path) -> None:
+    """Ray starts the line in a shell, and reaps it; `preStop` is waited for, within the pod's grace."""
+    job = yaml.safe_load((DEPLOY / "kuberay" / "job.yaml").read_text(encoding="utf-8"))
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert head["terminationGracePeriodSeconds"] >= real_run._GRACE + 60
+    program(tmp_path, "rl-coserve", RUN_TWIN)
+    there = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    line = job["spec"]["entrypoint"].replace("/tmp/", f"{tmp_path}/")
+    hook = [
+        part.replace("/tmp/", f"{tmp_path}/")
+        for part in head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    ]
+    with subprocess.Popen(line, shell=True, env=there, stdout=-1, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith("rl-coserve train /etc/rl-coserve/run.toml relay.host=")
+        assert run.stdout.readline() == "runs\n"
+        reaper = threading.Thread(target=run.wait)
+        reaper.start()
+        subprocess.run(hook, env=there, timeout=20, check=True)
+        reaper.join()
+        assert (run.stdout.read(), run.returncode) == ("ended in order\n", 130)
+    assert subprocess.run(
+        hook, env=there, capture_output=True, timeout=20, check=False
+    ).returncode  # nothing to wait for
 
 
 def job(script: str, folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -555,6 +583,44 @@ def test_a_job_of_several_nodes_starts_twins_of_servers_and_gives_the_run_their_
     assert (int(length) > 32, mode) == (True, "0o600")
     assert not list(tmp_path.glob(".rl-coserve-*")), "the token outlives the job"
     wait_for(lambda: not listens(port), 10)
+
+
+FIRST_ENDS = """
+import os, sys
+if not os.path.exists(os.environ["HOME"] + "/ended"):
+    open(os.environ["HOME"] + "/ended", "w").close()
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("lived", "code"), [("0", 0), ("300", 1)])
+def test_a_server_that_ends_is_started_again_unless_it_had_just_begun(tmp_path: Path, lived: str, code: int) -> None:
+    """Twins; a server that dies in the second week would otherwise be gone for the rest of the job."""
+    program(tmp_path, "rl-coserve", RUN_TWIN)
+    program(tmp_path, "vllm", FIRST_ENDS + SERVER_TWIN)
+    program(tmp_path, "srun", SRUN_TWIN)
+    program(tmp_path, "scontrol", 'print("first\\n127.0.0.1")')
+    port = free_port()
+    variables = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "x", "RL_COSERVE_PORT": str(port)}
+    process = job("served.sbatch", tmp_path, "/models/m", "run.toml", **variables, RL_COSERVE_LIVED=lived)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert ("vllm ended with code 3 and is started again" in errors) == (code == 0)
+    assert ("a server ended before it was up" in errors) == (code == 1)
+    wait_for(lambda: not listens(port), 10)
+
+
+@pytest.mark.parametrize("script", ["nodes.sbatch", "served.sbatch"])
+def test_what_a_node_runs_is_kept_alike_in_both_jobs_and_ends_when_it_is_told_to(tmp_path: Path, script: str) -> None:
+    text = (DEPLOY / "slurm" / script).read_text(encoding="utf-8")
+    keep = text.partition("keep='")[2].partition("'\n")[0]
+    assert keep in (DEPLOY / "slurm" / "served.sbatch").read_text(encoding="utf-8")
+    file, command = tmp_path / "pid", 'echo $$ > "$0"; exec sleep 60'
+    with subprocess.Popen(["bash", "-c", keep, "keep", "bash", "-c", command, str(file)]) as kept:
+        wait_for(lambda: file.exists() and file.read_text())
+        kept.terminate()
+        assert kept.wait(10) == 143
+    assert not Path(f"/proc/{file.read_text().strip()}").exists()
 
 
 @pytest.mark.long

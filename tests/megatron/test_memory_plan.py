@@ -359,7 +359,7 @@ def test_a_start_waits_for_no_plan_that_takes_minutes_and_needs_no_megatron_wher
 def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned(monkeypatch, GB)
     config = large(tmp_path, *POOLS)
-    trainer, host, engine = memory_plan.memory_rows(config, config.model.path)
+    trainer, host, engine, beside = memory_plan.memory_rows(config, config.model.path)
     shape = read_shape(config.model.path)
     assert shape.parameters == 7_615_616_512  # as its model card says: 7.61 billion
     assert trainer.capacity == 80 * GB
@@ -368,10 +368,9 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     assert engine.hardware == "H20"
     assert engine.total == round(0.8 * 96 * GB)
     assert engine.parts["weights"] == 2 * shape.parameters
+    assert (beside.hardware, beside.parts) == ("host", {"next version": 2 * shape.parameters})
     config = large(tmp_path, *POOLS, "resources.memory_gb={H20=18}")
-    (line,) = [
-        line for line in memory_plan.describe(memory_plan.memory_rows(config, config.model.path)) if "engine" in line
-    ]
+    line = memory_plan.describe(memory_plan.memory_rows(config, config.model.path))[2]
     assert "over by 0.8: raise rollout.engine.tensor_parallel_size" in line or "over" not in line
     more = ("run.mode=async", "rollout.weights_overlap=true", "trainer.kl_coefficient=0.1", "trainer.data_parallel=2")
     offload = "trainer.megatron={optimizer_cpu_offload=true, optimizer_offload_fraction=1.0}"
@@ -382,10 +381,26 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     assert [(request.overlap, request.differences) for request in run.seen] == [(True, False)]
     shared = ("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true")
     config = large(tmp_path, "resources.memory_gb={GPU=80}", *shared)
-    trainer, _, engine = memory_plan.memory_rows(config, config.model.path)
+    trainer, _, engine, _ = memory_plan.memory_rows(config, config.model.path)
     assert trainer.parts["an engine asleep"] == engine.parts["a trainer away"] == memory_plan.CONTEXT
     with pytest.raises(ConfigError, match=r"relay.segment_mb = 100: is too small for 3 versions.*at least 479"):
         memory_plan.check(large(tmp_path, "relay.segment_mb=100"))
+
+
+def test_what_a_run_takes_in_all_counts_every_rank_of_every_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four engines of two devices and one of four: twelve times what is on a device, and their hosts."""
+    planned(monkeypatch, GB)
+    groups = '[{count=4, hardware="H20", tensor_parallel_size=2}, {hardware="H800", tensor_parallel_size=4}]'
+    config = large(tmp_path, "resources.pools={H800=8,H20=8}", "trainer.data_parallel=4", f"rollout.engines={groups}")
+    config, _ = model_defaults.choose(config)
+    rows = memory_plan.memory_rows(config, config.model.path)
+    weights = 2 * read_shape(config.model.path).parameters
+    engines = 8 * 0.9 * 96 * GB + 4 * 0.9 * 80 * GB + 5 * weights  # each has the next version once on its hosts
+    assert memory_plan.describe(rows)[3].endswith(f"; 8 on a node: {4 * weights / GB:.1f} GB")
+    wanted = 4 * (rows[0].total + rows[1].total) + engines
+    assert memory_plan.about(config, rows) == f"5 engines, 4 trainers, about {wanted / GB:.1f} GB"
 
 
 KEPT = ("model.dtype=bfloat16", "trainer.learning_rate=1e-5", "trainer.micro_batch_tokens=4096")
@@ -410,6 +425,42 @@ def test_a_large_model_has_defaults_of_its_own_and_a_set_key_wins(tmp_path: Path
     argued, said = model_defaults.choose(load_config(None, [path, 'trainer.arguments="--lr 2e-6"']))
     assert argued.trainer.learning_rate == 2e-6
     assert keys(said) == ["model.dtype", "trainer.micro_batch_tokens"]
+
+
+def test_the_engines_of_a_large_model_have_the_kv_that_vllm_finds_free(tmp_path: Path) -> None:
+    """64 MiB, the key's default for the demo, hold 2,300 tokens of a 7B model on a device of 80 GB, or no engine starts."""
+    pools = "resources.pools={H800=8,H20=8,L20=8}"
+    config, said = model_defaults.choose(large(tmp_path, *KEPT, pools))
+    assert keys(said) == ["rollout.engine.kv_cache_mb"]
+    assert config.rollout.engine.kv_cache_mb == 0
+    assert model_defaults.choose(config) == (config, [])
+    groups = '[{hardware="H20"}, {hardware="L20", kv_cache_mb=4096}, {hardware="L20", gpu_memory_utilization=0.5}]'
+    config, said = model_defaults.choose(large(tmp_path, *KEPT, pools, f"rollout.engines={groups}"))
+    assert keys(said) == ["rollout.engines.0.kv_cache_mb"]
+    assert [group.kv_cache_mb for group in config.rollout.engines] == [0, 4096, 0]
+    assert keys(model_defaults.choose(large(tmp_path, *KEPT, "ray.address=10.0.0.1:6379"))[1]) == [
+        "rollout.engine.kv_cache_mb"
+    ]
+    shared = ("rollout.colocation.enabled=true", "run.mode=sync", "rollout.alpha=0", "trainer.stream=true")
+    alone = large(tmp_path, *KEPT, "ray.address=10.0.0.1:6379", *shared)
+    assert model_defaults.choose(alone)[1] == []  # it plans with a size
+
+
+def test_a_kv_cache_that_cannot_hold_one_sequence_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(monkeypatch, GB)
+    longest = "rollout.engine.max_model_len=32768"
+    with pytest.raises(ConfigError, match=r"kv_cache_mb = 64: one sequence of .*32768 takes 1.9 GB.* or at least 1792"):
+        memory_plan.check(large(tmp_path, longest))  # 28 layers x 2 x 4 heads x 128 x 2 bytes x 32768
+    memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=1792"))
+    memory_plan.check(
+        large(tmp_path, longest, "rollout.engine.kv_cache_mb=896", "rollout.engine.tensor_parallel_size=2")
+    )
+    memory_plan.check(large(tmp_path, longest, "rollout.engine.kv_cache_mb=896", "rollout.engine.kv_cache_dtype=fp8"))
+    memory_plan.check(large(tmp_path, longest, "rollout.workers=0", "rollout.served=['http://127.0.0.1:1']"))
+    with pytest.raises(ConfigError, match=r"max_model_len = 32768: .*beside the weights 1.0 GB are left: raise"):
+        memory_plan.check(large(tmp_path, *POOLS, longest, "resources.memory_gb={H20=20.3}"))
 
 
 def test_the_demo_and_small_models_keep_the_defaults_of_the_keys(tmp_path: Path) -> None:
@@ -480,9 +531,12 @@ def test_rope_is_one_kernel_where_transformer_engine_is(tmp_path: Path, monkeypa
 def test_the_command_prints_the_plan_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--memory", "--json", "resources.memory_gb={GPU=1}"]) == 0
     rows = json.loads(capsys.readouterr().out)["memory"]
-    assert [row["owner"] for row in rows] == ["trainer (1 rank)", "trainer, each rank", "engine (1 rank)"]
+    assert [row["owner"] for row in rows] == [
+        *("trainer (1 rank)", "trainer, each rank"),
+        *("engine (1 rank)", "engine (1 rank), each rank"),
+    ]
     assert rows[0]["parts"]["weights"] > 0
-    assert [row["over"] for row in rows] == [0, 0, 0]
+    assert [row["over"] for row in rows] == [0, 0, 0, 0]
 
 
 def test_a_plan_names_no_device_where_the_run_named_none() -> None:

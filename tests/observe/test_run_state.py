@@ -200,6 +200,28 @@ def test_every_metric_that_the_dashboard_asks_for_is_in_a_scrape(finished: Path)
     assert METRIC.findall(json.loads(dashboard)["templating"]["list"][0]["query"]["query"])[0] in found
 
 
+def test_the_dashboard_shows_runs_whose_steps_take_half_an_hour_and_the_first_fault_of_a_kind() -> None:
+    """What moves once a step is empty over five minutes; `increase` does not count what a new series begins with."""
+    panels = json.loads((ROOT / "examples" / "grafana" / "rl-coserve.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    windows = {window for expression in asked for window in re.findall(r"rate\([^\[]*\[(\w+)\]", expression)}
+    assert windows == {"1h"}
+    assert not [expression for expression in asked if "increase(" in expression]
+
+
+def test_a_run_that_says_nothing_is_told_from_one_that_runs(finished: Path) -> None:
+    """`rl-coserve view` outlives a run that was killed with its machine: it never said that it ended."""
+    state = folded(finished)
+    state.figures.status = "unfinished"
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(run_metrics.exposition(state, silent=75).decode())
+        for sample in family.samples
+        if not sample.labels
+    }
+    assert (values["rl_coserve:run_up"], values["rl_coserve:run_silent_seconds"]) == (1.0, 75.0)
+
+
 def test_the_page_of_the_documentation_has_every_metric_and_no_other(finished: Path) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", (ROOT / "docs" / "seeing.md").read_text(), re.M)
     said = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -310,6 +311,22 @@ def test_a_sample_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_pa
     assert records == []
     assert len(said) == 1
     assert "live.json cannot be written" in said[0]
+
+
+def test_what_is_under_way_is_shown_again_when_its_folder_is_back(tmp_path: Path) -> None:
+    """A file server that is away for a second of a week."""
+    folder, said = tmp_path / "away", list[str]()
+
+    async def sampled() -> None:
+        sampler = Sampler(folder, EventLog(io.StringIO(), asyncio.get_running_loop().time), said.append)
+        for _ in range(2):
+            await sampler._write()
+        folder.mkdir()
+        await sampler._write()
+
+    asyncio.run(sampled())
+    assert len(said) == 1
+    assert (folder / "live.json").exists()
 
 
 def test_the_process_beside_a_run_shows_it_to_its_end_and_then_ends(tmp_path: Path) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
+from orchestrator.config import load_config
+from orchestrator.run_folder import RunFolder
+from orchestrator.runtime.real_run import _Assembly
 from orchestrator.transfer import RelayEndpoint, RelayError, SqliteMetadata, open_metadata
 
 Open = Callable[[], MetadataStore]
@@ -127,8 +134,6 @@ os._exit(9)
 
 
 def test_a_locked_file_is_retryable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sqlite3
-
     monkeypatch.setattr("orchestrator.transfer.sqlite_metadata.BUSY_SECONDS", 0.01)
     store = SqliteMetadata(tmp_path / "m.sqlite")
     other = sqlite3.connect(tmp_path / "m.sqlite", isolation_level=None)
@@ -161,3 +166,45 @@ def test_an_endpoint_opens_the_store_it_names(tmp_path: Path) -> None:
     assert one.compare_and_set("k", b"v", 0)
     assert same.get("k") == (b"v", 1)
     assert other.get("k") is None
+
+
+SECOND_MACHINE = """
+import sys
+from orchestrator.transfer import SqliteMetadata
+store = SqliteMetadata(sys.argv[1])
+print(store.get("k"), flush=True)
+sys.stdin.readline()
+print(store.compare_and_set("k", b"other", 1), store.get("k"))
+"""
+
+
+def test_two_machines_that_share_only_the_file_never_both_win(tmp_path: Path) -> None:
+    """As on a network file system: locks and what is in the file are shared, memory that is mapped is each machine's own."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    SqliteMetadata(here / "m.sqlite", write_ahead=True).close()  # of a run that was on one machine
+    store = SqliteMetadata(here / "m.sqlite", write_ahead=False)
+    assert store.compare_and_set("k", b"first", 0)
+    for file in here.iterdir():
+        if not file.name.endswith("-shm"):
+            (there / file.name).hardlink_to(file)
+    command = [sys.executable, "-c", SECOND_MACHINE, str(there / "m.sqlite")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "(b'first', 1)\n"
+        assert store.compare_and_set("k", b"second", 1)
+        assert other.communicate("go\n")[0] == "False (b'second', 2)\n"
+
+
+@pytest.mark.parametrize(("where", "expected"), [([], "wal"), (["ray.address=10.0.0.1:6379"], "delete")])
+def test_a_run_over_machines_has_a_pointer_file_that_they_can_share(
+    where: list[str], expected: str, tmp_path: Path
+) -> None:
+    config = load_config(None, [f"run.folder={tmp_path}", "relay.kind=fsspec", *where])
+    folder = RunFolder.create(config)
+    nothing: Any = None  # that the relay needs
+    assembly = _Assembly(config, folder, nothing, nothing, nothing, nothing, None)
+    asyncio.run(assembly._start_relay())
+    with closing(sqlite3.connect(folder.metadata)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == (expected,)

@@ -66,7 +66,7 @@ def one(kind):
 
 def do(what, *a):
     if what == "host":
-        held["host"] = MooncakeRelay(endpoint.master, segment_bytes=a[0])
+        held["host"] = held["r"] = MooncakeRelay(endpoint.master, segment_bytes=a[0])
     elif what == "rollback":
         return one("p").rollback(*a)
     elif what == "publish":
@@ -255,6 +255,30 @@ def test_the_real_store_keeps_the_promises_of_a_relay(rig: Rig) -> None:
         assert (reply["error"], reply["reason"]) == ("RelayError", reason)
     client.ask("close")
     host.ask("close")
+
+
+def test_what_a_rank_puts_lies_in_its_own_memory_while_there_is_room(rig: Rig) -> None:
+    """Not over the network to another rank's, with which it would be lost, too."""
+    rank, *others = (rig.child() for _ in range(4))
+    for each in (rank, *others):
+        each.ask("host", 16 * MIB)
+    for number in range(8):
+        rank.ask("put", f"k{number}", f"value {number}")
+    for other in others:
+        other.end()
+    assert [rank.ask("get", f"k{number}", 100) for number in range(8)] == [f"value {number}" for number in range(8)]
+    rank.ask("close")
+
+
+def test_a_rank_whose_memory_is_full_puts_into_that_of_others(rig: Rig) -> None:
+    rank, other = rig.child(), rig.child()
+    for each in (rank, other):
+        each.ask("host", 16 * MIB)
+    for number in range(6):
+        rank.ask("put", f"k{number}", "x" * (4 * MIB))
+    assert all(other.ask("size", f"k{number}") == 4 * MIB for number in range(6))
+    for each in (rank, other):
+        each.ask("close")
 
 
 def test_parts_of_an_object_are_read_from_the_real_store(rig: Rig) -> None:

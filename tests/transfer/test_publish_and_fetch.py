@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from orchestrator.transfer import (
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import registered_buffers as buffers_module
 from orchestrator.transfer.job_head import update_head
+from orchestrator.transfer.retention import VersionHolder
+from orchestrator.transfer.version_leases import read_leases, renew_lease
 from tests.support.relay_twin import RelayTwin
 
 ENDPOINT = RelayEndpoint(job="job", kind="memory", master="unused", bucket_bytes=4096)
@@ -509,7 +512,32 @@ def test_a_missing_object_is_an_error_and_a_missing_size_is_minus_one() -> None:
     assert caught.value.reason == "closed"
 
 
-def test_endless_contention_is_an_error_not_a_hang() -> None:
+class Crowd(MemoryMetadata):
+    """So many others change each record, too: as long as they do, one in a millisecond, nobody else is fast enough."""
+
+    def __init__(self, others: int) -> None:
+        super().__init__()
+        self.over, self.now, self.asked = others * 0.001, 0.0, 0
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def compare_and_set(self, key: str, value: bytes, revision: int) -> bool:
+        self.now, self.asked = self.now + 0.001, self.asked + 1
+        return self.now > self.over and super().compare_and_set(key, value, revision)
+
+
+def test_five_hundred_ranks_that_speak_at_once_all_get_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(500)
+    monkeypatch.setattr("orchestrator.transfer.job_head.time", SimpleNamespace(sleep=crowd.wait))
+    renew_lease(crowd, "job", "node/1", 1, VersionHolder(3, fetching=4), 600)
+    assert read_leases(crowd, "job")["node/1"].holder.fetching == 4
+    assert crowd.asked <= 20  # and without a question a millisecond, each of which carries the record
+
+
+def test_endless_contention_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.transfer.job_head.CAS_PAUSE_MOST", 0.0)
+
     class Busy(MemoryMetadata):
         def compare_and_set(self, key: str, value: bytes, revision: int) -> bool:
             return False

@@ -1,8 +1,9 @@
 """What a run is doing right now, sampled once a second into the file ``live.json`` of its folder.
 
 Guarantees: it changes nothing that it looks at; the record has a bounded size however many trajectories are in flight; it is
-replaced as a whole, by a thread; a sample that cannot be written is said once and costs the run nothing. Events say what
-happened; this file says what is under way, which no event can. It holds no prompt, no token id, no address and no secret.
+replaced as a whole, by a thread; a sample that cannot be written is said once and costs the run nothing, and
+the next is tried. Events say what happened; this file says what is under way, which no event can. It holds no prompt, no
+token id, no address and no secret.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Sampler:
         self._asked: dict[str, deque[WorkerStats]] = {}  # the newest answers
         self._neighbours = Neighbours(events)
         self._silent: set[str] = set()
-        self._broken = False
+        self._told = False  # that it cannot be written
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -154,14 +155,13 @@ class Sampler:
             await asyncio.gather(*(one(state) for state in asked))
 
     async def _write(self) -> None:
-        if self._broken:
-            return
         text = json.dumps(self.record(), separators=(",", ":"))
         try:
             await asyncio.to_thread(replace_text, self._file, text + "\n")
-        except OSError as error:
-            self._broken = True
-            self._say(f"what is under way cannot be shown: {self._file.name} cannot be written ({error.strerror})")
+        except OSError as error:  # a file server that is away for a while; the next sample may be written
+            if not self._told:
+                self._say(f"what is under way cannot be shown: {self._file.name} cannot be written ({error.strerror})")
+            self._told = True
 
     def record(self) -> dict[str, Any]:
         """What goes into the file."""

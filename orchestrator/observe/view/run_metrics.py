@@ -31,6 +31,7 @@ PREFIX = "rl_coserve:run_"
 TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "info": ("gauge", ("name", "mode", "kind"), "1; the run's name, mode, and whether it is real or simulated."),
     "up": ("gauge", (), "1 while the run has not ended."),
+    "silent_seconds": ("gauge", (), "Seconds without a sign of life of a run that has not ended; 0: there are some."),
     "step": ("gauge", (), "Training steps done."),
     "steps_planned": ("gauge", (), "Training steps asked for."),
     "version": ("gauge", (), "The newest weight version."),
@@ -75,21 +76,21 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
 _TRAINER_METRICS = 64  # of a step, at most
 
 
-def exposition(state: RunState) -> bytes:
-    """The metrics of now, in Prometheus' text format."""
+def exposition(state: RunState, silent: int = 0) -> bytes:
+    """The metrics of now, in Prometheus' text format. ``silent``: seconds without a sign of life."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Metrics(state))
+    registry.register(_Metrics(state, silent))
     return generate_latest(registry)
 
 
 class _Metrics(Collector):
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    def __init__(self, state: RunState, silent: int) -> None:
+        self._state, self._silent = state, silent
 
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
         figures = self._state.figures
-        for name, value in _plain(figures):
+        for name, value in (*_plain(figures), ("silent_seconds", float(self._silent))):
             yield _family(name, [((), value)])
         if figures.start is not None:
             yield _family("info", [((figures.name, figures.mode, figures.kind), 1.0)])

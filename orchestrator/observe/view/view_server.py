@@ -226,7 +226,8 @@ class Server:
         return web.Response(body=self._shown(request).picture, content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=exposition(self._run(request).state), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        hub = self._run(request)
+        return web.Response(body=exposition(hub.state, hub.silent()), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _trajectories(self, request: web.Request) -> web.Response:
         self._run(request)
