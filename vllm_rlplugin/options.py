@@ -228,7 +228,7 @@ class FrontendOptions:
         if self.kv_carrier == "tcp" and (self.kv_protocol, self.kv_device) != ("tcp", ""):
             raise ConfigError("--rl-kv-protocol", self.kv_protocol, "needs --rl-kv-carrier mooncake")
         if self.kv_protocol != "tcp":
-            from orchestrator.transfer.kv_mooncake import check_device  # numpy; as below
+            from orchestrator.transfer.rdma_devices import check_device  # numpy; as below
 
             check_device(self.kv_protocol, self.kv_device, "--rl-kv-")
         self.networks()

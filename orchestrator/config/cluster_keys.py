@@ -44,6 +44,8 @@ class RelaySection(Section):
     master: str = ""
     host: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the embedded master; 0: a free one
+    protocol: Literal["tcp", "rdma"] = "tcp"  # by which Mooncake carries weights
+    device: str = ""  # comma-separated RDMA devices, as in /sys/class/infiniband; empty: Mooncake chooses
     # memory of a trainer rank that holds versions for the workers; 0: as keep_versions + 1 of them need, at least 256
     segment_mb: Annotated[int, Field(ge=0)] = 0
     bucket_mb: Positive = 64
@@ -67,6 +69,12 @@ class RelaySection(Section):
     patience: PositiveSeconds = 300.0
 
     def conflicts(self) -> Iterator[Conflict]:
+        if self.device and self.protocol != "rdma":
+            yield "device", self.device, "is for RDMA: set protocol to 'rdma', or leave it out"
+        if self.protocol == "rdma" and self.kind != "mooncake":
+            yield "protocol", self.protocol, "is of Mooncake's transfers: set kind to 'mooncake', or leave it out"
+        if self.protocol == "rdma" and self.sites:
+            yield "protocol", self.protocol, "reaches no cache behind a slow link (sites): leave one of the two out"
         url = self.metadata_url
         if url and (fix := urls.redis_mistake(url, self.metadata_allow_plain)):
             yield "metadata_url", urls.without_password(url), fix

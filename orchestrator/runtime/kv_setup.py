@@ -12,7 +12,7 @@ from orchestrator.api import bearer
 from orchestrator.api.urls import is_loopback
 from orchestrator.borrowing import served_workers
 from orchestrator.config import Config
-from orchestrator.transfer.kv_mooncake import check_device
+from orchestrator.transfer.rdma_devices import check_device
 
 
 def kv_arguments(config: Config) -> dict[str, Any]:

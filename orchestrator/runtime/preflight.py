@@ -31,6 +31,7 @@ from orchestrator.tasks.chat_task import ChatTask
 from orchestrator.tasks.dataset import DatasetTask
 from orchestrator.tasks.game_memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
+from orchestrator.transfer.rdma_devices import check_device
 from orchestrator.transfer.redis_metadata import PASSWORD_FILE, RedisMetadata
 
 _TRAINER = "megatron_rlplugin.trainer.learner:check_trainer"
@@ -158,6 +159,8 @@ def _relay(config: Config) -> None:
     if config.relay.kind == "fsspec" and config.relay.master:
         endpoint = RelayEndpoint(job="preflight", kind="fsspec", master=config.relay.master)
         open_relay(endpoint).close()
+    if not config.ray.address:  # else it is said where the ranks and engines are
+        check_device(config.relay.protocol, config.relay.device, "relay.")
     if config.relay.kind == "mooncake" and config.relay.master:
         from orchestrator.transfer.mooncake_relay import seen_from
 

@@ -488,6 +488,8 @@ class _Assembly:
             metadata=settings.metadata_url
             or str(self.folder.metadata.resolve()),  # servers have other working directories
             segment_bytes=memory_plan.segment_bytes(self.config),
+            protocol=settings.protocol,
+            device=settings.device,
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,
             snapshot_every=settings.snapshot_every,

@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from orchestrator.api import ConfigError
+from orchestrator.transfer.rdma_devices import check_device
 from orchestrator.transfer.transfer_errors import RelayError
 
 APT_PACKAGES: Final = {
@@ -73,7 +74,12 @@ def missing_library(message: str) -> ConfigError:
 class MooncakeRelay:
     """Implements :class:`orchestrator.api.Relay`. One thread may transfer while another registers memory."""
 
-    def __init__(self, master: str, *, host: str = "", protocol: str = "tcp", segment_bytes: int = 0) -> None:
+    def __init__(
+        self, master: str, *, host: str = "", protocol: str = "tcp", device: str = "", segment_bytes: int = 0
+    ) -> None:
+        """``device``: RDMA devices, with commas between them; empty: Mooncake chooses. Raises ConfigError where this machine
+        has none for ``protocol`` "rdma", RelayError when the store cannot be joined."""
+        check_device(protocol, device, "relay.")
         module = load_store()
         seen = seen_from(master)
         host = host or seen
@@ -82,7 +88,7 @@ class MooncakeRelay:
         self._config.with_hard_pin = True
         self._store: Any = module.MooncakeDistributedStore()
         self._registered: dict[int, int] = {}  # address -> size
-        code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, "", master)
+        code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, device, master)
         if code != 0:
             self._store = None
             raise RelayError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError, MetadataStore, Relay, urls
 from orchestrator.transfer.memory_relay import MemoryMetadata, MemoryRelay
+from orchestrator.transfer.rdma_devices import PROTOCOLS
 
 MIB = 1 << 20
 SMALLEST_BUCKET_BYTES = 1024
@@ -30,7 +31,8 @@ class RelayEndpoint:
     ``kind`` "mooncake": ``master`` is "host:port" of its mooncake_master. ``kind`` "fsspec": it is the URL of a folder or
     prefix (file:///mnt/shared/relay, s3://bucket/relay) that all processes reach. ``kind`` "memory": it is any name; all
     endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, the
-    URL of a Redis server (without a password: each process has that in its environment), or "memory" (same rule). ``host``
+    URL of a Redis server (without a password: each process has that in its environment), or "memory" (same rule).
+    ``protocol`` and ``device``: what Mooncake carries objects by, "tcp" or "rdma", and its devices; empty: it chooses. ``host``
     is the address that a process is reached at; empty: that of the interface which leads to the master, on whatever machine
     the process is. ``segment_bytes`` is what a publisher lends to the store, each of its ranks: room for
     ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing. ``snapshot_every``: versions
@@ -47,6 +49,7 @@ class RelayEndpoint:
     master: str = ""
     metadata: str = "memory"
     protocol: str = "tcp"
+    device: str = ""
     host: str = ""
     segment_bytes: int = 256 * MIB
     bucket_bytes: int = 64 * MIB
@@ -74,6 +77,7 @@ class RelayEndpoint:
             ("kind", self.kind in ("mooncake", "fsspec", "memory"), "must be 'mooncake', 'fsspec' or 'memory'"),
             ("master", self.kind != "mooncake" or _MASTER.fullmatch(self.master), host),
             ("master", self.kind != "fsspec" or _URL.fullmatch(self.master), url),
+            ("protocol", self.protocol in PROTOCOLS, f"must be {' or '.join(map(repr, PROTOCOLS))}"),
             ("metadata", self.metadata, store),
             ("segment_bytes", self.segment_bytes >= 0, "must be 0 (lend nothing) or more"),
             ("bucket_bytes", self.bucket_bytes >= SMALLEST_BUCKET_BYTES, f"must be at least {SMALLEST_BUCKET_BYTES}"),
@@ -134,7 +138,8 @@ def open_relay(endpoint: RelayEndpoint, *, segment_bytes: int = 0) -> Relay:
         return FsspecRelay(endpoint.master)
     from orchestrator.transfer.mooncake_relay import MooncakeRelay  # lazily: only who uses it needs a Mooncake variant
 
-    return MooncakeRelay(endpoint.master, host=endpoint.host, protocol=endpoint.protocol, segment_bytes=segment_bytes)
+    carried = {"protocol": endpoint.protocol, "device": endpoint.device}
+    return MooncakeRelay(endpoint.master, host=endpoint.host, segment_bytes=segment_bytes, **carried)
 
 
 def open_metadata(endpoint: RelayEndpoint) -> MetadataStore:

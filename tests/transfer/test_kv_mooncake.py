@@ -19,9 +19,9 @@ from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
 from orchestrator.runtime import kv_setup as runtime_kv
 from orchestrator.runtime.kv_setup import kv_arguments
-from orchestrator.transfer import kv_mooncake
-from orchestrator.transfer.kv_mooncake import MooncakeCarrier, SpanAllocator, check_device
+from orchestrator.transfer.kv_mooncake import MooncakeCarrier, SpanAllocator
 from orchestrator.transfer.kv_wire import KvAsk, KvBlocks, KvRefused, KvServer, block_digests, fetch_blocks
+from orchestrator.transfer.rdma_devices import check_device
 from vllm_rlplugin.kv.mover import KvOptions
 from vllm_rlplugin.options import FrontendOptions
 
@@ -245,7 +245,7 @@ def test_places_are_never_given_twice() -> None:
 def test_rdma_without_a_device_is_one_clear_error_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_mooncake.check_device, "__defaults__", ("rollout.kv_transfer.", tmp_path))
+    monkeypatch.setattr(check_device, "__defaults__", ("rollout.kv_transfer.", tmp_path))
     data: dict[str, Any] = {"enabled": True, "carrier": "mooncake", "protocol": "rdma"}
     config = parse_config({"rollout": {"kv_transfer": data}})
     for refused in (

@@ -14,16 +14,20 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError, RunError
+from orchestrator.config import parse_config
 from orchestrator.runtime import mooncake_master as runtime
+from orchestrator.runtime import preflight
 from orchestrator.runtime.mooncake_master import MooncakeMaster
-from orchestrator.transfer import RelayEndpoint, RelayError
+from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 from orchestrator.transfer import mooncake_relay as transfer_mooncake
+from orchestrator.transfer.rdma_devices import check_device
 
 pytestmark = pytest.mark.engine
 
@@ -630,3 +634,35 @@ def test_sixty_four_megabytes_pass_between_processes(rig: Rig) -> None:
     print(f"publish {seconds * 1e3:.0f} ms, fetch {fetched * 1e3:.0f} ms of one 64 MiB tensor")
     assert got == client.ask("expected", 1, [size])
     assert np.isfinite(seconds)
+
+
+def test_weights_by_rdma_need_a_device_here_and_nothing_that_reads_over_a_slow_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_device, "__defaults__", ("rollout.kv_transfer.", tmp_path))
+    by_rdma = parse_config({"relay": {"protocol": "rdma", "device": "mlx5_0"}})
+    endpoint = RelayEndpoint(job="rdma", master="127.0.0.1:1", protocol="rdma", device="mlx5_0")
+    for refused in (lambda: preflight._relay(by_rdma), lambda: open_relay(endpoint)):
+        with pytest.raises(ConfigError, match=r"relay.protocol = 'rdma': this machine has no RDMA device"):
+            refused()
+    (tmp_path / "mlx5_0").mkdir()
+    preflight._relay(by_rdma)
+    told: list[Any] = []
+
+    def setup(*given: Any) -> int:
+        told.extend(given)
+        return 0
+
+    monkeypatch.setattr(transfer_mooncake, "seen_from", lambda master: "127.0.0.1")
+    store = SimpleNamespace(setup=setup, close=lambda: 0)
+    module = SimpleNamespace(ReplicateConfig=SimpleNamespace, MooncakeDistributedStore=lambda: store)
+    monkeypatch.setattr(transfer_mooncake, "load_store", lambda: module)
+    open_relay(endpoint)
+    assert told[4:6] == ["rdma", "mlx5_0"]
+    for wrong in (
+        {"device": "mlx5_0"},
+        {"protocol": "rdma", "kind": "fsspec"},
+        {"protocol": "rdma", "sites": {"b": {"label": "b"}}},
+    ):
+        with pytest.raises(ConfigError, match=r"^relay\.(device|protocol) = "):
+            parse_config({"relay": wrong})

@@ -28,8 +28,9 @@ import numpy as np
 from orchestrator.api import ConfigError, KvMove, KvMoved, RetryableError, bearer
 from orchestrator.api.tls import SYSTEM, Tls, check_listener
 from orchestrator.api.urls import is_loopback
-from orchestrator.transfer.kv_mooncake import MooncakeCarrier, check_device
+from orchestrator.transfer.kv_mooncake import MooncakeCarrier
 from orchestrator.transfer.kv_wire import Carrier, KvAsk, KvBlocks, KvRefused, KvServer, fetch_blocks
+from orchestrator.transfer.rdma_devices import check_device
 
 PIECE_BYTES = 4 << 20  # of KV that go between the front end and its engine at a time: neither stands still for longer
 NODE = "node"  # as a host: this machine's own address
