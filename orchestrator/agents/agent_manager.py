@@ -70,6 +70,8 @@ class AgentManager(EnvManager):
             async with asyncio.timeout(self._trajectory_timeout), task.gateway().open_session(session) as door:
                 waiting("the agent")
                 outcome = await self._until_end(session, episode, door.key, door.socket)
+            if session.unanswered and not outcome.limit:  # however it takes that: it says nothing of the policy
+                raise TrajectoryError("generation_timeout", session.unanswered)
             reward, done = reward_of(task.program, outcome), True
             if not session.conversation.answers:
                 raise TrajectoryError("agent_silent", "it ended without asking the policy anything")

@@ -56,6 +56,8 @@ class AgentSession:
     truncated: bool = False  # a limit of turns or tokens was reached
     requests: int = 0
     active: int = 0
+    pending: int = 0  # answers that open requests wait for
+    unanswered: str = ""  # why its newest request had no answer, where that was not the agent's doing
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.chat_format)
@@ -121,19 +123,20 @@ class AgentSession:
         turns = self.conversation.turns()
         numbers = range(self.requests, self.requests + asked.n)
         self.requests += asked.n
-        self.active += 1
-        work = [asyncio.ensure_future(self._generated(opening, sampling, number, turns)) for number in numbers]
+        self.active, self.pending = self.active + 1, self.pending + asked.n
+        ids = opening.token_ids()
+        work = [asyncio.ensure_future(self._generated(ids, sampling, number, turns)) for number in numbers]
         try:
             async with asyncio.timeout(self.bounds.seconds):
                 found = await asyncio.gather(*work)
         except TimeoutError as error:
-            text = f"no answer within {self.bounds.seconds:g} s"
+            text = self.unanswered = f"no answer within {self.bounds.seconds:g} s"
             raise ApiError(504, text, kind="timeout", code="timeout") from error
         except Exception as error:
             self.end_with(error)
             raise self.end_error() or error from error
         finally:
-            self.active -= 1
+            self.active, self.pending = self.active - 1, self.pending - asked.n
             for choice_of in work:
                 choice_of.cancel()  # those that are not done, when one failed or the client has gone
         cut = []
@@ -147,13 +150,14 @@ class AgentSession:
             raise over
         choices, answers = [], []
         for number, (kept, text) in zip(numbers, cut, strict=True):
-            choice = self._choice(kept, text, number)
+            choice = self._choice(kept, text, number, look=bool(opening.tools))
             choices.append(choice)
             heard, whole = (choice.said, "") if prompt is None else (None, prompt + text)
             answers.append(self.conversation.add(opening, kept, heard, whole, began, loop.time()))
+        self.unanswered = ""
         made = sum(len(answer.completion.token_ids) for answer in answers)
         identity = f"{'chatcmpl' if prompt is None else 'cmpl'}-{self.request.trajectory_id}-{numbers[0]}"
-        return Answered(identity, len(opening.token_ids), made, tuple(choices), self.chat_format.text), answers
+        return Answered(identity, opening.size, made, tuple(choices), self.chat_format.text), answers
 
     def _check(self, asked: Asked, opening: Opening) -> None:
         if (over := self.end_error()) is not None:
@@ -165,14 +169,15 @@ class AgentSession:
         if self.active >= bounds.concurrent:
             text = f"{self.active} requests are open: at most {bounds.concurrent} at once"
             raise ApiError(429, text, kind="rate_limit_exceeded", code="too_many_requests")
-        if len(turns) + asked.n > bounds.max_turns:
+        if len(turns) + self.pending + asked.n > bounds.max_turns:
             self.truncated = True
-            text = f"this trajectory has {len(turns)} answers: at most {bounds.max_turns}"
+            waited = f" and waits for {self.pending}" if self.pending else ""
+            text = f"this trajectory has {len(turns)} answers{waited}: at most {bounds.max_turns}"
             raise ApiError(403, text, kind="permission_denied", code="turn_limit_reached")
-        if not opening.token_ids:  # which a served engine refuses, and that would look like its end
+        if not opening.size:  # which a served engine refuses, and that would look like its end
             raise ApiError(400, "prompt: the tokenizer makes no token of it", param="prompt")
-        if len(opening.token_ids) >= bounds.max_context_tokens:
-            raise self._too_long(f"{len(opening.token_ids)} tokens")
+        if opening.size >= bounds.max_context_tokens:
+            raise self._too_long(f"{opening.size} tokens")
 
     def _check_length(self, characters: int) -> None:
         """Before they are tokenized: whatever they are, they are too many tokens."""
@@ -188,7 +193,7 @@ class AgentSession:
 
     def _sampling(self, asked: Asked, opening: Opening) -> Sampling:
         bounds, run = self.bounds, self.request.sampling
-        room = bounds.max_context_tokens - len(opening.token_ids)
+        room = bounds.max_context_tokens - opening.size
         most = min(asked.max_tokens or bounds.max_response_tokens, bounds.max_response_tokens, room)
         single = [ids[0] for ids in map(self._stop_ids, asked.stop) if len(ids) == 1]
         found = replace(run, max_tokens=most, stop_token_ids=tuple(dict.fromkeys((*run.stop_token_ids, *single))))
@@ -203,12 +208,14 @@ class AgentSession:
         except TemplateRefused:
             return ()
 
-    async def _generated(self, opening: Opening, sampling: Sampling, number: int, turns: Sequence[Turn]) -> Completion:
+    async def _generated(
+        self, token_ids: tuple[int, ...], sampling: Sampling, number: int, turns: Sequence[Turn]
+    ) -> Completion:
         request = replace(
             self.request,
             request_id=f"{self.request.trajectory_id}/{number}",
             turn=number,
-            token_ids=opening.token_ids,
+            token_ids=token_ids,
             sampling=sampling,
         )
         completion = await self.generate(request, turns)
@@ -247,10 +254,11 @@ class AgentSession:
             text[: min(places)],
         )
 
-    def _choice(self, completion: Completion, text: str, number: int) -> Choice:
+    def _choice(self, completion: Completion, text: str, number: int, *, look: bool) -> Choice:
+        """``look``: for calls of the tools that the agent named."""
         calls: list[tuple[str, str, str]] = []
         content = text
-        if self.bounds.tool_calls:
+        if look and self.bounds.tool_calls:
             content, calls = calls_in(text, f"call-{number}")
         reason = "tool_calls" if calls else completion.finish_reason
         return Choice(text, answer_message(content, calls), completion.token_ids, completion.logprobs, reason)
@@ -260,15 +268,15 @@ def calls_in(text: str, identity: str) -> tuple[str, list[tuple[str, str, str]]]
     """Tool calls in what a policy wrote, as Hermes and Qwen do: ``<tool_call>{"name": ..., "arguments": {}}</tool_call>``.
     Returns (the text before the first call, (id, name, arguments as JSON) of each); ids begin with ``identity``.
 
-    Guarantees: an answer of which any call is not of that form has no calls: its text is given as it is, and the agent judges
-    it; one look at each character, whatever the policy wrote."""
+    Guarantees: an answer of which any call is not of that form, or not ended, has no calls: its text is given as it is, and the
+    agent judges it; one look at each character, whatever the policy wrote."""
     found: list[tuple[str, str, str]] = []
     at = text.find(_OPEN)
     while at >= 0:
         begin = at + len(_OPEN)
         end = text.find(_CLOSE, begin)
         if end < 0:
-            break
+            return text, []
         try:
             call = jsontext.parse_object(text[begin:end])
         except ValueError:

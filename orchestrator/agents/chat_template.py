@@ -32,8 +32,10 @@ class Message:
     extra: str = ""
 
     def shown(self) -> dict[str, Any]:
-        """As chat templates take it: arguments of tool calls as objects."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        """As chat templates take it: arguments of tool calls as objects; "developer", which many leave out without a word, as
+        "system", its older name."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content}
         if self.extra:
             message.update(json.loads(self.extra))
         return message

@@ -32,6 +32,7 @@ from aiohttp import web
 from orchestrator.agents.agent_session import AgentSession
 from orchestrator.agents.conversation import Answer
 from orchestrator.agents.openai_protocol import (
+    MAX_NAME,
     ApiError,
     ChatAsked,
     PlainAsked,
@@ -54,6 +55,7 @@ READ_SECONDS = 10.0  # that may take
 _WRITTEN = 1 << 13  # characters of an answer, at least
 MODEL = "policy"  # what /v1/models lists; any other name is taken too
 SOCKET = "gateway.sock"
+SERVED = "there are /v1/chat/completions, /v1/completions and /v1/models: a client of /v1/responses can use the first"
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 
 
@@ -290,7 +292,7 @@ async def _in_their_form(
             return web.json_response(error.body, status=error.status, headers=headers)
         raise
     except web.HTTPException as error:
-        told = ApiError(error.status, f"{request.method}: {error.reason}")
+        told = ApiError(error.status, f"{request.method} {request.path[-MAX_NAME:]}: {error.reason}; {SERVED}")
         return web.json_response(told.body, status=error.status)
 
 

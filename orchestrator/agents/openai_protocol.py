@@ -30,6 +30,8 @@ MAX_TOOLS = 512
 MAX_NAME = 256  # characters of a model, a role, an identity
 MAX_STOP = 1000  # characters of a stop text
 MAX_STOPS = 4  # as OpenAI
+# Of a field that may have several forms: what is wrong within one says more.
+_OTHER_FORM = ("string_type", "list_type", "int_type")
 _AT_ONCE = 512  # tokens whose texts and log-probs are written in one go: some 4 ms
 IGNORED = frozenset(
     {
@@ -293,7 +295,8 @@ def _checked(form: type[T], text: str | bytes) -> T:
     try:
         return form.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_input=False)
+        first = next((one for one in found if one["type"] not in _OTHER_FORM), found[0])
     name = _where(first["loc"], fields)[:MAX_NAME]
     if first["type"] == "extra_forbidden":
         raise ApiError(400, f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
@@ -309,7 +312,7 @@ def _where(path: Sequence[int | str], body: Any) -> str:
         elif isinstance(body, list) and isinstance(part, int):
             body = body[part]
         else:
-            break
+            continue
         found.append(str(part))
     return ".".join(found)
 

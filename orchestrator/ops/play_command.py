@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from orchestrator.api import ConfigError, Prompt, RetryableError, Task, Trajectory, Turn, parts_of, urls
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
+from orchestrator.rewards.function_process import load_function
 from orchestrator.rewards.llm_judge import spoken_text
-from orchestrator.rewards.reward_client import reward_event
+from orchestrator.rewards.reward_client import reward_event, reward_in
 from orchestrator.tasks import registry
 
 _ANSWER_SECONDS = 600.0
@@ -123,7 +124,8 @@ async def play_episode(
     config: Config, task: Task, prompt: Prompt, speaker: Speaker, show: Callable[[str, str], None]
 ) -> float | None:
     """The reward; None: the config's scorer is none that can be asked here. ``show``: (kind, text) as it happens; kinds ``head``,
-    ``seen``, ``said``, ``note``. Raises ConfigError, RetryableError, and what the task raises."""
+    ``seen``, ``said``, ``note``. Raises ConfigError, RetryableError, TrajectoryError for what is no reward, and what the task
+    raises."""
     if hasattr(task, "gateway"):
         raise ConfigError(
             "task.name", config.task.name, "its trajectories come from an agent program: use `rl-coserve train`"
@@ -168,12 +170,12 @@ async def play_episode(
 async def _scored(config: Config, task: Task, trajectory: Trajectory) -> float | None:
     if config.reward.url or config.reward.judge.any:
         return None
-    function = named_function("reward.function", config.reward.function or registry.reward_of(task))
+    target = config.reward.function or registry.reward_of(task)
+    named_function("reward.function", target)
     event = reward_event(
         trajectory, getattr(task, "played", None), getattr(task, "said", None), getattr(task, "scorers", None)
     )
-    answer = await asyncio.to_thread(function, event)
-    return float(answer["reward"])
+    return reward_in(await asyncio.to_thread(load_function(target), event))
 
 
 def token_in(file: str) -> str:

@@ -63,7 +63,7 @@ class HttpReward(FunctionClient):
         if timeouts is not None:
             event["timeouts"] = {"cases": timeouts.limits(prompt), "other": timeouts.most, "whole": self._whole}
         answer = await call_reward(self, event)
-        reward = _reward(answer)
+        reward = reward_in(answer)
         if timeouts is not None and "cases" in answer:
             timeouts.record_times(prompt, _times(answer["cases"]), correct=answer.get("correct") is True)
         return reward
@@ -159,7 +159,7 @@ def _times(cases: Any) -> list[CaseTime]:
     raise TrajectoryError("reward_error", f'not run times under "cases": {shown(cases, 200)}')
 
 
-def _reward(answer: Any) -> float:
+def reward_in(answer: Any) -> float:
     """The reward in an answer. Raises TrajectoryError."""
     if not isinstance(answer, dict):
         raise TrajectoryError("reward_error", f"the answer is not an object: {shown(answer, 200)}")

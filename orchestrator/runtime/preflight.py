@@ -11,13 +11,16 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from orchestrator.agents.chat_template import ModelChat
 from orchestrator.agents.manager_choice import outcome_scores
-from orchestrator.api import ConfigError, CoserveError, RetryableError, Task, parts_of
+from orchestrator.api import ConfigError, CoserveError, RetryableError, Task, TrajectoryError, parts_of
+from orchestrator.api.ports import DemonstratingTask
 from orchestrator.borrowing import discovery, served_workers
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
+from orchestrator.environments.environment_wire import error_text, observation_of, step_of, version_of
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
@@ -236,8 +239,8 @@ def _environments(config: Config, task: Task) -> None:
 
 
 def _task(config: Config, task: Task) -> None:
-    if config.warmup.steps and not hasattr(task, "demonstrations"):
-        raise ConfigError("warmup.steps", config.warmup.steps, f"task {task.name} has no demonstrations; set it to 0")
+    if config.warmup.steps:
+        _demonstrated(config, task)
     if getattr(task, "needs_sandbox", False):
         asyncio.run(Sandbox().check())
     seconds = getattr(task, "reward_seconds", 0.0)
@@ -249,6 +252,21 @@ def _task(config: Config, task: Task) -> None:
         raise ConfigError("reward.timeout", config.reward.timeout, fix)
 
 
+def _demonstrated(config: Config, task: Task) -> None:
+    """Make a demonstration of each kind that the warm-up will have."""
+    warmup = config.warmup
+    if not hasattr(task, "demonstrations"):
+        raise ConfigError("warmup.steps", warmup.steps, f"task {task.name} has no demonstrations; set it to 0")
+    kinds = [skill for skill, some in ((1.0, warmup.skill > 0), (0.0, warmup.skill < 1)) if some]
+    for one in (task, *parts_of(task).values()):
+        try:
+            for skill in kinds if hasattr(one, "demonstrations") else ():
+                next(cast(DemonstratingTask, one).demonstrations(1, config.run.seed, skill))
+        except Exception as error:  # a class of the user's may raise anything
+            fix = f"a demonstration failed: {error_text(error)}; mend it, or set this to 0"
+            raise ConfigError("warmup.steps", warmup.steps, fix) from error
+
+
 def _one_turn(config: Config, task: Task) -> None:
     """Play one: methods of the wrong shape, and observations that the policy has no token for, are known now."""
     if hasattr(task, "gateway") or not config.environment.backend.startswith("in-process"):
@@ -257,9 +275,10 @@ def _one_turn(config: Config, task: Task) -> None:
     async def play() -> None:
         environment = task.environment()
         try:
+            version_of(environment.version)
             prompt = next(task.prompts("train", config.run.seed))
-            _spoken(task, (await environment.reset(prompt)).token_ids)
-            _spoken(task, (await environment.step((task.end_id,))).observation.token_ids)
+            _spoken(task, observation_of(await environment.reset(prompt), "reset").token_ids)
+            _spoken(task, step_of(await environment.step((task.end_id,))).observation.token_ids)
         finally:
             await environment.close()
 
@@ -272,6 +291,9 @@ def _one_turn(config: Config, task: Task) -> None:
         raise ConfigError("task.name", config.task.name, fix) from None
     except RetryableError:  # of the machine: a run tries again
         return
+    except TrajectoryError as error:
+        fix = f"a trial turn before the run failed: {error.detail}"
+        raise ConfigError("task.name", config.task.name, f"{fix} (docs/tasks.md, Write one)") from error
     except Exception as error:  # a class of the user's may raise anything
         fix = f"a trial turn before the run failed: {type(error).__name__}: {error}"
         raise ConfigError("task.name", config.task.name, f"{fix} (docs/tasks.md, Write one)") from error

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 MOST = 5  # keys that are offered
 # What verl, slime, prime-rl, TRL and the engines call it -> what we do.
@@ -53,6 +53,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_head_offpolicyness": ("rollout.alpha",),
 }
 _OPEN = ("rollout.engine.",)  # whose keys are an engine's own: nobody lists them here
+_TARGET = r"^[\w.]+:\w+$"
+# pydantic's names of the forms of a value that may have several, and how it says that one is not there.
+_FORM = re.compile(r"constrained-\w+|(literal|dict|list|tuple)\[.*\]|\[key\]")
+_OTHER_FORM = ("string_type", "dict_type", "list_type", "tuple_type")
 _WORDS = {
     "int_parsing": "must be a whole number",
     "int_type": "must be a whole number",
@@ -80,6 +84,26 @@ _WORDS = {
 }
 
 
+def mistakes_in(
+    error: ValidationError, model: type[BaseModel], prefix: tuple[str, ...]
+) -> list[tuple[str, object, str]]:
+    """Field, value and what to do about it, of everything that is wrong in ``model``. A value that may have several forms has the
+    config's own name, and is named once: of its other forms nothing is said where one is meant."""
+    items = error.errors()
+    names = [[str(part) for part in item["loc"] if not _FORM.fullmatch(str(part))] for item in items]
+    shaped = [len(name) < len(item["loc"]) for name, item in zip(names, items, strict=True)]
+    meant = [name for name, item in zip(names, items, strict=True) if item["type"] not in _OTHER_FORM]
+    found: list[tuple[str, object, str]] = []
+    for name, item, one_of in zip(names, items, shaped, strict=True):
+        if one_of and item["type"] in _OTHER_FORM and any(other[: len(name)] == name for other in meant):
+            continue
+        field, fix = ".".join((*prefix, *name)) or "config", fix_of(item, model, prefix)
+        if one_of and found and found[-1][0] == field:
+            fix = f"{found.pop()[2]}, or {fix}"
+        found.append((field, item["input"], fix))
+    return found
+
+
 def fix_of(item: Any, model: type[BaseModel], prefix: tuple[str, ...]) -> str:
     """What to do about one of pydantic's errors in ``model``, which lies in the tables ``prefix`` of a config."""
     place = (*prefix, *map(str, item["loc"]))
@@ -89,6 +113,8 @@ def fix_of(item: Any, model: type[BaseModel], prefix: tuple[str, ...]) -> str:
         case "tuple_type" | "list_type" | "set_type":
             example = json.dumps([item["input"]] if isinstance(item["input"], str | int | float) else ["..."])
             return f"must be a list: '{'.'.join(place)}={example}'"
+        case "string_pattern_mismatch" if item["ctx"]["pattern"] == _TARGET:
+            return "must be module:function"
         case kind if kind in _WORDS:
             words, said = _WORDS[kind].format(**item.get("ctx", {})), item["input"]
             known = re.findall("'([^']+)'", words) if kind == "literal_error" and isinstance(said, str) else []

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from orchestrator.api import ConfigError
-from orchestrator.settings.config_mistakes import fix_of
+from orchestrator.settings.config_mistakes import mistakes_in
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
@@ -51,10 +51,7 @@ class Section(BaseModel):
 
 def config_error(error: ValidationError, model: type[BaseModel], prefix: tuple[str, ...] = ()) -> ConfigError:
     """One error that lists every violation of ``model``; ``prefix``: the tables that it lies in."""
-    problems = [
-        (".".join((*prefix, *map(str, item["loc"]))) or "config", item["input"], fix_of(item, model, prefix))
-        for item in error.errors()
-    ]
+    problems = mistakes_in(error, model, prefix)
     field, value, fix = problems[0]
     fix += "".join(f"\n  {ConfigError(name, ShortValue(item), how)}" for name, item, how in problems[1:])
     return ConfigError(field, ShortValue(value), fix)

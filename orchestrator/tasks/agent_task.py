@@ -128,7 +128,8 @@ def _lines(name: str) -> tuple[str, ...]:
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(field, name, f"cannot be read: {error}") from error
+        fix = f"cannot be read: {error}; paths are relative to the folder in which the run is started"
+        raise ConfigError(field, name, fix) from error
     states = tuple(dict.fromkeys(line for line in text.splitlines() if line.strip()))
     if not states:
         raise ConfigError(field, name, "is empty: write one start state per line")

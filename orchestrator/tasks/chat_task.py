@@ -73,7 +73,13 @@ class ChatTask:
         self.vocabulary: Sequence[str] = chat.vocabulary
         self.pad_id, self.end_id = chat.pad_id, chat.end_id
         self.words = SimpleNamespace(decode=chat.text)  # what transcripts are written with
-        self.first = ((Message("system", system),) if system else ()) + _shown(task, examples)
+        try:
+            self.first = ((Message("system", system),) if system else ()) + _shown(task, examples)
+        except Exception as error:  # a class of the user's may raise anything
+            why = f"an example cannot be made: {type(error).__name__}: {error}"
+            raise ConfigError(
+                "task.chat.examples", examples, f"{why}; mend the task's expert, or set this to 0"
+            ) from error
         words = [word for word in task.vocabulary[2:] if not word.startswith("<unused")]
         widest = max(len(chat.encode(f"{task.words.joiner}{word}")) for word in words)
         empty = Message("user", "")

@@ -18,7 +18,6 @@ is held out, and its questions are not trained on where they stand in the other,
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import random
@@ -30,6 +29,7 @@ from typing import Any
 from orchestrator.agents.chat_template import ChatFormat, Message, ModelChat, TemplateRefused, VocabularyChat
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, StepResult
 from orchestrator.config.data_keys import DataSection
+from orchestrator.config.user_functions import load_named
 from orchestrator.tasks import splits
 from orchestrator.tasks.data_files import BadRow, DataRow, read_rows
 
@@ -202,16 +202,8 @@ class DatasetEnvironment:
 
 def scorer(target: str) -> Callable[[str, str, dict[str, Any]], float]:
     """The function of the user's. Raises ConfigError when it cannot be imported, or takes something else."""
-    module, _, name = target.partition(":")
-    field = "task.data.reward"
-    try:
-        found: Callable[[str, str, dict[str, Any]], float] = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        there = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        fix = "; start it with PYTHONPATH=. where its file lies" if there else ""
-        raise ConfigError(field, target, f"{module} cannot be imported: {error}{fix}") from error
-    except AttributeError:
-        raise ConfigError(field, target, f"{module} has no function {name!r}") from None
+    name, field = target.partition(":")[2], "task.data.reward"
+    found: Callable[[str, str, dict[str, Any]], float] = load_named(field, target, "function")
     try:
         inspect.signature(found).bind("said", "answer", {})
     except (TypeError, ValueError) as error:

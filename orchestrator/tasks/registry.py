@@ -5,10 +5,10 @@ Guarantee: nothing of a task is imported before it is asked for. Everything wron
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from orchestrator.api import ConfigError, Task
+from orchestrator.config.user_functions import load_named
 
 BUILT_IN: dict[str, str] = {
     "frozenlake": "orchestrator.tasks.frozenlake:FrozenLakeTask",
@@ -31,18 +31,10 @@ _PORT = ("name", "vocabulary", "pad_id", "end_id", "max_turns", "max_response_to
 def find(name: str) -> Any:
     """The class of a task: a name of :data:`BUILT_IN`, or ``module:Class``. Raises ConfigError."""
     target = {**BUILT_IN, **BROUGHT}.get(name, name)
-    module, colon, attribute = target.partition(":")
-    if not colon:
+    if ":" not in target:
         fix = f"no such task; there are: {', '.join((*BUILT_IN, *BROUGHT))}; write your own as module:Class (docs/tasks.md)"
         raise ConfigError("task.name", name, fix)
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        there = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        fix = "; start it with PYTHONPATH=. where its file lies" if there and target == name else ""
-        raise ConfigError("task.name", name, f"{module} cannot be imported: {error}{fix}") from error
-    except AttributeError:
-        raise ConfigError("task.name", name, f"{module} has no class {attribute!r}") from None
+    return load_named("task.name", target, "class")
 
 
 def make(name: str, heldout: int, **options: object) -> Task:
@@ -52,8 +44,10 @@ def make(name: str, heldout: int, **options: object) -> Task:
         task = made(heldout, **options)
     except ConfigError:
         raise
-    except Exception as error:  # a class of the user's may raise anything
+    except ValueError as error:
         raise ConfigError("task", name, str(error)) from error
+    except Exception as error:  # a class of the user's may raise anything
+        raise ConfigError("task", name, f"cannot be made: {type(error).__name__}: {error}") from error
     missing = [attribute for attribute in (*_PORT, "environment") if not hasattr(task, attribute)]
     if missing:
         raise ConfigError("task.name", name, f"is not a task: it has no {', '.join(missing)} (docs/tasks.md)")

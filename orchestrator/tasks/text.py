@@ -79,13 +79,14 @@ class TextTask(ABC):
     def play(self, payload: str) -> Game:
         """An episode of it."""
 
-    @abstractmethod
     def expert(self, payload: str) -> list[tuple[str, str]]:
-        """An episode that succeeds, as (what is seen, what is answered); for the supervised warm-up."""
+        """An episode that succeeds, as (what is seen, what is answered); for the supervised warm-up and for examples in a prompt.
+        Optional."""
+        raise NotImplementedError(f"task {self.name} has no expert")
 
-    @abstractmethod
     def novice(self, answer: str, chance: random.Random) -> str:
-        """An answer of the same form that knows nothing; for the supervised warm-up."""
+        """An answer of the same form that knows nothing; for the supervised warm-up, where ``skill`` is below 1. Optional."""
+        raise NotImplementedError(f"task {self.name} has no novice")
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol. Raises ValueError for another split than ``"train"`` and ``"heldout"``."""
@@ -151,7 +152,7 @@ class TextEnvironment:
         if self._game is None:
             raise RuntimeError("no episode is running: call reset first")
         self._turns += 1
-        reply = await self._game.act(self._task.words.said(action_ids))
+        reply = _reply_of(await self._game.act(self._task.words.said(action_ids)))
         truncated = not reply.done and self._turns >= self._task.max_turns
         seen = self._task.words.encode(reply.text)[: self._task.max_reply_tokens]
         if reply.done or truncated:
@@ -161,6 +162,12 @@ class TextEnvironment:
     async def close(self) -> None:
         """Idempotent."""
         self._game = None
+
+
+def _reply_of(answer: object) -> Reply:
+    if not isinstance(answer, Reply):
+        raise TypeError(f"act returned {type(answer).__name__}, not a Reply")
+    return answer
 
 
 async def replay(task: TextTask, payload: str, actions: Sequence[Sequence[int]]) -> float:
@@ -173,7 +180,7 @@ async def replay(task: TextTask, payload: str, actions: Sequence[Sequence[int]])
     for count, turn in enumerate(actions, start=1):
         if done:
             raise ValueError(f"the episode ended at turn {count - 1}, but {len(actions)} turns were given")
-        reply = await game.act(task.words.said(turn))
+        reply = _reply_of(await game.act(task.words.said(turn)))
         total, done = total + reply.reward, reply.done
     return total
 

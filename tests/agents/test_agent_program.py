@@ -154,6 +154,22 @@ def test_whatever_a_program_does_ends_its_trajectory_with_a_cause_or_a_reward(
         assert len(episode.turns) == (end != "agent_silent"), "what there is of it survives"
 
 
+@pytest.mark.parametrize(
+    ("rest", "end"),
+    [("sys.exit(1)", "generation_timeout"), ("print(0.0)", "generation_timeout"), ("ask('y'); sys.exit(1)", 0.0)],
+)
+def test_an_engine_that_was_too_slow_is_no_reward_of_0(tmp_path: Path, rest: str, end: str | float) -> None:
+    class SlowOnce(EchoProxy):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            self.delay = 0.0 if self.requests == 1 else 60.0
+            return await super().generate(request)
+
+    source = f"\ntry: ask('x')\nexcept OSError: {rest}"
+    reward = "output" if rest.startswith("print") else "exit"
+    episode = asyncio.run(play(task_of(tmp_path, source, reward=reward, request_seconds=0.2), SlowOnce()))
+    assert (episode.turns[-1].reward if isinstance(end, float) else episode.waiting_for) == end
+
+
 def test_a_program_reaches_nothing_but_the_endpoint(tmp_path: Path) -> None:
     source = """
 ask("x")

@@ -6,8 +6,10 @@ import asyncio
 import json
 import random
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -362,7 +364,7 @@ def test_plain_completions_go_on_from_text_and_from_ids() -> None:
         ({}, 400, "messages"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type"),
         ({"messages": [user("x")], "top_k": 3}, 400, "top_k"),
         ({"messages": [user("x")], "logit_bias": {"1": 2}}, 400, "logit_bias"),
         ({"messages": [user("x")], "response_format": {"type": "json_object"}}, 400, "response_format"),
@@ -370,7 +372,7 @@ def test_plain_completions_go_on_from_text_and_from_ids() -> None:
         ({"messages": [user("x")], "n": 17}, 400, "n"),
         ({"messages": [user("x")], "max_tokens": 0}, 400, "max_tokens"),
         ({"messages": [user("x")], "stream": "yes"}, 400, "stream"),
-        ({"messages": [user("x")], "stop": ["a", "b", "c", "d", "e"]}, 400, None),
+        ({"messages": [user("x")], "stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
         ([], 400, None),
     ],
 )
@@ -385,6 +387,21 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(
     assert set(error["error"]) == {"message", "type", "param", "code"}
     assert param is None or error["error"]["param"] == param
     assert session.conversation.answers == []
+
+
+def test_what_is_wrong_within_a_field_of_several_forms_is_said_and_so_is_what_there_is() -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> list[str]:
+        image = {"type": "image_url", "image_url": {"url": "data:,"}}
+        bodies = [{"messages": [{"role": "user", "content": [image]}]}, {"messages": [user("x")], "stop": [*"abcde"]}]
+        told = [(await post(door, client, body))[1] for body in bodies]
+        status, elsewhere = await post(door, client, {}, path="/responses")
+        assert status == 404
+        return [body["error"]["message"] for body in (*told, elsewhere)]
+
+    (image, stop, elsewhere), _ = with_server(ScriptedPolicy(), talk)
+    assert image == "messages.0.content.0.type: Input should be 'text'"
+    assert stop == "stop: List should have at most 4 items after validation, not 5"
+    assert elsewhere.startswith("POST /v1/responses: Not Found; there are /v1/chat/completions")
 
 
 def test_what_changes_nothing_is_taken() -> None:
@@ -474,6 +491,53 @@ def test_limits_of_turns_and_context_are_errors_that_no_client_retries() -> None
     assert session.truncated
 
 
+def test_requests_at_once_have_no_more_turns_than_one_after_the_other() -> None:
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> list[tuple[int, Any]]:
+        asking = [asyncio.ensure_future(post(door, client, {"messages": [user("x")], "n": 2})) for _ in range(3)]
+        while len(policy.requests) < 4:
+            await asyncio.sleep(0.01)
+        gate.set()
+        return list(await asyncio.gather(*asking))
+
+    gate = asyncio.Event()
+    policy = ScriptedPolicy(wait=gate)
+    found, session = with_server(policy, talk, AgentBounds(5, 8, 100))
+    refused = [body["error"] for status, body in found if status == 403]
+    assert [error["code"] for error in refused] == ["turn_limit_reached"]
+    assert refused[0]["message"] == "this trajectory has 0 answers and waits for 4: at most 5"
+    assert (len(session.conversation.answers), session.pending) == (4, 0)
+
+
+def test_memory_grows_with_what_is_new_in_each_turn() -> None:
+    def held(turns: int) -> int:
+        async def run() -> int:
+            done = Completion("r", (*CHAT.encode("y" * 100), CHAT.end_id), (0.0,) * 101, ((0, 101),), "stop")
+
+            async def generate(request: GenerationRequest, turns: Sequence[Turn]) -> Completion:
+                return replace(done, request_id=request.request_id)
+
+            request = GenerationRequest("", "t0", 0, (), Sampling(200), "agent", group_id="g0")
+            bounds = AgentBounds(turns, 200, 1 << 20)
+            session = AgentSession(CHAT, request, bounds, generate, lambda _: False, StaleTrajectory)
+            messages: list[Any] = []
+            tracemalloc.start()
+            for number in range(turns):
+                messages.append(user(f"{number:0200}"))
+                wanted = openai_protocol.chat_request(json.dumps({"messages": messages}))
+                answered, _ = await session.answer(wanted)
+                messages.append({"role": "assistant", "content": answered.choices[0].said.content})
+            assert len(session.conversation.answers[-1].token_ids()) > 300 * turns
+            return tracemalloc.get_traced_memory()[0]
+
+        try:
+            return asyncio.run(run())
+        finally:
+            tracemalloc.stop()
+
+    few, many = held(20), held(80)
+    assert many < 6 * few, f"{few} bytes of 20 turns, {many} of 80"
+
+
 def test_a_trajectory_that_gets_too_stale_ends_at_its_next_request() -> None:
     policy = ScriptedPolicy()
 
@@ -539,7 +603,7 @@ def test_a_models_own_template_never_tokenizes_an_answer_again(tokenizer_folder:
         previous: tuple[int, ...] = ()
         for turn in range(3):
             opening = conversation.open_chat(messages, "")
-            assert opening.token_ids[: len(previous)] == previous
+            assert opening.token_ids()[: len(previous)] == previous
             # Any ids, not those that the tokenizer would choose; now and then cut off, with reasoning, or not UTF-8.
             ids = [chance.randrange(3, len(chat.vocabulary)) for _ in range(chance.randrange(1, 9))]
             ids += chat.encode("</think>") if chance.random() < 0.5 else ()
@@ -547,13 +611,26 @@ def test_a_models_own_template_never_tokenizes_an_answer_again(tokenizer_folder:
             ids += [chat.end_id] if ended else []
             done = Completion("r", tuple(ids), (0.0,) * len(ids), ((0, len(ids)),), "stop" if ended else "length")
             said = Message("assistant", chat.text(ids))
-            previous = conversation.add(opening, done, said, "", 0.0, 0.0).token_ids
+            previous = conversation.add(opening, done, said, "", 0.0, 0.0).token_ids()
             messages = [*messages, said, Message("user", f"and then {turn}")]
-        last = conversation.open_chat(messages, "").token_ids
+        last = conversation.open_chat(messages, "").token_ids()
         assert last[: len(previous)] == previous
         behind = last[len(previous) :]
         close = () if done.token_ids[-1] == chat.end_id else (chat.end_id,)
         assert behind == (*close, *chat.encode("\n<|im_start|>user\nand then 2<|im_end|>\n<|im_start|>assistant\n"))
+
+
+def test_a_developers_message_is_a_system_message_to_a_template_that_knows_no_developer(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path)
+    template = folder / "chat_template.jinja"
+    drops = "{% for message in messages if message.role in ('system', 'user', 'assistant', 'tool') %}"  # as Qwen3's
+    template.write_text(template.read_text().replace("{% for message in messages %}", drops))
+    chat = ModelChat(str(folder))
+    told, known = ([Message(role, "be kind"), Message("user", "hi")] for role in ("developer", "system"))
+    assert chat.encode_conversation(told, "") == chat.encode_conversation(known, "")
+    assert "be kind" in chat.text(chat.encode_conversation(told, ""))
 
 
 def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(tokenizer_folder: Path) -> None:
@@ -716,12 +793,12 @@ def test_where_the_answer_is_what_the_tokenizer_would_write_the_prompt_is_the_te
     tools = '[{"function":{"name":"look"},"type":"function"}]'
     for text in ("sat there", "on the mat"):
         opening = conversation.open_chat(messages, tools)
-        assert opening.token_ids == chat.encode_conversation(messages, tools)
+        assert opening.token_ids() == chat.encode_conversation(messages, tools)
         ids = (*chat.encode(text), chat.end_id)
         said = Message("assistant", text)
         conversation.add(opening, Completion("r", ids, (0.0,) * len(ids), ((0, len(ids)),), "stop"), said, "", 0, 0)
         messages = [*messages, said, Message("user", "and?")]
-    assert conversation.open_chat(messages, tools).token_ids == chat.encode_conversation(messages, tools)
+    assert conversation.open_chat(messages, tools).token_ids() == chat.encode_conversation(messages, tools)
 
 
 def test_a_folder_without_a_tokenizer_or_a_template_is_one_error(tmp_path: Path) -> None:
@@ -732,7 +809,30 @@ def test_a_folder_without_a_tokenizer_or_a_template_is_one_error(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "text", ["<tool_call>{</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<tool_call>[]</tool_call>"]
+    "text",
+    [
+        "<tool_call>{</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b", "argum',
+    ],
 )
-def test_a_call_that_is_malformed_is_text(text: str) -> None:
+def test_a_call_that_is_malformed_or_cut_off_is_text(text: str) -> None:
     assert calls_in(text, "c") == (text, [])
+
+
+def test_without_tools_what_looks_like_a_call_is_text() -> None:
+    call = '<tool_call>{"name": "look"}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "look"}}]
+
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> list[Any]:
+        asked = {"messages": [user("x")]}
+        bodies = [asked, {**asked, "tools": tools, "tool_choice": "none"}, {**asked, "tools": tools}]
+        chats = [(await post(door, client, body))[1]["choices"][0] for body in bodies]
+        _, plain = await post(door, client, {"prompt": "x"}, path="/completions")
+        return [*chats, plain["choices"][0]]
+
+    (bare, none, named, plain), _ = with_server(ScriptedPolicy(*[call] * 4), talk, AgentBounds(9, 96, 4000))
+    assert [(one["message"]["content"], one["finish_reason"]) for one in (bare, none)] == [(call, "stop")] * 2
+    assert (named["message"]["content"], named["finish_reason"]) == (None, "tool_calls")
+    assert (plain["text"], plain["finish_reason"]) == (call, "stop")

@@ -192,6 +192,7 @@ def test_beside_a_task_that_cannot_be_made_all_else_that_is_wrong_is_said(
 
 
 TASKS = """
+from orchestrator.api import Observation, StepResult
 from orchestrator.tasks.nim import NimTask
 from orchestrator.tasks.text import Reply
 
@@ -202,21 +203,45 @@ class Sluggish(NimTask):
             def act(self, said): return Reply(done=True)
         return Game()
 
-class Strange(NimTask):
+class Played(NimTask):
+    shown, answered, version = (2,), StepResult(Observation(()), 1.0, True, False), "played 1"
     def environment(self):
-        inner = super().environment()
-        class Shown:
-            token_ids = (5000,)
+        task = self
         class Environment:
-            async def reset(self, prompt): return Shown()
-            async def step(self, ids): return await inner.step(ids)
-            async def close(self): await inner.close()
+            version = task.version
+            async def reset(self, prompt): return Observation(task.shown)
+            async def step(self, ids): return task.answered
+            async def close(self): pass
         return Environment()
+
+class Strange(Played): shown = (5000,)
+class Dictionary(Played): shown = {"board": [1, 2], "turn": 3}  # as a Gymnasium space
+class Nothing(Played): answered = None
+class FiveOfGymnasium(Played): answered = ((2,), 1.0, True, False, {})
+class NotANumber(Played): answered = StepResult(Observation(()), float("nan"), True, False)
+class Unversioned(Played): version = None
+
+class ActsNothing(NimTask):
+    def play(self, payload):
+        class Game:
+            def start(self): return "a0"
+            async def act(self, said): return None
+        return Game()
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("Sluggish", "TypeError"), ("Strange", "an observation holds token 5000, the vocabulary has 64")]
+    ("name", "says"),
+    [
+        ("Sluggish", "TypeError"),
+        ("Strange", "an observation holds token 5000, the vocabulary has 64"),
+        ("Dictionary", "reset: token_ids must be a tuple of int, is {'board': [1, 2], 'turn': 3}"),
+        ("Nothing", "step returned NoneType, not a StepResult"),
+        ("FiveOfGymnasium", "step returned tuple, not a StepResult"),
+        ("NotANumber", "step: the reward is nan"),
+        ("Unversioned", "the version must be text of at most 200 characters, is None"),
+        ("ActsNothing", "act returned NoneType, not a Reply"),
+    ],
 )
 def test_a_task_that_cannot_be_played_is_known_before_anything_starts(
     name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

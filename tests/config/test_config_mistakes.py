@@ -38,6 +38,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
             "run.mode=asynch",
             "run.mode = 'asynch': must be 'sync', 'sync_plus', 'one_off', 'areal' or 'async'; did you mean 'async'?",
         ),
+        (
+            "reward.timeout=adaptiv",
+            "reward.timeout = 'adaptiv': must be a number, or must be 'adaptive'; did you mean 'adaptive'?",
+        ),
+        ("reward.timeout=-1", "reward.timeout = -1: must be more than 0.0, or must be 'adaptive'"),
+        ("task.data.reward=grader.right", "task.data.reward = 'grader.right': must be module:function"),
+        ('task.data.reward={"g:right"="x"}', "task.data.reward.g:right = 'x': must be a number"),
+        ("task.data.reward=3", "task.data.reward = 3: must be text, or must be a table"),
         ("model.dtype=int", "model.dtype = 'int': must be 'float32' or 'bfloat16'"),
         (
             "batch_size=3",

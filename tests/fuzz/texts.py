@@ -55,7 +55,7 @@ def _chat_body(chat: ChatFormat) -> tuple[st.SearchStrategy[Any], Check]:
             opening = inputs.documented(
                 lambda: Conversation(chat).open_chat(asked.messages, asked.tools), TemplateRefused
             )
-        assert opening is None or all(0 <= token < len(chat.vocabulary) for token in opening.token_ids)
+        assert opening is None or all(0 <= token < len(chat.vocabulary) for token in opening.token_ids())
         answered = Answered("a", 1, 1, (Choice("x", SAID, (chat.end_id,), (-0.5,), "stop"),), chat.text)
         for told in (openai_protocol.chat_body, openai_protocol.chat_chunks):
             json.loads("".join(jsontext.pieces(told(asked.asked, answered, 0))).encode())

@@ -80,7 +80,7 @@ def test_a_predictor_that_fails_or_says_no_number_ends_the_run_with_its_name(val
     ("setting", "words"),
     [
         ("no_such_module:f", "cannot be imported"),
-        ("json:no_such", "cannot be imported"),
+        ("json:no_such", "json has no function 'no_such'"),
         ("json:__doc__", "not callable"),
     ],
 )

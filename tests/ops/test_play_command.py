@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import ConfigError, RetryableError
+from orchestrator.api import ConfigError, RetryableError, TrajectoryError
 from orchestrator.cli import main
 from orchestrator.config import load_config
 from orchestrator.ops.play_command import ServedWeights, heldout_prompt, play_episode, token_in
@@ -52,6 +52,17 @@ def test_an_episode_is_shown_and_scored_by_the_tasks_own_function() -> None:
     assert played()[0] == 1.0
     assert played(expert=False)[0] == 0.0
     assert played("reward.url=http://127.0.0.1:1/f")[0] is None
+
+
+def test_a_reward_is_asked_and_read_as_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def handler(event, context): return {'reward': 0.25}\ndef bare(event): return 1.0\n"
+    (tmp_path / "scores_of_play.py").write_text(source + "def nan(event): return {'reward': float('nan')}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert played("reward.function=scores_of_play:handler")[0] == 0.25
+    with pytest.raises(TrajectoryError, match=r"reward_error: the answer is not an object: 1\.0"):
+        played("reward.function=scores_of_play:bare")
+    with pytest.raises(TrajectoryError, match="reward_not_finite"):
+        played("reward.function=scores_of_play:nan")
 
 
 def test_a_prompt_that_is_not_there_is_one_error() -> None:

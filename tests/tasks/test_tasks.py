@@ -20,12 +20,14 @@ import pytest
 
 from orchestrator.api import Completion, ConfigError, Environment, GenerationRequest, Prompt, Sampling, Task
 from orchestrator.config import load_config
+from orchestrator.config.user_functions import named_function
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.runtime import preflight
 from orchestrator.tasks import registry, splits, vocabulary
+from orchestrator.tasks.dataset import scorer
 from orchestrator.tasks.household import HouseholdTask
 from orchestrator.tasks.nim import Nim, NimTask
-from orchestrator.tasks.text import TextTask
+from orchestrator.tasks.text import Reply, TextTask
 
 ROOT = Path(__file__).parents[2]
 SANDBOXED = ("calculator", "coding", "repository")
@@ -303,8 +305,8 @@ def test_a_tool_that_floods_is_cut_and_the_episode_goes_on() -> None:
         def start(self) -> str:
             return "a1"
 
-        async def act(self, said: str | None) -> Any:
-            return type("R", (), {"text": "a1 " * 99, "reward": 0.0, "done": False, "invalid": False})
+        async def act(self, said: str | None) -> Reply:
+            return Reply("a1 " * 99)
 
     class FloodTask(NimTask):
         max_turns, max_reply_tokens = 3, 5
@@ -372,6 +374,52 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
 def test_a_name_that_is_no_task_is_one_clear_error(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         registry.make(name, 5)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def right(said, answer, row)\n    return 1\n", r"SyntaxError: expected ':' \(mine_{}\.py, line 1\)"),
+        ("raise RuntimeError('no key')\n", "RuntimeError: no key"),
+        ("import sys; sys.exit(2)\n", "SystemExit: 2"),
+        ("import no_such_library\n", "No module named 'no_such_library'$"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_error_wherever_it_is_named(
+    source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"mine_{len(source)}"
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ways: dict[str, Callable[[], object]] = {
+        "task.name": lambda: registry.make(f"{module}:Right", 5),
+        "task.data.reward": lambda: scorer(f"{module}:right"),
+        "reward.function": lambda: named_function("reward.function", f"{module}:right"),
+    }
+    for field, way in ways.items():
+        with pytest.raises(ConfigError, match=f"^{field} = '{module}:[Rr]ight': {module} cannot be imported: ") as said:
+            way()
+        assert re.search(words.format(len(source)), str(said.value).removesuffix("; write module:function"))
+    with pytest.raises(ConfigError, match=rf"{module}\.py is a file, not a module; write {module}:Right$"):
+        registry.make(f"{module}.py:Right", 5)
+
+
+def test_a_task_needs_an_expert_for_a_warm_up_and_for_examples_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    example = page.split("Most tasks are a class")[1].split("```python\n")[1].split("```")[0]
+    head, shown = example.split("    def expert", 1)
+    (tmp_path / "bare.py").write_text(head + shown[shown.index("class Guess:") :].replace("guess:score", "bare:score"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = load_config(
+        ROOT / "examples/frozenlake.toml",
+        ["task.name=bare:GuessTask", "task.heldout_maps=20", "evaluation.prompts=20", "reward.function=bare:score"],
+    )
+    task = preflight.make_task(config)
+    with pytest.raises(ConfigError, match=r"warmup\.steps = .*task guess has no expert.*set this to 0"):
+        preflight.check(config, task)
+    preflight.check(config.model_copy(update={"warmup": config.warmup.model_copy(update={"steps": 0})}), task)
 
 
 @pytest.mark.parametrize(
