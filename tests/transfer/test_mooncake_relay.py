@@ -662,7 +662,7 @@ def test_weights_by_rdma_need_a_device_here_and_nothing_that_reads_over_a_slow_l
     for wrong in (
         {"device": "mlx5_0"},
         {"protocol": "rdma", "kind": "fsspec"},
-        {"protocol": "rdma", "sites": {"b": {"label": "b"}}},
+        {"protocol": "rdma", "sites": {"b": {"label": "site=b"}}},
     ):
         with pytest.raises(ConfigError, match=r"^relay\.(device|protocol) = "):
             parse_config({"relay": wrong})
