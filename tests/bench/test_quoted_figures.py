@@ -445,7 +445,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         lambda r: (100 * r["value"],),
     ),
     ("vllm", "idle plugin {:.3f} of stock's", "idle-overhead", value),
-    ("vllm", "active {:.3f};", "active-overhead", value),
+    ("vllm", "active {:.3f} (bar", "active-overhead", value),
     ("vllm", "waits {:.3f} of a slot's time", "preemption", value),
     ("vllm", "still {:.1f} ms for {:.0f} MB", "update-pause", update_pause),
     (
