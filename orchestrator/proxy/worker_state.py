@@ -174,7 +174,8 @@ class WorkerState:
 
     async def update(self, version: int) -> UpdateResult:
         """Load ``version`` into its suspended worker. While the metadata store is away the worker is asked again, until the
-        caller's time is up: nothing is wrong with the worker. Raises what the command raises."""
+        caller's time is up: nothing is wrong with the worker. A borrowed one goes on meanwhile, for its users. Raises what the
+        command raises."""
         while True:
             try:
                 result = await self.worker.update(version)
@@ -184,7 +185,11 @@ class WorkerState:
             else:
                 self.version = version
                 return result
+            if self.borrowed:
+                await self.worker.resume()
             await asyncio.sleep(_ASK_AGAIN)
+            if self.borrowed:
+                await self.worker.suspend()
 
     async def load(self, version: int) -> UpdateResult | None:
         """Bring its worker to ``version``, with its memory where that was lent, and let it run; returns what was loaded.

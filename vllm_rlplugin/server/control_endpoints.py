@@ -291,6 +291,7 @@ async def pause_generation(
 ) -> JSONResponse:
     """Pause the engine: ``abort`` in-flight requests, ``wait`` for them, or ``keep`` them."""
     async with _used(request) as worker:
+        _control(request).lease.note_suspend(wire.LEASE_HEADER in request.headers)
         await worker.cycle.pause(mode, clear_cache=clear_cache)
     return JSONResponse({"status": "paused"})
 
@@ -300,6 +301,7 @@ async def resume_generation(request: Request) -> JSONResponse:
     """Go on after a pause."""
     async with _used(request) as worker:
         await worker.resume()
+        _control(request).lease.note_resume()
     return JSONResponse({"status": "resumed"})
 
 
