@@ -264,8 +264,8 @@ class LLMProxy:
             self._preparing = -1
 
     async def suspend(self, only: Sequence[int] | None = None) -> None:
-        """Hold new requests, and stop every live worker (None: of all, else of these) between two steps; not a borrowed one, whose
-        users would wait for the slowest of all: it stops when it loads, and goes on when it has."""
+        """Hold new requests, and stop every live worker (None: of all, else of these) between two steps; not a borrowed one,
+        whose users would wait for the slowest of all: it stops when it loads, and goes on when it has."""
         self.suspended = True
         await self._each(lambda state: state.worker.suspend(), self._own_of(only))
 

@@ -394,7 +394,9 @@ def test_users_of_a_server_wait_for_its_own_update_and_for_no_other_worker() -> 
         await asyncio.sleep(0.1)
         assert (quick.paused, slow.paused) == (False, True)
         before = quick.steps
-        users = [output async for output in quick.generate({"tokens": [1]}, Sampling(3), "user", priority=0, session_id="u")]
+        users = [
+            output async for output in quick.generate({"tokens": [1]}, Sampling(3), "user", priority=0, session_id="u")
+        ]
         assert len(users) == 1
         assert quick.steps > before
         slow.hold.set()
