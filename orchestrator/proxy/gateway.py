@@ -275,11 +275,7 @@ class LLMProxy:
         results: list[UpdateResult] = []
 
         async def update_one(state: WorkerState) -> None:
-            if state.borrowed:
-                await state.worker.suspend()
             results.append(await state.update(version))
-            if state.borrowed:
-                await state.worker.resume()
 
         await self._each(update_one, only, self.limits.update)
         return results

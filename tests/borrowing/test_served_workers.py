@@ -407,6 +407,45 @@ def test_users_of_a_server_wait_for_its_own_update_and_for_no_other_worker() -> 
     play(2, scenario)
 
 
+def test_users_of_a_server_do_not_wait_while_it_fetches_whatever_it_is_brought_up_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxies, "_ASK_AGAIN", 0.05)
+
+    async def scenario(fleet: Fleet) -> None:
+        (server,) = (server.client for server in fleet.servers)
+        server.relay[1] = ""
+        prepare, fetching = server._rl_prepare, asyncio.Event()
+
+        async def slow(version: int) -> None:
+            there = server.fetched["prepared"] == version
+            await prepare(version)
+            if not there:
+                server.fetching = 1 << 30  # until it is told
+                fetching.set()
+
+        monkeypatch.setattr(server, "_rl_prepare", slow)
+        for begin in (
+            lambda: fleet.proxy.update(1),  # what was not prepared in time is fetched then
+            lambda: fleet.proxy.distrust(0, "as when it comes back, or is taken anew"),
+        ):
+            await fleet.proxy.suspend()
+            fetching.clear()
+            server.fetched["prepared"] = None
+            if (updating := begin()) is not None:
+                updating = asyncio.ensure_future(updating)
+            await fetching.wait()
+            await asyncio.sleep(0.1)
+            assert not server.paused
+            server.fetching = 0
+            if updating is not None:
+                await updating
+            await fleet.proxy.resume()
+            assert await fleet.turn() == (1,)
+
+    play(1, scenario)
+
+
 def test_users_of_a_server_go_on_while_the_runs_metadata_store_is_away() -> None:
     async def scenario(fleet: Fleet) -> None:
         (server,) = (server.client for server in fleet.servers)

@@ -132,7 +132,10 @@ def test_a_server_that_comes_under_a_second_name_is_not_taken_twice(
         file.write_text(server.url.replace("127.0.0.1", "localhost") + "\n")
         await asyncio.sleep(0.5)
         assert run.servers == {server.url}
-        assert sorted(offer.why for offer in await run.market.list_offers()) == ["", f"is the same server as {server.url}"]
+        assert sorted(offer.why for offer in await run.market.list_offers()) == [
+            "",
+            f"is the same server as {server.url}",
+        ]
         done = await asyncio.gather(*(run.turn(number) for number in range(8)))
         assert [len(one.token_ids) for one in done] == [20] * 8
         await run.close()
