@@ -25,6 +25,7 @@ BACKEND = "rl_coserve"  # the weight-transfer backend's name, as in --weight-tra
 KEY = "rl_coserve"  # in --additional-config
 ACTIVE = "RL_COSERVE_ACTIVE"  # environment variable, "1" in every process of an engine that asked for the plugin
 POOLED = "RL_COSERVE_KV_POOL"  # the same, of an engine whose KV cache is in a device's pool
+ROLLOUT_ID = "rl-"  # how vLLM's names of requests begin that came over the control endpoints; users' do not
 SCHEDULER = "vllm_rlplugin.scheduler.create_scheduler"  # for --scheduler-cls
 WORKER_EXTENSION = "vllm_rlplugin.extension.WorkerExtension"  # for --worker-extension-cls
 KV_CONNECTOR = "PrefixConnector"  # for --kv-transfer-config, with

@@ -6,6 +6,7 @@ Guarantees:
 * With equal priorities (and nothing overdue) each step is exactly stock's.
 * A preempted request keeps its tokens and loses none in flight; its KV stays in the prefix cache until its blocks are
   needed, so it recomputes only what was evicted.
+* A rollout over the control endpoints that ranks behind users is never put before them, however long it waited.
 * While the engine is paused nobody's wait grows. All times are of the monotonic clock.
 """
 
@@ -20,13 +21,16 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from orchestrator.policies.routing.priority import (
+    NO_FLOOR,
     Arrival,
     ProgressivePriority,
     QueueWait,
     RunningRequest,
     WaitingRequest,
 )
+from vllm_rlplugin.options import ROLLOUT_ID
 
+BEHIND_USERS = 1  # vLLM's priority behind that of users who say none
 OVERDUE = -(2**63) - 1  # a vLLM priority before any that fits into the 64 bits of a request on the wire
 SCANS_A_WAIT = 32  # how often in a max_wait the queue is searched for overdue requests
 QUIET_STEPS = 8  # after deciding to do nothing for this head of the queue, before it is looked at again
@@ -262,6 +266,7 @@ class PriorityPreemption:
                 # stock's formula for what a running request computes in a step
                 request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens,
                 request in self._rl_overdue,
+                self._rl_floor(request),
             )
             for request in running
         ]
@@ -301,7 +306,8 @@ class PriorityPreemption:
                 own = self._rl_own(request)
                 priority = min(own, best) if queue is self.kv_holding_waiting else own
                 tokens = request.num_tokens - request.num_computed_tokens
-                yield WaitingRequest(priority, _arrival(request), tokens, request in self._rl_overdue)
+                overdue = request in self._rl_overdue
+                yield WaitingRequest(priority, _arrival(request), tokens, overdue, self._rl_floor(request))
 
     def _rl_ready(self, request: Any) -> bool:
         """Whether stock would try to start it, not skip it (its own conditions)."""
@@ -320,6 +326,11 @@ class PriorityPreemption:
         own: int = self._rl_overdue.get(request, request.priority)
         return own
 
+    def _rl_floor(self, request: Any) -> int:
+        """The best priority among those of which it counts as overdue."""
+        lent = self._rl_own(request) >= BEHIND_USERS and request.request_id.startswith(ROLLOUT_ID)
+        return BEHIND_USERS if lent else NO_FLOOR
+
     def _rl_mark_overdue(self, now: float) -> None:
         limit = self._rl_policy.max_wait
         waits = (clock for clock in self._rl_clocks.values() if clock.since is not None)
@@ -330,12 +341,14 @@ class PriorityPreemption:
             clock = self._rl_clocks.get(request.request_id)
             if clock is not None and request not in self._rl_overdue:
                 waiting.append(request)
-                records.append(QueueWait(clock.seconds(now), request.priority, _arrival(request)))
+                floor = self._rl_floor(request)
+                records.append(QueueWait(clock.seconds(now), request.priority, _arrival(request), floor))
         others = {*self.running, *self._rl_overdue}
         found = self._rl_policy.overdue(records, ((self._rl_own(other), _arrival(other)) for other in others))
         for index in found:
             self._rl_overdue[waiting[index]] = waiting[index].priority
-        self._rl_requeue({waiting[index]: OVERDUE for index in found})
+        ranks = {waiting[index]: records[index].floor for index in found}
+        self._rl_requeue({request: OVERDUE if floor == NO_FLOOR else floor for request, floor in ranks.items()})
 
     def _rl_end_quantum(self, request: Any, clock: _Clock) -> None:
         """Of a request that is in no queue: once it has had its quantum, its own rank and a new wait count."""

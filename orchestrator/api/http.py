@@ -70,7 +70,9 @@ MAX_ERROR_LENGTH = 1 << 16  # characters of a completion's error
 MAX_COMPLETIONS = 1024  # of one answer
 MAX_ANSWER_TOKENS = 1 << 14  # of its completions; more only where a single one has more
 MAX_POLL_SECONDS = 60.0  # that an ask for completions may wait
-MAX_LEASE_SECONDS = 3600.0  # that a lease may run without being renewed, and a claim without being said again
+# That a lease may run without being renewed: so long users may wait for an engine that a dead run has stopped.
+MAX_LEASE_SECONDS = 300.0
+MAX_CLAIM_SECONDS = 3600.0  # that a claim may run without being said again
 
 # Types of errors that are not commands' (those are in COMMAND_STATUS), with their statuses.
 UNAUTHORIZED = "unauthorized"  # 401: no bearer token, or a wrong one

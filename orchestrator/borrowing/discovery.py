@@ -13,6 +13,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,13 @@ class Market:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 self._events.emit("fault", what="borrowing", cause="borrowing", detail=self._complaint[:300])
-        return await asyncio.gather(*map(self._offer, self._candidates))
+        offers, seen = await asyncio.gather(*map(self._offer, self._candidates)), dict[str, str]()
+        for index, offer in enumerate(offers):  # a server has one client, whatever names it has
+            if not offer.why:
+                other = seen.setdefault(str(self._status[offer.url].get("instance")), offer.url)
+                if other != offer.url:
+                    offers[index] = replace(offer, why=f"is the same server as {other}")
+        return offers
 
     def _steady(self, found: tuple[str, ...]) -> tuple[str, ...]:
         """Of what was found now and at the last look: what both say; where they differ, as it was."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
-from orchestrator.api.http import MAX_ID_LENGTH, MAX_IDS, MAX_LEASE_SECONDS
+from orchestrator.api.http import MAX_CLAIM_SECONDS, MAX_ID_LENGTH, MAX_IDS
 from orchestrator.config.rollout_keys import BorrowedSection, RoutingSection
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import ANY, LEAST_UTILIZED, Seat
@@ -309,7 +309,7 @@ def share_of_fleet(offers: Sequence[Offer], ours: Collection[str], wanted: int, 
 
 def claim_seconds(settings: BorrowedSection) -> float:
     """That a claim holds: it is said anew at every look."""
-    return min(MAX_LEASE_SECONDS, 3 * settings.every + LOOK_SECONDS)
+    return min(MAX_CLAIM_SECONDS, 3 * settings.every + LOOK_SECONDS)
 
 
 def offer_of(url: str, status: Mapping[str, object], mine: Job, why: str = "") -> Offer:

@@ -65,7 +65,7 @@ class BorrowedSection(Section):
     file: str = ""  # file with more of them, one URL per line; read again at every look
     every: PositiveSeconds = 10.0  # seconds between two looks at the servers
     # how long a server stays with a run that shows no sign of life
-    lease: Annotated[float, Field(ge=5, le=3600)] = 60.0
+    lease: Annotated[float, Field(ge=5, le=300)] = 60.0
     window: PositiveSeconds = 3600.0  # the period over which use is averaged
     margin: Fraction = 0.1  # share of memory by which another server must be used less to replace one
     crowded: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of memory above which a server is given back; 1: never

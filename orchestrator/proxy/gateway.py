@@ -265,9 +265,10 @@ class LLMProxy:
             self._preparing = -1
 
     async def suspend(self, only: Sequence[int] | None = None) -> None:
-        """Hold new requests, and stop every live worker (None: of all, else of these) between two steps."""
+        """Hold new requests, and stop every live worker (None: of all, else of these) between two steps; not a borrowed one,
+        whose users would wait for the slowest of all: it stops when it loads, and goes on when it has."""
         self.suspended = True
-        await self._each(lambda state: state.worker.suspend(), only)
+        await self._each(lambda state: state.worker.suspend(), self._own_of(only))
 
     async def update(self, version: int, only: Sequence[int] | None = None) -> list[UpdateResult]:
         """Load ``version`` into every live worker, of all or of these; one that is being revived loads it when it is back."""
@@ -282,7 +283,7 @@ class LLMProxy:
 
     async def resume(self, only: Sequence[int] | None = None) -> None:
         """Let workers go on, and send what was held."""
-        await self._each(lambda state: state.worker.resume(), only)
+        await self._each(lambda state: state.worker.resume(), self._own_of(only))
         self.suspended = False
         now = asyncio.get_running_loop().time()
         for state in self.states:
@@ -290,6 +291,10 @@ class LLMProxy:
             state.wake.set()
             self.seat(state)
         self.dispatch()
+
+    def _own_of(self, only: Sequence[int] | None) -> list[int]:
+        """Of all workers (None), or of these, those that are not borrowed."""
+        return [state.index for state in self.states if not state.borrowed and (only is None or state.index in only)]
 
     # -- rollout and training on the same devices --------------------------------------------------------------------
 

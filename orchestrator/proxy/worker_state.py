@@ -173,17 +173,25 @@ class WorkerState:
         return len(self.restarts)
 
     async def update(self, version: int) -> UpdateResult:
-        """Load ``version`` into its suspended worker. While the metadata store is away the worker is asked again, until the
-        caller's time is up: nothing is wrong with the worker. Raises what the command raises."""
+        """Load ``version`` into its worker, which is suspended; a borrowed one is not, and stops here, for its users' sake no
+        longer than it loads what it has fetched. While the metadata store is away the worker is asked again, until the caller's
+        time is up: nothing is wrong with the worker. Raises what the commands raise."""
         while True:
             try:
+                if self.borrowed:
+                    await self.worker.prepare(version)
+                    await self.worker.suspend()
                 result = await self.worker.update(version)
+                if self.borrowed:
+                    await self.worker.resume()
             except RetryableError as error:
                 if STORE_AWAY not in str(error):
                     raise
             else:
                 self.version = version
                 return result
+            if self.borrowed:
+                await self.worker.resume()
             await asyncio.sleep(_ASK_AGAIN)
 
     async def load(self, version: int) -> UpdateResult | None:
@@ -191,7 +199,8 @@ class WorkerState:
         Raises what the worker's commands raise."""
         result, self.loading = None, True
         try:
-            await self.worker.suspend()
+            if not self.borrowed:
+                await self.worker.suspend()
             if self.lent and isinstance(self.worker, ReleasingWorker):
                 await self.worker.reclaim()
             if self.version != version:

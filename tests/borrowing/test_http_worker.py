@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+import aiohttp
 import pytest
 
 pytest.importorskip("fastapi")
@@ -160,6 +161,37 @@ def test_a_failed_command_is_the_error_that_it_was_and_changes_nothing() -> None
         assert (await worker.update(later)).version == later
         await worker.resume()
         assert not server.client.paused
+
+    run(scenario)
+
+
+def test_a_server_with_weights_in_no_defined_state_is_not_healthy_until_an_update_has_cured_them() -> None:
+    """Else a load balancer would go on sending users into an engine that is paused, for a run that may be dead."""
+
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        async def health() -> int:
+            async with aiohttp.ClientSession() as session, session.get(f"{server.url}/health") as response:
+                return response.status
+
+        version = server.publish()
+        await worker.suspend()
+        assert await health() == 404, "passed on to vLLM, which the twin is not"
+        server.client.fail_finish = "the model is half written"
+        with pytest.raises(CommandError, match="half written"):
+            await worker.update(version)
+        await worker.close()
+        assert await health() == 503
+        server.client.fail_finish = ""
+        other = HttpWorker(server.url, TOKEN)
+        server.client.hold.clear()
+        update = asyncio.ensure_future(other.update(version))
+        while "finish_weight_update" not in server.client.calls[-1:]:
+            await asyncio.sleep(0.005)
+        assert await health() == 404, "it is being cured"
+        server.client.hold.set()
+        await update
+        assert await health() == 404
+        await other.close()
 
     run(scenario)
 

@@ -228,6 +228,7 @@ def test_what_a_dead_run_left_is_ended_and_the_engine_that_it_had_stopped_goes_o
         ({"job": "", "place": "", "seconds": 5}, "k" * 16, "job"),
         ({"job": "a", "place": "", "seconds": 0}, "k" * 16, "seconds"),
         ({"job": "a", "place": "", "seconds": 1e9}, "k" * 16, "seconds"),
+        ({"job": "a", "place": "", "seconds": 301}, "k" * 16, "seconds"),  # that users may wait for a dead run
         ({"job": "a", "place": "", "seconds": 5, "force": True}, "k" * 16, "force"),
         ({"job": "a", "place": "", "seconds": 5}, "short", wire.LEASE_HEADER),
     ],

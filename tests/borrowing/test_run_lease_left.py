@@ -80,6 +80,27 @@ def test_the_next_job_gets_a_server_without_what_the_one_before_left_however_soo
     play(scenario)
 
 
+def test_a_run_whose_lease_has_run_out_stops_no_engine_until_it_has_one_again() -> None:
+    async def scenario(server: TwinServer) -> None:
+        run = client(server, "run", lease=0.6)
+        await run.start()
+        await run.prepare(0)
+        assert run._lease is not None
+        run._lease.stop()  # as when its loop stands still, or the network is away
+        await until(lambda: server.control.lease.expired)
+        for stop in (run.suspend, lambda: run._post("/pause", None)):
+            with pytest.raises(RetryableError, match="lease of this server has run out"):
+                await stop()
+        assert not server.client.paused, "its users would wait for ever for who may be dead"
+        await run.restart()
+        await run._post("/pause?mode=keep", None)
+        await run.disconnect()
+        await until(lambda: server.client.paused)
+        await until(lambda: not server.client.paused)
+
+    play(scenario)
+
+
 def test_a_run_that_ends_while_its_server_fails_to_answer_does_not_leave_the_engine_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -385,6 +385,86 @@ def test_a_server_that_comes_back_with_another_token_stays_out_and_the_others_go
     play(2, scenario)
 
 
+def test_users_of_a_server_wait_for_its_own_update_and_for_no_other_worker() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        quick, slow = (server.client for server in fleet.servers)
+        slow.hold.clear()  # it loads for long, as where the network or the metadata store is slow
+        moving = asyncio.ensure_future(fleet.move_to(1))
+        await until(lambda: "finish_weight_update" in slow.calls[-1:] and quick.loaded == 1)
+        await asyncio.sleep(0.1)
+        assert (quick.paused, slow.paused) == (False, True)
+        before = quick.steps
+        users = [
+            output async for output in quick.generate({"tokens": [1]}, Sampling(3), "user", priority=0, session_id="u")
+        ]
+        assert len(users) == 1
+        assert quick.steps > before
+        slow.hold.set()
+        await moving
+        assert not slow.paused
+        assert await fleet.turn() == (1,)
+
+    play(2, scenario)
+
+
+def test_users_of_a_server_do_not_wait_while_it_fetches_whatever_it_is_brought_up_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxies, "_ASK_AGAIN", 0.05)
+
+    async def scenario(fleet: Fleet) -> None:
+        (server,) = (server.client for server in fleet.servers)
+        server.relay[1] = ""
+        prepare, fetching = server._rl_prepare, asyncio.Event()
+
+        async def slow(version: int) -> None:
+            there = server.fetched["prepared"] == version
+            await prepare(version)
+            if not there:
+                server.fetching = 1 << 30  # until it is told
+                fetching.set()
+
+        monkeypatch.setattr(server, "_rl_prepare", slow)
+        for begin in (
+            lambda: fleet.proxy.update(1),  # what was not prepared in time is fetched then
+            lambda: fleet.proxy.distrust(0, "as when it comes back, or is taken anew"),
+        ):
+            await fleet.proxy.suspend()
+            fetching.clear()
+            server.fetched["prepared"] = None
+            if (updating := begin()) is not None:
+                updating = asyncio.ensure_future(updating)
+            await fetching.wait()
+            await asyncio.sleep(0.1)
+            assert not server.paused
+            server.fetching = 0
+            if updating is not None:
+                await updating
+            await fleet.proxy.resume()
+            assert await fleet.turn() == (1,)
+
+    play(1, scenario)
+
+
+def test_users_of_a_server_go_on_while_the_runs_metadata_store_is_away() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        (server,) = (server.client for server in fleet.servers)
+        await fleet.move_to(1)
+        fleet.servers[0].client.relay[2] = "metadata_unreachable: nobody answers"
+        await fleet.proxy.suspend()
+        updating = asyncio.ensure_future(fleet.proxy.update(2))
+        await until(lambda: "rl_prepared" in server.calls[-1:])
+        await until(lambda: not server.paused)
+        await asyncio.sleep(0.2)
+        assert not server.paused
+        server.relay[2] = ""
+        await updating
+        await fleet.proxy.resume()
+        assert await fleet.turn() == (2,)
+
+    play(1, scenario)
+
+
 def test_at_the_end_the_servers_go_on_without_our_requests() -> None:
     async def scenario(fleet: Fleet) -> None:
         turns = [asyncio.ensure_future(fleet.turn(tokens=200)) for _ in range(6)]

@@ -118,6 +118,31 @@ def play(number: int, scenario: Callable[[list[TwinServer]], Awaitable[None]], m
     asyncio.run(main())
 
 
+def test_a_server_that_comes_under_a_second_name_is_not_taken_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two clients would take each other's completions."""
+    file = tmp_path / "servers"
+    file.write_text("")
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        (server,) = servers
+        run = Run(config_of(server.url, most=2, file=str(file)))
+        await run.start()
+        file.write_text(server.url.replace("127.0.0.1", "localhost") + "\n")
+        await asyncio.sleep(0.5)
+        assert run.servers == {server.url}
+        assert sorted(offer.why for offer in await run.market.list_offers()) == [
+            "",
+            f"is the same server as {server.url}",
+        ]
+        done = await asyncio.gather(*(run.turn(number) for number in range(8)))
+        assert [len(one.token_ids) for one in done] == [20] * 8
+        await run.close()
+
+    play(1, scenario, monkeypatch)
+
+
 def test_a_server_whose_pages_are_reclaimed_is_given_back_its_turns_go_on_elsewhere_and_it_is_taken_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

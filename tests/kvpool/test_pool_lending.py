@@ -21,8 +21,10 @@ from orchestrator.policies.serving.admission import ServingState
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from tests.support.waiting import wait_for
 from vllm_rlplugin.kvpool.engine import pool_engine
+from vllm_rlplugin.kvpool.engine.pool_engine import PoolPlan
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
+from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry
 from vllm_rlplugin.kvpool.serving import pool_lending
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.options import PluginOptions
@@ -156,6 +158,33 @@ def test_without_a_serving_engine_the_command_itself_sets_the_budgets(
     said(capsys, "lend", "--pool", setup.name, "--max", "0.2")
     wait_for(lambda: setup.used() == 22)
     assert said(capsys, "reclaim", "--pool", setup.name)[1]["out"] == 2
+
+
+def test_what_is_taken_back_a_moment_after_the_serving_engine_died_comes_back(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.rollout("roll")
+    wait_for(lambda: setup.used() == 10)
+    serving = os.fork()
+    if not serving:
+        PagePool.open(setup.path).join("serving", "serving")
+        signal.pause()
+    wait_for(lambda: setup.pool.view().serving)
+    os.kill(serving, signal.SIGKILL)
+    os.waitpid(serving, 0)
+    assert said(capsys, "reclaim", "--pool", setup.name)[1] == {"out": 2, "kept": 2, "killed": []}
+
+
+@pytest.mark.parametrize(("lent", "budget"), [(None, 50), (0.3, 30 + 2), (0.0, 2)])
+def test_without_a_serving_engine_one_that_comes_later_gets_no_more_than_was_said(
+    setup: Setup, capsys: pytest.CaptureFixture[str], lent: float | None, budget: int
+) -> None:
+    if lent is not None:
+        said(capsys, "lend", "--pool", setup.name, "--max", f"{lent}")
+    geometry = PageGeometry.from_regions(100, [(0, 4096), (100 * 4096, 4096)], 4096)
+    assert geometry.pages_a_group == 2
+    slot = PoolPlan(geometry, 0, 50, "rollout").join(setup.pool)
+    assert next(tenant.budget for tenant in setup.pool.view().tenants if tenant.slot == slot) == budget
 
 
 def test_the_status_says_what_is_lent_to_whom_and_what_became_of_the_slos(

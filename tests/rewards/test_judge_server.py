@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from orchestrator.api import ConfigError
+from orchestrator.api.listener_limits import SERVER_OPTIONS as OPTIONS
 from vllm_rlplugin.judge.judge_server import JudgeServer
 from vllm_rlplugin.judge.streamed_model import StreamedModel, memory_left
 
@@ -129,6 +132,49 @@ def test_what_waits_is_computed_as_one_batch_as_far_as_memory_goes() -> None:
     assert max(together) in (2, 3, 4), "memory for four"
 
 
+def test_a_question_whose_asker_has_gone_is_not_computed() -> None:
+    model, computed, told = judge(), list[int](), threading.Event()
+    begun = asyncio.Event()
+
+    async def main(url: str, session: aiohttp.ClientSession) -> None:
+        loop, generate = asyncio.get_running_loop(), model.generate_batch
+
+        def slow(questions: Any, stop: Any) -> Any:
+            computed.append(len(questions))
+            loop.call_soon_threadsafe(begun.set)
+            told.wait(10)
+            return generate(questions, stop)
+
+        model.generate_batch = slow  # type: ignore[method-assign]
+
+        async def ask() -> int:
+            async with session.post(url, json=asked(), headers=HEADERS) as response:
+                return response.status
+
+        first = asyncio.ensure_future(ask())
+        await begun.wait()
+        gone = [asyncio.ensure_future(ask()) for _ in range(3)]
+        stays = asyncio.ensure_future(ask())
+        await asyncio.sleep(0.3)
+        for task in gone:  # its time was up
+            task.cancel()
+        await asyncio.sleep(0.1)
+        told.set()
+        assert [await first, await stays] == [200, 200]
+        assert await ask() == 200, "who left is counted no more"
+
+    async def run() -> None:  # as it is served, where no handler ends with its connection
+        runner = web.AppRunner(JudgeServer(model, Letters(), "judge", "secret", memory_left(model, 0)).app(), **OPTIONS)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as session:
+            await main(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions", session)
+        await runner.cleanup()
+
+    asyncio.run(run())
+    assert computed == [1, 1, 1], "the first, the one that stayed, the last"
+
+
 def test_without_the_token_or_with_a_wrong_request_nothing_is_computed() -> None:
     model = judge()
 
@@ -143,6 +189,7 @@ def test_without_the_token_or_with_a_wrong_request_nothing_is_computed() -> None
             asked(max_tokens=0),
             asked(n=2),
             asked("x" * 60),
+            asked(seed=2**70),
             {"messages": []},
             {"model": "judge"},
         ]

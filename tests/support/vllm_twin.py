@@ -374,7 +374,7 @@ class TwinServer:
         self.metrics = metrics
         await self.worker.open(ENDPOINT if relay else None)
         app = FastAPI()
-        app.include_router(control_endpoints.router)
+        control_endpoints.add_routes(app)
         server, worker = f"instance-{time.monotonic_ns()}", self.worker
         guard = bearer_auth.BearerGuard(TOKEN, (ip_network(networks),))
         activation = Activation(worker, LiveEngine(self.client), rollout=True, after=deactivate_after)

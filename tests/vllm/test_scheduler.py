@@ -396,6 +396,39 @@ def test_an_overtaken_request_is_served_after_max_wait_for_a_quantum_each_time(
     engine.finish()
 
 
+@MODES
+def test_users_of_a_lent_server_go_before_rollouts_however_long_these_wait(
+    model: Path, clock: SimpleNamespace, run_ahead: bool, v2: bool
+) -> None:
+    """As many users as there is room for, for ten times ``max_wait``: no rollout gets a slot, nor a place before a user. Among
+    themselves rollouts starve as little as ever."""
+    engine = Harness(model, run_ahead=run_ahead, v2=v2, seqs=2, plugin={"max_wait": 30.0, "quantum": 8})
+    engine.add("rl-lent", 1_000_000, tokens=20)
+    engine.add("rl-worse", 1_000_001, tokens=20)
+    for _ in range(300):
+        while len([name for name in engine.requests if name not in engine.ended]) < 6:
+            engine.add(f"user{len(engine.requests)}", 0, tokens=12)
+        engine.step()
+        clock.now += 1.0
+    assert engine.got["rl-lent"] == engine.got["rl-worse"] == []
+    for name in list(engine.requests):
+        if name.startswith("user"):
+            engine.abort(name)
+    for index in range(400):
+        while len([name for name in engine.requests if name not in engine.ended]) < 6:
+            engine.add(f"rl-good{len(engine.requests)}", 999_000, tokens=12)
+        if index == 350:
+            engine.add("late-user", 0, tokens=4)
+        engine.step()
+        clock.now += 1.0
+        if index == 353:
+            assert engine.got["late-user"], "who is overdue makes room at once, within its quantum too"
+    assert {"rl-lent", "rl-worse"} <= engine.ended.keys()
+    for name in list(engine.requests):
+        engine.abort(name)
+    engine.finish()
+
+
 def test_an_overdue_request_is_the_next_to_start_also_without_preemption(model: Path, clock: SimpleNamespace) -> None:
     engine = Harness(model, seqs=1, plugin={"max_wait": 30.0, "preemption": False})
     for name, priority in (("runs", 0), ("good", 1), ("better", 2), ("worst", 9), ("later", 3), ("last", 3)):

@@ -9,10 +9,10 @@ memory left; under MPS it is started with the environment of :class:`orchestrato
 
 Guarantees: loopback unless ``--host`` says otherwise, and then TLS unless ``--allow-plain-http`` says so; every
 request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without one it does not start; what waits when the model
-is free is computed as one batch, as far as there is memory for it; a sequence that does not fit is status 413, a
-request that is none 400, and both leave the judge as it was. When it answers it prints ``{"port": P}``; with
-``--die-with-stdin`` it ends when its standard input does, so that it never outlives the process that holds the other
-end.
+is free is computed as one batch, as far as there is memory for it; what nobody waits for any more is not; a sequence
+that does not fit is status 413, a request that is none 400, and both leave the judge as it was. When it answers it
+prints ``{"port": P}``; with ``--die-with-stdin`` it ends when its standard input does, so that it never outlives the
+process that holds the other end.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class _NoRoom(Exception):
 @dataclass(eq=False)
 class _Asked:
     question: JudgeQuestion
+    is_gone: Callable[[], bool]  # who asked
     answer: list[int] | None = None
 
 
@@ -118,13 +119,13 @@ class JudgeServer:
             return _refuse(429, f"{self._waiting} requests wait already")
         self._waiting += 1
         try:
-            return await self._answer(await read_body(request, LIMITS))
+            return await self._answer(await read_body(request, LIMITS), lambda: request.transport is None)
         except BodyRefused as error:
             return _refuse(error.status, str(error))
         finally:
             self._waiting -= 1
 
-    async def _answer(self, body: bytes) -> web.Response:
+    async def _answer(self, body: bytes, is_gone: Callable[[], bool]) -> web.Response:
         try:
             async with self._reading:
                 prompt, most, temperature, seed = await asyncio.to_thread(self._read, jsontext.parse_object(body))
@@ -132,10 +133,10 @@ class JudgeServer:
             return _refuse(400, str(error)[:500])
         stop = frozenset({self._tokenizer.eos_token_id} - {None})
         try:
-            found = await self._generated(JudgeQuestion(tuple(prompt), most, temperature, seed), stop)
+            found = await self._generated(_Asked(JudgeQuestion(tuple(prompt), most, temperature, seed), is_gone), stop)
         except _NoRoom as error:
             return _refuse(413, str(error))
-        self._count += 1
+        self._count += bool(found)
         self._said += len(found)
         ended = bool(found) and found[-1] in stop
         text = self._tokenizer.decode(found[:-1] if ended else found)
@@ -153,13 +154,14 @@ class JudgeServer:
         kept = {"layers": self._model.residency.layers, "resident": self._model.residency.resident}
         return web.json_response({**answer, "choices": [choice], "usage": usage, "residency": kept})
 
-    async def _generated(self, question: JudgeQuestion, stop: frozenset[int]) -> list[int]:
-        """Its answer. Whoever comes to the model first computes what waits with its own. Raises _NoRoom."""
-        mine = _Asked(question)
+    async def _generated(self, mine: _Asked, stop: frozenset[int]) -> list[int]:
+        """Its answer; nothing, where nobody waits for it. Whoever comes to the model first computes what waits with its own.
+        Raises _NoRoom."""
         self._unanswered.append(mine)
         try:
             async with self._busy:
-                if mine.answer is None:
+                self._unanswered = [one for one in self._unanswered if not one.is_gone()]
+                if mine.answer is None and not mine.is_gone():
                     batch = self._batch(mine)
                     questions = [one.question for one in batch]
                     answers = await asyncio.to_thread(self._model.generate_batch, questions, stop)
@@ -168,8 +170,7 @@ class JudgeServer:
                     self._unanswered = [one for one in self._unanswered if one.answer is None]
         finally:
             self._unanswered = [one for one in self._unanswered if one is not mine]
-        assert mine.answer is not None
-        return mine.answer
+        return mine.answer or []
 
     def _batch(self, first: _Asked) -> list[_Asked]:
         """With ``first`` those whose prompts are about as long, as many as there is memory for, which is arranged, and as a
@@ -212,7 +213,10 @@ class JudgeServer:
         room = int(self._model.model.config.max_position_embeddings)
         if len(prompt) + most > room:
             raise ValueError(f"{len(prompt)} + {most} tokens are more than the model's {room}")
-        return prompt, most, temperature, int(body.get("seed") or 0)
+        seed = int(body.get("seed") or 0)
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError("seed has 64 bits")
+        return prompt, most, temperature, seed
 
 
 def _about(one: int, other: int) -> bool:

@@ -34,7 +34,7 @@ from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
 from vllm_rlplugin.server import request_bodies
 from vllm_rlplugin.server.bearer_auth import BearerGuard, find_token
-from vllm_rlplugin.server.control_route import STATE, ControlRoute, RouteContext
+from vllm_rlplugin.server.control_route import STATE, ControlRoute, RouteContext, error_response
 from vllm_rlplugin.server.engine_metrics import EngineMetrics, refresh_metrics
 from vllm_rlplugin.server.outbox import Outbox, encode_batch
 from vllm_rlplugin.server.pool_metrics import PoolMetrics
@@ -291,6 +291,7 @@ async def pause_generation(
 ) -> JSONResponse:
     """Pause the engine: ``abort`` in-flight requests, ``wait`` for them, or ``keep`` them."""
     async with _used(request) as worker:
+        _control(request).lease.note_suspend(wire.LEASE_HEADER in request.headers)
         await worker.cycle.pause(mode, clear_cache=clear_cache)
     return JSONResponse({"status": "paused"})
 
@@ -300,6 +301,7 @@ async def resume_generation(request: Request) -> JSONResponse:
     """Go on after a pause."""
     async with _used(request) as worker:
         await worker.resume()
+        _control(request).lease.note_resume()
     return JSONResponse({"status": "resumed"})
 
 
@@ -412,6 +414,29 @@ async def reset_prefix_cache(
     return JSONResponse({"success": done})
 
 
+class HealthGate:
+    """In front of vLLM's ``/health``, by which load balancers and supervisors judge a server: 503 while its weights are in no
+    defined state and none are being loaded. Its users would wait in a paused engine for a run that may be dead."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/health"):
+            control: ControlContext | None = getattr(scope["app"].state, CONTROL, None)
+            cycle = None if control is None else control.worker.cycle
+            if cycle is not None and cycle.unusable and not cycle.changing:
+                await error_response(503, "weights_unusable", cycle.unusable)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def add_routes(app: FastAPI) -> None:
+    """All that is there for HTTP. The routes take the place of vLLM's development routes of the same name."""
+    app.include_router(router)
+    app.add_middleware(HealthGate)
+
+
 class ControlPlugin:
     """What vLLM's entry point ``vllm.endpoint_plugins`` makes."""
 
@@ -419,11 +444,11 @@ class ControlPlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes. They take the place of vLLM's development routes of the same name."""
+        """See :func:`add_routes`."""
         if os.environ.get(ACTIVE) != "1":
             _logger.warning("the control endpoints stay closed: the plugin was loaded, but not asked for")
             return
-        app.include_router(router)
+        add_routes(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Make the worker. Raises ConfigError when this server cannot have one: it does not start then."""

@@ -131,7 +131,7 @@ class ClaimBody(Body):
     place: Place
     wanted: Annotated[int, Field(strict=True, ge=1, le=wire.MAX_IDS)]
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    seconds: Annotated[float, Field(gt=0, le=wire.MAX_LEASE_SECONDS)]
+    seconds: Annotated[float, Field(gt=0, le=wire.MAX_CLAIM_SECONDS)]
 
 
 # The bodies of vLLM's own routes.

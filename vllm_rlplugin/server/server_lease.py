@@ -229,8 +229,11 @@ class LeaseKeeper:
             return had
 
     def note_suspend(self, holds: bool) -> None:
-        """The engine is about to be suspended, by a client that shows a lease's key (``holds``) or by another one."""
-        self._stopped = self._stopped or (holds and self._granted is not None)
+        """The engine is about to be suspended, by a client that shows a lease's key (``holds``) or by another one. Raises
+        RetryableError where the key is of no lease: nobody would let the engine go on when that client dies."""
+        if holds and self._granted is None:
+            raise RetryableError("the lease of this server has run out: take it again")
+        self._stopped = self._stopped or holds
 
     def note_resume(self) -> None:
         """It was let go on."""

@@ -40,6 +40,7 @@ from orchestrator.api import (
     merge_spans,
 )
 from orchestrator.transfer.turns.routed_experts import pack_experts
+from vllm_rlplugin.options import ROLLOUT_ID
 from vllm_rlplugin.worker.cache_salt import make_salt
 from vllm_rlplugin.worker.live_engine import EngineClient, LiveEngine
 from vllm_rlplugin.worker.request_book import RequestBook, UnfinishedRequest
@@ -50,7 +51,7 @@ ARRIVAL_STEP = 1e-6  # seconds; keeps arrival times distinct, so that the order 
 REMEMBERED_NAMES = 1 << 16  # trajectories and groups of which it is known that they were there
 AT_ONCE = 32  # requests that vLLM is given in one turn of the event loop: some 4 ms of it
 BUSY_SECONDS = (0.25, 4.0)  # between the first tries of a request that vLLM does not admit, and later ones
-ENGINE_ID = "rl-{}"  # of our requests inside vLLM, whose own begin with cmpl- or chatcmpl-
+ENGINE_ID = f"{ROLLOUT_ID}{{}}"  # of our requests inside vLLM, whose own begin with cmpl- or chatcmpl-
 
 _logger = logging.getLogger("vllm.rl_coserve")
 # (request, cache salt, arrival time in seconds of the wall clock) -> (prompt, sampling parameters) of vLLM

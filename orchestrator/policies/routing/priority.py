@@ -5,11 +5,14 @@ The lower priority number goes first, ties by arrival, as in vLLM. Guarantees:
 * A waiting request that strictly outranks the lowest-ranked running one takes its slot. It also preempts for KV blocks, but
   only if preempting lower-ranked requests frees enough: nothing is preempted in vain.
 * With equal priorities (and nothing overdue) it never decides anything: the engine's own order stands.
-* Nothing starves. A request that waited ``max_wait`` seconds and was overtaken (a later arrival, waiting or running, has a
-  strictly better priority) is *overdue*: it goes before all that are not overdue, overdue ones by arrival; it can also take
-  the place of a running one that overtook it; and it is not preempted before it has generated ``quantum`` tokens. Then its own
-  priority counts again, and its wait starts at zero. So each ``max_wait`` of waiting buys ``quantum`` tokens, whatever keeps
-  arriving, and every request of finite length finishes.
+* Nothing starves, but behind a ``floor`` (below). A request that waited ``max_wait`` seconds and was overtaken (a later arrival,
+  waiting or running, has a strictly better priority) is *overdue*: it goes before all that are not overdue, overdue ones by
+  arrival; it can also take the place of a running one that overtook it; and it is not preempted before it has generated
+  ``quantum`` tokens. Then its own priority counts again, and its wait starts at zero. So each ``max_wait`` of waiting buys
+  ``quantum`` tokens, whatever keeps arriving, and every request of finite length finishes.
+* A request with a ``floor`` is overdue only among those of that number or a worse one: however long it waited, it neither goes
+  before a better one nor takes its place, and a better one takes its place within its quantum too. So rollouts do not hold up
+  users of a server that is lent.
 
 Beyond Heddle: the paper ignores KV blocks and does not bound the wait. One object serves the engine and the simulator: inputs
 are plain records, times are arguments, nothing is kept between calls.
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+NO_FLOOR = -(2**63)  # the best number of all
 Arrival = tuple[float, str]  # time of arrival in any unit, and the request id, which breaks ties
 
 
@@ -31,6 +35,7 @@ class WaitingRequest(NamedTuple):
     arrival: Arrival
     tokens: int = 1
     overdue: bool = False
+    floor: int = NO_FLOOR
 
 
 class RunningRequest(NamedTuple):
@@ -40,6 +45,7 @@ class RunningRequest(NamedTuple):
     arrival: Arrival
     tokens: int = 1
     protected: bool = False
+    floor: int = NO_FLOOR
 
 
 class QueueWait(NamedTuple):
@@ -48,6 +54,7 @@ class QueueWait(NamedTuple):
     seconds: float
     priority: int
     arrival: Arrival
+    floor: int = NO_FLOOR
 
 
 class Takeover(NamedTuple):
@@ -127,11 +134,17 @@ class ProgressivePriority:
         everybody += [(arrival, priority) for priority, arrival in running]
         if len({priority for _, priority in everybody}) == 1:
             return []  # nobody can have overtaken anybody
-        best_later: dict[Arrival, int] = {}  # arrival -> best priority of it and those that arrived after it
-        best: int | None = None
-        for arrival, priority in sorted(everybody, reverse=True):
-            best_later[arrival] = best = priority if best is None else min(best, priority)
-        overtaken = [index for index in late if best_later[waiting[index].arrival] < waiting[index].priority]
+        everybody.sort(reverse=True)
+        overtaken: list[int] = []
+        for floor in sorted({waiting[index].floor for index in late}):
+            best_later: dict[Arrival, int] = {}  # arrival -> best priority of it and those that arrived after it
+            best: int | None = None
+            for arrival, priority in everybody:
+                if priority >= floor:
+                    best_later[arrival] = best = priority if best is None else min(best, priority)
+            those = [waiting[index] for index in late if waiting[index].floor == floor]
+            found = {wait.arrival for wait in those if best_later.get(wait.arrival, wait.priority) < wait.priority}
+            overtaken += [index for index in late if waiting[index].floor == floor and waiting[index].arrival in found]
         return sorted(overtaken, key=lambda index: waiting[index].arrival)
 
     def quantum_is_over(self, generated: int) -> bool:
@@ -140,8 +153,9 @@ class ProgressivePriority:
 
 
 def _may_preempt(waiting: WaitingRequest, running: RunningRequest) -> bool:
-    if running.protected:
+    if running.protected and waiting.priority >= running.floor:
         return False
     if waiting.priority < running.priority:
         return True
-    return waiting.overdue and running.priority < waiting.priority and running.arrival > waiting.arrival
+    overtook = waiting.floor <= running.priority < waiting.priority and running.arrival > waiting.arrival
+    return waiting.overdue and overtook

@@ -25,7 +25,7 @@ from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool.engine.pool_agreement import PoolAgreement
 from vllm_rlplugin.kvpool.engine.pool_processes import check_connector, check_workers
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Pages, Role
-from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
 from vllm_rlplugin.kvpool.pages.page_backends import HostBackend, PageBackend, backend_for
 from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry, regions_of
@@ -98,8 +98,14 @@ class PoolPlan:
         return cls(geometry, pages, options.kv_pool_budget_mib * (1 << 20) // page, role)
 
     def join(self, pool: PagePool) -> int:
-        """Become a tenant; returns the slot. Raises ConfigError."""
-        slot = pool.join(f"{self.role}-{os.getpid()}", self.role, self.budget)
+        """Become a tenant; returns the slot. A rollout engine has no more than what is lent and nobody has, also until a serving
+        engine says so. Raises ConfigError."""
+        controls, budget = pool.controls(), self.budget
+        if said := controls[ControlWord.LENT] or controls[ControlWord.FLAG]:
+            others = sum(tenant.budget for tenant in pool.view().tenants if tenant.role == "rollout")
+            left = int((said - 1) / 1e6 * pool.pages) - others
+            budget = min(budget, max(0, left) + self.geometry.pages_a_group)
+        slot = pool.join(f"{self.role}-{os.getpid()}", self.role, budget)
         if self.role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
             pool.publish(RolloutWords(minimum=self.geometry.pages_a_group).pack())
         return slot

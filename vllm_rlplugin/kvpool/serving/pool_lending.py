@@ -68,6 +68,7 @@ def set_lent(pool: PagePool, most: float | None, dry: bool | None) -> None:
         if not 0 <= most <= 1:
             raise ConfigError("--max", most, "give a share of the pool, from 0 to 1")
         pool.control(ControlWord.LENT, round(most * _PART) + 1)
+        pool.reap()  # a serving engine that died a moment ago will not carry it out
         if pool.view().serving is None:
             _share(pool, int(most * pool.pages))
     if dry is not None:
