@@ -22,6 +22,7 @@ from orchestrator.api import (
     Trajectory,
     TrajectoryError,
     parts_of,
+    stop_ids_of,
 )
 from orchestrator.buffer import REFERENCE_LOST, SampleBuffer
 from orchestrator.components import Shards
@@ -92,7 +93,9 @@ class Rollout:
             self.gate = replace(self.gate, redundancy=redundancy)
         self.buffer.owner = self
         self._sampling = {
-            part.name: Sampling(part.max_response_tokens, self.settings.temperature, stop_token_ids=(self.task.end_id,))
+            part.name: Sampling(
+                part.max_response_tokens, self.settings.temperature, stop_token_ids=stop_ids_of(self.task)
+            )
             for part in (self.task, *parts_of(self.task).values())
         }
         self._members: dict[str, asyncio.Task[None]] = {}

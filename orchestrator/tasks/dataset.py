@@ -56,7 +56,7 @@ class DatasetTask:
                 self.chat = ModelChat(settings.tokenizer, "task.data.tokenizer")
         self._measured = not wrong  # without its tokenizer nobody knows how long a prompt is
         self.vocabulary: Sequence[str] = self.chat.vocabulary
-        self.pad_id, self.end_id = self.chat.pad_id, self.chat.end_id
+        self.pad_id, self.end_id, self.stop_ids = self.chat.pad_id, self.chat.end_id, self.chat.stop_ids
         self.words = SimpleNamespace(decode=self.chat.text)  # what transcripts are written with
         self.max_response_tokens = settings.response_tokens
         self.max_context_tokens = settings.prompt_tokens + settings.response_tokens
