@@ -189,11 +189,12 @@ class DatasetEnvironment:
         return seen
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """The answer, and the end."""
+        """The answer, and the end; truncated where the answer did not come to its own."""
         if not self._asked:
             raise RuntimeError("no episode is running: call reset first")
         self._asked = False
-        return StepResult(Observation(()), 0.0, True, False, self._task.said(action_ids) is None)
+        cut = self._task.said(action_ids) is None
+        return StepResult(Observation(()), 0.0, True, cut, cut)
 
     async def close(self) -> None:
         """Idempotent."""

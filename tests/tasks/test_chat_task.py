@@ -154,10 +154,11 @@ def test_a_turn_says_nothing_when_it_is_not_ended_or_holds_a_word_that_the_task_
     prompt = next(task.prompts("train", 0))
     right = registry.make("nim", 5).expert(prompt.payload)[0][1]  # type: ignore[attr-defined]
     assert scored(task, prompt, [said(task, f" {right}\n")]) == 1.0
-    for turn in (said(task, right)[:-1], said(task, f"{right} please"), said(task, "é"), (task.end_id,)):
+    cut = said(task, right)[:-1]
+    for turn in (cut, said(task, f"{right} please"), said(task, "é"), (task.end_id,)):
         assert scored(task, prompt, [turn]) == 0.0
         _, last = play(task, prompt, [turn])
-        assert (last.reward, last.done) == (0.0, True)
+        assert (last.reward, last.done, last.truncated) == (0.0, True, turn == cut)
 
 
 def test_with_a_pattern_the_task_hears_its_last_match_only(folder: Path) -> None:

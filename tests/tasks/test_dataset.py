@@ -246,12 +246,12 @@ def test_the_functions_are_weighted_and_read_what_was_said_to_its_end() -> None:
         assert result.done
         turn = Turn(seen.token_ids, action, (0.0,) * len(action), ((0, len(action)),))
         trajectory = Trajectory("t", "g", task.name, prompt, (turn,), None, environment.version, 0, False)
-        return {"reward": await reward.score(trajectory), "invalid": result.invalid_action}
+        return {"reward": await reward.score(trajectory), "cut": result.truncated and result.invalid_action}
 
     said = task.chat.encode(answer)
     expected = 2.0 - 0.5 * len(answer) / 10
-    assert asyncio.run(scored((*said, task.end_id))) == {"reward": pytest.approx(expected), "invalid": False}
-    assert asyncio.run(scored(said)) == {"reward": 0.0, "invalid": True}
+    assert asyncio.run(scored((*said, task.end_id))) == {"reward": pytest.approx(expected), "cut": False}
+    assert asyncio.run(scored(said)) == {"reward": 0.0, "cut": True}
     assert [event["texts"] for event in sent] == [[answer], [None]]
 
 
