@@ -233,7 +233,9 @@ class Totals:
     tis: float = 0.0
     tis_squared: float = 0.0
     tis_max: float = 0.0
-    tis_capped: float = 0.0  # tokens whose ratio, or its trajectory's, reaches the cap (used or not), or that are left out
+    tis_capped: float = (
+        0.0  # tokens whose ratio, or its trajectory's, reaches the cap (used or not), or that are left out
+    )
     drifts: DriftCounts = field(default_factory=no_drifts)  # log pi_old - log pi_rollout of each token, by bin
     gap: float = 0.0
     fresh_tokens: float = 0.0
