@@ -305,7 +305,11 @@ def test_an_answer_ends_by_any_token_that_the_models_folder_names(tmp_path: Path
 
 def sampled_by_rollout(task: Task) -> list[Sampling]:
     settings, mode = load_config(None).rollout, coordination_mode("async", 1)
-    size, nothing, beside = BatchSize(8, 8, 1.0), cast(Any, SimpleNamespace()), {"life": 0, "redundancy": None}
+    size, nothing, beside = (
+        BatchSize(8, 8, 1.0),
+        cast(Any, SimpleNamespace()),
+        {"life": 0, "redundancy": None, "again": ()},
+    )
     names = ("filters", "proxy", "environments", "lockstep", "forecasts", "rounds", "prompts", "shards", "keep", "fail")
     rest = dict.fromkeys(names, nothing) | beside
     rollout = Rollout(
