@@ -80,6 +80,7 @@ class DatasetTask:
         self._training, self._heldout = training, tuple(known[key] for key in sorted(known))[:heldout]
         if not training:
             raise ConfigError("task.data.file", settings.file, "has no rows to train on: all are held out, or too long")
+        self.epoch_prompts = len(training)  # of ``prompts``; rollout.rounds asks for it
         if len(self._heldout) < heldout:
             fix = f"there are {len(self._heldout)} different held-out prompts in {settings.heldout or settings.file}"
             raise ConfigError("task.heldout_maps", heldout, f"{fix}: hold out no more than that, or give more rows")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
+from orchestrator.build import round_rules
 from orchestrator.config import load_config
 from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.runtime import preflight
@@ -105,6 +106,7 @@ def test_every_row_is_trained_on_once_before_any_is_twice_and_none_that_is_held_
     assert not {prompt.key for prompt in first} & {prompt.key for prompt in held}
     assert trained(task, 5) == trained(make(), 5) != trained(task, 5, seed=1)
     assert f"{size} rows to train on, 3 held out" in task.about()
+    assert round_rules(load_config(None, ["rollout.rounds.enabled=true"]), task).epoch == size
 
 
 def test_a_file_of_held_out_rows_is_held_out_also_where_the_other_has_them_too() -> None:
