@@ -211,6 +211,7 @@ def build_rollout(
         life=position.life,
         redundancy=position.redundancy,
         groups=position.groups,
+        again=position.lost,
         trajectories=position.trajectories,
     )
     return rollout, resizing

@@ -171,3 +171,4 @@ class Position:
     degrees: dict[str, Any] | None = None  # the same
     entropies: tuple[float, ...] = ()  # the same
     redundancy: float | None = None  # the same
+    lost: tuple[int, ...] = ()  # numbers of groups that are to be started again

@@ -13,7 +13,17 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from orchestrator.api import Prompt, RetryableError, RewardFunction, RunError, Sampling, Task, TrajectoryError, parts_of
+from orchestrator.api import (
+    Prompt,
+    RetryableError,
+    RewardFunction,
+    RunError,
+    Sampling,
+    Task,
+    TrajectoryError,
+    parts_of,
+    stop_ids_of,
+)
 from orchestrator.envs import Episode, EpisodePlayer, StaleTrajectory, reward_of_episode
 
 
@@ -109,7 +119,7 @@ class Evaluator:
     async def _play(self, name: str, label: str, prompt: Prompt) -> float | None:
         """The score of one episode; None: it failed."""
         tokens = self._parts.get(prompt.task, self._task).max_response_tokens
-        sampling = Sampling(max_tokens=tokens, temperature=0.0, stop_token_ids=(self._task.end_id,))
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, stop_token_ids=stop_ids_of(self._task))
         episode = Episode(name, label, prompt, 0.0, heldout=True)
         try:
             await self._environments.play(episode, sampling)

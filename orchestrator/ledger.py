@@ -56,6 +56,9 @@ class Entry:
     step: int = -1  # of training, when trained
 
 
+CUT_SHORT = ("interrupted", "rolled_back")  # causes of those that ended with the process, or with its last steps
+
+
 @dataclass
 class Counts:
     """Totals of a ledger."""
@@ -90,6 +93,7 @@ class Ledger:
         self._before: list[str] = []  # before it, since the one before
         self._forgotten = 0
         self.groups_started = 0  # of the journal that was restored: numbers go on after them
+        self.groups_lost: tuple[int, ...] = ()  # the numbers of those of which a resume has nothing left
         self.rolled_back: Counter[int] = Counter()  # by the restore: trajectories by the step they were trained in
         self.counts = Counts()
         self.sequence = 0
@@ -177,11 +181,26 @@ class Ledger:
                 entry.state = "buffered"
                 returned.append(trajectory_id)
             else:
-                self.end(trajectory_id, "failed", "rolled_back" if entry.state == "taken" else "interrupted")
-        self.groups_started = len({entry.group_id for entry in self._entries.values()})
+                self.end(trajectory_id, "failed", CUT_SHORT[entry.state == "taken"])
+        self._number_groups()
         self._ended = [name for name, entry in self._entries.items() if entry.state not in LIVE_STATES]
         self.check()
         return returned
+
+    def _number_groups(self) -> None:
+        """How many there were (one that was lost is started again under its number), and which are lost: that the end of the
+        process, or the rollback, took members from and left too few to train on."""
+        newest: dict[int, str] = {}  # of each number
+        left: dict[str, int] = {}
+        cut: dict[str, None] = {}
+        for entry in self._entries.values():
+            newest[_number_of(entry.group_id)] = group = entry.group_id
+            left[group] = left.get(group, 0) + (entry.state == "trained" or entry.state in LIVE_STATES)
+            if entry.state == "failed" and entry.cause in CUT_SHORT:
+                cut[group] = None
+        self.groups_started = 1 + max(newest, default=-1)
+        lost = (number for number, group in newest.items() if number >= 0 and group in cut and left[group] < 2)
+        self.groups_lost = tuple(sorted(lost))
 
     def trained_by_step(self) -> dict[int, int]:
         """How many were trained in each step; of the whole journal, where it was just restored."""
@@ -245,6 +264,12 @@ class Ledger:
         record["t"] = self._now()
         self.sequence += 1
         self._sink.write(_line(record) + "\n")
+
+
+def _number_of(group_id: str) -> int:
+    """Of g0000012, or g0000012-1 of a later life: 12; -1: it has none."""
+    digits = group_id[1:].partition("-")[0]
+    return int(digits) if group_id[:1] == "g" and digits.isascii() and digits.isdecimal() else -1
 
 
 def intact_lines(lines: Iterable[str], claimed: int) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 
@@ -22,6 +23,7 @@ from orchestrator.api import (
     Trajectory,
     TrajectoryError,
     parts_of,
+    stop_ids_of,
 )
 from orchestrator.buffer import REFERENCE_LOST, SampleBuffer
 from orchestrator.components import Shards
@@ -80,10 +82,11 @@ class Rollout:
     fail: Callable[[BaseException], None]
     life: InitVar[int]
     redundancy: InitVar[float | None]  # launched over needed to begin with, of a run that is resumed
-    groups: int  # ever started: numbers go on after a resume
+    groups: int  # ever started: new numbers go on after a resume
+    again: InitVar[tuple[int, ...]]  # of them, those that a resume starts once more
     trajectories: int
 
-    def __post_init__(self, life: int, redundancy: float | None) -> None:
+    def __post_init__(self, life: int, redundancy: float | None, again: tuple[int, ...]) -> None:
         self._life = f"-{life}" if life else ""  # ends each id: what a power cut took from the journal may be elsewhere
         self.gate = self.mode.start_gate(
             self.size.trajectories, self.size.redundancy, self.settings.environments, self.settings.buffer_limit
@@ -91,8 +94,12 @@ class Rollout:
         if redundancy is not None and self.settings.dynamic_concurrency:
             self.gate = replace(self.gate, redundancy=redundancy)
         self.buffer.owner = self
+        self._lost = dict.fromkeys(again)
+        self._again: deque[tuple[int, Prompt]] = deque()  # their prompts
         self._sampling = {
-            part.name: Sampling(part.max_response_tokens, self.settings.temperature, stop_token_ids=(self.task.end_id,))
+            part.name: Sampling(
+                part.max_response_tokens, self.settings.temperature, stop_token_ids=stop_ids_of(self.task)
+            )
             for part in (self.task, *parts_of(self.task).values())
         }
         self._members: dict[str, asyncio.Task[None]] = {}
@@ -155,12 +162,14 @@ class Rollout:
             await self._room.wait()
             self._room.clear()
             while self._may_start():
-                group_id = f"g{self.groups:07d}{self._life}"
-                self.groups += 1
                 if self.rounds is not None:
+                    group_id = self._next_group()
                     prompt, size = self.rounds.start_group(group_id)
+                elif self._again:  # under its own number, in this life
+                    number, prompt = self._again.popleft()
+                    group_id, size = f"g{number:07d}{self._life}", self.size.members
                 else:
-                    prompt, size = self._next_prompt(), self.size.members
+                    group_id, prompt, size = self._next_group(), self._next_prompt(), self.size.members
                 members = [self._new_id() for _ in range(size)]
                 self.buffer.open(group_id, prompt, members, settings.member_refills, settings.group_size)
                 for trajectory_id in members:
@@ -168,11 +177,14 @@ class Rollout:
                 self._set_deadline(group_id)
 
     async def _skip_prompts(self) -> None:
-        """Draw again what was drawn before a resume: after a week that may take half a minute, and others have turns."""
+        """Draw again what was drawn before a resume: after a week that may take half a minute, and others have turns. What it
+        lost is kept, to come first: each prompt of an epoch has its group."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        for _ in range(self.groups if self.rounds is None else 0):
-            self._next_prompt()
+        for number in range(self.groups if self.rounds is None else 0):
+            prompt = self._next_prompt()
+            if number in self._lost:
+                self._again.append((number, prompt))
             if loop.time() - begun > SLICE:
                 await asyncio.sleep(0)
                 begun = loop.time()
@@ -317,6 +329,10 @@ class Rollout:
         if prompt is None:
             raise RunError(f"task {self.task.name}: the training split has no prompts left")
         return prompt
+
+    def _next_group(self) -> str:
+        self.groups += 1
+        return f"g{self.groups - 1:07d}{self._life}"
 
     def _new_id(self) -> str:
         self.trajectories += 1

@@ -233,7 +233,9 @@ class Totals:
     tis: float = 0.0
     tis_squared: float = 0.0
     tis_max: float = 0.0
-    tis_capped: float = 0.0  # tokens whose ratio reaches the cap (also where no weight is used), or that are left out
+    tis_capped: float = (
+        0.0  # tokens whose ratio, or its trajectory's, reaches the cap (used or not), or that are left out
+    )
     drifts: DriftCounts = field(default_factory=no_drifts)  # log pi_old - log pi_rollout of each token, by bin
     gap: float = 0.0
     fresh_tokens: float = 0.0
@@ -410,15 +412,18 @@ def _importance(old_T: Tensor, tokens: Tokens, coefficients: Coefficients) -> Te
     """The weight w_t of each token."""
     cap, floor, rollout_T = coefficients.tis_cap, coefficients.tis_floor, tokens.rollout_T
     if coefficients.tis_level != "token":
-        mean = coefficients.tis_level == "geometric"
-        old_T, rollout_T = (
-            over_trajectories(old_T - rollout_T, tokens.segments_T, mean=mean),
-            torch.zeros_like(rollout_T),
-        )
+        old_T, rollout_T = _bounded(old_T - rollout_T, tokens, coefficients), torch.zeros_like(rollout_T)
     if floor is None:
         return torch.ones_like(old_T) if coefficients.to_rollout else truncated_weights(old_T, rollout_T, cap)
     weights_T = masked_weights(old_T, rollout_T, floor, cap)
     return (weights_T > 0).to(weights_T.dtype) if coefficients.to_rollout else weights_T
+
+
+def _bounded(drift_T: Tensor, tokens: Tokens, coefficients: Coefficients) -> Tensor:
+    """The log-ratio that the bounds hold, of each token's own or of its trajectory's."""
+    if coefficients.tis_level == "token":
+        return drift_T
+    return over_trajectories(drift_T, tokens.segments_T, mean=coefficients.tis_level == "geometric")
 
 
 def _totals(
@@ -436,7 +441,9 @@ def _totals(
     if not count:
         return Totals()
     drift_T = old_T - tokens.rollout_T
-    gap_T = drift_T.abs()
+    gap_T, outside_T = drift_T.abs(), tis_T == 0
+    if coefficients.tis_floor is None:
+        outside_T = outside_T | (_bounded(drift_T, tokens, coefficients).exp() >= coefficients.tis_cap)
     fresh_T = gap_T * tokens.fresh_T
     added = {
         "entropy": entropy_T,
@@ -445,7 +452,7 @@ def _totals(
         "rollout_kl": kl_estimate("k3", tokens.rollout_T, old_T),
         "tis": tis_T,
         "tis_squared": tis_T.square(),
-        "tis_capped": tis_T == 0 if coefficients.tis_floor is not None else drift_T.exp() >= coefficients.tis_cap,
+        "tis_capped": outside_T,
         "gap": fresh_T,
         "fresh_tokens": tokens.fresh_T,
         "gap_all": gap_T,

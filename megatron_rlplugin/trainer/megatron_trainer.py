@@ -75,6 +75,7 @@ from megatron_rlplugin.weights.collective_sender import CollectiveSender, sender
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher, step_changes_of
 from megatron_rlplugin.weights.stock_sender import StockSender
 from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
+from orchestrator.policies.training.objective_table import OBJECTIVES
 from orchestrator.settings.trainer_settings import TrainerSection
 from orchestrator.transfer import RelayEndpoint
 
@@ -418,21 +419,22 @@ class MegatronTrainer:
         groups = group_counts([s.reward for s in samples], [s.group_id for s in samples], names)
         skipped = {cause: trained.skipped[cause] for cause in SKIP_CAUSES}
         values = totals.metrics() | {
-            "reward_mean": math.fsum(s.reward for s in samples) / len(samples) if samples else math.nan,
+            "trained_reward_mean": math.fsum(s.reward for s in samples) / len(samples) if samples else math.nan,
             "grad_norm": math.fsum(update.grad_norm for update in taken) / len(taken) if taken else math.nan,
             "trajectories": float(len(rows)),
-            "advantage_nonzero": sum(bool(row.advantages.any()) for row in rows) / max(len(rows), 1),
             "groups": float(groups.groups),
             "groups_of_one": float(groups.lone),
             "groups_silent": float(groups.silent),
             "groups_silent_share": groups.silent / max(groups.groups, 1),
-            "advantage_std": _spread(rows),
             "skipped": float(sum(skipped.values())),
             "updates": float(len(taken)),
             "skipped_updates": float(len(reports) - len(taken)),
             "gradient_not_finite": float(len(faults)),
         }
         values |= {f"skipped_{cause}": float(count) for cause, count in skipped.items()}
+        if OBJECTIVES[self._settings.objective].advantage != "reference":  # those are made in the loss
+            values["advantage_std"] = _spread(rows)
+            values["advantage_nonzero"] = sum(bool(row.advantages.any()) for row in rows) / max(len(rows), 1)
         if isinstance(self._token_loss, UserLoss):
             values |= self._token_loss.reported(totals)
         if self._critic is not None:

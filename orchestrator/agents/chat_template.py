@@ -145,7 +145,7 @@ class ModelChat:
         self.longest = max(map(len, filter(None, self.vocabulary)))
         self.end_id = int(found.eos_token_id)
         self.pad_id = int(found.pad_token_id if found.pad_token_id is not None else found.eos_token_id)
-        self.stop_ids: tuple[int, ...] = (self.end_id,)
+        self.stop_ids: tuple[int, ...] = (self.end_id, *(one for one in _ends(Path(folder)) if one != self.end_id))
 
     def encode_conversation(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
         return self.encode_prompt(self._render(messages, tools))
@@ -190,6 +190,19 @@ class ModelChat:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise TemplateRefused(f"the chat template refuses these messages: {error}") from error
+
+
+def _ends(folder: Path) -> list[int]:
+    """The tokens that end what this folder's model says, beside its tokenizer's: Gemma 3 ends a turn, and GLM-4.5 begins the next
+    speaker's, by others than eos_token. Nothing where the folder does not say."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if found is not None:
+            return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int]
+    return []
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:

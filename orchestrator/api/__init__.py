@@ -51,6 +51,7 @@ from orchestrator.api.ports import (
     TimeoutMeaning,
     Trainer,
     parts_of,
+    stop_ids_of,
 )
 from orchestrator.api.tokens import TokenSequence
 from orchestrator.api.types import (

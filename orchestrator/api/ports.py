@@ -220,6 +220,11 @@ class Task(Protocol):
         """A fresh environment instance."""
 
 
+def stop_ids_of(task: Task) -> tuple[int, ...]:
+    """The tokens that end a turn: ``end_id``, and those that a task has beside it, as ``stop_ids``."""
+    return tuple(dict.fromkeys((task.end_id, *getattr(task, "stop_ids", ()))))
+
+
 def parts_of(task: Task) -> Mapping[str, TaskLimits]:
     """The parts of a mixture; empty for any other task."""
     parts: Mapping[str, TaskLimits] = getattr(task, "parts", {})

@@ -502,7 +502,8 @@ class FiltersSection(Section):
     :mod:`orchestrator.policies.batching.trajectory_filters`."""
 
     completeness: bool = True  # drop episodes that an error cut short, or that hold no token of the policy
-    truncated: Literal["keep", "drop"] = "keep"  # episodes that ran into their turn or context limit
+    # episodes that ran into their turn or context limit, or whose last answer was cut off
+    truncated: Literal["keep", "drop"] = "keep"
     reward_min: float | None = None
     reward_max: float | None = None
     ngram: Annotated[int, Field(ge=2, le=64)] = 4  # tokens per n-gram, for the next two

@@ -124,9 +124,12 @@ class Config(Section):
         if rollout.dynamic_sampling and not compared:
             fix = (
                 f"drops what trainer.objective = {self.trainer.objective!r} learns from: it does not compare the members of a "
-                "group (set it to false, or use grpo, dapo, rloo or gspo)"
+                "group (set it to false, or use grpo, dapo, rloo, gspo or cispo)"
             )
             yield "rollout.dynamic_sampling", True, fix
+        if self.run.signal_share and not compared:
+            fix = f"would end a run that still learns: trainer.objective = {self.trainer.objective!r} does so from groups "
+            yield "run.signal_share", self.run.signal_share, f"{fix}with equal rewards too (set it to 0)"
         known = self.sim.tasks and not self.sim.trace
         if rollout.prediction.enabled and rollout.prediction.predictor == "oracle" and not known:
             fix = "only knows lengths drawn from sim.tasks: use another one"

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.api import ConfigError, Prompt, RetryableError, Task, Trajectory, Turn, parts_of, urls
+from orchestrator.api import ConfigError, Prompt, RetryableError, Task, Trajectory, Turn, parts_of, stop_ids_of, urls
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
 from orchestrator.rewards.function_process import load_function
@@ -26,9 +26,9 @@ _ANSWER_SECONDS = 600.0
 
 
 class Speaker(Protocol):
-    """Says something: the ids behind ``context``, with the stop id where it came to its end in ``most`` tokens."""
+    """Says something: the ids behind ``context``, with a stop id where it came to its end in ``most`` tokens."""
 
-    async def say(self, context: Sequence[int], most: int, stop: int) -> tuple[int, ...]: ...
+    async def say(self, context: Sequence[int], most: int, stops: Sequence[int]) -> tuple[int, ...]: ...
 
 
 class LocalWeights:
@@ -54,13 +54,13 @@ class LocalWeights:
         torch.manual_seed(seed)
         self._torch = torch
 
-    async def say(self, context: Sequence[int], most: int, stop: int) -> tuple[int, ...]:
-        return await asyncio.to_thread(self._say, context, most, stop)
+    async def say(self, context: Sequence[int], most: int, stops: Sequence[int]) -> tuple[int, ...]:
+        return await asyncio.to_thread(self._say, context, most, stops)
 
-    def _say(self, context: Sequence[int], most: int, stop: int) -> tuple[int, ...]:
+    def _say(self, context: Sequence[int], most: int, stops: Sequence[int]) -> tuple[int, ...]:
         torch, said, past, new = self._torch, list[int](), None, list(context)
         with torch.no_grad():
-            while len(said) < most and (not said or said[-1] != stop):
+            while len(said) < most and (not said or said[-1] not in stops):
                 out = self._model(torch.tensor([new]), past_key_values=past, use_cache=True)
                 past, logits = out.past_key_values, out.logits[0, -1].float()
                 if self._temperature:
@@ -83,10 +83,10 @@ class ServedWeights:
         self._sampling = {"temperature": temperature, "seed": seed}
         self._model = ""
 
-    async def say(self, context: Sequence[int], most: int, stop: int) -> tuple[int, ...]:
+    async def say(self, context: Sequence[int], most: int, stops: Sequence[int]) -> tuple[int, ...]:
         if not self._model:
             self._model = await self._served_model()
-        body = {"model": self._model, "prompt": list(context), "max_tokens": most, "stop_token_ids": [stop]}
+        body = {"model": self._model, "prompt": list(context), "max_tokens": most, "stop_token_ids": list(stops)}
         answer = await self._asked("POST", "/v1/completions", body | self._sampling | {"return_token_ids": True})
         try:
             ids = tuple(map(int, answer["choices"][0]["token_ids"]))
@@ -144,7 +144,7 @@ async def play_episode(
             if room < 1:
                 show("note", "the context is full")
                 break
-            action = await speaker.say(context, room, task.end_id)
+            action = await speaker.say(context, room, stop_ids_of(task))
             said = time.monotonic()
             show("said", spoken_text(task, action))
             result = await environment.step(action)

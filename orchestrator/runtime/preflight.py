@@ -250,6 +250,12 @@ def _task(config: Config, task: Task) -> None:
             f"scoring a trajectory of task {task.name} may take {seconds:g} s, but {allowed:g} s are allowed; raise it"
         )
         raise ConfigError("reward.timeout", config.reward.timeout, fix)
+    rule, most = config.reward.overlong, task.max_turns * task.max_response_tokens
+    if config.context.strategy != "summarise" and not config.context.tasks and rule.limit - rule.buffer >= most:
+        fix = (
+            f"no answer of task {task.name} has more than {most} tokens, so none is penalised: less than that + buffer"
+        )
+        raise ConfigError("reward.overlong.limit", rule.limit, fix)
 
 
 def _demonstrated(config: Config, task: Task) -> None:

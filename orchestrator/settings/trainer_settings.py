@@ -120,7 +120,7 @@ class TrainerSettings(Section):
         NotNegative | None, Flag("trajectories with a negative advantage that pi left by more are left out")
     ] = None
     entropy_coefficient: Annotated[NotNegative, Flag("weight of the entropy bonus")] = 0.0
-    # divide by the group's standard deviation; ppo: whiten over the batch
+    # divide by the group's standard deviation (grpo, dapo, gspo, cispo); ppo: whiten over the batch
     normalize_advantage: Annotated[bool, Flag("divide advantages by their standard deviation")] = True
     # how token losses become one number; None: the objective's own; or a function of yours that makes them
     # (module:function)
@@ -357,6 +357,8 @@ def _ratio_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
     if trainer.dual_clip is not None and trainer.minibatches == 1 and trainer.ratio_to == "trainer":
         fix = "clips a ratio that is exactly 1 with one mini-batch: set trainer.ratio_to = 'rollout', or more mini-batches"
         yield "dual_clip", fix
+    if trainer.dual_clip is not None and OBJECTIVES[trainer.objective].clips_weight:
+        yield "dual_clip", f"bounds a surrogate that {trainer.objective} does not have: clip_high bounds its weight"
     if trainer.tis_mode != "mask":
         if trainer.tis_floor > 0:
             yield "tis_floor", "is read with trainer.tis_mode = 'mask' only; leave it out"

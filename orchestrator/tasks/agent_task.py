@@ -46,7 +46,7 @@ class AgentTask:
         self._heldout = splits.heldout(self.name, self._draw, str, heldout)
         self.chat: ChatFormat = ModelChat(settings.tokenizer) if settings.tokenizer else VocabularyChat()
         self.vocabulary: Sequence[str] = self.chat.vocabulary
-        self.pad_id, self.end_id = self.chat.pad_id, self.chat.end_id
+        self.pad_id, self.end_id, self.stop_ids = self.chat.pad_id, self.chat.end_id, self.chat.stop_ids
         self.max_turns = settings.max_turns
         self.max_response_tokens = settings.response_tokens
         self.max_context_tokens = settings.context_tokens

@@ -71,7 +71,7 @@ class ChatTask:
         self._task, self.chat, self._answer = task, chat, answer
         self.name = task.name
         self.vocabulary: Sequence[str] = chat.vocabulary
-        self.pad_id, self.end_id = chat.pad_id, chat.end_id
+        self.pad_id, self.end_id, self.stop_ids = chat.pad_id, chat.end_id, chat.stop_ids
         self.words = SimpleNamespace(decode=chat.text)  # what transcripts are written with
         try:
             self.first = ((Message("system", system),) if system else ()) + _shown(task, examples)

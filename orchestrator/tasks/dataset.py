@@ -56,7 +56,7 @@ class DatasetTask:
                 self.chat = ModelChat(settings.tokenizer, "task.data.tokenizer")
         self._measured = not wrong  # without its tokenizer nobody knows how long a prompt is
         self.vocabulary: Sequence[str] = self.chat.vocabulary
-        self.pad_id, self.end_id = self.chat.pad_id, self.chat.end_id
+        self.pad_id, self.end_id, self.stop_ids = self.chat.pad_id, self.chat.end_id, self.chat.stop_ids
         self.words = SimpleNamespace(decode=self.chat.text)  # what transcripts are written with
         self.max_response_tokens = settings.response_tokens
         self.max_context_tokens = settings.prompt_tokens + settings.response_tokens
@@ -80,6 +80,7 @@ class DatasetTask:
         self._training, self._heldout = training, tuple(known[key] for key in sorted(known))[:heldout]
         if not training:
             raise ConfigError("task.data.file", settings.file, "has no rows to train on: all are held out, or too long")
+        self.epoch_prompts = len(training)  # of ``prompts``; rollout.rounds asks for it
         if len(self._heldout) < heldout:
             fix = f"there are {len(self._heldout)} different held-out prompts in {settings.heldout or settings.file}"
             raise ConfigError("task.heldout_maps", heldout, f"{fix}: hold out no more than that, or give more rows")
@@ -189,11 +190,12 @@ class DatasetEnvironment:
         return seen
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """The answer, and the end."""
+        """The answer, and the end; truncated where the answer did not come to its own."""
         if not self._asked:
             raise RuntimeError("no episode is running: call reset first")
         self._asked = False
-        return StepResult(Observation(()), 0.0, True, False, self._task.said(action_ids) is None)
+        cut = self._task.said(action_ids) is None
+        return StepResult(Observation(()), 0.0, True, cut, cut)
 
     async def close(self) -> None:
         """Idempotent."""

@@ -35,6 +35,7 @@ from orchestrator.api import (
     StepResult,
     Task,
     TimeoutMeaning,
+    stop_ids_of,
 )
 
 _UNUSED = "<unused"  # how vocabularies name ids that fill them up
@@ -127,6 +128,7 @@ class MixtureTask:
             any_part = next(iter(self.tasks.values()))
             self.vocabulary: Sequence[str] = any_part.vocabulary
             self.pad_id, self.end_id = any_part.pad_id, any_part.end_id
+            self.stop_ids = stop_ids_of(any_part)
             self.words_of = dict.fromkeys(self.tasks, SharedWords())
             self.words = getattr(any_part, "words", None)  # what transcripts are written with
         limits = ("max_turns", "max_response_tokens", "max_context_tokens")

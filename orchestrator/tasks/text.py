@@ -148,12 +148,13 @@ class TextEnvironment:
         return Observation(self._task.words.encode(self._game.start())[: self._task.max_prompt_tokens])
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
-        """Play one turn; the observation is empty when the episode has ended."""
+        """Play one turn; the observation is empty when the episode has ended. One whose last turn was cut off is truncated."""
         if self._game is None:
             raise RuntimeError("no episode is running: call reset first")
         self._turns += 1
         reply = _reply_of(await self._game.act(self._task.words.said(action_ids)))
-        truncated = not reply.done and self._turns >= self._task.max_turns
+        cut = not action_ids or action_ids[-1] != self._task.words.end_id
+        truncated = cut if reply.done else self._turns >= self._task.max_turns
         seen = self._task.words.encode(reply.text)[: self._task.max_reply_tokens]
         if reply.done or truncated:
             self._game, seen = None, ()

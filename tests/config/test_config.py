@@ -65,9 +65,11 @@ def test_values_that_do_not_fit_together_are_refused(override: str) -> None:
 
 
 @pytest.mark.parametrize("objective", ["ppo", "reinforce++"])
-def test_dynamic_sampling_is_refused_where_members_are_not_compared(objective: str) -> None:
+def test_what_goes_by_equal_rewards_is_refused_where_members_are_not_compared(objective: str) -> None:
     with pytest.raises(ConfigError, match="does not compare the members of a group"):
         load_config(None, ["rollout.dynamic_sampling=true", f"trainer.objective={objective}"])
+    with pytest.raises(ConfigError, match=r"run.signal_share = 0.3: would end a run that still learns"):
+        load_config(None, ["run.signal_share=0.3", f"trainer.objective={objective}"])
 
 
 def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:

@@ -120,18 +120,20 @@ def test_prompts_of_before_a_resume_are_drawn_again_while_others_have_turns() ->
     drawn: list[float] = []
     turns = 0
 
-    def draw() -> None:
+    def draw() -> int:
         time.sleep(0.001)  # as a task may take for one
         drawn.append(0.0)
+        return len(drawn) - 1
 
     async def main() -> None:
         nonlocal turns
         rollout: Any = SimpleNamespace(groups=200, rounds=None, prompts=SimpleNamespace(repeated_share=dict))
-        rollout._next_prompt = draw
+        rollout._next_prompt, rollout._lost, rollout._again = draw, {7: None, 150: None}, []
         skipping = asyncio.create_task(Rollout._skip_prompts(rollout))
         while not skipping.done():
             await asyncio.sleep(0)
             turns += 1
+        assert rollout._again == [(7, 7), (150, 150)], "those of lost groups, with their numbers"
 
     asyncio.run(main())
     assert len(drawn) == 200

@@ -135,12 +135,50 @@ def test_a_second_crash_replays_the_first_resume() -> None:
     assert third.counts.as_dict() == second.counts.as_dict()
 
 
+def test_a_group_of_which_too_little_is_left_is_lost_and_one_that_ended_by_itself_is_not() -> None:
+    ledger, sink = make()
+    ends = {
+        "0": ("trained", "trained"),
+        "1": ("rolled_back", "filtered"),
+        "2": ("failed", "failed"),
+        "3": ("held", "cut"),
+    }
+    ends |= {"4": ("held", "held"), "5": ("filtered", "cut"), "6": ("cut", "cut")}
+    for number, members in ends.items():
+        for place, end in enumerate(members):
+            name = f"t{number}-{place}"
+            ledger.start(name, f"g000000{number}")
+            if end == "cut":
+                continue
+            drive(ledger, name, "scoring", "buffered")
+            if end in ("trained", "rolled_back"):
+                ledger.move(name, "taken")
+                ledger.end(name, "trained", step=4 + (end == "rolled_back"))
+            elif end != "held":
+                ledger.end(name, end, "why")
+    held = {"t3-0", "t4-0", "t4-1"}
+    second, more = make()
+    second.restore(sink.lines, 5, held)
+    assert (second.groups_started, second.groups_lost) == (7, (1, 3, 5, 6))
+    for twice in (1, 3):  # in its second life the first is trained, the second ends by itself
+        for place in range(2):
+            name = f"u{twice}-{place}"
+            second.start(name, f"g000000{twice}-1")
+            drive(second, name, "scoring", "buffered")
+            if twice == 1:
+                second.move(name, "taken")
+            second.end(name, *(("trained", "", 5) if twice == 1 else ("filtered", "zero_variance")))
+    third, _ = make()
+    third.restore([*sink.lines, *more.lines], 6, held)
+    assert (third.groups_started, third.groups_lost) == (7, (5, 6))
+
+
 def test_a_long_run_holds_no_more_in_memory_than_a_short_one() -> None:
     """What ended before the check before is only counted: totals, the check and a resume are as if it were still there."""
     ledger, sink = make()
     for step in range(50):
         for index in range(20):
-            ledger.start(f"t{step}-{index}", f"g{step}-{index // 4}")
+            ledger.start(f"t{step}-{index}", f"g{step * 5 + index // 4:07d}")
             drive(ledger, f"t{step}-{index}", "scoring", "buffered", "taken", "trained")
         ledger.check()
         assert len(ledger._entries) <= 40

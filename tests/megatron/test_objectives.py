@@ -186,6 +186,9 @@ def test_parts_of_whole_trajectories_add_up(name: str) -> None:
         ({"objective": "gspo", "loss": "a:b"}, "trainer.loss"),
         ({"tis_level": "sequence", "ratio_to": "rollout"}, "trainer.tis_level"),
         ({"opsm_delta": -1.0}, "trainer.opsm_delta"),
+        ({"objective": "reinforce++", "normalize_advantage": False}, "trainer.normalize_advantage"),
+        ({"objective": "rloo", "normalize_advantage": False}, "trainer.normalize_advantage"),
+        ({"objective": "cispo", "dual_clip": 3.0, "minibatches": 2}, "trainer.dual_clip"),
         ({"objective": "distillation"}, "trainer.reference_path"),
         ({"reference_update_every": 3}, "trainer.reference_update_every"),
         ({"reference_path": "x", "reference_update_every": 3, "kl_coefficient": 0.1}, "trainer.reference_update_every"),
@@ -336,6 +339,10 @@ def test_the_reference_moves_with_the_weights_or_is_a_teacher(folder: str, tmp_p
     assert weights_digest(student._learner) == before  # the teacher's weights did not stay
     first = train(student, make_batch(0)).values
     assert first["reference_kl"] > 0
+    assert first["grad_norm"] > 0
+    assert "advantage_std" not in first, (
+        "its advantages are made in the loss, and a 0 would say that nothing is learned"
+    )
     assert weights_digest(student._learner) != before
     with pytest.raises(ConfigError, match=r"trainer.reference_path = .*has hidden_size = 16, the model"):
         make_trainer(folder, **{**given, "reference_path": tiny_folder(tmp_path / "other", hidden_size=16)})

@@ -105,6 +105,23 @@ def test_masked_weights_leave_out_what_lies_outside_of_the_bounds() -> None:
     assert metrics["tis_max"] <= 1.6
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_how_many_tokens_are_held_at_the_cap_is_told_of_the_ratio_that_is_held(level: str) -> None:
+    """Of trajectories of 40 tokens whose log-ratios are small: their products lie beyond the cap where no token does."""
+    batch = Batch.drawn(3)
+    drift = 0.03 * np.random.default_rng(3).standard_normal((T // 40, 40)) + np.linspace(-0.1, 0.1, T // 40)[:, None]
+    log_ratios = {"token": drift, "sequence": drift.sum(1), "geometric": drift.mean(1)}[level]
+    ratios = np.broadcast_to(np.exp(log_ratios.reshape(T // 40, -1)), drift.shape)
+    segments_T = torch.arange(T // 40).repeat_interleave(40)
+    rollout_T = batch.old_T - torch.from_numpy(drift.reshape(-1))
+    tokens = dataclasses.replace(batch.tokens(), rollout_T=rollout_T, segments_T=segments_T)
+    given = settings(minibatches=2, tis_level=level, tis_cap=1.05 if level == "geometric" else 1.5)
+    metrics = policy_loss(batch.logits_TV, tokens, Coefficients.from_settings(given))[1].metrics()
+    assert metrics["tis_mean"] == pytest.approx(np.minimum(ratios, given.tis_cap).mean())
+    assert metrics["tis_capped"] == pytest.approx((ratios >= given.tis_cap).mean())
+    assert (metrics["tis_capped"] > 0.2) == (level != "token")
+
+
 def test_the_ratio_to_the_rollout_is_clipped_also_with_one_mini_batch() -> None:
     batch = Batch.drawn(2)
     ones_T = torch.ones(T, dtype=torch.float64)

@@ -376,7 +376,7 @@ def test_a_trajectory_with_only_old_tokens_is_left_out_and_counted_but_stays_in_
     values = asyncio.run(trainer.train_step(batch)).values
     assert values["skipped_tokens_too_old"] == values["skipped"] == len(old)
     assert values["trajectories"] == len(batch.samples) - len(old)
-    assert values["reward_mean"] == pytest.approx(np.mean([sample.reward for sample in batch.samples]))
+    assert values["trained_reward_mean"] == pytest.approx(np.mean([sample.reward for sample in batch.samples]))
 
 
 def test_groups_that_an_engine_in_this_process_took_along_are_made_anew(folder: str) -> None:

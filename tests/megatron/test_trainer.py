@@ -163,7 +163,7 @@ def test_a_step_changes_the_weights_and_makes_the_next_version(folder: str) -> N
     assert all(math.isfinite(value) for value in values.values())
     assert values["tokens"] == sum(sum(sample.loss_mask) for sample in batch.samples)
     assert values["trajectories"] == len(batch.samples)
-    assert values["reward_mean"] == pytest.approx(sum(s.reward for s in batch.samples) / len(batch.samples))
+    assert values["trained_reward_mean"] == pytest.approx(sum(s.reward for s in batch.samples) / len(batch.samples))
     assert values["learning_rate"] == pytest.approx(1e-2)
     assert values["skipped"] == values["skipped_updates"] == values["approx_kl"] == values["clip_fraction"] == 0
     assert 0 < values["ess"] <= 1

@@ -29,7 +29,7 @@ class Script:
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
         self.answers, self.asked = [tuple(answer) for answer in answers], list[tuple[int, ...]]()
 
-    async def say(self, context: Sequence[int], most: int, stop: int) -> tuple[int, ...]:
+    async def say(self, context: Sequence[int], most: int, stops: Sequence[int]) -> tuple[int, ...]:
         self.asked.append(tuple(context))
         return self.answers.pop(0)[:most]
 
@@ -105,7 +105,7 @@ def test_a_server_that_is_no_vllm_is_one_error(answer: bytes, said: str) -> None
         thread.start()
         speaker = ServedWeights(f"http://127.0.0.1:{found.server_port}", "", 0.0, 0)
         with pytest.raises(ConfigError, match=said):
-            asyncio.run(speaker.say([3], 1, 1))
+            asyncio.run(speaker.say([3], 1, [1]))
         found.shutdown()
         thread.join()
 
@@ -146,18 +146,18 @@ def server() -> Iterator[tuple[str, list[Any]]]:
 def test_a_server_is_asked_in_ids_and_answers_in_ids(server: tuple[str, list[Any]]) -> None:
     url, asked = server
     speaker = ServedWeights(f"{url}/v1", "secret", 0.0, 7)
-    assert asyncio.run(speaker.say([3, 4], 8, 1)) == (5, 1)
+    assert asyncio.run(speaker.say([3, 4], 8, [1])) == (5, 1)
     [(path, token, body)] = asked
     assert (path, token) == ("/v1/completions", "Bearer secret")
     expected = {"model": "policy", "prompt": [3, 4], "max_tokens": 8, "stop_token_ids": [1], "temperature": 0.0}
     assert body == expected | {"seed": 7, "return_token_ids": True}
     with pytest.raises(ConfigError, match="answers without token ids"):
-        asyncio.run(speaker.say([3, 4], 2, 1))
+        asyncio.run(speaker.say([3, 4], 2, [1]))
 
 
 def test_where_nobody_answers_or_a_token_may_not_go_is_said() -> None:
     with pytest.raises(RetryableError, match="does not answer: Cannot connect to host"):
-        asyncio.run(ServedWeights("http://127.0.0.1:9", "", 0.0, 0).say([3], 1, 1))
+        asyncio.run(ServedWeights("http://127.0.0.1:9", "", 0.0, 0).say([3], 1, [1]))
     with pytest.raises(ConfigError, match="unencrypted"):
         ServedWeights("http://example.com", "secret", 0.0, 0)
 

@@ -32,7 +32,10 @@ FALL = [0.5] * 5 + [0.3, 0.2, 0.12, 0.08, 0.06, 0.05, 0.05, 0.05]
 def test_entropy_collapse_is_said_once_with_what_it_was() -> None:
     (alarm,) = run(FALL)
     assert alarm.what == "entropy"
-    assert alarm.detail.startswith("it gives only one answer per prompt: raise trainer.entropy_coefficient")
+    raised = "it gives only one answer per prompt: raise trainer.entropy_coefficient"
+    assert alarm.detail.startswith(f"{raised} or trainer.kl_coefficient, or lower"), "where nothing is clipped"
+    (clipped,) = run(FALL, clip_fraction=0.01)
+    assert clipped.detail.startswith(f"{raised}, trainer.clip_high or trainer.kl_coefficient, or lower")
     assert "0.072 after step 12, 14% of the 0.5 of the first 5 steps (trainer.entropy_alarm = 20%)" in alarm.detail
     assert alarm.detail.endswith("90% of the groups with equal rewards")
 

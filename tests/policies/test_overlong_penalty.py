@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
-from orchestrator.config import parse_config
+from orchestrator.config import load_config, parse_config
 from orchestrator.policies.training.sample_weights import OverlongPenalty
+from orchestrator.runtime import preflight
 from orchestrator.train_samples import to_samples
 
 
@@ -43,6 +44,23 @@ def test_only_what_the_trainer_is_given_is_lower() -> None:
     assert (sample.reward, long.reward) == (0.25, 1.0)
     (plain,) = to_samples(long)
     assert plain.reward == 1.0
+
+
+def test_a_limit_that_no_answer_reaches_is_refused() -> None:
+    def refused(limit: int, *more: str) -> str:
+        given = ["task.name=sums", f"reward.overlong.limit={limit}", "reward.overlong.buffer=2", *more]
+        config = load_config(None, given)
+        task = preflight.make_task(config)
+        assert (task.max_turns, most) == (1, task.max_response_tokens)
+        try:
+            preflight._task(config, task)
+        except ConfigError as error:
+            return error.field
+        return ""
+
+    most = preflight.make_task(load_config(None, ["task.name=sums"])).max_response_tokens
+    assert [refused(limit) for limit in (most, most + 1, most + 2)] == ["", "", "reward.overlong.limit"]
+    assert refused(most + 2, "context.strategy=summarise", "context.ask=[1]") == "", "summaries count, too"
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,23 @@ def test_answers_are_the_models_whatever_is_streamed_and_several_may_ask_at_once
     served(model, memory, main)
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_an_answer_ends_by_what_the_models_folder_names_too(several: bool) -> None:
+    """As Gemma 3 and GLM-4.5, which do not say the tokenizer's own."""
+    model = judge()
+    plain = model.generate([LETTERS.index(letter) for letter in PROMPT], 12)
+    last = next(place for place in range(1, len(plain)) if plain[place] not in plain[:place])
+    model.model.generation_config.eos_token_id = [0, plain[last]] if several else plain[last]
+
+    async def main(url: str, session: aiohttp.ClientSession) -> None:
+        async with session.post(url, json=asked(), headers=HEADERS) as response:
+            answer = await response.json()
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (Letters().decode(plain[:last]), "stop")
+
+    served(model, model.memory.fixed + int(24 * model.memory.token) + 4 * model.memory.layer, main)
+
+
 def test_what_waits_is_computed_as_one_batch_as_far_as_memory_goes() -> None:
     model = judge()
     prompts = [f"{PROMPT}{number}" for number in range(9)]

@@ -255,8 +255,8 @@ def test_a_resumed_run_launches_what_the_batch_before_its_checkpoint_took(monkey
     lives: list[float] = []  # what each began with, over needed
     honest = Rollout.__post_init__
 
-    def made(self: Rollout, life: int, redundancy: float | None) -> None:
-        honest(self, life, redundancy)
+    def made(self: Rollout, life: int, redundancy: float | None, again: tuple[int, ...]) -> None:
+        honest(self, life, redundancy, again)
         lives.append(round(self.gate.redundancy, 6))
 
     monkeypatch.setattr(Rollout, "__post_init__", made)

@@ -6,6 +6,7 @@ a mutation that goes unnoticed means that the tests above it prove nothing.
 
 import asyncio
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -264,6 +265,24 @@ def test_a_resumed_run_keeps_nothing_of_the_checkpoint_that_it_came_from(monkeyp
         )
     assert max(before for before, _ in held) > 0
     assert {after for _, after in held} == {0}
+
+
+def test_a_resume_starts_the_groups_again_that_it_lost_and_draws_on_behind_them() -> None:
+    """Of a data set's epoch no row is left out because a run was killed."""
+    again = 0
+    for seed in range(6):
+        given = ("run.steps=8", "checkpoint.every=3", "sim.fault_rate=0.02", 'sim.faults=["crash"]', f"run.seed={seed}")
+        result = simulate(config(*given))
+        lines = result.journal.decode().splitlines()
+        groups = list(dict.fromkeys(record["group"] for line in lines if "group" in (record := json.loads(line))))
+        numbers = [int(group[1:].partition("-")[0]) for group in groups]
+        assert len(set(groups)) == len(groups)
+        assert set(numbers) == set(range(max(numbers) + 1)), "each prompt has a group"
+        ledger = Ledger(io.StringIO(), lambda: 0.0)
+        ledger.restore(lines, result.summary["steps"], ())
+        assert ledger.groups_lost == ()
+        again += len(numbers) - len(set(numbers))
+    assert again > 10
 
 
 @pytest.mark.parametrize("mode", [("sync", 0), ("async", 1), ("async", 3)])

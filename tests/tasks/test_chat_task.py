@@ -9,13 +9,17 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from orchestrator.agents.chat_template import Message
-from orchestrator.api import ConfigError, Prompt, StepResult
+from orchestrator.api import ConfigError, Prompt, Sampling, StepResult, Task, TrajectoryError, stop_ids_of
 from orchestrator.config import load_config
+from orchestrator.evaluation import Evaluator
+from orchestrator.policies.batching.coordination_modes import coordination_mode
+from orchestrator.rollout import BatchSize, Rollout
 from orchestrator.runtime import preflight
 from orchestrator.tasks import registry
 from orchestrator.tasks.chat_task import ChatTask
@@ -150,10 +154,11 @@ def test_a_turn_says_nothing_when_it_is_not_ended_or_holds_a_word_that_the_task_
     prompt = next(task.prompts("train", 0))
     right = registry.make("nim", 5).expert(prompt.payload)[0][1]  # type: ignore[attr-defined]
     assert scored(task, prompt, [said(task, f" {right}\n")]) == 1.0
-    for turn in (said(task, right)[:-1], said(task, f"{right} please"), said(task, "é"), (task.end_id,)):
+    cut = said(task, right)[:-1]
+    for turn in (cut, said(task, f"{right} please"), said(task, "é"), (task.end_id,)):
         assert scored(task, prompt, [turn]) == 0.0
         _, last = play(task, prompt, [turn])
-        assert (last.reward, last.done) == (0.0, True)
+        assert (last.reward, last.done, last.truncated) == (0.0, True, turn == cut)
 
 
 def test_with_a_pattern_the_task_hears_its_last_match_only(folder: Path) -> None:
@@ -275,3 +280,54 @@ def test_a_data_set_of_reasoning_gym_takes_its_own_options() -> None:
             registry.make("reasoning_gym", 5, dataset="chain_sum", dataset_options=wrong)
     with pytest.raises(ConfigError, match=r"dataset_options: only for name = 'reasoning_gym'"):
         load_config(None, ["task.name=nim", "task.dataset_options={max_terms=2}"])
+
+
+def test_an_answer_ends_by_any_token_that_the_models_folder_names(tmp_path: Path) -> None:
+    """As GLM-4.5, which begins the next speaker's turn, and Gemma 3: neither says the tokenizer's eos_token."""
+    folder = write_tokenizer(tmp_path)
+    plain = make(folder, "task.name=nim")
+    begins = plain.chat.encode("<|im_start|>")[0]
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [plain.end_id, begins]}))
+    task = make(folder, "task.name=nim")
+    assert (stop_ids_of(plain), stop_ids_of(task)) == ((plain.end_id,), (plain.end_id, begins))
+    prompt = next(task.prompts("train", 0))
+    right = task.chat.encode(registry.make("nim", 5).expert(prompt.payload)[0][1])  # type: ignore[attr-defined]
+    assert [scored(one, prompt, [(*right, begins)]) for one in (plain, task)] == [0.0, 1.0]
+    shares = ["task.name=mixture", "task.mixture={nim=1.0, household=1.0}", f'task.chat.tokenizer="{folder}"']
+    mixed = preflight.make_task(load_config(None, [*shares, "task.heldout_maps=2"]))
+    for one in (task, mixed):
+        asked = [*sampled_by_rollout(one), *sampled_by_evaluation(one)]
+        assert len(asked) > 1
+        assert {sampling.stop_token_ids for sampling in asked} == {stop_ids_of(task)}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": task.end_id}))
+    assert stop_ids_of(make(folder, "task.name=nim")) == (task.end_id,), "where both say, the first counts"
+
+
+def sampled_by_rollout(task: Task) -> list[Sampling]:
+    settings, mode = load_config(None).rollout, coordination_mode("async", 1)
+    size, nothing, beside = (
+        BatchSize(8, 8, 1.0),
+        cast(Any, SimpleNamespace()),
+        {"life": 0, "redundancy": None, "again": ()},
+    )
+    names = ("filters", "proxy", "environments", "lockstep", "forecasts", "rounds", "prompts", "shards", "keep", "fail")
+    rest = dict.fromkeys(names, nothing) | beside
+    rollout = Rollout(
+        settings, size, task, nothing, nothing, nothing, mode=mode, buffer=nothing, groups=0, trajectories=0, **rest
+    )
+    return list(rollout._sampling.values())
+
+
+def sampled_by_evaluation(task: Task) -> list[Sampling]:
+    asked: list[Sampling] = []
+
+    class Recorder:
+        async def play(self, episode: Any, sampling: Sampling) -> None:
+            asked.append(sampling)
+            raise TrajectoryError("nothing", "")
+
+    evaluator = Evaluator(
+        cast(Any, Recorder()), task, cast(Any, None), seed=0, prompts=2, slots=2, timeout=1.0, forget=lambda _: None
+    )
+    asyncio.run(evaluator.evaluate("e"))
+    return asked

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
+from orchestrator.build import round_rules
 from orchestrator.config import load_config
 from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.runtime import preflight
@@ -105,6 +106,7 @@ def test_every_row_is_trained_on_once_before_any_is_twice_and_none_that_is_held_
     assert not {prompt.key for prompt in first} & {prompt.key for prompt in held}
     assert trained(task, 5) == trained(make(), 5) != trained(task, 5, seed=1)
     assert f"{size} rows to train on, 3 held out" in task.about()
+    assert round_rules(load_config(None, ["rollout.rounds.enabled=true"]), task).epoch == size
 
 
 def test_a_file_of_held_out_rows_is_held_out_also_where_the_other_has_them_too() -> None:
@@ -246,12 +248,12 @@ def test_the_functions_are_weighted_and_read_what_was_said_to_its_end() -> None:
         assert result.done
         turn = Turn(seen.token_ids, action, (0.0,) * len(action), ((0, len(action)),))
         trajectory = Trajectory("t", "g", task.name, prompt, (turn,), None, environment.version, 0, False)
-        return {"reward": await reward.score(trajectory), "invalid": result.invalid_action}
+        return {"reward": await reward.score(trajectory), "cut": result.truncated and result.invalid_action}
 
     said = task.chat.encode(answer)
     expected = 2.0 - 0.5 * len(answer) / 10
-    assert asyncio.run(scored((*said, task.end_id))) == {"reward": pytest.approx(expected), "invalid": False}
-    assert asyncio.run(scored(said)) == {"reward": 0.0, "invalid": True}
+    assert asyncio.run(scored((*said, task.end_id))) == {"reward": pytest.approx(expected), "cut": False}
+    assert asyncio.run(scored(said)) == {"reward": 0.0, "cut": True}
     assert [event["texts"] for event in sent] == [[answer], [None]]
 
 

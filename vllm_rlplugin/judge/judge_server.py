@@ -81,6 +81,10 @@ class JudgeServer:
         if not token:
             raise ConfigError(TOKEN, "", "set it: every request must carry it as its bearer token")
         self._model, self._tokenizer, self._name = model, tokenizer, name
+        named = getattr(getattr(getattr(model, "model", None), "generation_config", None), "eos_token_id", None)
+        self._ends: list[int | None] = (
+            named if isinstance(named, list) else [named]
+        )  # of an answer, as the model's folder says
         self._token = bearer.Token(token, TOKEN)
         self.listener = HttpListener(LIMITS)
         self._memory, self._profile = memory, profile
@@ -131,7 +135,7 @@ class JudgeServer:
                 prompt, most, temperature, seed = await asyncio.to_thread(self._read, jsontext.parse_object(body))
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             return _refuse(400, str(error)[:500])
-        stop = frozenset({self._tokenizer.eos_token_id} - {None})
+        stop = frozenset({self._tokenizer.eos_token_id, *self._ends} - {None})
         try:
             found = await self._generated(_Asked(JudgeQuestion(tuple(prompt), most, temperature, seed), is_gone), stop)
         except _NoRoom as error:

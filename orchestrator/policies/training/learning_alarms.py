@@ -169,8 +169,9 @@ class LearningWatch:
         if repeated > REPEATED:
             why = f"it memorises its prompts, {repeated:.0%} were asked before: add more of them"
         else:
-            why = "it gives only one answer per prompt: raise trainer.entropy_coefficient, trainer.kl_coefficient or "
-            why += "trainer.clip_high, or lower trainer.learning_rate"
+            clips = ", trainer.clip_high" if values.get("clip_fraction") else ""  # elsewhere it does nothing
+            why = f"it gives only one answer per prompt: raise trainer.entropy_coefficient{clips} or trainer.kl_coefficient, "
+            why += "or lower trainer.learning_rate"
         detail = f"{why}; {now:.3g} {behind}, {now / first:.0%} of the {first:.3g} of the first {FIRST} steps "
         detail += f"(trainer.entropy_alarm = {self._bars.entropy:.0%}), {silent:.0%} of the groups with equal rewards"
         return [Alarm("entropy", detail)]

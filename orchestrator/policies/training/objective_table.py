@@ -54,6 +54,7 @@ USED_BY: dict[str, tuple[float | None, tuple[str, ...]]] = {
     "gae_lambda": (0.95, ("ppo",)),
     "value_clip": (0.2, ("ppo",)),
     "value_learning_rate": (None, ("ppo",)),
+    "normalize_advantage": (True, ("grpo", "dapo", "gspo", "cispo", "ppo")),
 }
 
 
