@@ -336,7 +336,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         admission,
     ),
     ("coserving", "pages in {:.0f} ms", "kv-remap", lambda r: (1000 * r["value"],)),
-    ("environments", "; {:.0f} s in the median", "kills", environment_kill),
+    ("environments", "; {:.1f} s in the median", "kills", environment_kill),
     (
         "kv_transfer",
         "{:.2f} of computing 8,192 tokens, {:.2f} of 1,024, {:.2f} of 256 ",
