@@ -625,7 +625,7 @@ class Pipeline:
             await asyncio.sleep(SAMPLE_SECONDS)
             self._note_store()
             gpus = self.parts.gpus
-            used = await asyncio.to_thread(gpus) if gpus is not None and self.rollout.in_flight else ()
+            used = await gpus() if gpus is not None and self.rollout.in_flight else ()
             self._occupancy.sample(self.rollout.in_flight, self.rollout.proxy.loads(), used)
             if not self.parts.display.watched:
                 continue

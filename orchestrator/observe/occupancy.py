@@ -7,15 +7,16 @@ batches of a synchronous mode) say nothing about environments and are left out o
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from orchestrator.api import Trajectory
 from orchestrator.ops.nvidia_driver import NvmlUnavailable, nvml_handles, start_nvml
 
 SAMPLE_SECONDS = 0.5  # between two samples
-Gpus = Callable[[], Sequence[float]]
+Gpus = Callable[[], Awaitable[Sequence[float]]]
 
 
 class Occupancy:
@@ -79,4 +80,7 @@ def nvml() -> Gpus | None:
                 continue
         return found
 
-    return read if devices else None
+    async def read_beside() -> list[float]:
+        return await asyncio.to_thread(read)
+
+    return read_beside if devices else None

@@ -469,7 +469,7 @@ def function_answer(folder: Path) -> Drawn:
     def check(drawn: tuple[bool, bytes]) -> None:
         found = inputs.survives(lambda: function_client._answer(*drawn), FunctionFailed)
         if found is not None:
-            reward = inputs.survives(lambda: rewards_client._reward(found), TrajectoryError)
+            reward = inputs.survives(lambda: rewards_client.reward_in(found), TrajectoryError)
             assert reward is None or abs(reward) < float("inf")
             if isinstance(found, dict) and "cases" in found:
                 inputs.survives(lambda: rewards_client._times(found["cases"]), TrajectoryError)

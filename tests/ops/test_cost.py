@@ -1,5 +1,6 @@
 """Environment-bound or engine-bound, how many environments, and what a config costs."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_a_fake_nvml_is_read_and_a_gpu_that_does_not_tell_is_left_out(monkeypatc
     fake_nvml(monkeypatch, 3)
     read = nvml()
     assert read is not None
-    assert read() == [0.3, 0.3]
+    assert asyncio.run(read()) == [0.3, 0.3]
 
 
 @pytest.mark.parametrize(("devices", "driver"), [(0, True), (2, False)])

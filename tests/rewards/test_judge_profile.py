@@ -121,7 +121,10 @@ def together(length: int, measured: EngineProfile | None, memory: int = 1 << 30)
     async def ask() -> None:
         question = JudgeQuestion([5] * length, 4)
         async with server._busy:
-            asked = [asyncio.create_task(server._generated(question, frozenset())) for _ in range(16)]
+            asked = [
+                asyncio.create_task(server._generated(judge_server._Asked(question, lambda: False), frozenset()))
+                for _ in range(16)
+            ]
             await asyncio.sleep(0)
         await asyncio.gather(*asked)
 

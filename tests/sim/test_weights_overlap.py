@@ -81,7 +81,7 @@ def test_the_bound_of_staleness_is_exact_while_versions_travel(mode: str, alpha:
 def test_a_relay_that_is_away_meanwhile_costs_time_and_no_trajectory() -> None:
     found: dict[str, int] = {}
     lives = 0
-    for seed in range(12):
+    for seed in range(5, 17):
         faults = [
             "sim.fault_rate=0.05",
             f"run.seed={seed}",

@@ -294,7 +294,7 @@ def test_the_help_shows_every_option_with_its_unit_and_default(parsed: dict[str,
     for item in (*fields(PluginOptions), *fields(FrontendOptions)):
         assert f"--rl-{item.name.replace('_', '-')}" in text
         assert " ".join(item.metadata["help"].split()) in text.replace("- ", "-")
-    for shown in ("(default: 30.0 seconds)", "(default: 64 tokens)", "(default: 64 MiB)", "(default: on;"):
+    for shown in ("(default: 300.0 seconds)", "(default: 64 tokens)", "(default: 64 MiB)", "(default: on;"):
         assert shown in text
     assert f"--help={PLUGIN} shows them" in " ".join(parsed["groups"].log.split())
 

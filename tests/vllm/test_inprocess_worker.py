@@ -419,6 +419,7 @@ def test_a_held_request_of_low_priority_is_not_starved_by_better_ones_that_keep_
     monkeypatch.setattr(worker, "_held_limit", 0.0)
     scheduler = worker._engine._scheduler
     monkeypatch.setattr(scheduler, "_rl_policy", replace(scheduler._rl_policy, max_wait=1e-9))
+    monkeypatch.setattr(scheduler, "_rl_next_scan", 0.0)  # not when the wait of before would have it
 
     async def scenario() -> None:
         rich = 0
