@@ -166,7 +166,8 @@ def altered(draw: st.DrawFn, tree: Any) -> Any:
             case "wrap":
                 parent[key] = [value]
             case "nudge" if isinstance(value, int | float):
-                parent[key] = value + draw(st.sampled_from((-1, 1, 0.5, 1 << 40)))
+                more = draw(st.sampled_from((-1, 1, 0.5, 1 << 40)))
+                parent[key] = value + (1 if isinstance(value, int) and abs(value) > 1 << 1000 else more)  # no float
             case "rename" if isinstance(parent, dict):
                 parent[f"{key}x"] = parent.pop(key)
     return made
