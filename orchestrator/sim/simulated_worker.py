@@ -46,6 +46,7 @@ from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.seeded_draws import END, synthetic_logprobs
 from orchestrator.sim.simulated_cluster import ExpertRouting, degree_of, engine_costs
 from orchestrator.sim.simulated_speech import Speech
+from orchestrator.sim.virtual_loop import VirtualTimeLoop
 from orchestrator.transfer.turns import ContextSession, HeldContexts, TurnMessage, decode_turns
 
 MODEL_BYTES = 1 << 20  # nominal payload of one version
@@ -191,7 +192,7 @@ class SimWorker:
         self._news = asyncio.Event()
         self._suspended = False
         self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
-        self._leap: asyncio.TimerHandle | None = None
+        self._leap: asyncio.Handle | None = None
         # When its first decode step begins, on the clock of its device; seconds of that step; that each further one takes more.
         self._leap_start = self._leap_first = self._leap_growth = 0.0
         self._leap_steps = 0
@@ -576,11 +577,17 @@ class SimWorker:
             self._arm()
 
     def _end_leap(self) -> None:
-        self._leap = None
+        self._take_steps()
+        self._between_steps()
+
+    def _take_steps(self) -> None:
         self.busy_seconds += seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
         self._batch.advance(self._leap_steps)
         for sequence in self._batch.complete():
             self._finish(sequence, "stop" if sequence.tokens[-1] == END else "length")
+
+    def _between_steps(self) -> None:
+        self._leap = None
         for sequence in self._aborting:
             if not sequence.done:
                 self._finish(sequence, "abort")
@@ -593,6 +600,23 @@ class SimWorker:
         if self._boundary is not None and not self._boundary.done():
             self._boundary.set_result(None)
         self._boundary = None
+
+
+class InlineSimWorker(SimWorker):
+    """Its engine is a task of the pipeline's own event loop, as in a process that has both: a step computes while nobody else
+    does, and then the loop has one turn. What follows from an answer within n turns of the loop is n steps late."""
+
+    def _kick(self) -> None:
+        if self._leap is None and not self._suspended and not self._dead:
+            self._leap = asyncio.get_running_loop().call_soon(self._between_steps)
+
+    def _arm(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.compute_until(self._leap_start + self._leap_first)
+        self._leap_steps = 1
+        self._take_steps()
+        self._leap = loop.call_soon(self._between_steps)
 
 
 def _damaged(message: TurnMessage, place: int) -> TurnMessage:
