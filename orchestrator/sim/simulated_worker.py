@@ -41,7 +41,7 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.sim import engine_batch
-from orchestrator.sim.cost_model import EngineCosts, seconds_of, steps_in
+from orchestrator.sim.cost_model import CHUNK_TOKENS, EngineCosts, seconds_of, steps_in
 from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.seeded_draws import END, synthetic_logprobs
 from orchestrator.sim.simulated_cluster import ExpertRouting, degree_of, engine_costs
@@ -150,6 +150,7 @@ class SimWorker:
         self._engine = config.rollout.engine
         self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
         self._start_seconds, self._stall_seconds = config.sim.start_seconds, config.sim.stall_seconds
+        self._chunk_tokens = max(1, CHUNK_TOKENS // config.sim.grain)
         self._routing = ExpertRouting(config)
         self._use(costs or engine_costs(config, hardware, degree=self.degree))
         self._weights = weights
@@ -196,6 +197,8 @@ class SimWorker:
         # When its first decode step begins, on the clock of its device; seconds of that step; that each further one takes more.
         self._leap_start = self._leap_first = self._leap_growth = 0.0
         self._leap_steps = 0
+        self._leap_prefill = 0.0  # seconds before the first of them
+        self._chunks = self._chunks_before = 0  # steps of only a prefill: of this leap, of those before it
 
     # The port.
 
@@ -380,7 +383,19 @@ class SimWorker:
             oldest_wait=max((now - sequence.arrived for sequence in waiting), default=0.0),
             suspended=self._suspended,
             expert_imbalance=self._routing.imbalance,
+            steps=self._steps_so_far(),
         )
+
+    def _steps_so_far(self) -> int:
+        """Those of the leap in progress, too, and the chunks of a prefill before its last one: whoever asks sees that it works."""
+        done = self._batch.steps + self._chunks_before
+        if self._leap is None:
+            return done
+        elapsed = self._clock() - self._leap_start
+        if elapsed < 0:
+            return done + int(self._chunks * (1.0 + elapsed / self._leap_prefill))
+        steps = steps_in(elapsed, self._leap_first, self._leap_growth) if elapsed else 1
+        return done + self._chunks + min(steps, self._leap_steps) - 1
 
     async def restart(self) -> None:
         if self._closed:
@@ -544,7 +559,9 @@ class SimWorker:
         if cost is None:
             cost = self._decode[running] = self._costs.decode(running)
         fixed, growing = cost
-        prefill = self._costs.prefill(owed, pairs, running)
+        prefill = self._leap_prefill = self._costs.prefill(owed, pairs, running)
+        self._chunks_before += self._chunks
+        self._chunks = owed // self._chunk_tokens
         self._leap_start = self._clock() + prefill
         self._leap_first = fixed + growing * held.context
         self._leap_growth = growing * running

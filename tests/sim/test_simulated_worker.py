@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.api import CommandError, Completion, GenerationRequest, ManagedWorker, RetryableError, Sampling
 from orchestrator.config import Config, load_config
-from orchestrator.sim.cost_model import FETCH_SHARE
+from orchestrator.sim.cost_model import CHUNK_TOKENS, FETCH_SHARE
 from orchestrator.sim.fault_injector import FaultInjector, FaultyWorker
 from orchestrator.sim.seeded_draws import END, draw_response
 from orchestrator.sim.simulated_worker import InlineSimWorker, SimWeights, SimWorker
@@ -80,6 +80,22 @@ def test_an_engine_in_the_pipelines_loop_makes_a_step_in_each_of_its_turns() -> 
     assert apart[1] == apart[0]
     assert inline[1][0] - inline[0][0] == 10
     assert inline[1][1] - inline[0][1] == pytest.approx(10 * (STEP + SEQUENCE))
+
+
+def test_steps_are_counted_while_they_are_taken_and_prefill_by_its_chunks() -> None:
+    async def main() -> list[int]:
+        settings = config("rollout.engine.max_model_len=100000", "sim.response_tokens_mean=2000")
+        worker, found = SimWorker("w", settings, SimWeights()), list[int]()
+        await worker.add([request("a", tokens=5 * CHUNK_TOKENS, limit=1000)])
+        for pause in (0.5, PREFILL * 2 * CHUNK_TOKENS, PREFILL * 3 * CHUNK_TOKENS, 10 * (STEP + SEQUENCE)):
+            await asyncio.sleep(pause)
+            found.append((await worker.stats()).steps)
+        await worker.close()
+        return found
+
+    found = run(main())
+    assert found[:2] == [0, 2]
+    assert 5 + 20 <= found[2] < found[3] == found[2] + 10
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
