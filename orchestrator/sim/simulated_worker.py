@@ -387,7 +387,7 @@ class SimWorker:
         )
 
     def _steps_so_far(self) -> int:
-        """Those of the leap in progress, too, and the chunks of a prefill before its last one: whoever asks sees that it works."""
+        """Those of the leap in progress, too, and all chunks of a prefill but the last: whoever asks sees that it works."""
         done = self._batch.steps + self._chunks_before
         if self._leap is None:
             return done
