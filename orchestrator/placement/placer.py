@@ -391,7 +391,7 @@ class TrajectoryPlacer:
             group.changed < self.settings.renew_share * active or now - group.solved < self.settings.renew_seconds
         ):
             return
-        if not workers:
+        if not workers or not active:  # nothing to share out; the first that begins is not placed by that
             group.partition, group.members = None, frozenset()
             return
         rates = {worker: self.rates_of(worker) for worker in workers}

@@ -274,8 +274,9 @@ class _Simulation:
         if isinstance(error, SimulationError):
             self._fatal(error)
             return False
-        if isinstance(error, RunError) and str(error).startswith(EXPECTED_ERRORS) and self.life < 2 * FAULTY_LIVES:
-            return self._faulty
+        expected = isinstance(error, RunError) and str(error).startswith(EXPECTED_ERRORS)
+        if self._faulty and expected and self.life < 2 * FAULTY_LIVES:
+            return True
         self.audit.add_violation(f"life {self.life} ended with {type(error).__name__}: {error}")
         self.reason = str(error)
         return False
@@ -489,10 +490,22 @@ def _recorded(config: Config) -> EpisodeTraces:
             fix = "is for a file of lengths: a run is replayed with its own times"
             raise ConfigError("sim.tool_trace", sim.tool_trace, fix)
         found = load_traces(sim.trace, sim.trace_rows)
-        return found.spread() if sim.trace_spread else found
+        return _fitting(config, found.spread() if sim.trace_spread else found)
     tools = read_tools(sim.tool_trace) if sim.tool_trace else None
     times = DrawnTimes(config.run.seed, sim.environment_seconds_mean, sim.environment_seconds_sigma, tools)
-    return read_lengths(sim.trace, sim.trace_rows, config.rollout.group_size, times)
+    return _fitting(config, read_lengths(sim.trace, sim.trace_rows, config.rollout.group_size, times))
+
+
+def _fitting(config: Config, traces: EpisodeTraces) -> EpisodeTraces:
+    """These. Raises ConfigError where an engine has no room for one's first observation: all that were left would be shorter."""
+    room, first = config.rollout.engine.max_model_len, [one.turns[0].observation for one in traces.episodes]
+    if beyond := sum(length >= room for length in first):
+        fix = (
+            f"{beyond} of the {len(first)} episodes of {config.sim.trace} begin with as many tokens or more; the longest "
+            f"beginning has {max(first)}: set it above that, and let the answer find room too"
+        )
+        raise ConfigError("rollout.engine.max_model_len", room, fix)
+    return traces
 
 
 def _score(scores: list[dict[str, Any]], phase: str) -> float | None:

@@ -41,11 +41,12 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.sim import engine_batch
-from orchestrator.sim.cost_model import EngineCosts, seconds_of, steps_in
+from orchestrator.sim.cost_model import CHUNK_TOKENS, EngineCosts, seconds_of, steps_in
 from orchestrator.sim.recorded_traces import EpisodeTraces
 from orchestrator.sim.seeded_draws import END, synthetic_logprobs
 from orchestrator.sim.simulated_cluster import ExpertRouting, degree_of, engine_costs
 from orchestrator.sim.simulated_speech import Speech
+from orchestrator.sim.virtual_loop import VirtualTimeLoop
 from orchestrator.transfer.turns import ContextSession, HeldContexts, TurnMessage, decode_turns
 
 MODEL_BYTES = 1 << 20  # nominal payload of one version
@@ -149,6 +150,7 @@ class SimWorker:
         self._engine = config.rollout.engine
         self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
         self._start_seconds, self._stall_seconds = config.sim.start_seconds, config.sim.stall_seconds
+        self._chunk_tokens = max(1, CHUNK_TOKENS // config.sim.grain)
         self._routing = ExpertRouting(config)
         self._use(costs or engine_costs(config, hardware, degree=self.degree))
         self._weights = weights
@@ -191,10 +193,12 @@ class SimWorker:
         self._news = asyncio.Event()
         self._suspended = False
         self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
-        self._leap: asyncio.TimerHandle | None = None
+        self._leap: asyncio.Handle | None = None
         # When its first decode step begins, on the clock of its device; seconds of that step; that each further one takes more.
         self._leap_start = self._leap_first = self._leap_growth = 0.0
         self._leap_steps = 0
+        self._leap_prefill = 0.0  # seconds before the first of them
+        self._chunks = self._chunks_before = 0  # steps of only a prefill: of this leap, of those before it
 
     # The port.
 
@@ -379,7 +383,19 @@ class SimWorker:
             oldest_wait=max((now - sequence.arrived for sequence in waiting), default=0.0),
             suspended=self._suspended,
             expert_imbalance=self._routing.imbalance,
+            steps=self._steps_so_far(),
         )
+
+    def _steps_so_far(self) -> int:
+        """Those of the leap in progress, too, and all chunks of a prefill but the last: whoever asks sees that it works."""
+        done = self._batch.steps + self._chunks_before
+        if self._leap is None:
+            return done
+        elapsed = self._clock() - self._leap_start
+        if elapsed < 0:
+            return done + int(self._chunks * (1.0 + elapsed / self._leap_prefill))
+        steps = steps_in(elapsed, self._leap_first, self._leap_growth) if elapsed else 1
+        return done + self._chunks + min(steps, self._leap_steps) - 1
 
     async def restart(self) -> None:
         if self._closed:
@@ -543,7 +559,9 @@ class SimWorker:
         if cost is None:
             cost = self._decode[running] = self._costs.decode(running)
         fixed, growing = cost
-        prefill = self._costs.prefill(owed, pairs, running)
+        prefill = self._leap_prefill = self._costs.prefill(owed, pairs, running)
+        self._chunks_before += self._chunks
+        self._chunks = owed // self._chunk_tokens
         self._leap_start = self._clock() + prefill
         self._leap_first = fixed + growing * held.context
         self._leap_growth = growing * running
@@ -576,11 +594,17 @@ class SimWorker:
             self._arm()
 
     def _end_leap(self) -> None:
-        self._leap = None
+        self._take_steps()
+        self._between_steps()
+
+    def _take_steps(self) -> None:
         self.busy_seconds += seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
         self._batch.advance(self._leap_steps)
         for sequence in self._batch.complete():
             self._finish(sequence, "stop" if sequence.tokens[-1] == END else "length")
+
+    def _between_steps(self) -> None:
+        self._leap = None
         for sequence in self._aborting:
             if not sequence.done:
                 self._finish(sequence, "abort")
@@ -593,6 +617,23 @@ class SimWorker:
         if self._boundary is not None and not self._boundary.done():
             self._boundary.set_result(None)
         self._boundary = None
+
+
+class InlineSimWorker(SimWorker):
+    """Its engine is a task of the pipeline's own event loop, as in a process that has both: a step computes while nobody else
+    does, and then the loop has one turn. What follows from an answer within n turns of the loop is n steps late."""
+
+    def _kick(self) -> None:
+        if self._leap is None and not self._suspended and not self._dead:
+            self._leap = asyncio.get_running_loop().call_soon(self._between_steps)
+
+    def _arm(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.compute_until(self._leap_start + self._leap_first)
+        self._leap_steps = 1
+        self._take_steps()
+        self._leap = loop.call_soon(self._between_steps)
 
 
 def _damaged(message: TurnMessage, place: int) -> TurnMessage:

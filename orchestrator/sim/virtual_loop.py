@@ -3,7 +3,8 @@
 Guarantees:
 
 * ``loop.time()`` is virtual, starts at 0.0 and only jumps: when no callback is ready, to the deadline of the next
-  timer. Callbacks take no time. Nothing waits for the wall clock, a socket, a thread or a process; asking is an error.
+  timer. Callbacks take no time unless they say so (``compute_until``). Nothing waits for the wall clock, a socket, a
+  thread or a process; asking is an error.
 * The order of callbacks is a function of the program and of ``seed`` alone: ready callbacks run first in, first out,
   and timers of one deadline in the order in which they were set. With ``shuffle`` each batch of ready callbacks runs in a
   seeded random order instead, which a correct program must survive. Tasks hash by creation number, so that the sets of
@@ -155,6 +156,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now
+
+    def compute_until(self, when: float) -> None:
+        """The callback that runs computes until then: nobody else's turn comes before. The past changes nothing."""
+        self._now = max(self._now, when)
 
     def call_at(  # type: ignore[override]  # typeshed ties the arguments' types to the callback's
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None

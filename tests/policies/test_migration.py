@@ -150,6 +150,23 @@ async def settled(placing: TrajectoryPlacer, router: TurnRouter) -> None:
     assert set(workers) == {0, 1, 2}
 
 
+def test_engines_that_come_between_two_steps_share_the_next_one() -> None:
+    """As after a change of degrees: all trajectories are over, and the next ones begin within ``renew_seconds``."""
+
+    async def scenario() -> None:
+        placing, router, _ = fleet(None)
+        placing.begin("before", "game", 100.0)
+        await placing.before("before")
+        placing.end("before")
+        router.close_worker(2)
+        placing.worker_left(2)
+        router.open_worker(2)
+        placing.worker_came(2)
+        await settled(placing, router)
+
+    run(scenario())
+
+
 def test_a_trajectory_that_gets_longer_goes_to_the_long_ones_without_kv_transfer_too() -> None:
     async def scenario() -> None:
         placing, router, _ = fleet(None)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -447,9 +448,19 @@ def test_the_workload_of_the_benchmark_is_long_tailed_and_an_epoch_of_it_is_fast
     assert every[-1] > 25 * every[len(every) // 2], "RollPacker 1: the longest is 25 to 32 times the median"
     costs = {"step": 0.00405, "sequence": 0.00005, "token": 0.0}
     plain, tail = simulated_epoch(costs, False), simulated_epoch(costs, True)
-    assert plain["tokens_thrown_away"] == 0
+    assert (plain["thrown_away"], plain["tokens_thrown_away"]) == ([0] * 10, 11)  # the evaluation's
     assert tail["tokens_thrown_away"] > 0
     assert tail["seconds"] < 0.8 * plain["seconds"]
+
+
+def test_the_simulated_epoch_aborts_and_defers_what_the_real_one_did() -> None:
+    """Counts of tokens and prompts that nothing was fitted to, against those of the recorded run with vLLM."""
+    detail = json.loads(Path("docs/results/tail-batching.json").read_text(encoding="utf-8"))["detail"]
+    real = next(epoch for epoch in detail["epochs"] if epoch["tail"])
+    tail = simulated_epoch(detail["costs"], True)
+    assert tail["deferred"] == [one["deferred"] for one in real["rounds"]]
+    assert tail["tokens_trained"] == real["tokens_trained"]
+    assert tail["tokens_thrown_away"] == pytest.approx(real["tokens_made"] - real["tokens_trained"], rel=0.02)
 
 
 def test_what_rounds_of_a_simulated_engine_cost_is_found_again() -> None:

@@ -316,6 +316,22 @@ def test_workers_fetch_new_weights_before_they_stand_still(mode: tuple[str, int]
         assert update["end"] - update["start"] == pytest.approx((1 - FETCH_SHARE) * 4.0)
 
 
+def test_a_run_without_faults_that_ends_with_an_error_does_not_pass_for_one() -> None:
+    """As where each step takes longer than ``rollout.stall_timeout``: no worker is left, and nothing was trained."""
+    slow = config("sim.decode_seconds_per_step=100", "rollout.stall_timeout=5", "rollout.first_token_timeout=5")
+    with pytest.raises(SimulationFailed, match="no rollout worker left"):
+        simulate(slow)
+
+
+def test_a_worker_in_the_middle_of_a_long_answer_is_not_taken_for_dead() -> None:
+    """Its steps are crossed in leaps that take longer than ``rollout.stall_timeout``; a real engine's counters move meanwhile."""
+    long = ("sim.response_tokens_mean=200", "rollout.stall_timeout=5", "rollout.first_token_timeout=5")
+    decoding = simulate(config(*long, "sim.decode_seconds_per_step=1", "rollout.trajectory_timeout=100000"))
+    assert b'"what":"worker' not in decoding.events
+    assert decoding.ledger["failed"] == 0
+    assert decoding.summary["seconds"] > 1000
+
+
 def test_asynchronous_training_is_faster_than_synchronous() -> None:
     """The reason for the protocol, and a check that the twins' times mean something."""
     costs = ("sim.train_seconds_per_token=0.01", "run.steps=6")

@@ -8,10 +8,10 @@ import pytest
 
 from orchestrator.api import CommandError, Completion, GenerationRequest, ManagedWorker, RetryableError, Sampling
 from orchestrator.config import Config, load_config
-from orchestrator.sim.cost_model import FETCH_SHARE
+from orchestrator.sim.cost_model import CHUNK_TOKENS, FETCH_SHARE
 from orchestrator.sim.fault_injector import FaultInjector, FaultyWorker
 from orchestrator.sim.seeded_draws import END, draw_response
-from orchestrator.sim.simulated_worker import SimWeights, SimWorker
+from orchestrator.sim.simulated_worker import InlineSimWorker, SimWeights, SimWorker
 from scripts.bench.virtual_run import run
 from tests.support.worker_contract import CHECKS, Rig
 
@@ -51,6 +51,51 @@ async def drain(worker: ManagedWorker, number: int) -> dict[str, Completion]:
     while len(done) < number:
         done.update({item.request_id: item for item in await worker.completions()})
     return done
+
+
+def test_an_engine_in_the_pipelines_loop_makes_a_step_in_each_of_its_turns() -> None:
+    """As stock vLLM does in the process of ``tail-batching``: whoever needs n turns of the loop between a completion and an abort
+    finds n more tokens. An engine apart makes none: nothing on the way takes time there."""
+
+    long = next(f"t{n}" for n in range(1000) if len(draw_response(0, f"t{n}", 0, 32.0, 100)) == 100)
+
+    def said(kind: type[SimWorker], turns: int) -> tuple[int, float]:
+        async def main() -> tuple[int, float]:
+            worker, loop = kind("w", config("sim.response_tokens_mean=32"), SimWeights()), asyncio.get_running_loop()
+            await worker.add([request("short", limit=4), request(long, limit=100)])
+            first = await drain(worker, 1)
+            begun = loop.time()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await worker.abort([f"{long}/0"])
+            taken = loop.time() - begun
+            done = await drain(worker, 1)
+            await worker.close()
+            assert (len(first["short/0"].token_ids), done[f"{long}/0"].finish_reason) == (4, "abort")
+            return len(done[f"{long}/0"].token_ids), taken
+
+        return run(main())
+
+    apart, inline = [[said(kind, turns) for turns in (0, 10)] for kind in (SimWorker, InlineSimWorker)]
+    assert apart[1] == apart[0]
+    assert inline[1][0] - inline[0][0] == 10
+    assert inline[1][1] - inline[0][1] == pytest.approx(10 * (STEP + SEQUENCE))
+
+
+def test_steps_are_counted_while_they_are_taken_and_prefill_by_its_chunks() -> None:
+    async def main() -> list[int]:
+        settings = config("rollout.engine.max_model_len=100000", "sim.response_tokens_mean=2000")
+        worker, found = SimWorker("w", settings, SimWeights()), list[int]()
+        await worker.add([request("a", tokens=5 * CHUNK_TOKENS, limit=1000)])
+        for pause in (0.5, PREFILL * 2 * CHUNK_TOKENS, PREFILL * 3 * CHUNK_TOKENS, 10 * (STEP + SEQUENCE)):
+            await asyncio.sleep(pause)
+            found.append((await worker.stats()).steps)
+        await worker.close()
+        return found
+
+    found = run(main())
+    assert found[:2] == [0, 2]
+    assert 5 + 20 <= found[2] < found[3] == found[2] + 10
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

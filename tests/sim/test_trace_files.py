@@ -155,6 +155,17 @@ def test_the_command_plays_a_trace_in_any_mode(tmp_path: Path, capsys: pytest.Ca
     assert "sim.tool_trace" in capsys.readouterr().err
 
 
+def test_a_trace_that_begins_beyond_the_engines_context_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such episodes failed one by one, and what was played were the short ones."""
+    lengths = write(tmp_path, "a.csv", AZURE)
+    assert main(["sim", "--lengths", str(lengths), "run.steps=1", "rollout.engine.max_model_len=64"]) == 2
+    said = capsys.readouterr().err
+    assert "rollout.engine.max_model_len = 64: " in said
+    assert "set it above that" in said
+
+
 def test_each_group_is_of_its_task(tmp_path: Path) -> None:
     traces = read_lengths(write(tmp_path, "turns.csv", TURNS), 100, 2, TIMES)
     prompts = SimTask(load_config(None, []), traces).prompts("train", 0)

@@ -30,6 +30,7 @@ from orchestrator.policies.placement.worker_load import (
     Fill,
     TrajectoryLoads,
     WorkerRates,
+    expected_makespan,
     place_loads,
     search_makespan,
     sorted_loads,
@@ -110,7 +111,7 @@ class DegreeReallocator:
             return DegreePlan(self.degrees, reason="nothing is known of the next step's lengths")
         rates = {degree: self._rates_of(degree) for degree in self.options}
         found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=MARGIN)
-        present = place_loads(loads, [rates[degree] for degree in self.degrees])[1]
+        present = _placed(loads, [rates[degree] for degree in self.degrees])
         share = 1.0 - found.makespan / present if present > 0 else 0.0
         gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)
         answer = DegreePlan(self.degrees, False, "", gain, self.cost, found.makespan, present)
@@ -216,11 +217,17 @@ def allocate_loads(
     least = min(loads.group_seconds(rates[degree], 0, min(1, loads.count)) for degree in usable)
     most_of_all = max(loads.group_seconds(rates[degree], 0, loads.count) for degree in usable)
     found = best_allocation(takes, budget, loads.count, least, most_of_all)
-    equal = [(place_loads(loads, [rates[d[0]]] * len(d))[1], d) for d in equal_degrees(budget, usable)]
+    found = replace(found, makespan=_placed(loads, [rates[degree] for degree in found.degrees]))
+    equal = [(_placed(loads, [rates[d[0]]] * len(d)), d) for d in equal_degrees(budget, usable)]
     makespan, degrees = min(equal, default=(math.inf, ()))
     if makespan * (1.0 - margin) > found.makespan:
         return found
     return DegreeAllocation(degrees, makespan, makespan <= found.makespan)
+
+
+def _placed(loads: TrajectoryLoads, workers: Sequence[WorkerRates]) -> float:
+    """The makespan that is to be expected of the best placement."""
+    return expected_makespan(loads, place_loads(loads, workers)[0], workers)
 
 
 def best_allocation(takes: Mapping[int, Take], budget: int, count: int, least: float, first: float) -> DegreeAllocation:

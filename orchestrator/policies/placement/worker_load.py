@@ -50,6 +50,8 @@ _TIMES = 16  # at which KV is looked at, of each of two kinds: evenly in the log
 _SHORT_OF = 0.9  # of its length: there a trajectory is still there, if its forecast is sure
 _LOGISTIC = 1.702  # what makes the logistic function the normal one's likeness
 _LEAST_SPREAD = 0.05  # a forecast that is sure has steps, which would fall between two times
+_LENGTHS = 64  # at which the chance is looked at that a group's longest is no longer
+_NEVER = -700.0  # logarithm of a chance that counts for nothing
 _KV_SHARE = 0.9  # of the room is in use when sequences come and go; the rest is what the next one does not fit into
 
 
@@ -146,6 +148,8 @@ class TrajectoryLoads:
         if math.isfinite(longest):
             square = np.minimum(square, most * mean)
         middle = tokens * np.exp(-(spreads**2) / 2)
+        self._forecasts = middle, spreads, most
+        self._chances: tuple[list[float], NDArray[np.float64]] | None = None
         self._longest: list[list[float]] = []  # of 1, 2, 4, ... like each one
         size, spread = 1, bool(spreads.any())
         while size <= max(1, self.count) and (spread or size == 1):
@@ -166,13 +170,39 @@ class TrajectoryLoads:
             size *= 2
         return found
 
-    def group_seconds(self, rates: WorkerRates, start: int, count: int) -> float:
-        """Seconds that ``count`` trajectories from ``start`` on take on such a worker."""
+    @property
+    def unsure(self) -> bool:
+        """Whether any forecast has a spread."""
+        return len(self._longest) > 1
+
+    def chances(self) -> tuple[list[float], NDArray[np.float64]]:
+        """Lengths in tokens; and, of shape [n + 1, lengths], sums over the first 0, 1, ... trajectories of the logarithm of the
+        chance to be no longer: of a group, the difference of two rows."""
+        if self._chances is not None:
+            return self._chances
+        middle, spreads, most = self._forecasts
+        off = np.maximum(spreads, 1e-9)
+        low, high = max(1e-9, float(middle.min())), float(np.minimum(middle * np.exp(5 * off), most).max())
+        lengths = np.geomspace(low, max(low, high), _LENGTHS)
+        known, of = np.unique(
+            np.stack((middle, off, most)), axis=1, return_inverse=True
+        )  # members of a group are alike
+        scores = (np.log(lengths) - np.log(np.maximum(known[0], 1e-9))[:, None]) / known[1][:, None]
+        within = np.array([[_NORMAL.cdf(score) for score in row] for row in scores.tolist()])
+        within[lengths >= known[2][:, None] * (1 - 1e-9)] = 1.0
+        logs = np.log(np.maximum(within, math.exp(_NEVER)))[of.reshape(-1)]
+        self._chances = lengths.tolist(), np.concatenate((np.zeros((1, _LENGTHS)), np.cumsum(logs, axis=0)))
+        return self._chances
+
+    def group_seconds(self, rates: WorkerRates, start: int, count: int, longest: float | None = None) -> float:
+        """Seconds that ``count`` trajectories from ``start`` on take on such a worker. ``longest``: tokens of the longest, where
+        that is known."""
         if count < 1:
             return 0.0
         end = start + count
         said, read = self._said[end] - self._said[start], self._read[end] - self._read[start]
-        steps = max(self.longest(start, count), read / (_KV_SHARE * rates.room), said / rates.slots)
+        longest = self.longest(start, count) if longest is None else longest
+        steps = max(longest, read / (_KV_SHARE * rates.room), said / rates.slots)
         new = rates.prefill * (self._new[end] - self._new[start])
         if steps <= 0:
             return self.gaps[start] + new
@@ -281,6 +311,26 @@ def place_loads(loads: TrajectoryLoads, workers: Sequence[WorkerRates]) -> tuple
     found = search_makespan(lambda limit: _fill(loads, workers, limit), least, first, loads.count)
     assert found is not None  # each worker alone ends within ``first``
     return found
+
+
+def expected_makespan(loads: TrajectoryLoads, starts: Sequence[int], workers: Sequence[WorkerRates]) -> float:
+    """Mean seconds until the last of these groups ends, its trajectories' lengths being drawn independently. A group's own time,
+    which :func:`place_loads` makes as even as it can, is a mean: of several groups one is unlucky, of many very much so."""
+    groups = [
+        (worker, start, end - start)
+        for worker, start, end in zip(workers, starts, starts[1:], strict=False)
+        if end > start
+    ]
+    if not loads.unsure:
+        return max((loads.group_seconds(*group) for group in groups), default=0.0)
+    lengths, sums = loads.chances()
+    times = [np.array([loads.group_seconds(*group, length) for length in lengths]) for group in groups]
+    ends = np.unique(np.concatenate(times))
+    chance = np.zeros(len(ends))  # its logarithm: that all have ended by then
+    for (_, start, count), taken in zip(groups, times, strict=True):
+        chance += np.interp(ends, taken, sums[start + count] - sums[start], left=_NEVER)
+    later = 1.0 - np.exp(chance)
+    return float(ends[0] + ((later[1:] + later[:-1]) / 2 * np.diff(ends)).sum())
 
 
 def _fill(loads: TrajectoryLoads, workers: Sequence[WorkerRates], limit: float) -> Fill[list[int]]:

@@ -10,7 +10,6 @@ before the epochs by the same pipeline on the same engine. So the policy and the
 from __future__ import annotations
 
 import importlib
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.api import RunError
+from orchestrator.sim.cost_model import LinearCosts
 from orchestrator.sim.recorded_traces import PREFIX, EpisodeTraces
-from orchestrator.sim.simulated_run import simulate
+from orchestrator.sim.simulated_worker import InlineSimWorker, SimWeights
+from scripts.bench import virtual_run
 from scripts.bench.papers.calibrate import nonnegative_factors
 from scripts.bench.papers.tail_batching_scenario import ETA, PROMPTS, RESPONSES, lengths, scenario, traces
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.probes.vllm.tail_batching_probe import epoch
 from scripts.bench.result import frame, now
 
 NAME = "tail-batching"
@@ -159,19 +162,27 @@ def fitted(calibration: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def simulated_epoch(
     costs: Mapping[str, float], tail: bool, *overrides: str, trace: EpisodeTraces | None = None
 ) -> dict[str, Any]:
-    """The same epoch in virtual time. ``trace``: other lengths."""
-    given = [
-        f"sim.decode_seconds_per_step={max(1e-6, costs['step'])!r}",
-        f"sim.decode_seconds_per_sequence={costs['sequence']!r}",
-        f"sim.prefill_seconds_per_token={costs['token']!r}",
-    ]
-    result = simulate(scenario(*given, *overrides, tail=tail), traces=trace or traces())
-    events = [json.loads(line) for line in result.events.decode().splitlines()]
-    rounds = [event for event in events if event["kind"] == "round"]
-    rollouts = [event["end"] - event["start"] for event in events if event.get("stage") == "get_batch"]
+    """The same epoch in virtual time, by the code of the real one, around a simulated engine that is in the pipeline's event
+    loop, as the real one is. ``trace``: other lengths."""
+    config = scenario(*overrides, tail=tail)
+    engine = LinearCosts(max(1e-6, costs["step"]), costs["sequence"], costs["token"], 0.0)
+    lengths_said = trace or traces()
+
+    async def play() -> dict[str, Any]:
+        worker = InlineSimWorker("sim-0", config, SimWeights(), traces=lengths_said, costs=engine)
+        try:
+            return await epoch(worker, config, 0, lengths_said)
+        finally:
+            await worker.close()
+
+    played = virtual_run.run(play())
+    if played["violations"]:
+        raise RunError(f"tail-batching, simulated: {played['violations'][0]}")
     return {
-        "seconds": sum(rollouts),
-        "rounds": [round(seconds, 4) for seconds in rollouts],
-        "tokens_trained": sum(event["tokens"] for event in events if event["kind"] == "step"),
-        "tokens_thrown_away": sum(event["thrown_away"] for event in rounds),
+        "seconds": played["wall"],
+        "rounds": [part["wall"] for part in played["rounds"]],
+        "deferred": [part["deferred"] for part in played["rounds"]],
+        "thrown_away": [part["thrown_away"] for part in played["rounds"]],
+        "tokens_trained": played["tokens_trained"],
+        "tokens_thrown_away": played["tokens_made"] - played["tokens_trained"],
     }
