@@ -25,7 +25,7 @@ from orchestrator.api import Trajectory
 Numbers = npt.NDArray[np.uint64]
 _ODD = 0x9E3779B97F4A7C15
 _ALL = 2**64 - 1
-MOST_NGRAMS = 1 << 18  # of a task, that are remembered: some 40 MB
+MOST_NGRAMS = 1 << 18  # of a task, that are remembered: some 20 MB
 
 
 class TrajectoryFilter:
