@@ -16,6 +16,7 @@ import os
 import re
 import select
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -415,6 +416,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from orchestrator.runtime.recorded_batches import replay_run
 
     print(f"run folder: {folder.path}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # by default it ends no first process of a container
     start_ray(config)
     try:
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

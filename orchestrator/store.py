@@ -113,7 +113,6 @@ _FILE_SCHEMA = pa.schema(
         ("group_id", pa.string()),
         ("turns", pa.list_(_TURN)),
         ("total_reward", pa.float64()),  # null: never scored
-        ("advantage", pa.float64()),  # null: not known when it was stored
         ("outcome", pa.string()),  # a ledger end, with its cause: "trained", "evicted_stale", "failed: env_timeout"
         ("step", pa.int64()),  # training step it was trained in, or that was current when it ended
         ("position", pa.int32()),  # its place in that step's batch; null: not trained, or stored before there was one
@@ -160,7 +159,6 @@ class StoredRow:
     trajectory: Trajectory | Shard
     step: int
     outcome: str
-    advantage: float | None
     position: int | None
     weight: float
 
@@ -222,7 +220,6 @@ class TrajectoryStore:
         trajectory: Trajectory,
         step: int,
         outcome: str,
-        advantage: float | None = None,
         *,
         position: int | None = None,
         weight: float = 1.0,
@@ -234,7 +231,7 @@ class TrajectoryStore:
         first = versions[0][0] if versions else NO_VERSION
         key = (trajectory.task, date, first, step, outcome == TRAINED)
         finished = self._finish(trajectory)
-        row = StoredRow(shard_of(finished) or finished, step, outcome, advantage, position, weight)
+        row = StoredRow(shard_of(finished) or finished, step, outcome, position, weight)
         self._pending.setdefault(key, []).append(row)
         self._pending_rows += 1
         self._pending_bytes += row.bytes
@@ -651,7 +648,6 @@ def _to_row(row: StoredRow) -> dict[str, Any]:
         "group_id": trajectory.group_id,
         "turns": [_from_turn(turn) for turn in trajectory.turns],
         "total_reward": trajectory.reward,
-        "advantage": row.advantage,
         "outcome": row.outcome,
         "step": row.step,
         "position": row.position,

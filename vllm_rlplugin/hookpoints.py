@@ -283,6 +283,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "hash_block_size",
         "vllm_config",
     ),
+    _QUEUE: ("_heap",),
     _KV: ("block_pool", "watermark_blocks", "enable_kv_cache_events", "num_kv_cache_groups"),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "ref_cnt", "is_null"),

@@ -13,7 +13,7 @@ Guarantees:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -128,6 +128,8 @@ class PriorityPreemption:
         self._rl_clocks: dict[str, _Clock] = {}
         self._rl_overdue: dict[Any, int] = {}  # overdue request -> its own priority
         self._rl_next_scan = 0.0
+        self._rl_moves = 0  # grows whenever a request comes, starts, is preempted, ends or changes its rank
+        self._rl_settled = -1  # moves when nobody that waited outranked anybody
         self._rl_quiet = ("", 0)  # (head of the queue, step before which it is not looked at again)
         self._rl_paused_at: float | None = None
         self._rl_updating = False  # preemptions of now are those of a weight update
@@ -161,6 +163,7 @@ class PriorityPreemption:
         stock: Any = super()
         known = request.request_id in self.requests  # the next chunk of a streaming session
         stock.add_request(request)
+        self._rl_moves += 1
         if not known:
             self._rl_clocks[request.request_id] = _Clock(time.monotonic())
 
@@ -170,12 +173,14 @@ class PriorityPreemption:
         if clock is not None:
             self._rl_end_quantum(request, clock)
             clock.since = time.monotonic()
+        self._rl_moves += 1
         if not self._rl_updating:
             self._rl_preemptions += 1
         stock._preempt_request(request, timestamp, *args, **kwargs)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
+        self._rl_moves += 1
         self._rl_clocks.pop(request.request_id, None)
         self._rl_overdue.pop(request, None)
         return stock._free_request(request, *args, **kwargs)
@@ -205,6 +210,7 @@ class PriorityPreemption:
 
     def _rl_started(self, request_id: str, cached: int) -> None:
         """A request was given a slot; ``cached``: how many of its tokens were found, not computed."""
+        self._rl_moves += 1
         clock = self._rl_clocks.get(request_id)
         if clock is not None and clock.since is not None:
             clock.before, clock.since = clock.seconds(time.monotonic()), None
@@ -214,6 +220,10 @@ class PriorityPreemption:
         """Seconds that the longest-waiting request has waited since it last got a quantum; pauses are not counted."""
         now = time.monotonic() if self._rl_paused_at is None else self._rl_paused_at
         return max((clock.seconds(now) for clock in self._rl_clocks.values() if clock.since is not None), default=0.0)
+
+    def _rl_waiting_ahead(self, priority: int) -> int:
+        """How many of those that wait rank at least as one of this priority; asked before many steps."""
+        return sum(request.priority <= priority for request in _unordered(self.kv_holding_waiting, self.waiting))
 
     def _rl_set_priorities(self, priorities: Mapping[Any, int]) -> int:
         """Give requests, waiting or running, other priorities of their own; returns how many changed."""
@@ -243,8 +253,11 @@ class PriorityPreemption:
             self._rl_mark_overdue(now)
         if not self._rl_preemption:
             return ()
+        if self._rl_settled == self._rl_moves:
+            return ()
         heads = [queue.peek_request() for queue in queues]
         if not self._rl_policy.may_decide(min(map(_PRIORITY, heads)), map(_PRIORITY, self.running)):
+            self._rl_settled = self._rl_moves
             return ()
         if throttle_prefills and not stock.prefill_capacity_bound:
             return ()  # stock starts nobody in this step
@@ -356,9 +369,11 @@ class PriorityPreemption:
             clock.before = 0.0
             if request in self._rl_overdue:
                 request.priority = self._rl_overdue.pop(request)
+                self._rl_moves += 1
 
     def _rl_requeue(self, priorities: Mapping[Any, int]) -> None:
         """Set vLLM's own priorities: the queues are heaps by it, so what waits is taken out and put in again."""
+        self._rl_moves += 1
         waiting = {request for request in priorities if request.status != RequestStatus.RUNNING}
         if waiting:
             self.waiting.remove_requests(waiting)
@@ -373,6 +388,7 @@ def _arrival(request: Any) -> Arrival:
     return (request.arrival_time, request.request_id)
 
 
-def _unordered(*queues: Iterable[Any]) -> Iterator[Any]:
+def _unordered(*queues: Any) -> Iterator[Any]:
+    """vLLM's queues sort themselves for whoever iterates over them, with a comparison in Python for each move."""
     for queue in queues:
-        yield from queue
+        yield from queue._heap

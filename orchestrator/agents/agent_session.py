@@ -142,10 +142,10 @@ class AgentSession:
         cut = []
         for completion in found:
             if len(completion.token_ids) > _LONG:
-                cut.append(await self._apart(self._cut, completion, asked.stop))
+                cut.append(await self._apart(self._cut, completion, asked))
             else:
                 await asyncio.sleep(0)
-                cut.append(self._cut(completion, asked.stop))
+                cut.append(self._cut(completion, asked))
         if (over := self.end_error()) is not None:
             raise over
         choices, answers = [], []
@@ -195,7 +195,7 @@ class AgentSession:
         bounds, run = self.bounds, self.request.sampling
         room = bounds.max_context_tokens - opening.size
         most = min(asked.max_tokens or bounds.max_response_tokens, bounds.max_response_tokens, room)
-        single = [ids[0] for ids in map(self._stop_ids, asked.stop) if len(ids) == 1]
+        single = [ids[0] for ids in map(self._stop_ids, (*asked.stop, *self._ends(asked))) if len(ids) == 1]
         found = replace(run, max_tokens=most, stop_token_ids=tuple(dict.fromkeys((*run.stop_token_ids, *single))))
         if bounds.own_sampling:
             heat = run.temperature if asked.temperature is None else asked.temperature
@@ -224,11 +224,16 @@ class AgentSession:
             raise TrajectoryError(cause, completion.error)
         return completion
 
-    def _cut(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
-        """The answer up to the token that completes a stop text, which the text is without, as OpenAI's. What the policy
-        generated behind that token nobody reads, and it is not trained."""
-        text = self.chat_format.text(completion.token_ids)
-        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    def _ends(self, asked: Asked) -> tuple[str, ...]:
+        """The text that is the last of an answer."""
+        return (_CLOSE,) if asked.one_call and self.bounds.tool_calls else ()
+
+    def _cut(self, completion: Completion, asked: Asked) -> tuple[Completion, str]:
+        """The answer up to the token that completes a stop text, which the text is without, as OpenAI's, or the one call that
+        was asked for. What the policy generated behind that token nobody reads, and it is not trained."""
+        text, ends = self.chat_format.text(completion.token_ids), self._ends(asked)
+        stops = (*asked.stop, *ends)
+        places = [place + len(stop) * (stop in ends) for stop in stops if (place := text.find(stop)) >= 0]
         if not places:
             return completion, text
         low, high = 1, len(completion.token_ids)

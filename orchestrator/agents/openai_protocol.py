@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -35,7 +35,7 @@ _OTHER_FORM = ("string_type", "list_type", "int_type")
 _AT_ONCE = 512  # tokens whose texts and log-probs are written in one go: some 4 ms
 IGNORED = frozenset(
     {
-        *("user", "metadata", "store", "seed", "service_tier", "parallel_tool_calls", "prediction", "reasoning_effort"),
+        *("user", "metadata", "store", "seed", "service_tier", "prediction", "reasoning_effort"),
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"),
     }
 )
@@ -85,6 +85,7 @@ class Asked:
     stream: bool
     usage: bool  # in the stream
     logprobs: bool
+    one_call: bool = False  # an answer ends with its first call of a tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,7 @@ class _Chat(_Common):
     logprobs: bool = False
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
 
 
 class _Plain(_Common):
@@ -229,6 +231,7 @@ def chat_request(body: str | bytes) -> ChatAsked:
     shown = found.tools if found.tool_choice != "none" else []
     tools = _canonical([tool.model_dump() for tool in shown]) if shown else ""
     asked = found.asked(found.max_completion_tokens or found.max_tokens, found.logprobs)
+    asked = replace(asked, one_call=bool(shown) and not found.parallel_tool_calls)
     return ChatAsked(asked, tuple(map(_message, found.messages)), tools)
 
 
@@ -324,7 +327,9 @@ def _message(found: _Message) -> Message:
     if found.tool_calls:
         calls = [(call.id, call.function.name, call.function.arguments) for call in found.tool_calls]
         extra["tool_calls"] = [_call(*call) for call in calls]
-    for name in ("name", "tool_call_id"):
+    # The name of an assistant is the agent program's own (LangGraph gives its node's): with it, an answer that comes back
+    # would not be the one that was given.
+    for name in ("tool_call_id",) if found.role == "assistant" else ("name", "tool_call_id"):
         if (value := getattr(found, name)) is not None:
             extra[name] = value
     return Message(found.role, text, _canonical(extra) if extra else "")

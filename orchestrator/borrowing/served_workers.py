@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -167,16 +168,25 @@ def tell_activated(worker: HttpWorker, events: EventLog) -> None:
 
 def _reachable(config: Config, candidates: Sequence[str]) -> None:
     """The relay that the run starts itself listens on this machine only, unless ``relay.host`` says otherwise."""
-    if config.relay.master or (config.relay.kind == "mooncake" and not urls.is_loopback(config.relay.host)):
+    if config.relay.master or (config.relay.kind == "mooncake" and not _stays_here(config.relay.host)):
         return
     for url in candidates:
         if not urls.is_loopback(urlsplit(url).hostname or ""):
             fix = (
-                f"{url} is on another machine, and the relay that a run starts itself listens on 127.0.0.1: set "
+                f"{url} is on another machine, and the relay that a run starts itself listens on loopback "
+                f"({config.relay.host}): set "
                 "relay.host to an address of this machine that it reaches, or give host:port of a mooncake_master that both "
                 "reach; and a run.folder on a file system that both see"
             )
             raise ConfigError("relay.master", "", fix)
+
+
+def _stays_here(host: str) -> bool:
+    """Whether a relay at this name is one for this machine: a machine's own name often means 127.0.1.1 on it."""
+    try:
+        return urls.is_loopback(socket.gethostbyname(host))
+    except OSError:
+        return False  # which is said where it is to be bound
 
 
 async def _ask_all(config: Config, token: str, candidates: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:

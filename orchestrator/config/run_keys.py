@@ -178,6 +178,9 @@ class CheckpointSection(Section):
     minutes: Annotated[float, Field(ge=0)] = 30.0  # minutes since the last one; 0: by steps only
     keep: Positive = 2
     keep_every: Annotated[int, Field(ge=0)] = 0  # one per this many steps is kept for good; 0: none
+    # seconds for the step in progress and its checkpoint when the run is asked to end: a minute or two less than Slurm's
+    # --signal or Kubernetes' terminationGracePeriodSeconds leave
+    grace: PositiveSeconds = 180.0
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.every and not self.minutes:

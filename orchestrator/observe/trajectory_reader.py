@@ -28,7 +28,7 @@ from orchestrator.store import NO_VERSION, parts_with, read_first, read_trajecto
 
 ORDERS = ("newest", "best", "worst", "longest")
 LINE = (  # columns of a line of a list
-    "trajectory_id", "group_id", "task", "step", "outcome", "total_reward", "advantage", "total_steps", "generated_tokens",
+    "trajectory_id", "group_id", "task", "step", "outcome", "total_reward", "total_steps", "generated_tokens",
     "total_tokens", "wall_time", "truncated", "version", "finished_at",
 )  # fmt: skip
 _GROUP = 1024  # members that are shown, of a group

@@ -5,8 +5,9 @@ without an answer within ``interval`` seconds, and is then given up: a process w
 not reach, is noticed after ``(1 + misses) * interval`` seconds and one look. One that answers, but makes no progress for
 ``stall`` seconds, is given up as well; one that had nothing to do before, and says that it has requests now, has the longer of
 these and ``first_token`` seconds (it may compile). A completion is progress, and so are tokens and steps that its statistics
-count, while they count no fewer requests than it was sent: what it ended must arrive. A worker without work, or that stands
-still on command, is left alone.
+count, while they count no fewer requests than it was sent: what it ended must arrive. On an engine that is shared those of its
+users count too: rollouts that wait behind them, without end where they leave no room, are no reason to give up a server that
+works (``rollout.trajectory_timeout`` ends each). A worker without work, or that stands still on command, is left alone.
 
 With each beat the borrowed workers are asked what they have room for (:class:`BorrowedCaps`), none waits for the other.
 """

@@ -85,7 +85,6 @@ from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
 
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
-_GRACE = 180.0  # seconds for a last checkpoint when asked to end: of five minutes that Slurm and Kubernetes leave
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
 
 T = TypeVar("T")
@@ -191,15 +190,40 @@ def _forget_ray_token() -> None:
 
 async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
     """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended. The folder stays locked:
-    what its report says is this run's."""
+    what its report says is this run's. A SIGTERM while parts start, or end, cancels that: the first process of a container
+    would not be ended by it."""
     if warning := folder.lock():
         print(warning, flush=True)
+    loop, this, asked = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert this is not None
+
+    def end() -> None:
+        nonlocal asked
+        asked = True
+        this.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        return await _live(config, folder, task, resume, started, end)
+    except asyncio.CancelledError:
+        if not asked:
+            raise
+        this.uncancel()
+        return "interrupted"
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _live(
+    config: Config, folder: RunFolder, task: Task, resume: bool, started: str, end: Callable[[], None]
+) -> str:
+    """Life after life, while there is anything to continue."""
     loop = asyncio.get_running_loop()
     begun, lost_at = loop.time(), None
     trained, restarts = -1, 0  # steps ever trained; lives in a row that trained no new one
     while True:
         date = datetime.fromisoformat(started) + timedelta(seconds=round(loop.time() - begun))
-        life = _Life(config, folder, task, resume, date.isoformat(), lost_at)
+        life = _Life(config, folder, task, resume, date.isoformat(), lost_at, end)
         try:
             return await life.run()
         except (RunError, RetryableError, ConfigError) as error:
@@ -221,7 +245,8 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
 
 @dataclass
 class _Life:
-    """The run until it ends or loses a part. ``lost_at``: when the one before it did (loop time), None: there was none."""
+    """The run until it ends or loses a part. ``lost_at``: when the one before it did (loop time), None: there was none. ``end()``
+    is what a SIGTERM does before all parts are there, and after."""
 
     config: Config
     folder: RunFolder
@@ -229,6 +254,7 @@ class _Life:
     resume: bool
     started: str
     lost_at: float | None
+    end: Callable[[], None]
     opened: bool = False  # its records were read, so that a resume can read them
     up: bool = False  # all parts have been there
     trained: int = -1  # steps
@@ -285,8 +311,9 @@ class _Life:
                 seconds = loop.time() - self.lost_at
                 events.emit("recovered", what="run", detail=f"from step {position.step}, {seconds:.1f} s")
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, pipeline.stop, "interrupted", _GRACE)
-                stack.callback(loop.remove_signal_handler, number)
+                loop.add_signal_handler(number, pipeline.stop, "interrupted", config.checkpoint.grace)
+            stack.callback(loop.remove_signal_handler, signal.SIGINT)
+            stack.callback(loop.add_signal_handler, signal.SIGTERM, self.end)
             try:
                 reason = await pipeline.run()
             finally:

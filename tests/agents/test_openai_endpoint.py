@@ -355,6 +355,19 @@ def test_plain_completions_go_on_from_text_and_from_ids() -> None:
     assert len(trajectory(session).contexts) == 1
 
 
+def test_an_answer_that_comes_back_with_its_authors_name_is_the_one_that_was_given() -> None:
+    policy = ScriptedPolicy("hello", "more")
+
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
+        messages: list[Any] = [user("hi")]
+        for text in ("and?", ""):
+            _, body = await post(door, client, {"messages": messages})
+            messages += [{**body["choices"][0]["message"], "name": "supervisor"}, user(text)]
+
+    _, session = with_server(policy, talk)
+    assert len(trajectory(session).contexts) == 1
+
+
 # --------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -836,3 +849,20 @@ def test_without_tools_what_looks_like_a_call_is_text() -> None:
     assert [(one["message"]["content"], one["finish_reason"]) for one in (bare, none)] == [(call, "stop")] * 2
     assert (named["message"]["content"], named["finish_reason"]) == (None, "tool_calls")
     assert (plain["text"], plain["finish_reason"]) == (call, "stop")
+
+
+def test_who_wants_one_call_at_a_time_is_given_the_first_and_nothing_behind_it_is_trained() -> None:
+    calls = [f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in ("look", "go")]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "go")]
+
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> list[Any]:
+        asked = {"messages": [user("x")], "tools": tools}
+        bodies = [{**asked, "parallel_tool_calls": wanted} for wanted in (True, False)]
+        return [(await post(door, client, body))[1]["choices"][0] for body in bodies]
+
+    policy = ScriptedPolicy(*["".join(calls)] * 2)
+    (both, one), session = with_server(policy, talk, AgentBounds(9, 96, 4000))
+    assert [call["function"]["name"] for call in both["message"]["tool_calls"]] == ["look", "go"]
+    assert [call["function"]["name"] for call in one["message"]["tool_calls"]] == ["look"]
+    assert one["finish_reason"] == "tool_calls"
+    assert session.conversation.answers[1].completion.token_ids == CHAT.encode(calls[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -180,6 +181,22 @@ def test_a_server_elsewhere_needs_a_relay_that_it_can_reach(monkeypatch: pytest.
     with pytest.raises(ConfigError) as caught:
         discovery.check(config_of("https://elsewhere:1"), FrozenLakeTask(300))
     assert caught.value.field == "relay.master"
+
+
+def test_a_name_of_this_machine_that_means_loopback_is_no_relay_for_a_server_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As /etc/hosts of Debian has it: every worker would ask itself, minutes later."""
+    monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
+    monkeypatch.setattr(socket, "gethostbyname", {"node1": "127.0.1.1", "node2": "10.0.0.2"}.__getitem__)
+    config = config_of("https://elsewhere:1")
+    for host, fits in (("node1", False), ("node2", True)):
+        named = config.model_copy(update={"relay": config.relay.model_copy(update={"kind": "mooncake", "host": host})})
+        if fits:
+            served_workers._reachable(named, ["https://elsewhere:1"])
+            continue
+        with pytest.raises(ConfigError, match=r"loopback \(node1\): set relay\.host"):
+            served_workers._reachable(named, ["https://elsewhere:1"])
 
 
 def checked(config: Config, monkeypatch: pytest.MonkeyPatch, token: str = TOKEN, **options: Any) -> None:

@@ -18,9 +18,11 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from orchestrator.api import ConfigError
-from vllm_rlplugin.kvpool.ledger import native_pages
-from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError
+from orchestrator.policies.serving.kv_sharing import SharingRules
+from vllm_rlplugin.kvpool.ledger import native_pages, page_ledger
+from vllm_rlplugin.kvpool.ledger.page_ledger import LedgerStuck, PagePool, PoolError
 from vllm_rlplugin.kvpool.pages.host_pages import HostRange
+from vllm_rlplugin.kvpool.serving.guardian import Guardian
 
 PAGE = 4096
 
@@ -424,6 +426,43 @@ def test_a_process_that_is_stopped_inside_the_ledger_costs_serving_milliseconds_
     assert time.monotonic() - begun < 1.0, "it did not wait until the process counts as hung"
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert pool.view().recoveries == 1
+
+
+def test_one_that_holds_the_ledger_and_cannot_be_killed_leaves_everybody_the_pages_that_they_have(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in a frozen container, or for which the kernel waits for a disk: the signal is taken when that is over."""
+    monkeypatch.setattr(page_ledger, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(page_ledger, "kill_tenant", lambda pid, path: False)
+    pool = pool_of(path)
+    pool.join("serve", "serving")
+    guardian = Guardian(pool, SharingRules(pages=8, headroom=0.2, watermark=0.25, deadline=2.0), time.monotonic)
+    held = pool.acquire(3)
+    child = os.fork()
+    if not child:
+        other = PagePool.open(path)
+        header = ctypes.cast(other.handle, ctypes.POINTER(_Handle)).contents.header
+        ctypes.CDLL(None).pthread_mutex_lock(ctypes.c_void_p(header + _LOCK))
+        ctypes.c_int32.from_address(header + _HOLDER).value = os.getpid()
+        while True:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        os.waitpid(child, os.WUNTRACED)
+        guardian.tick_before_step(3)
+        begun = time.monotonic()
+        assert pool.acquire(2).size == 0
+        pool.release(held[:2])
+        guardian.note_shortage()
+        guardian.tick_before_step(3)
+        assert time.monotonic() - begun < 0.1, "nobody waits for it a second time"
+        with pytest.raises(LedgerStuck, match=f"process {child} holds the ledger"):
+            pool.view()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    time.sleep(page_ledger.AGAIN_SECONDS)
+    assert pool.acquire(7).size == 7, "what was given back meanwhile is there"
+    assert pool.view().tenants[0].used == 8
 
 
 class _Handle(ctypes.Structure):

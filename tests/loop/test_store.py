@@ -73,7 +73,7 @@ def test_stored_and_read_back_a_trajectory_is_equal(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
     originals = [make_trajectory(number, version=number % 2) for number in range(12)]
     for trajectory in originals:
-        store.append(trajectory, step=0, outcome="trained", advantage=0.5)
+        store.append(trajectory, step=0, outcome="trained")
     store.close()
     assert stored(tmp_path) == originals
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import types
 from dataclasses import asdict
 from pathlib import Path
@@ -116,6 +117,27 @@ def test_a_fake_nvml_is_read_and_a_gpu_that_does_not_tell_is_left_out(monkeypatc
     read = nvml()
     assert read is not None
     assert asyncio.run(read()) == [0.3, 0.3]
+
+
+def test_a_driver_that_takes_its_time_holds_up_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, 1)
+    over = threading.Event()
+
+    def rates(handle: int) -> Any:
+        assert over.wait(2), "the loop stood still"
+        return types.SimpleNamespace(gpu=30)
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetUtilizationRates", rates)
+    read = nvml()
+    assert read is not None
+
+    async def ask() -> list[float]:
+        asked = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        over.set()
+        return list(await asked)
+
+    assert asyncio.run(ask()) == [0.3]
 
 
 @pytest.mark.parametrize(("devices", "driver"), [(0, True), (2, False)])

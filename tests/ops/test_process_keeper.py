@@ -18,6 +18,7 @@ from orchestrator.config import load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.rewards.host_launch import PATIENCE, RewardHost
 from orchestrator.rewards.reward_client import HttpReward
+from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import process_keeper as keeping
 from orchestrator.runtime import real_run as training
 from orchestrator.runtime.process_keeper import Keeper
@@ -182,7 +183,9 @@ class Lives:
         self.resumed: list[bool] = []
         self.started: list[str] = []
 
-    def __call__(self, config: object, folder: object, task: object, resume: bool, started: str, lost: object) -> Any:
+    def __call__(
+        self, config: object, folder: object, task: object, resume: bool, started: str, lost: object, end: object
+    ) -> Any:
         self.resumed.append(resume)
         self.started.append(started)
         steps, end = self.ends.pop(0)
@@ -208,10 +211,7 @@ def lived(monkeypatch: pytest.MonkeyPatch, limit: int, *ends: tuple[int, Excepti
         path = Path("runs/t-001")
         logs = path / "logs"
 
-        def lock(self) -> str:
-            return ""
-
-    main = training.train(config, Folder(), None, False, "2026-01-01T00:00:00+00:00")  # type: ignore[arg-type]
+    main = training._live(config, Folder(), None, False, "2026-01-01T00:00:00+00:00", str)  # type: ignore[arg-type]
     return run(main), lives
 
 
@@ -281,3 +281,29 @@ def test_a_list_of_processes_that_cannot_be_written_ends_no_run(
     kept(1, scenario)
     assert "processes is not as it should be: [Errno 2]" in caplog.text
     assert "reward-host 4712" in (tmp_path / "gone" / "processes").read_text()
+
+
+def test_a_sigterm_while_parts_start_ends_the_run_in_order_also_where_it_is_ignored_by_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As by the kernel for the first process of a container, which has not said what it does."""
+    closed: list[bool] = []
+
+    async def start(life: Any) -> str:
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            closed.append(True)
+        return "completed"
+
+    monkeypatch.setattr(training._Life, "run", start)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        folder = RunFolder.create(load_config(None, [f"run.folder={tmp_path}"]))
+        ending = training.train(folder.config(), folder, FrozenLakeTask(), False, "2026-01-01T00:00:00+00:00")
+        assert asyncio.run(asyncio.wait_for(ending, 5)) == "interrupted"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import tempfile
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.build import make_balance, make_filters
 from orchestrator.components import Position
 from orchestrator.config import parse_config
+from orchestrator.policies.batching import trajectory_filters
 from orchestrator.policies.batching.trajectory_filters import (
     BatchBalance,
     CompletenessFilter,
@@ -89,6 +91,23 @@ def test_similarity_counts_as_a_recount_of_its_window_does(stream: list[tuple[st
         if not expected:
             similar.keep(one)
             kept.append(one)
+
+
+def test_of_many_long_trajectories_a_sample_is_remembered_and_says_about_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trajectory_filters, "MOST_NGRAMS", 1000)
+    rng, similar = random.Random(1), SimilarityFilter(2, 0.5, window=20)
+    texts = [tuple(rng.randrange(2, 10_000) for _ in range(600)) for _ in range(30)]
+    for number, text in enumerate(texts):
+        similar.keep(said(text, group=f"{number}"))
+        assert len(similar._counts["t"]) <= 1000
+        assert sum(held.size for _, held in similar._seen["t"]) < 1100
+    known, new = texts[-1], tuple(range(20_000, 20_600))
+    assert similar.judge(said(known[:400] + new[:200], group="x")) == "similarity"
+    assert similar.judge(said(known[:400] + new[:200], group="29")) == "", "its own group"
+    assert similar.judge(said(known[:200] + new[:400], group="x")) == ""
+    assert similar.judge(said(texts[0], group="x")) == "", "it has left the window"
 
 
 def test_the_first_filter_that_rejects_names_the_reason_and_nothing_remembers_the_rejected() -> None:
@@ -215,4 +234,9 @@ def test_after_a_resume_a_similarity_window_is_what_it_was_at_the_checkpoint(
         resumed = Resumed(None, Position(buffered=tuple(buffered)), (), float(checkpoint - 1))
         remember(resumed, recent_scored(folder, window, resumed.elapsed), window)
     FilterChain([resumed_filter]).recall(resumed.position.kept)
-    assert vars(resumed_filter) == vars(before)
+    held = [
+        {task: [(group, grams.tolist()) for group, grams in seen] for task, seen in one._seen.items()}
+        for one in (resumed_filter, before)
+    ]
+    assert held[0] == held[1]
+    assert resumed_filter._counts == before._counts

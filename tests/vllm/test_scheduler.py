@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError
+from orchestrator.policies.routing.priority import ProgressivePriority
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
 from vllm_rlplugin.worker.cache_salt import make_salt, user_salt_of
 
@@ -665,6 +666,51 @@ def test_under_any_interleaving_each_request_gets_its_tokens_and_all_blocks_come
     assert engine.rl("snapshot")["outranked"] > 0
     assert not engine.scheduler._rl_clocks
     assert not engine.scheduler._rl_overdue
+
+
+@MODES
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_look_only_after_a_change_decide_as_those_that_always_look(
+    model: Path, clock: SimpleNamespace, run_ahead: bool, v2: bool, seed: int
+) -> None:
+    def decided(always: bool) -> list[dict[str, int]]:
+        rng, clock.now = random.Random(seed), 1000.0
+        plugin = {"max_wait": 20.0, "quantum": 4}
+        engine = Harness(model, run_ahead=run_ahead, v2=v2, seqs=3, blocks=40, budget=64, plugin=plugin)
+        for index in range(300):
+            clock.now += rng.choice((0.0, 0.1, 2.0))
+            live = [name for name in engine.requests if name not in engine.ended]
+            action = rng.random()
+            if action < 0.15 and len(live) < 12:
+                engine.add(f"r{index}", rng.randint(-3, 3), prompt=rng.randint(1, 60), tokens=rng.randint(1, 60))
+            elif action < 0.25 and live:
+                engine.rl("prioritize", priorities={rng.choice(live): rng.randint(-5, 5)})
+            elif action < 0.28 and live:
+                engine.abort(rng.choice(live))
+            if always:
+                engine.scheduler._rl_settled = -1
+            engine.step()
+        assert engine.rl("snapshot")["outranked"] > 10
+        return engine.trace
+
+    assert decided(False) == decided(True)
+
+
+def test_a_step_in_which_nobody_comes_or_goes_compares_nobody(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.request import Request
+
+    engine = Harness(model, seqs=4)
+    for number in range(16):
+        engine.add(f"r{number}", number, tokens=60)
+    for _ in range(4):
+        engine.step()
+    asked: list[str] = []
+    monkeypatch.setattr(Request, "__lt__", lambda *_: asked.append("order"))
+    monkeypatch.setattr(ProgressivePriority, "may_decide", lambda *_: asked.append("rank"))
+    for _ in range(20):
+        engine.step()
+    assert engine.scheduler._rl_waiting_ahead(9) == 6
+    assert asked == []
 
 
 def test_wrong_use_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,7 @@ class InprocessEngine:
         self._routed = bool(options.passed_on.get("enable_return_routed_experts"))
         self._active: dict[str, _Active] = {}
         self._silent: dict[str, _Active] = {}  # those without a token
+        self._stamped = -1  # moves of the scheduler when none of them had started
         self._stepped_at = 0.0  # when the latest engine step ended
         self.unusable = ""  # why the weights cannot be used; empty: they can
         self.advanced: dict[str, Any] = {}  # how the scheduler shut out old KV in the latest update
@@ -274,20 +275,21 @@ class InprocessEngine:
         """Whether any request is unfinished."""
         return bool(self._active)
 
+    @property
+    def moves(self) -> int:
+        """Grows whenever a request comes into the engine, starts, is preempted, ends or changes its rank."""
+        return int(self._scheduler._rl_moves)
+
     def queue_room(self, best_held: int) -> tuple[int, int]:
         """(how many requests wait inside and rank at least as one of priority ``best_held``, how many more could run)."""
         scheduler = self._scheduler
-        # Asked before every step: its queues hold a few tens, while hundreds may run.
-        ahead = sum(
-            core.priority <= best_held for queue in (scheduler.waiting, scheduler.kv_holding_waiting) for core in queue
-        )
-        return ahead, max(0, scheduler.max_num_active_reqs - len(scheduler.running))
+        return scheduler._rl_waiting_ahead(best_held), max(0, scheduler.max_num_active_reqs - len(scheduler.running))
 
     def step(self, now: float) -> list[Completion]:
         """One engine step; the requests that it finished, in order. ``now`` is when the step starts."""
         outputs = self._llm.step()
         self._stepped_at = self._clock()
-        if self._silent:
+        if self._silent and self._stamped != self._scheduler._rl_moves:
             self._stamp_starts(now)
         return [self._finish(output.request_id, output, self._stepped_at) for output in outputs] if outputs else []
 
@@ -480,15 +482,18 @@ class InprocessEngine:
 
     def _stamp_starts(self, started: float) -> None:
         """Note which requests had their first engine step and their first token in the step that has just ended."""
-        spoke = []
+        spoke, computing = [], False
         for name, active in self._silent.items():
             if active.started_at is None and active.core.num_computed_tokens > 0:
                 active.started_at = started
+            computing |= active.started_at is not None
             if active.core.num_output_tokens > 0:
                 active.first_at = self._stepped_at
                 spoke.append(name)
         for name in spoke:
             del self._silent[name]
+        # What a connector loads is there before the request starts.
+        self._stamped = -1 if computing or self._scheduler.connector is not None else self._scheduler._rl_moves
 
     def _finish(self, request_id: str, output: Any, now: float) -> Completion:
         active = self._active.pop(request_id)

@@ -96,6 +96,7 @@ class EngineWorker:
         plugin = PluginOptions.from_dict(settings.plugin)
         self._book = RequestBook(plugin.lookahead)
         self._held_limit = plugin.max_wait / 2  # seconds; the scheduler counts the wait anew
+        self._fed: tuple[int, int] | None = None  # moves in engine and book when there was nobody to feed
         self._commands: deque[_Command] = deque()
         self._finished: deque[Completion] = deque()
         self._reader = 0  # the latest call of completions()
@@ -350,8 +351,14 @@ class EngineWorker:
         best = self._book.best_held
         if best is None:
             return
+        moves, overdue = (self._engine.moves, self._book.moves), now - self._held_limit
+        oldest = self._book.oldest()
+        if moves == self._fed and oldest is not None and oldest >= overdue:
+            return
         ahead, free = self._engine.queue_room(best)
-        for entry in self._book.next_to_feed(ahead, free, None, overdue=now - self._held_limit):
+        fed = self._book.next_to_feed(ahead, free, None, overdue=overdue)
+        self._fed = None if fed else moves
+        for entry in fed:
             refused = self._engine.add(entry.request, entry.added_at)
             if refused is not None:
                 self._deliver([refused])

@@ -51,6 +51,7 @@ class RequestBook:
         self._overdue = 0  # unfinished requests that were fed for their age
         self._inside: dict[int, int] = {}  # priority -> unfinished requests of it that were fed
         self._arrivals = 0
+        self.moves = 0  # grows whenever a request comes, or changes its rank
         self._last_added = -math.inf
 
     def __len__(self) -> int:
@@ -82,6 +83,7 @@ class RequestBook:
                 self._index(self._groups, request.group_id, request.request_id)
             heapq.heappush(self._held, (request.priority, entry.order, request.request_id))
             self._unfed[request.request_id] = None
+        self.moves += fresh
         while len(self._seen) > max(REMEMBERED_IDS, 2 * len(self._entries)):
             oldest = next(iter(self._seen))
             if oldest in self._entries:
@@ -133,6 +135,7 @@ class RequestBook:
     def prioritize(self, priorities: Mapping[str, int]) -> dict[str, int]:
         """New priorities by trajectory id; returns those of the requests that the engine has, by request id."""
         fed: dict[str, int] = {}
+        self.moves += 1
         for trajectory_id, priority in priorities.items():
             for request_id in self._trajectories.get(trajectory_id, ()):
                 entry = self._entries[request_id]

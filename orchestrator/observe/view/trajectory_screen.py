@@ -55,7 +55,6 @@ def trajectory_screen(shown: ShownTrajectory, missing: str) -> RenderableType:
         printable(line["task"]),
         f"step {line['step']:,}",
         f"reward {_number(line['total_reward'])}",
-        f"advantage {_number(line['advantage'])}",
         plural(line["total_steps"], "turn"),
         f"{line['generated_tokens']:,} of {line['total_tokens']:,} tokens said",
         duration(line["wall_time"]),

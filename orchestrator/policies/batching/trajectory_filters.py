@@ -15,10 +15,17 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+
+import numpy as np
+import numpy.typing as npt
 
 from orchestrator.api import Trajectory
 
-Ngram = tuple[int, ...]
+Numbers = npt.NDArray[np.uint64]
+_ODD = 0x9E3779B97F4A7C15
+_ALL = 2**64 - 1
+MOST_NGRAMS = 1 << 18  # of a task, that are remembered: some 20 MB
 
 
 class TrajectoryFilter:
@@ -78,45 +85,55 @@ class RepetitionFilter(TrajectoryFilter):
     def judge(self, trajectory: Trajectory) -> str:
         """ "repetition" or ""."""
         grams = action_ngrams(trajectory, self.n)
-        return "repetition" if grams and 1.0 - len(set(grams)) / len(grams) > self.limit else ""
+        return "repetition" if grams.size and 1.0 - np.unique(grams).size / grams.size > self.limit else ""
 
 
 class SimilarityFilter(TrajectoryFilter):
     """Leaves out a trajectory that repeats others (the echo trap): more than ``limit`` of its distinct action n-grams occur in
     the last ``window`` kept trajectories of the same task. Its own group does not count: its members answer the same prompt,
-    and are compared on purpose."""
+    and are compared on purpose. Where those have more than ``MOST_NGRAMS``, the share is that of a sample: of the lowest
+    numbers, in every trajectory alike."""
 
     def __init__(self, n: int, limit: float, window: int) -> None:
         self._n = n
         self._limit = limit
         self._window = window
-        self._seen: dict[str, deque[tuple[str, tuple[Ngram, ...]]]] = {}  # task -> (group, n-grams) of those kept
-        self._counts: dict[str, Counter[Ngram]] = {}  # task -> in how many of them an n-gram occurs
+        self._seen: dict[str, deque[tuple[str, Numbers]]] = {}  # task -> (group, n-grams) of those kept
+        self._counts: dict[str, Counter[int]] = {}  # task -> in how many of them an n-gram occurs
+        self._highest: dict[str, int] = {}  # task -> of the sample, where it is one
 
     def judge(self, trajectory: Trajectory) -> str:
         """ "similarity" or ""."""
-        grams = _distinct(trajectory, self._n)
-        if not grams:
+        grams = self._distinct(trajectory)
+        if not grams.size:
             return ""
-        own: Counter[Ngram] = Counter()
+        counts = self._counts.get(trajectory.task, Counter())
+        known = np.fromiter(map(counts.get, grams.tolist(), repeat(0)), np.int64, grams.size)
         for group, held in self._seen.get(trajectory.task, ()):
             if group == trajectory.group_id:
-                own.update(held)
-        counts = self._counts.get(trajectory.task, Counter())
-        known = sum(counts[gram] > own[gram] for gram in grams)
-        return "similarity" if known / len(grams) > self._limit else ""
+                known -= np.isin(grams, held, assume_unique=True)
+        return "similarity" if np.count_nonzero(known) / grams.size > self._limit else ""
 
     def keep(self, trajectory: Trajectory) -> None:
         seen = self._seen.setdefault(trajectory.task, deque())
         counts = self._counts.setdefault(trajectory.task, Counter())
-        grams = _distinct(trajectory, self._n)
+        grams = self._distinct(trajectory)
         seen.append((trajectory.group_id, grams))
-        counts.update(grams)
+        counts.update(grams.tolist())
         if len(seen) > self._window:
-            for gram in seen.popleft()[1]:
+            for gram in seen.popleft()[1].tolist():
                 counts[gram] -= 1
                 if not counts[gram]:
                     del counts[gram]
+        if len(counts) > MOST_NGRAMS:
+            self._highest[trajectory.task] = highest = self._highest.get(trajectory.task, _ALL) // 2
+            self._seen[trajectory.task] = deque((group, held[held <= np.uint64(highest)]) for group, held in seen)
+            self._counts[trajectory.task] = Counter({gram: count for gram, count in counts.items() if gram <= highest})
+
+    def _distinct(self, trajectory: Trajectory) -> Numbers:
+        grams = action_ngrams(trajectory, self._n)
+        highest = self._highest.get(trajectory.task, _ALL)
+        return np.unique(grams if highest == _ALL else grams[grams <= np.uint64(highest)])
 
 
 class FilterChain:
@@ -176,11 +193,15 @@ class BatchBalance:
         return min(below, key=lambda index: (have[ready[index]], index), default=None)
 
 
-def action_ngrams(trajectory: Trajectory, n: int) -> list[Ngram]:
-    """The n-grams of the policy's tokens, turns joined: a loop of short actions only shows across turns."""
-    said = [token for turn in trajectory.turns for token in turn.action_ids]
-    return [tuple(said[start : start + n]) for start in range(len(said) - n + 1)]
-
-
-def _distinct(trajectory: Trajectory, n: int) -> tuple[Ngram, ...]:
-    return tuple(dict.fromkeys(action_ngrams(trajectory, n)))
+def action_ngrams(trajectory: Trajectory, n: int) -> Numbers:
+    """The n-grams of the policy's tokens, turns joined: a loop of short actions only shows across turns. Each is a number of 64
+    bits, which no two share but by chance."""
+    said = np.fromiter(chain.from_iterable(turn.action_ids for turn in trajectory.turns), np.uint64)
+    said = (said + np.uint64(_ODD)) * np.uint64(0xBF58476D1CE4E5B9)  # so that sums of neighbours are no others'
+    said = (said ^ (said >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    said ^= said >> np.uint64(31)
+    count = max(0, said.size - n + 1)
+    found = np.zeros(count, np.uint64)
+    for place in range(n):
+        found = found * np.uint64(_ODD) + said[place : place + count]
+    return found

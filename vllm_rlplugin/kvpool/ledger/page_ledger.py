@@ -13,7 +13,8 @@ Guarantees (``csrc/pages.c`` enforces them; tests/kvpool/test_page_ledger.py):
 * A pool file left by a crash is taken over, or made anew where its shape differs; one that tenants live in is never changed;
   another user's file, or a file that is no pool, is refused.
 
-* A process that is stopped or dies inside the ledger holds up no serving tenant: it is killed, and what it held is recounted.
+* A process that is stopped or dies inside the ledger holds up no serving tenant: it is killed, and what it held is recounted. One
+  that does not die of that (the kernel waits for its disk, its container is frozen) leaves everybody the pages that they have.
 
 Pages and places are ``uint64`` arrays. Everything here takes microseconds and never waits for another tenant's engine.
 """
@@ -43,6 +44,7 @@ _Controls = ctypes.c_uint64 * native_pages.CONTROLS
 _STATE_BYTES = 8 * native_pages.WORDS
 _Words = ctypes.c_char * _STATE_BYTES  # kept: ctypes makes the type anew once it was collected
 STUCK_SECONDS = 2.0  # after which a process that holds the lock, and is not stopped, counts as hung
+AGAIN_SECONDS = 0.25  # after which a ledger that could not be had is tried again
 
 _logger = logging.getLogger(__name__)
 
@@ -53,6 +55,10 @@ class PoolError(RunError):
 
 class TenantGone(PoolError):
     """It left, or was taken for dead: what was seen of it a moment ago holds no more."""
+
+
+class LedgerStuck(PoolError):
+    """Who holds the ledger does not move, and could not be ended: nothing changed, and it may be had later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,8 @@ class PagePool:
         self._role: Role | None = None
         self._share = (ctypes.c_uint64 * 2)()
         self._slot = -1
+        self._stuck = self._again = 0.0  # since when the ledger cannot be had, and until when it is not tried
+        self._owed = np.empty(0, np.uint64)  # pages to be released, when it can be had
         view = self.view()
         self.pages, self.page_bytes, self.ranks = view.pages, view.page_bytes, view.ranks
 
@@ -219,13 +227,23 @@ class PagePool:
         """``count`` free pages, or none at all; ``whole=False``: as many as there may be. Leased until ``lease`` (seconds of
         the monotonic clock), None: for good. What may not be had is not an error: the result is empty, or short."""
         out = np.empty(count, np.uint64)
-        found = self._call_native("rlc_pool_acquire", count, whole, _time(lease), out.ctypes.data)
+        try:
+            if self._owed.size:
+                self.release(self._owed[:0])
+            found = self._call_native("rlc_pool_acquire", count, whole, _time(lease), out.ctypes.data)
+        except LedgerStuck:
+            found = 0
         return out[:found]
 
     def release(self, pages: Pages) -> None:
-        """Give back. Raises PoolError, and keeps all of them, where one is not ours or is mapped."""
-        pages = _contiguous(pages)
-        self._call_native("rlc_pool_release", pages.ctypes.data, pages.size)
+        """Give back, or later where the ledger is stuck. Raises PoolError, and keeps all of them, where one is not ours or is
+        mapped."""
+        pages, owed = np.concatenate([self._owed, _contiguous(pages)]), self._owed[:0]
+        try:
+            self._call_native("rlc_pool_release", pages.ctypes.data, pages.size)
+        except LedgerStuck:
+            owed = pages
+        self._owed = owed
 
     def renew(self, pages: Pages, lease: float | None) -> None:
         """A new lease; None: for good."""
@@ -314,8 +332,10 @@ class PagePool:
 
     def _try_native(self, name: str, *arguments: Any) -> int:
         """Under the ledger's lock. Who holds it for long was stopped or hangs in there: a serving tenant ends it, as its pages
-        are needed; others wait for the serving tenant to do so. Raises PoolError when nothing helps."""
-        function, since, asked = getattr(self._library, name), 0.0, 0.0
+        are needed; others wait for the serving tenant to do so. Raises LedgerStuck when nothing helps, and then at once."""
+        if time.monotonic() < self._again:
+            raise LedgerStuck(self._stuck_text())
+        function, since, asked = getattr(self._library, name), self._stuck, 0.0
         while (code := int(function(self.handle, *arguments))) == native_pages.STUCK:
             now, holder = time.monotonic(), int(self._library.rlc_pool_holder(self.handle))
             since = since or now
@@ -329,8 +349,16 @@ class PagePool:
                 if kill_tenant(holder, self.path):
                     _logger.warning("process %d held the pool's ledger without moving, and was killed", holder)
             if now - since > 2 * STUCK_SECONDS:
-                raise PoolError(f"{self.path}: process {holder} holds the ledger and does not move; end it")
+                if not self._stuck:
+                    _logger.error("%s", self._stuck_text())
+                self._stuck, self._again = since, now + AGAIN_SECONDS
+                raise LedgerStuck(self._stuck_text())
+        self._stuck = 0.0
         return code
+
+    def _stuck_text(self) -> str:
+        holder = int(self._library.rlc_pool_holder(self.handle))
+        return f"{self.path}: process {holder} holds the ledger and does not move; end it"
 
     def _check_code(self, code: int) -> int:
         if code >= 0:

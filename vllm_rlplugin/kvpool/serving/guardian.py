@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from orchestrator.policies.serving.kv_sharing import KvBudget, KvSharing, SharingRules
-from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
+from vllm_rlplugin.kvpool.ledger.page_ledger import LedgerStuck, PagePool, PoolError, PoolView, TenantGone, TenantView
 from vllm_rlplugin.kvpool.ledger.tenant_processes import holds_file, kill_tenants
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
@@ -113,7 +113,8 @@ class Guardian:
             self._highest = used
         urgent = self._short or used > self._most or (self.rollouts and self._sharing.budget.state == "cut")
         if urgent or now - self._looked >= CALM:
-            self.tick()
+            with contextlib.suppress(LedgerStuck):  # users' requests have the pages that they have
+                self.tick()
 
     def note_shortage(self) -> None:
         """Serving wanted pages that were not there: somebody who has some may be gone."""

@@ -12,6 +12,7 @@ with them elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from typing import Any
 from orchestrator.policies.parallelism.engine_profile import LearnedCosts, StepCosts
 from orchestrator.policies.serving.admission import CHUNK, Admission, AdmittedWork
 from orchestrator.policies.serving.progress_watch import ProgressWatch
-from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
+from vllm_rlplugin.kvpool.ledger.page_ledger import LedgerStuck, PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.step_parts import QueueHead, StepParts, left_of
 
@@ -213,9 +214,10 @@ class RolloutAdmission:
         """What the serving tenant published last; None: nothing, or there is none."""
         if now - self._found >= _FIND_SECONDS:
             self._found = now
-            self._pool.reap()  # it may have died
-            serving = self._pool.view().serving
-            self._serving = -1 if serving is None else serving.slot
+            with contextlib.suppress(LedgerStuck):  # then it is looked for again later
+                self._pool.reap()  # it may have died
+                serving = self._pool.view().serving
+                self._serving = -1 if serving is None else serving.slot
         if self._serving < 0:
             return None
         words = self._pool.read(self._serving)
