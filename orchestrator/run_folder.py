@@ -171,8 +171,8 @@ class RunFolder:
         write_durably(self.config_file, text)
 
     def job(self, shared: bool) -> str:
-        """The job's name in metadata and relay. ``shared``: with runs of other folders, which may have this folder's name;
-        then it is made unique once, and kept for a resume."""
+        """The job's name in metadata and relay. ``shared``: one of the two is, with runs of other folders, which may have this
+        folder's name; then it is made unique once, and kept for a resume."""
         if not shared:
             return self.path.name
         if not self.job_file.exists():

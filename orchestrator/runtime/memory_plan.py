@@ -73,9 +73,9 @@ def device_bytes(config: Config, hardware: str) -> int | None:
 
 
 def memory_rows(config: Config, path: str) -> list[MemoryRow]:
-    """The trainer's ranks, an engine of each class, and the trainer's host. ``path``: the model's folder, of which only the
-    config is read. Raises ConfigError and RunError; takes minutes for a large model."""
-    return [*_trainer(config, path), *_engines(config, path)]
+    """The trainer's ranks, the trainer's host, an engine of each class, and the caches of sites. ``path``: the model's folder, of
+    which only the config is read. Raises ConfigError and RunError; takes minutes for a large model."""
+    return [*_trainer(config, path), *_engines(config, path), *_caches(config, path)]
 
 
 def about(config: Config, rows: Sequence[MemoryRow]) -> str:
@@ -232,6 +232,17 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
             arriving, together = _arriving(config, shape, weights), min(ranks, config.resources.devices_per_server)
             rows.append(MemoryRow(f"{owner}, each rank", "host", arriving, processes=ranks, together=together))
     return rows
+
+
+def _caches(config: Config, path: str) -> list[MemoryRow]:
+    """A site's cache has in memory what the relay has: the versions that are kept, and the one that is being written; where these
+    are differences, a snapshot, and beside it what nobody knows yet."""
+    relay = config.relay
+    if not relay.sites:
+        return []
+    whole = named_function("model.path", SHAPE)(path).parameters * _BYTES[config.model.dtype]
+    parts = {"a snapshot": whole} if relay.snapshot_every else {"versions": (relay.keep_versions + 1) * whole}
+    return [MemoryRow(f"cache of site {name}", "host", parts) for name in relay.sites]
 
 
 def _arriving(config: Config, shape: Any, weights: int) -> dict[str, int]:

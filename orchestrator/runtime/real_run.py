@@ -509,7 +509,7 @@ class _Assembly:
             alone = not (self.config.ray.address or self.config.rollout.served)  # on one machine
             await asyncio.to_thread(lambda: SqliteMetadata(self.folder.metadata, write_ahead=alone).close())
         return RelayEndpoint(
-            job=self.folder.job(shared=bool(settings.metadata_url)),
+            job=self.folder.job(shared=bool(settings.metadata_url or settings.master)),
             kind=settings.kind,
             master=address,
             metadata=settings.metadata_url

@@ -151,12 +151,12 @@ class MooncakeRelay:
         return found
 
     def remove(self, key: str) -> bool:
-        code = int(self._open().remove(key))
-        if code in (0, MISSING):
-            return True
-        if _REASONS.get(code, ("", ""))[0] == "leased" or code == NOT_READY:
-            return False
-        raise _error(key, code)
+        return _is_gone(key, int(self._open().remove(key)))
+
+    def remove_all(self, keys: Sequence[str]) -> bool:
+        """See :class:`orchestrator.transfer.registered_buffers.RemovingRelay`."""
+        codes = self._open().batch_remove(list(keys)) if keys else []
+        return all(_is_gone(key, int(code)) for key, code in zip(keys, codes, strict=True))
 
     def register(self, buffer: memoryview) -> None:
         """Prepare memory for transfers; it stays registered until ``unregister`` or ``close``."""
@@ -214,6 +214,15 @@ def seen_from(master: str) -> str:
             return own
     except (OSError, ValueError, OverflowError) as error:
         raise RelayError("unreachable", f"no mooncake_master answers at {master}: {error}") from error
+
+
+def _is_gone(key: str, code: int) -> bool:
+    """Whether an object that was to be removed is. Raises RelayError."""
+    if code in (0, MISSING):
+        return True
+    if _REASONS.get(code, ("", ""))[0] == "leased" or code == NOT_READY:
+        return False
+    raise _error(key, code)
 
 
 def _span(buffer: memoryview) -> tuple[int, int]:

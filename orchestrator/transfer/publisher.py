@@ -382,17 +382,27 @@ class Publisher:
             self._failed.append(attempt)  # recorded as pending; becomes garbage before the next attempt
 
     def _reopen_after_loss(self, version: int, base: int) -> None:
-        """What this publisher published is gone (the relay restarted empty): publishing it again needs new keys."""
-        last = self._last
-        if last is None or last.epoch != self._epoch or base != FULL or last.version != version or not self._lost(last):
+        """What this publisher published is gone (the relay restarted empty), or was published and the answer of the metadata
+        store, which went away, did not say so: publishing it again needs new keys."""
+        last, epoch = self._last, self._epoch
+        if base != FULL:
+            return
+        gone = last is not None and (last.epoch, last.version) == (epoch, version) and self._lost(last)
+        if not gone and not self._unheard(version):
             return
 
         def transition(head: JobHead) -> JobHead:
-            if head.epoch != last.epoch:
-                raise VersionTakenError("epoch_replaced", f"epoch {last.epoch} was replaced by epoch {head.epoch}")
+            if head.epoch != epoch:
+                raise VersionTakenError("epoch_replaced", f"epoch {epoch} was replaced by epoch {head.epoch}")
             return heads.open_epoch(head, version)
 
         self._epoch = self._update(transition).epoch
+
+    def _unheard(self, version: int) -> bool:
+        """Whether an attempt of ours that ended in an error is there, whole."""
+        failed = [attempt for attempt in self._failed if attempt.version == version]
+        found = self._head().find_version(version, FULL) if failed else None
+        return found is not None and any(found.attempt.writes_same_keys(attempt) for attempt in failed)
 
     def _lost(self, published: PublishAttempt) -> bool:
         return self._relay.size(published.manifest_key(self._endpoint.job)) < 0

@@ -112,11 +112,12 @@ class SiteCache(LinkServer):
             raise LinkRefused("malformed", f"no relay endpoint: {error}") from error
         now, ended = time.monotonic(), list[CachedJob]()
         with self._lock:
-            job = self._jobs.pop(endpoint, None) or CachedJob(endpoint)
+            job = self._jobs.pop(endpoint, None)
+            if job is None or not job.ask():
+                job = CachedJob(endpoint)
             for other in list(self._jobs):
                 if len(self._jobs) >= JOBS or now - self._jobs[other].asked > IDLE_SECONDS:
                     ended.append(self._jobs.pop(other))
-            job.asked = now
             self._jobs[endpoint] = job
         for other_job in ended:
             other_job.close()
@@ -159,7 +160,7 @@ class CachedJob:
     """What a site has of one job. One thread asks relay and metadata store, others transfer; any may call the methods."""
 
     def __init__(self, endpoint: RelayEndpoint) -> None:
-        self.asked = 0.0
+        self.asked = time.monotonic()
         self.held_bytes = 0
         self.pulled_bytes = 0  # over the slow link, since the start
         self.keys = re.compile(_KEY.format(job=re.escape(endpoint.job)))  # of its objects, and of nothing else
@@ -173,6 +174,12 @@ class CachedJob:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="site cache", daemon=True)
         self._thread.start()
+
+    def ask(self) -> bool:
+        """Somebody does. False: it has ended."""
+        with self._news:
+            self.asked = time.monotonic()
+            return not self._closed
 
     def wait_for(self, key: str, limit: float) -> Bytes:
         """The object. Raises LinkRefused: it is coming, is missing, or the relay failed."""
@@ -206,10 +213,7 @@ class CachedJob:
             while not self._closed:
                 try:
                     if store is None:
-                        metadata = opened.enter_context(closing(open_metadata(self._endpoint)))
-                        relay = opened.enter_context(closing(open_relay(self._endpoint)))
-                        pool = opened.enter_context(closing(BufferPool(relay)))
-                        store = metadata, opened.enter_context(closing(_Pull(relay, pool)))
+                        store = self._open(opened)
                     failure, self._failure = self._failure, None
                     if failure is not None:
                         raise failure
@@ -226,10 +230,22 @@ class CachedJob:
                     _logger.warning("job %s: %s", self._endpoint.job, error)
                     look = time.monotonic() + AWAY_SECONDS
                 with self._news:
+                    self._closed = self._closed or time.monotonic() - self.asked > IDLE_SECONDS
                     if not self._closed and (len(self._coming) >= PULLS or not self._wanted.keys() - self._coming):
                         self._news.wait(max(look - time.monotonic(), 1e-3))
             self._objects.clear()
+            self.held_bytes = 0
             self._refuse_wanted(RelayError("closed", "this cache ends"))
+
+    def _open(self, opened: ExitStack) -> tuple[MetadataStore, _Pull]:
+        """All of it, or nothing stays open: it may be tried for days."""
+        with ExitStack() as partly:
+            metadata = partly.enter_context(closing(open_metadata(self._endpoint)))
+            relay = partly.enter_context(closing(open_relay(self._endpoint)))
+            pool = partly.enter_context(closing(BufferPool(relay)))
+            pull = partly.enter_context(closing(_Pull(relay, pool)))
+            opened.enter_context(partly.pop_all())
+            return metadata, pull
 
     def _pull_wanted(self, pull: _Pull) -> bool:
         """Begin with an object that somebody waits for. False: all are on their way."""

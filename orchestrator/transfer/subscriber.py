@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import socket
 import time
@@ -47,6 +48,7 @@ RANGES_SAVE = 1 << 20
 # Of whole buckets that are asked for in one call, where the relay can: as many as come in about a second. A Mooncake Store
 # protects what is being read for a few seconds only, so that 1 GiB over a slow link fails as a whole.
 PULL_BYTES, FIRST_PULL_BYTES, PULL_SECONDS = 1 << 30, 128 << 20, 1.0
+_logger = logging.getLogger(__name__)
 _numbers = itertools.count()  # of the subscribers of this process
 
 
@@ -79,6 +81,7 @@ class Subscriber:
         self._codec = codec
         self._name = name or f"{socket.gethostname()}/{os.getpid()}/{next(_numbers)}"
         self._lease_seconds = lease_seconds
+        self._said = VersionHolder(-1), 0.0  # last, and when
         self._verifier = Verifier(endpoint.verify_key) if endpoint.verify_key else None
         self._pull_bytes = min(FIRST_PULL_BYTES, PULL_BYTES)
         self._newest = (0, -1)  # epoch and version of the newest signed one that was asked for
@@ -134,9 +137,19 @@ class Subscriber:
 
     def hold(self, version: int, fetching: int = -1) -> None:
         """Say what this subscriber holds (-1: nothing), and what it is about to fetch (-1: nothing): neither is collected
-        while it lives. To be repeated within ``lease_seconds``. RelayError."""
+        while it lives. To be repeated within ``lease_seconds``; what is read meanwhile repeats it. RelayError."""
         holder = VersionHolder(version, fetching)
+        self._said = holder, time.monotonic()
         leases.renew_lease(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
+
+    def _hold_on(self) -> None:
+        """A fetch over a slow link takes longer than its lease is good for."""
+        holder, since = self._said
+        if holder.fetching >= 0 and time.monotonic() - since > self._lease_seconds / 3:
+            try:
+                self.hold(holder.version, holder.fetching)
+            except RelayError as error:  # a lease only keeps what is read; it may well stay without
+                _logger.warning("the lease of weight version %d was not renewed: %s", holder.fetching, error)
 
     def report_fetch(self, version: int, whole: bool, seconds: float) -> None:
         """Say what it took to have a version verified, whole or by differences. RelayError."""
@@ -267,7 +280,10 @@ class Subscriber:
         sizes = [manifest.buckets[bucket] for bucket in batch]
         if len(batch) == 1 or not isinstance(relay, BatchRelay):
             for bucket, key, size in zip(batch, keys, sizes, strict=True):
-                yield bucket, self._read(key, size)
+                began = time.monotonic()
+                data = self._read(key, size)
+                self._note_pull(size, began)
+                yield bucket, data
             return
         for key, size in zip(keys, sizes, strict=True):
             self._check_size(key, size)
@@ -284,12 +300,16 @@ class Subscriber:
             for bucket, key, size in zip(batch, keys, sizes, strict=True):
                 yield bucket, self._read(key, size)
             return
-        seconds = max(time.monotonic() - began, 1e-3)
-        self._pull_bytes = min(PULL_BYTES, max(int(starts[-1] * PULL_SECONDS / seconds), 1))
+        self._note_pull(starts[-1], began)
         for key, size, found in zip(keys, sizes, read, strict=True):
             if found != size:
                 raise CorruptWeightsError("truncated", f"{key}: {found} B of {size} B arrived")
         yield from zip(batch, views, strict=True)
+
+    def _note_pull(self, size: int, began: float) -> None:
+        """What a call took decides how much the next one asks for: after a slow one, too, which asked for one bucket only."""
+        seconds = max(time.monotonic() - began, 1e-3)
+        self._pull_bytes = min(PULL_BYTES, max(int(size * PULL_SECONDS / seconds), 1))
 
     def _open_checked(
         self, manifest: StoredManifest, bucket: int, wanted: list[int], data: Bytes
@@ -360,6 +380,7 @@ class Subscriber:
 
     def _check_size(self, key: str, size: int) -> None:
         """Before anything is allocated."""
+        self._hold_on()
         found = self._relay.size(key)
         if found < 0:
             raise RelayError("missing", f"no object {key}: collected, or the relay lost its memory")

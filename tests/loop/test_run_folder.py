@@ -1,5 +1,6 @@
 """A run folder is one process's at a time, its logs survive what can be survived, and a resume says what it cannot mend."""
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -11,19 +12,24 @@ import time
 import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator import cli, durable_files
 from orchestrator.api import ConfigError, RunError
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.cli import main
-from orchestrator.config import parse_config
+from orchestrator.config import Config, parse_config
 from orchestrator.durable_files import GroupCommit, JournalFile, write_durably
 from orchestrator.events import MemorySink
 from orchestrator.ledger import Ledger, intact_lines
 from orchestrator.run_folder import RunFolder, environment_owner, write_environment
+from orchestrator.runtime.real_run import _Assembly
 from orchestrator.runtime.run_records import RunRecords, compare_store
+from orchestrator.transfer import Publisher, RelayError, Subscriber
 
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -220,6 +226,30 @@ def test_names_that_a_resume_needs_are_kept(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert folder.job(shared=True) == folder.job(shared=True)
     assert environment_owner(folder.path) == environment_owner(folder.path)
+
+
+def test_runs_of_one_folder_name_on_one_relay_leave_each_others_weights(tmp_path: Path) -> None:
+    """Each with the version pointer in its own folder: neither knows of the other."""
+    relay = {"kind": "fsspec", "master": f"file://{tmp_path}/shared"}
+    publishers: list[Publisher] = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        folder = make_folder(tmp_path / name)
+        assembly: Any = SimpleNamespace(config=Config(relay=relay), folder=folder)
+        endpoint = asyncio.run(_Assembly._start_relay(assembly))
+        publishers.append(Publisher(endpoint))
+        publishers[-1].rollback(0)
+        value = np.frombuffer(name.encode() * 64, np.uint8)
+        try:
+            publishers[-1].publish(0, [("w", (64,), "uint8", value)])
+        except RelayError:  # it is tried again
+            publishers[-1].publish(0, [("w", (64,), "uint8", value)])
+    for name, publisher in zip("ab", publishers, strict=True):
+        reader = Subscriber(publisher._endpoint)
+        ((_, data),) = reader.fetch(reader.manifest(0))
+        assert data.tobytes() == name.encode() * 64
+        reader.close()
+        publisher.close()
 
 
 # -- going back ------------------------------------------------------------------------------------------------------

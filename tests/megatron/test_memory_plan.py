@@ -383,6 +383,11 @@ def test_engine_relay_and_colocation_have_their_share(tmp_path: Path, monkeypatc
     config = large(tmp_path, "resources.memory_gb={GPU=80}", *shared)
     trainer, _, engine, _ = memory_plan.memory_rows(config, config.model.path)
     assert trainer.parts["an engine asleep"] == engine.parts["a trainer away"] == memory_plan.CONTEXT
+    sites = "relay.sites={rack={workers=['vllm-0'], cache='10.0.0.5:7100'}}", "relay.site_token_file=token"
+    cache = memory_plan.memory_rows(large(tmp_path, *sites), config.model.path)[-1]
+    assert memory_plan.describe([cache]) == ["cache of site rack: 45.7 GB in host memory (versions 45.7)"]
+    cache = memory_plan.memory_rows(large(tmp_path, *sites, "relay.snapshot_every=16"), config.model.path)[-1]
+    assert cache.parts == {"a snapshot": 2 * shape.parameters}
     with pytest.raises(ConfigError, match=r"relay.segment_mb = 100: is too small for 3 versions.*at least 479"):
         memory_plan.check(large(tmp_path, "relay.segment_mb=100"))
 

@@ -28,6 +28,7 @@ from orchestrator.runtime.mooncake_master import MooncakeMaster
 from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 from orchestrator.transfer import mooncake_relay as transfer_mooncake
 from orchestrator.transfer.rdma_devices import check_device
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -97,6 +98,9 @@ def do(what, *a):
         return one("r").size(a[0])
     elif what == "remove":
         return one("r").remove(a[0])
+    elif what == "remove_all":
+        started = time.perf_counter()
+        return [one("r").remove_all(a[0]), time.perf_counter() - started]
     elif what == "ranges":
         buffer = bytearray(a[2])
         return [one("r").get_ranges(a[0], a[1], memoryview(buffer)), bytes(buffer).decode()]
@@ -379,6 +383,22 @@ def test_old_versions_go_when_their_lease_ran_out(rig: Rig) -> None:
     )
 
 
+def test_thousands_of_objects_are_removed_in_one_call_but_not_what_is_read(rig: Rig) -> None:
+    child = rig.child(segment_bytes=0)
+    child.ask("host", 16 * MIB)
+    keys = [f"many/{number}" for number in range(200)]
+    for key in keys:
+        child.ask("put", key, "x")
+    missing = [f"none/{number}" for number in range(20_000)]
+    removed, seconds = child.ask("remove_all", missing)
+    assert removed
+    assert seconds < 5.0
+    wait_for(lambda: child.ask("remove_all", [*keys[:-1], *missing[:10]])[0], 20.0, every=0.5)  # leased by their put
+    assert [child.ask("size", key) for key in keys] == [-1] * 199 + [1]
+    assert child.ask("remove_all", keys)[0] is False  # a reader has the last one
+    assert child.ask("remove_all", []) == [True, pytest.approx(0.0, abs=0.1)]
+
+
 def test_a_dead_master_is_retryable_and_told_at_once(rig: Rig) -> None:
     pid = rig.master.pid or 0
     os.kill(pid, signal.SIGKILL)
@@ -623,6 +643,16 @@ def test_an_object_that_is_still_being_written_is_missing_and_not_removed() -> N
         relay_on(remove=-900).remove("k")
     with pytest.raises(RelayError):
         relay_on(get_size=-900).size("k")
+
+
+@pytest.mark.parametrize(("codes", "gone"), [([0, -704], True), ([0, -706], False), ([-703, 0], False)])
+def test_many_objects_are_gone_when_each_is(codes: list[int], gone: bool) -> None:
+    relay = relay_on()
+    relay._store = SimpleNamespace(batch_remove=lambda keys: codes)
+    assert relay.remove_all(["a", "b"]) is gone
+    relay._store = SimpleNamespace(batch_remove=lambda keys: [0, -900])
+    with pytest.raises(RelayError, match="b: the mooncake_master"):
+        relay.remove_all(["a", "b"])
 
 
 def test_mooncake_that_does_not_load_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:

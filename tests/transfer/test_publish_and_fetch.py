@@ -369,6 +369,40 @@ def test_a_relay_that_lost_its_memory_is_filled_again() -> None:
     assert same(rig.read(2), weights(2))
 
 
+class Deaf(MemoryMetadata):
+    """Takes a change, and goes away before it says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = -1  # changes
+
+    def compare_and_set(self, key: str, value: bytes, revision: int) -> bool:
+        taken = super().compare_and_set(key, value, revision)
+        self.after -= 1
+        if self.after == 0:
+            raise RelayError("metadata_unreachable", "the connection broke")
+        return taken
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_store_that_goes_away_without_saying_that_it_has_the_version_ends_no_run(after: int) -> None:
+    """As it begins, or as the version is there."""
+    rig = Rig()
+    rig.metadata = store = Deaf()
+    publisher = rig.publisher()
+    publisher.publish(1, stream(weights(1)))
+    store.after = after
+    with pytest.raises(RetryableError, match="metadata_unreachable"):
+        publisher.publish(2, stream(weights(2)))
+    publisher.publish(2, stream(weights(2)))
+    assert same(rig.read(2), weights(2))
+    publisher.publish(3, stream(weights(3)))
+    assert same(rig.read(3), weights(3))
+    assert publisher.collect_garbage() == 0
+    with pytest.raises(VersionTakenError):
+        publisher.publish(3, stream(weights(4)))
+
+
 def test_a_reset_starts_from_nothing() -> None:
     rig = Rig()
     rig.publisher().publish(7, stream(weights(7)))

@@ -23,6 +23,7 @@ from orchestrator.transfer import (
     HostedWeights,
     Publisher,
     RelayEndpoint,
+    RelayError,
     Subscriber,
     proven_link,
     site_cache,
@@ -285,6 +286,52 @@ def test_jobs_that_nobody_asks_for_are_forgotten(far: Far, monkeypatch: pytest.M
     monkeypatch.setattr(site_cache, "IDLE_SECONDS", -1.0)
     far.subscriber()
     assert [endpoint.job for endpoint in far.cache._jobs] == ["job"]
+
+
+def test_what_nobody_asks_for_any_more_is_dropped_without_another_question(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last run of a site has ended, and its head still names versions."""
+    far.publish(1)
+    assert read(far.subscriber(), 1) == whole(far.model)
+    job = far.job
+    assert job.held_bytes > 0
+    monkeypatch.setattr(site_cache, "IDLE_SECONDS", 0.1)
+    wait_for(lambda: not job._thread.is_alive())
+    assert job.held_bytes == 0
+    assert not job._objects
+    monkeypatch.undo()
+    monkeypatch.setenv(TOKEN_FILE, str(far.token))
+    reader = far.subscriber()
+    assert read(reader, 1) == whole(far.model)
+    assert not reader.past_cache()
+    assert far.job is not job
+
+
+def test_a_relay_that_cannot_be_opened_costs_nothing_however_often_it_is_tried(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[_Counted] = []
+
+    class _Counted:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    def metadata(endpoint: RelayEndpoint) -> _Counted:
+        opened.append(_Counted())
+        return opened[-1]
+
+    def away(endpoint: RelayEndpoint) -> None:
+        raise RelayError("unreachable", "no master")
+
+    monkeypatch.setattr(site_cache, "AWAY_SECONDS", 0.01)
+    monkeypatch.setattr(site_cache, "open_metadata", metadata)
+    monkeypatch.setattr(site_cache, "open_relay", away)
+    site_relay.SiteRelay(_Nothing(), far.cache.place, far.endpoint.to_dict())
+    wait_for(lambda: len(opened) > 5)
+    assert len([one for one in opened if not one.closed]) <= 1
 
 
 class _Nothing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from orchestrator.transfer import (
     version_leases,
 )
 from orchestrator.transfer import job_head as heads
+from orchestrator.transfer import subscriber as subscribers
 from orchestrator.transfer.job_head import FULL, PublishAttempt, PublishedVersion
 from orchestrator.transfer.publisher import PublishPlan
 from orchestrator.transfer.retention import (
@@ -328,6 +330,30 @@ def test_what_is_being_fetched_stays() -> None:
     chained(rig, 2, 4, snapshots=(4,))
     rig.publishers[0].collect_garbage()
     assert rig.versions() == [(0, "full"), (1, "delta-0"), (4, "delta-3"), (4, "full")]
+
+
+def test_a_fetch_that_takes_longer_than_its_lease_keeps_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hundreds of gigabytes over 1 Gbit/s take an hour, and a lease is good for ten minutes."""
+    rig = twins.Rig(keep_versions=1)
+    monkeypatch.setattr(subscribers, "time", SimpleNamespace(monotonic=lambda: rig.now))
+    chained(rig, 0, 1)
+    subscriber = rig.subscriber("newcomer")
+    subscriber.hold(-1, fetching=1)
+    rig.publishers[0].collect_garbage()  # it is seen
+    manifest = subscriber.manifest(0)
+    for _ in range(3):
+        rig.now += 400
+        list(subscriber.fetch_shards(manifest, range(len(manifest.shards))))
+        rig.publishers[0].collect_garbage()
+    chained(rig, 2, 4, snapshots=(4,))
+    rig.publishers[0].collect_garbage()
+    assert rig.versions() == [(0, "full"), (1, "delta-0"), (4, "delta-3"), (4, "full")]
+    rig.now += 400
+    monkeypatch.setattr(rig.metadata, "get", lambda key: (_ for _ in ()).throw(RelayError("metadata_unreachable", "")))
+    list(subscriber.fetch_shards(manifest, range(len(manifest.shards))))  # what is there is read without it
+    assert len([one for one in caplog.messages if "was not renewed" in one]) == 1
 
 
 def test_no_clock_is_compared_with_another() -> None:
