@@ -37,7 +37,7 @@ from scripts.bench.result import frame, now
 
 NAME = "peers"
 TARGET = 0.70  # held-out success
-ROUNDS, STEPS, EVERY, PROMPTS = 3, 100, 10, 200
+ROUNDS, STEPS, EVERY, PROMPTS = 3, 240, 20, 200
 QUICK_STEPS = 4
 CONFIG, DEMO = Path("scripts/bench/peers/frozenlake.toml"), Path("examples/frozenlake.toml")
 _VERL_SECONDS = 240.0
