@@ -3,7 +3,7 @@
 Layout: ``task=NAME/date=2026-01-31/version=N/part-000001.parquet``: the day (UTC) on which the episode ended, and the version
 of the first generated token (-1: none was generated). Part numbers count through the whole store and are never given twice,
 a resume included. The names are those of Hive partitions, so DuckDB, Polars, Spark and ``datasets`` read the folder as one
-table. Stores of before there were dates have no ``date=`` level; both are read.
+table.
 
 Guarantees:
 
@@ -115,8 +115,8 @@ _FILE_SCHEMA = pa.schema(
         ("total_reward", pa.float64()),  # null: never scored
         ("outcome", pa.string()),  # a ledger end, with its cause: "trained", "evicted_stale", "failed: env_timeout"
         ("step", pa.int64()),  # training step it was trained in, or that was current when it ended
-        ("position", pa.int32()),  # its place in that step's batch; null: not trained, or stored before there was one
-        ("weight", pa.float64()),  # in the loss of that step; null: not trained, or stored before there were weights
+        ("position", pa.int32()),  # its place in that step's batch; null: not trained
+        ("weight", pa.float64()),  # in the loss of that step; null: not trained
         ("first_version", pa.int64()),
         ("env_version", pa.string()),
         ("env_seed", pa.int64()),
@@ -728,8 +728,7 @@ def _to_turn(turn: Mapping[str, Any]) -> Turn:
 
 def _parts(folder: Path) -> list[Path]:
     """The data set's files, those that were rolled back not included, in the order of writing."""
-    found = [*folder.glob("task=*/date=*/version=*/part-*.parquet"), *folder.glob("task=*/version=*/part-*.parquet")]
-    return sorted(found, key=_part_number)
+    return sorted(folder.glob("task=*/date=*/version=*/part-*.parquet"), key=_part_number)
 
 
 def _part_number(file: Path) -> int:

@@ -4,13 +4,11 @@ Guarantees: only trajectories that were trained are read, each batch holds exact
 in which they stood in it; the version of a batch is the one that it was trained at. What cannot be told from the files is
 an error, never a guess: a folder without trajectories, a missing column, a step with a trajectory twice.
 
-The order comes from the column ``position``; of files without it, ``scored_at`` (then by id) stands in, which keeps the
-members of a group together. Writer and column meanings: ``orchestrator.store``. Needs pyarrow.
+The order comes from the column ``position``. Writer and column meanings: ``orchestrator.store``. Needs pyarrow.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,13 @@ from orchestrator.api import ConfigError, TrainBatch, TrainSample, VersionSpans,
 
 FIELD = "--rl-trajectories"
 TRAINED = "trained"
-_COLUMNS = ("trajectory_id", "group_id", "turns", "total_reward", "outcome", "step", "scored_at")
 _POSITION, _WEIGHT = "position", "weight"
 _CONTEXTS = "contexts"  # of long episodes that were shown several
-_OPTIONAL = (_POSITION, _WEIGHT, _CONTEXTS)  # columns that older files lack
-_LAYOUTS = (
-    "task=*/date=*/version=*/part-*.parquet",
-    "task=*/version=*/part-*.parquet",
-)  # the second: before there were dates
+_COLUMNS = (
+    *("trajectory_id", "group_id", "turns", "total_reward", "outcome", "step"),
+    *(_POSITION, _WEIGHT, _CONTEXTS),
+)
+_LAYOUT = "task=*/date=*/version=*/part-*.parquet"
 
 
 def read_batches(folder: str | Path, *, first_version: int = 0, steps: int | None = None) -> Iterator[TrainBatch]:
@@ -57,10 +54,9 @@ def trajectory_files(folder: str | Path) -> list[Path]:
         raise ConfigError(FIELD, str(folder), "is not a folder; give a run folder, or the trajectories folder in it")
     for root in (path / "trajectories", path):
         # The store's layout; names that begin with an underscore (rolled back) do not match.
-        found = [file for layout in _LAYOUTS for file in root.glob(layout)]
-        if files := sorted(found, key=lambda file: (file.name, str(file))):
+        if files := sorted(root.glob(_LAYOUT), key=lambda file: (file.name, str(file))):
             return files
-    fix = f"holds no trajectories ({_LAYOUTS[0]}); give a run folder, or the trajectories folder in it"
+    fix = f"holds no trajectories ({_LAYOUT}); give a run folder, or the trajectories folder in it"
     raise ConfigError(FIELD, str(folder), fix)
 
 
@@ -114,7 +110,7 @@ def _trained_steps(file: Path) -> set[int]:
 
 def _rows(file: Path, step: int) -> list[dict[str, Any]]:
     """Rows of one step that were trained."""
-    rows: list[dict[str, Any]] = _read(file, (*_COLUMNS, *_OPTIONAL)).to_pylist()
+    rows: list[dict[str, Any]] = _read(file, _COLUMNS).to_pylist()
     return [row for row in rows if row["step"] == step and row["outcome"] == TRAINED]
 
 
@@ -123,26 +119,16 @@ def _in_order(rows: Sequence[dict[str, Any]], step: int, folder: str | Path) -> 
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(FIELD, str(folder), f"has trajectory {twice} twice in step {step}; are two runs mixed here?")
-    positions = [int(row[_POSITION]) for row in rows if row.get(_POSITION) is not None]
-    if len(positions) == len(rows):
-        if sorted(positions) != list(range(len(rows))):
-            raise ConfigError(
-                FIELD, str(folder), f"step {step}: {len(rows)} trajectories at positions {sorted(positions)}"
-            )
-        return sorted(rows, key=lambda row: int(row[_POSITION]))
-    if positions:
+    positions = [row[_POSITION] for row in rows]
+    if None in positions:
         raise ConfigError(FIELD, str(folder), f"step {step}: some of its trajectories have no position in the batch")
-    # A group is trained as soon as its last member is scored.
-    complete: dict[str, float] = {}
-    for row in rows:
-        complete[row["group_id"]] = max(complete.get(row["group_id"], -math.inf), row["scored_at"])
-    return sorted(
-        rows, key=lambda row: (complete[row["group_id"]], row["group_id"], row["scored_at"], row["trajectory_id"])
-    )
+    if sorted(positions) != list(range(len(rows))):
+        raise ConfigError(FIELD, str(folder), f"step {step}: {len(rows)} trajectories at positions {sorted(positions)}")
+    return sorted(rows, key=lambda row: int(row[_POSITION]))
 
 
 def _read(file: Path, columns: Sequence[str]) -> Any:
-    """The columns that the file has; of the needed ones it must have all."""
+    """These columns, all of which the file must have."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -151,10 +137,10 @@ def _read(file: Path, columns: Sequence[str]) -> Any:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as data:
             names = data.schema_arrow.names
-            missing = [name for name in columns if name not in names and name not in _OPTIONAL]
+            missing = [name for name in columns if name not in names]
             if missing:
                 fix = f"has no column {missing[0]!r}, so it is not a run's trajectory file"
                 raise ConfigError(FIELD, str(file), fix)
-            return data.read(columns=[name for name in columns if name in names], use_threads=False)
+            return data.read(columns=list(columns), use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(FIELD, str(file), f"cannot be read as Parquet: {error}") from error

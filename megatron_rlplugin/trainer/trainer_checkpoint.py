@@ -212,12 +212,6 @@ def _checked(parts: TrainerParts, path: Path) -> dict[str, Any]:
 def _read_ours(path: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
-    if (path / "trainer.pt").is_file():
-        fix = (
-            "is of an earlier version, one file a rank: end the run with the version that wrote it, or begin a run with "
-            "model.path = this folder, which has the weights in Hugging Face's form"
-        )
-        raise ConfigError("checkpoint", str(path), fix)
     _check_index(path / _INDEX)
     common = _reading(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
     ours = common.get(_OURS) if isinstance(common, dict) else None

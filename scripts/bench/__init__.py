@@ -63,7 +63,6 @@ BENCHES = {
     "calibrated-prediction": Bench("scripts.bench.micro.calibrated_prediction", "12 min", RUN),
     "stream-step": Bench("scripts.bench.micro.stream_step", "10 min", RUN),
     "padding": Bench("scripts.bench.micro.padding", "10 s", MEGATRON),
-    "merge-control": Bench("scripts.bench.micro.merge_control", "8 min", MEGATRON),
     "delta-bytes": Bench("scripts.bench.micro.delta_bytes", "5 min"),
     "delta-speed": Bench("scripts.bench.micro.delta_speed", "1 min"),
     "transfer-limit": Bench("scripts.bench.micro.transfer_limit", "6 min", MOONCAKE),

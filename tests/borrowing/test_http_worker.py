@@ -16,53 +16,16 @@ pytest.importorskip("fastapi")
 
 from orchestrator.api import (
     CommandError,
-    Completion,
     ConfigError,
-    GenerationRequest,
     ManagedWorker,
     RetryableError,
-    Sampling,
     TokenSequence,
 )
 from orchestrator.api import http as wire
 from orchestrator.borrowing.http_worker import HttpWorker
-from tests.support.vllm_twin import LIMITS, TOKEN, TwinServer
+from tests.support.vllm_twin import LIMITS, TOKEN, TwinServer, a_request, collected, run
 from tests.support.worker_contract import CHECKS, Rig
 from vllm_rlplugin.server import request_bodies
-
-
-def run(scenario: Callable[[TwinServer, HttpWorker], Awaitable[None]], **options: Any) -> None:
-    """One scenario with a server and a client of its own."""
-
-    async def main() -> None:
-        server = await TwinServer().start(**options)
-        worker = HttpWorker(server.url, TOKEN, "http")
-        try:
-            async with asyncio.timeout(60):
-                await scenario(server, worker)
-        finally:
-            await worker.close()
-            await server.stop()
-
-    asyncio.run(main())
-
-
-def a_request(
-    name: str, tokens: int = 5, *, trajectory: str = "", group: str = "", priority: int = 0
-) -> GenerationRequest:
-    sampling = Sampling(tokens)
-    return GenerationRequest(
-        name, trajectory or name, 0, (1, 2, 3), sampling, "test", group_id=group, priority=priority
-    )
-
-
-async def collected(worker: HttpWorker, number: int) -> dict[str, Completion]:
-    found: dict[str, Completion] = {}
-    while len(found) < number:
-        for completion in await worker.completions():
-            assert completion.request_id not in found
-            found[completion.request_id] = completion
-    return found
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -142,17 +142,9 @@ def test_any_trajectory_survives_the_round_trip(
     assert stored(folder) == [original]
 
 
-def test_the_place_in_the_batch_is_kept_and_older_files_read_as_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = store_module._FILE_SCHEMA
-    before = pa.schema([field for field in kept if field.name not in ("position", "weight")])
-    monkeypatch.setattr(store_module, "_FILE_SCHEMA", before)
+def test_the_place_in_the_batch_is_kept(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
-    store.append(make_trajectory(0), 0, "trained", position=3)  # of a version that knew no positions
-    store.close()
-    monkeypatch.setattr(store_module, "_FILE_SCHEMA", kept)
-    store = TrajectoryStore(tmp_path)
+    store.append(make_trajectory(0), 0, "trained")
     store.append(make_trajectory(1), 1, "trained", position=1)
     store.append(make_trajectory(2), 1, "trained", position=0)
     store.append(make_trajectory(3), 1, "filtered: zero_variance")
@@ -165,21 +157,14 @@ def test_the_place_in_the_batch_is_kept_and_older_files_read_as_without_one(
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["turns in memory", "in a shard"])
-def test_the_experts_that_engines_chose_are_kept_and_older_files_have_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
-) -> None:
-    kept = store_module._FILE_SCHEMA
-    monkeypatch.setattr(store_module, "_FILE_SCHEMA", kept.remove(kept.get_field_index("experts")))
-    store = TrajectoryStore(tmp_path / "store")
-    store.append(make_trajectory(0), 0, "trained")  # of a version that kept no experts
-    store.close()
-    monkeypatch.setattr(store_module, "_FILE_SCHEMA", kept)
+def test_the_experts_that_engines_chose_are_kept_and_others_have_none(tmp_path: Path, writes: bool) -> None:
     first, last = make_trajectory(1).turns
     known = replace(
         make_trajectory(1), turns=(first, replace(last, experts=RoutedExperts(2, 3, 2, 1, bytes(range(24)))))
     )
     shards = ShardFolder(tmp_path / "shards", tmp_path)
     store = TrajectoryStore(tmp_path / "store", finish=shards.finish if writes else lambda one: one)
+    store.append(make_trajectory(0), 0, "trained")
     store.append(known, 1, "trained")
     store.close()
     assert stored(tmp_path / "store") == [make_trajectory(0), known]

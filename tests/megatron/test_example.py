@@ -60,12 +60,12 @@ def trajectory(step: int, number: int) -> Trajectory:
     )
 
 
-def write_run(folder: Path, *, positions: bool = True) -> None:
+def write_run(folder: Path) -> None:
     """A run folder as the orchestrator writes it; files hold the trajectories in another order than the batches."""
     store = TrajectoryStore(folder / "trajectories")
     for step in range(STEPS):
         for number in reversed(range(GROUPS * MEMBERS)):
-            place = (number * 5) % (GROUPS * MEMBERS) if positions else None
+            place = (number * 5) % (GROUPS * MEMBERS)
             store.append(trajectory(step, number), step, "trained", position=place)
         store.append(trajectory(step + 10, 1), step, "evicted_stale")
         store.flush()
@@ -243,12 +243,6 @@ def test_batches_are_those_that_were_trained_in_their_order(inputs: tuple[Path, 
     assert list(read_batches(inputs[1] / "trajectories", steps=2)) == list(read_batches(inputs[1]))[:2]
 
 
-def test_without_positions_groups_stay_together_in_the_order_in_which_they_were_complete(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", positions=False)
-    (first, *_) = read_batches(tmp_path / "run")
-    assert [sample.trajectory_id for sample in first.samples] == [f"t0-{number:02d}" for number in range(12)]
-
-
 def test_a_folder_that_holds_no_trajectories_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no trajectories"):
         list(read_batches(tmp_path))
@@ -272,10 +266,13 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
         list(read_batches(tmp_path))
 
 
-def test_positions_that_are_no_batch_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "said"), [(2, r"2 trajectories at positions \[0, 2\]"), (None, "have no position in the batch")]
+)
+def test_positions_that_are_no_batch_are_refused(tmp_path: Path, place: int | None, said: str) -> None:
     store = TrajectoryStore(tmp_path / "trajectories")
     store.append(trajectory(0, 0), 0, "trained", position=0)
-    store.append(trajectory(0, 1), 0, "trained", position=2)
+    store.append(trajectory(0, 1), 0, "trained", position=place)
     store.close()
-    with pytest.raises(ConfigError, match=r"2 trajectories at positions \[0, 2\]"):
+    with pytest.raises(ConfigError, match=said):
         list(read_batches(tmp_path))

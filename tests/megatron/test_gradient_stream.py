@@ -96,7 +96,7 @@ def test_streamed_steps_are_those_of_one_batch(loss: str) -> None:
 
 
 def check(figures: dict[str, Any]) -> None:
-    """The bars of stream-equality and, with several replicas, of merge-control."""
+    """The bars of stream-equality; with several replicas a plain mean of their means must be wrong."""
     assert figures["bit_equal"], figures
     assert figures["weights"] == 0.0
     assert figures["uneven"] <= 1e-6, figures

@@ -238,14 +238,6 @@ def test_a_checkpoint_that_cannot_be_written_is_one_error_with_its_cause(
 # -- what is refused ------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_an_earlier_version_is_one_error_that_says_what_to_do(folder: str, tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
-    (tmp_path / "trainer.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"is of an earlier version.*begin a run with model\.path"):
-        run(make_trainer(folder).load(str(tmp_path)))
-
-
 def test_an_index_that_would_run_code_is_refused_before_megatron_core_reads_it(folder: str, tmp_path: Path) -> None:
     class Opens:
         def __reduce__(self) -> Any:

@@ -283,7 +283,7 @@ def test_the_rest_of_an_epoch_counts_as_a_long_round_and_a_short_one_that_fills_
     assert tight.search.state()["rounds"] == 0
 
 
-def test_a_search_goes_on_in_the_middle_of_a_period_and_one_of_an_older_checkpoint_begins_its_period_anew() -> None:
+def test_a_search_goes_on_in_the_middle_of_a_period() -> None:
     rules = RoundRules(4, 2, search=(1.25, 1.5))
     planner, again = RoundPlanner(rules), RoundPlanner(rules)
     play(planner)
@@ -293,9 +293,6 @@ def test_a_search_goes_on_in_the_middle_of_a_period_and_one_of_an_older_checkpoi
     for search in (planner.search, again.search):
         search.round_ended(3.0, 4, long=True)
     assert again.search.costs == planner.search.costs == {1.25: (1.0 + 3.0 / 4) / 5}
-    older = EtaSearch((1.25, 1.5))
-    older.restore({"costs": [2.0], "seconds": 7.0, "prompts": 9})
-    assert (older.eta, older.state()["rounds"]) == (1.5, 0)
 
 
 def test_tokens_thrown_away_are_those_made_and_not_delivered_and_those_of_trajectories_that_ended_untrained() -> None:

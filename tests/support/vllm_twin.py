@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from ipaddress import ip_network
@@ -23,8 +23,9 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from orchestrator.api import GenerationRequest
+from orchestrator.api import Completion, GenerationRequest, Sampling
 from orchestrator.api import http as wire
+from orchestrator.borrowing.http_worker import HttpWorker
 from vllm_rlplugin.server import bearer_auth, control_endpoints
 from vllm_rlplugin.server.control_route import STATE, RouteContext
 from vllm_rlplugin.server.engine_metrics import EngineMetrics
@@ -410,3 +411,37 @@ class TwinServer:
         version = self.worker.cycle.version + 1
         self.client.relay[version] = ""
         return version
+
+
+def run(scenario: Callable[[TwinServer, HttpWorker], Awaitable[None]], **options: Any) -> None:
+    """One scenario with a server and a client of its own."""
+
+    async def main() -> None:
+        server = await TwinServer().start(**options)
+        worker = HttpWorker(server.url, TOKEN, "http")
+        try:
+            async with asyncio.timeout(60):
+                await scenario(server, worker)
+        finally:
+            await worker.close()
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def a_request(
+    name: str, tokens: int = 5, *, trajectory: str = "", group: str = "", priority: int = 0
+) -> GenerationRequest:
+    sampling = Sampling(tokens)
+    return GenerationRequest(
+        name, trajectory or name, 0, (1, 2, 3), sampling, "test", group_id=group, priority=priority
+    )
+
+
+async def collected(worker: HttpWorker, number: int) -> dict[str, Completion]:
+    found: dict[str, Completion] = {}
+    while len(found) < number:
+        for completion in await worker.completions():
+            assert completion.request_id not in found
+            found[completion.request_id] = completion
+    return found

@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,49 +20,15 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
-from orchestrator.api import CommandError, Completion, ConfigError, GenerationRequest, KvMove, Sampling
+from orchestrator.api import CommandError, ConfigError, GenerationRequest, KvMove, Sampling
 from orchestrator.api import http as wire
 from orchestrator.borrowing.http_worker import HttpWorker, _Asked
-from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
+from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer, a_request, collected, run
 from vllm_rlplugin.kvpool.engine.idle_upkeep import PoolUpkeep
 from vllm_rlplugin.options import FrontendOptions
 from vllm_rlplugin.server import bearer_auth, control_endpoints, engine_metrics, server_lease
 from vllm_rlplugin.server.engine_metrics import refresh_metrics
 from vllm_rlplugin.worker.live_engine import LiveEngine
-
-
-def run(scenario: Callable[[TwinServer, HttpWorker], Awaitable[None]], **options: Any) -> None:
-    """One scenario with a server and a client of its own."""
-
-    async def main() -> None:
-        server = await TwinServer().start(**options)
-        worker = HttpWorker(server.url, TOKEN, "http")
-        try:
-            async with asyncio.timeout(60):
-                await scenario(server, worker)
-        finally:
-            await worker.close()
-            await server.stop()
-
-    asyncio.run(main())
-
-
-def a_request(
-    name: str, tokens: int = 5, *, trajectory: str = "", group: str = "", priority: int = 0
-) -> GenerationRequest:
-    sampling = Sampling(tokens)
-    return GenerationRequest(
-        name, trajectory or name, 0, (1, 2, 3), sampling, "test", group_id=group, priority=priority
-    )
-
-
-async def collected(worker: HttpWorker, number: int) -> dict[str, Completion]:
-    found: dict[str, Completion] = {}
-    while len(found) < number:
-        for completion in await worker.completions():
-            assert completion.request_id not in found
-            found[completion.request_id] = completion
-    return found
 
 
 async def raw(server: TwinServer, method: str, path: str, token: str | None = TOKEN, **options: Any) -> tuple[int, Any]:

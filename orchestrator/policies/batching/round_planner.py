@@ -141,10 +141,8 @@ class EtaSearch:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self._costs = [float(cost) for cost in state["costs"]][: len(self._grid)]
-        self._begin_period()
-        if "deferred" in state:  # else of an older version, whose period begins anew
-            self._seconds, self._rounds = float(state["seconds"]), int(state["rounds"])
-            self._prompts, self._deferred = int(state["prompts"]), int(state["deferred"])
+        self._seconds, self._rounds = float(state["seconds"]), int(state["rounds"])
+        self._prompts, self._deferred = int(state["prompts"]), int(state["deferred"])
 
 
 class RoundPlanner:
