@@ -34,8 +34,10 @@ BINARY = "mooncake_master"
 LOOPBACK = "127.0.0.1"
 START_LIMIT = 20.0  # seconds; it takes less than 1 on an idle machine
 POLL_SECONDS = 0.05
-LEASE_MS = 5000  # how long a read protects an object from removal
-CLIENT_TTL = 10  # seconds until the memory of a dead client counts as gone
+LEASE_MS = 10_000  # how long a read protects an object from removal, and the most that it may take
+# Seconds without a sign of life until a client's memory counts as gone. Mooncake's default, 10, loses the versions of a rank that
+# stood still for so long, on a starved host or while a checkpoint is written; readers of one that is dead are refused at once anyway.
+CLIENT_TTL = 60
 PORT_TRIES = 3  # a port that was free may be taken before the master binds it
 _LOG_TAIL = 4000
 

@@ -7,7 +7,7 @@ never forced. What a process that lends memory puts lies in its own, while there
 way there: the store's own choice is any. Transfers run directly from and to registered memory; other memory is registered
 for the call.
 
-Known limits: ``size`` leases the object as a reader does (5 to 10 s), so nothing is removed right after it was looked
+Known limits: ``size`` leases the object as a reader does (10 s), so nothing is removed right after it was looked
 at; a hung storage process blocks ``get_into`` for 30 s; the client listens on 0.0.0.0 without authentication.
 """
 

@@ -502,7 +502,7 @@ def _trajectory(prompt: str) -> Trajectory:
 
 async def _hanging(folder: Path, count: int) -> list[int]:
     """Processes whose function is in its endless loop by now, not just starting."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(found := list(folder.glob("hangs-*"))) < count:
             await asyncio.sleep(0.02)
     return sorted(int(file.name.partition("-")[2]) for file in found)

@@ -29,10 +29,10 @@ for n in range(60):
 print("ESCAPED")
 """
 HOGS = """
-import os
+import os, time
 for n in range(8):
     if os.fork() == 0:
-        block = b"x" * (60 << 20); os.read(0, 1); os._exit(0)
+        block = b"x" * (60 << 20); time.sleep(3); os._exit(0)  # all hold theirs at the same time
 print([os.waitpid(-1, 0)[1] for n in range(8)])
 """
 HOG = """

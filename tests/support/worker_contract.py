@@ -258,20 +258,22 @@ async def requests_added_while_suspended_start_after_resume(rig: Rig) -> None:
 
 async def in_flight_tokens_survive_an_update(rig: Rig) -> None:
     """Suspended on the way, updated, resumed: each response is one completion, its versions rise, none are lost."""
-    requests = rig.requests(4, rig.long_tokens)
-    old = (await rig.worker.stats()).version
-    await rig.worker.add(requests)
-    await rig.worker.suspend()
-    version = await rig.publish()
-    result = await rig.worker.update(version)
-    assert result.version == version > old
-    assert (await rig.worker.stats()).version == version
-    await rig.worker.resume()
-    done = await rig.collect(len(requests))
-    well_formed(done.values())
-    known = {old, version}
-    assert all(number in known for item in done.values() for number, _ in item.versions)
-    assert any(item.versions[-1][0] == version for item in done.values()), "nothing was made by the new weights"
+    for _ in range(4):  # on a starved machine the suspension may come after the last token
+        requests = rig.requests(4, rig.long_tokens)
+        old = (await rig.worker.stats()).version
+        await rig.worker.add(requests)
+        await rig.worker.suspend()
+        version = await rig.publish()
+        result = await rig.worker.update(version)
+        assert result.version == version > old
+        assert (await rig.worker.stats()).version == version
+        await rig.worker.resume()
+        done = await rig.collect(len(requests))
+        well_formed(done.values())
+        assert all(number in {old, version} for item in done.values() for number, _ in item.versions)
+        if any(item.versions[-1][0] == version for item in done.values()):
+            return
+    raise AssertionError("nothing was made by the new weights")
 
 
 async def a_prepared_version_is_loaded_and_preparing_disturbs_nothing(rig: Rig) -> None:

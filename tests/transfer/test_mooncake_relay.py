@@ -285,6 +285,19 @@ def test_a_rank_whose_memory_is_full_puts_into_that_of_others(rig: Rig) -> None:
         each.ask("close")
 
 
+@pytest.mark.long  # 25 s
+def test_what_a_rank_published_is_there_after_the_rank_stood_still(rig: Rig) -> None:
+    """With Mooncake's own time limit the store has forgotten it all by then."""
+    rank, reader = rig.child(), rig.child()
+    rank.ask("publish", 1, 1, SIZES)
+    os.kill(rank.process.pid, signal.SIGSTOP)
+    time.sleep(20.0)
+    os.kill(rank.process.pid, signal.SIGCONT)
+    assert reader.ask("fetch", 1)[0] == reader.ask("expected", 1, SIZES)
+    for each in (rank, reader):
+        each.ask("close")
+
+
 def test_parts_of_an_object_are_read_from_the_real_store(rig: Rig) -> None:
     host, client = rig.child(), rig.child()
     host.ask("host", 16 * MIB)

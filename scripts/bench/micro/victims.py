@@ -45,9 +45,9 @@ class MasterProcess:
         """Start it, and wait until it listens."""
         binary = str(Path(sys.executable).parent / "mooncake_master")
         ports = [f"--rpc_port={self.port}", "--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
-        command = [*_DIES_WITH_US, binary, "--rpc_address=127.0.0.1", *ports, "--client_ttl=10", "-logtostderr"]
+        command = [*_DIES_WITH_US, binary, "--rpc_address=127.0.0.1", *ports, "--client_ttl=60", "-logtostderr"]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen([*command, "--default_kv_lease_ttl=5000"], stdout=log, stderr=log)
+            self._process = subprocess.Popen([*command, "--default_kv_lease_ttl=10000"], stdout=log, stderr=log)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
