@@ -534,7 +534,7 @@ class _PartBounds:
         for name in _INDEXED:
             facts = [_statistics(group, name) for group in groups]
             counts = [fact.null_count if fact is not None and fact.has_null_count else None for fact in facts]
-            nulls[name] = None if None in counts else sum(counts)
+            nulls[name] = None if None in counts else sum(count or 0 for count in counts)
             pairs = zip(facts, groups, counts, strict=True)
             full = [fact for fact, group, count in pairs if group.num_rows > (count or 0)]
             if full and all(fact is not None and fact.has_min_max for fact in full):
