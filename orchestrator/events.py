@@ -67,7 +67,12 @@ class EventLog:
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event."""
         record = {"kind": kind, "t": self.time(), **fields}
-        self._sink.write(json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=True) + "\n")
+        line = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=True)
+        # perhaps half of a surrogate pair, of a foreign error's text: no reader takes a line with one
+        if "\\ud" in line:
+            whole = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
+            line = json.dumps(json.loads(whole), sort_keys=True, separators=(",", ":"), allow_nan=True)
+        self._sink.write(line + "\n")
         for listener in self._listeners:
             listener(record)
 

@@ -22,7 +22,7 @@ Guarantees:
 
 Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token, and a filter on task, date
 or version opens no file of another one. The first rows of an order are read from the files that may hold them
-(:func:`read_first`): of all others the footer is.
+(:meth:`PartIndex.read_first`): of all others the footer is, once.
 """
 
 from __future__ import annotations
@@ -146,6 +146,11 @@ _PARQUET = ds.ParquetFileFormat(
     default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
 )
 SCHEMA = pa.schema([*_FILE_SCHEMA, *_PARTITIONS])
+_SHOWN = pa.schema([*SCHEMA, ("__filename", pa.string())])
+_FILES = 512  # that are read at a time: Arrow keeps the footers of a data set's files, 0.1 MiB of each
+_INDEXED = (  # columns whose bounds are looked at
+    "trajectory_id", "group_id", "outcome", "step", "total_reward", "generated_tokens", "finished_at",
+)  # fmt: skip
 
 _FileKey = tuple[str, str, int, int, bool]  # task, date, first version, step, trained
 _NO_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -417,116 +422,151 @@ def read_trajectories(
 ) -> pa.Table:
     """The stored trajectories, reading only ``columns`` (all when None) of the rows that pass ``filter``, a pyarrow
     expression such as ``pc.field("outcome") == "trained"``. ``ordered``: as they were written; else sooner, on
-    all cores. ``parts``: of these files only (:func:`parts_with`). A folder without any gives an empty table."""
-    data = open_store(folder) if parts is None else _dataset(Path(folder), parts) if parts else None
-    if data is None:
-        return SCHEMA.empty_table().select(list(columns) if columns is not None else SCHEMA.names)
+    all cores. ``parts``: of these files only (:meth:`PartIndex.parts_with`). A folder without any gives an empty table."""
+    files = _parts(Path(folder)) if parts is None else parts
+    names = list(columns) if columns is not None else None
+    tables = []
     with _damage(folder):
-        return data.to_table(
-            columns=list(columns) if columns is not None else None, filter=filter, use_threads=not ordered
-        )
+        for at in range(0, len(files), _FILES):
+            data = _dataset(Path(folder), files[at : at + _FILES])
+            tables.append(data.to_table(columns=names, filter=filter, use_threads=not ordered))
+    if not tables:
+        return _SHOWN.empty_table().select(names or SCHEMA.names)
+    return pa.concat_tables(tables)
 
 
-def read_first(
-    folder: str | Path,
-    columns: Sequence[str],
-    filter: pc.Expression | None,
-    order: Sequence[tuple[str, str]],
-    most: int,
-) -> tuple[pa.Table, int]:
-    """The first ``most`` rows, and how many rows pass ``filter`` (None: all). ``order``: pyarrow's sort keys, columns of numbers
-    that are among ``columns``; of two alike the smaller id comes first. A row without a value of the first key is none of
-    them. What is read: of each file its footer; with a filter, the columns that it names; and ``columns`` of the files only
-    that hold one of the rows, as far as statistics can say."""
-    where = pc.field(order[0][0]).is_valid() if filter is None else filter & pc.field(order[0][0]).is_valid()
-    files, total = _parts(Path(folder)), 0
-    found = SCHEMA.empty_table().select(list(columns))
-    with _damage(folder):
-        if filter is not None:
-            files, total = _passing(folder, files, where)
-        with ThreadPoolExecutor(_READERS) as readers:
-            parts = [_PartBounds.of(footer, order) for footer in readers.map(pq.read_metadata, files)]
-        if filter is None:
-            counted = all(part.counted for part in parts)
-            total = sum(part.rows for part in parts) if counted else _passing(folder, files, where)[1]
-        waiting = sorted(zip(parts, files, strict=True), key=lambda one: (one[0].best, _part_number(one[1])))
+class PartIndex:
+    """A store's files by the bounds of some columns, as their footers tell. Each footer is read once, as a file never changes,
+    and not kept: it takes a hundred times as much memory as the bounds."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._known: dict[Path, _PartBounds] = {}
+
+    @property
+    def rows(self) -> int:
+        """In all files."""
+        return sum(bounds.rows for bounds in self._bounds().values())
+
+    def parts_with(self, column: str, value: str) -> list[Path]:
+        """The files that may hold a row with this value, in the order of writing."""
+        return [file for file, bounds in self._bounds().items() if bounds.may_hold(column, value, value)]
+
+    def read_first(
+        self,
+        columns: Sequence[str],
+        filter: pc.Expression | None,
+        order: Sequence[tuple[str, str]],
+        most: int,
+        ranges: Sequence[tuple[str, Any, Any]] = (),
+    ) -> tuple[pa.Table, int]:
+        """The first ``most`` rows, and how many rows pass ``filter`` (None: all). ``order``: pyarrow's sort keys, columns of
+        numbers that are among ``columns``; of two alike the smaller id comes first. A row without a value of the first key
+        is none of them. ``ranges``: what a row that passes has, at least and at most (None: any), by column. What is read:
+        of each file its footer; with a filter, the columns that it names, of the files that may hold such a row; and
+        ``columns`` of the files only that hold one of the rows, as far as statistics can say."""
+        key = order[0][0]
+        where = pc.field(key).is_valid() if filter is None else filter & pc.field(key).is_valid()
+        parts = {
+            file: bounds
+            for file, bounds in self._bounds().items()
+            if all(bounds.may_hold(*one) for one in ranges) and bounds.held(key)
+        }
+        if filter is None and all(bounds.nulls[key] is not None for bounds in parts.values()):
+            total = sum(bounds.held(key) for bounds in parts.values())
+        else:
+            holding, total = self._passing(list(parts), where)
+            parts = {file: parts[file] for file in holding}
+        found = SCHEMA.empty_table().select(list(columns))
+        waiting = sorted(((bounds.best(order), -_part_number(file), file) for file, bounds in parts.items()))
         most, least = min(most, total), 1
         while most and waiting:
             last = _rank(found.slice(most - 1).to_pylist()[0], order) if found.num_rows == most else ()
             batch: list[Path] = []
             rows = 0
-            while waiting and waiting[-1][0].best >= last and (rows < most or len(batch) < least):
-                part, file = waiting.pop()
+            while waiting and waiting[-1][0] >= last and (rows < most or len(batch) < least) and len(batch) < _FILES:
+                file = waiting.pop()[-1]
                 batch.append(file)
-                rows += part.rows
+                rows += parts[file].held(key)
             if not batch:
                 break
-            table = _dataset(Path(folder), batch).to_table(columns=list(columns), filter=where)
+            with _damage(self._folder):
+                table = _dataset(self._folder, batch).to_table(columns=list(columns), filter=where)
             table = pa.concat_tables([found, table])
             found = table.take(pc.select_k_unstable(table, most, [*order, ("trajectory_id", "ascending")]))
             least *= 2  # of a filter that few rows of a file pass
-    return found, total
+        return found, total
 
+    def _passing(self, files: Sequence[Path], where: pc.Expression) -> tuple[list[Path], int]:
+        """The files that hold a row that passes, and how many rows do."""
+        names = read_trajectories(self._folder, ["__filename"], where, ordered=False, parts=files)["__filename"]
+        holding = {_part_number(Path(name)) for name in names.unique().to_pylist()}
+        return [file for file in files if _part_number(file) in holding], len(names)
 
-def parts_with(folder: str | Path, column: str, value: str) -> list[Path]:
-    """The files that may hold a row with this value, as their footers tell, in the order of writing."""
-    files = _parts(Path(folder))
-    with _damage(folder), ThreadPoolExecutor(_READERS) as readers:
-        footers = list(readers.map(pq.read_metadata, files))
-    return [file for file, footer in zip(files, footers, strict=True) if _may_hold(footer, column, value)]
-
-
-def _may_hold(footer: Any, column: str, value: str) -> bool:
-    place = _place(footer, column)
-    if place is None:
-        return True
-    facts = [footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups)]
-    return any(fact is None or not fact.has_min_max or fact.min <= value <= fact.max for fact in facts)
-
-
-def _passing(folder: str | Path, files: Sequence[Path], where: pc.Expression) -> tuple[list[Path], int]:
-    """The files that hold a row that passes, and how many rows do."""
-    if not files:
-        return [], 0
-    names = _dataset(Path(folder), files).to_table(columns=["__filename"], filter=where)["__filename"]
-    holding = {_part_number(Path(name)) for name in names.unique().to_pylist()}
-    return [file for file in files if _part_number(file) in holding], len(names)
+    def _bounds(self) -> dict[Path, _PartBounds]:
+        """Of each file that is there now, in the order of writing."""
+        files = _parts(self._folder)
+        new = [file for file in files if file not in self._known]
+        with _damage(self._folder), ThreadPoolExecutor(_READERS) as readers:
+            self._known.update(zip(new, readers.map(_PartBounds.of, new), strict=True))
+        self._known = {file: self._known[file] for file in files}
+        return self._known
 
 
 @dataclass(frozen=True, slots=True)
 class _PartBounds:
-    """Of a file, by its footer. ``rows``: with a value of the first key, at most; ``counted``: just as many. ``best``: the rank
-    that no row of it is above."""
+    """Of a file. ``limits``: by column its least and greatest value; one that is not there may hold anything. ``nulls``: by
+    column how many rows have no value, None: not known."""
 
     rows: int
-    counted: bool
-    best: tuple[float, ...]
+    limits: Mapping[str, tuple[Any, Any]]
+    nulls: Mapping[str, int | None]
 
     @classmethod
-    def of(cls, footer: Any, order: Sequence[tuple[str, str]]) -> _PartBounds:
-        """Where there are no statistics, anything may be in the file."""
-        places = [_place(footer, name) for name, _ in order]
-        rows, counted, best = 0, True, (-math.inf,) * len(order)
-        for number in range(footer.num_row_groups):
-            group = footer.row_group(number)
-            facts = [None if place is None else group.column(place).statistics for place in places]
-            nulls = facts[0].null_count if facts[0] is not None and facts[0].has_null_count else None
-            held = group.num_rows - (nulls or 0)
-            rows, counted = rows + held, counted and nulls is not None
-            if held:
-                best = max(best, tuple(_bound(fact, by) for fact, (_, by) in zip(facts, order, strict=True)))
-        return cls(rows, counted, best)
+    def of(cls, file: Path) -> _PartBounds:
+        """By its footer."""
+        footer = pq.read_metadata(file)
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        limits, nulls = {}, {}
+        for name in _INDEXED:
+            facts = [_statistics(group, name) for group in groups]
+            counts = [fact.null_count if fact is not None and fact.has_null_count else None for fact in facts]
+            nulls[name] = None if None in counts else sum(count or 0 for count in counts)
+            pairs = zip(facts, groups, counts, strict=True)
+            full = [fact for fact, group, count in pairs if group.num_rows > (count or 0)]
+            if full and all(fact is not None and fact.has_min_max for fact in full):
+                limits[name] = min(fact.min for fact in full), max(fact.max for fact in full)
+        return cls(footer.num_rows, limits, nulls)
+
+    def held(self, name: str) -> int:
+        """Rows that have a value there, at most."""
+        return self.rows - (self.nulls[name] or 0)
+
+    def may_hold(self, name: str, least: Any, most: Any) -> bool:
+        """Whether a row may have a value between these (None: any)."""
+        if not self.held(name):
+            return False
+        low, high = self.limits.get(name, (None, None))
+        return (most is None or low is None or low <= most) and (least is None or high is None or high >= least)
+
+    def best(self, order: Sequence[tuple[str, str]]) -> tuple[float, ...]:
+        """The rank that no row of it is above; where there are no statistics, anything may be in the file."""
+        known = [(self.limits.get(name), by) for name, by in order]
+        return tuple(math.inf if one is None else float(one[1] if by == "descending" else -one[0]) for one, by in known)
 
 
-def _place(footer: Any, name: str) -> int | None:
-    """Of a column, among all leaves of all columns."""
-    return next((at for at in range(footer.num_columns - 1, -1, -1) if footer.schema.column(at).path == name), None)
+_places: dict[str, int] = {}  # of a column among all leaves of all columns, in the file before
 
 
-def _bound(fact: Any, by: str) -> float:
-    if fact is None or not fact.has_min_max:
-        return math.inf
-    return float(fact.max if by == "descending" else -fact.min)
+def _statistics(group: Any, name: str) -> Any:
+    """Of a top-level column; None where there are none. It does not ask the footer for its schema, which would keep the footer
+    until the garbage collector finds both."""
+    near = _places.get(name, -1)
+    for place in (near, *range(group.num_columns - 1, -1, -1)):
+        if 0 <= place < group.num_columns and group.column(place).path_in_schema == name:
+            _places[name] = place
+            return group.column(place).statistics
+    return None
 
 
 def _rank(row: Mapping[str, Any], order: Sequence[tuple[str, str]]) -> tuple[float, ...]:

@@ -24,7 +24,7 @@ from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.observe.turn_lines import parse_turn
 from orchestrator.run_folder import TURNS_FILE
-from orchestrator.store import NO_VERSION, parts_with, read_first, read_trajectories
+from orchestrator.store import NO_VERSION, PartIndex, read_trajectories
 
 ORDERS = ("newest", "best", "worst", "longest")
 LINE = (  # columns of a line of a list
@@ -70,6 +70,14 @@ class TrajectoryChoice:
         if self.most is not None:
             parts.append(pc.field("total_reward") <= self.most)
         return functools.reduce(operator.and_, parts) if parts else None
+
+    def ranges(self) -> list[tuple[str, Any, Any]]:
+        """By column, the least and the most (None: any) that a row of it has."""
+        found: list[tuple[str, Any, Any]] = [("total_reward", self.least, self.most)]
+        found += [] if self.step is None else [("step", self.step - 1, self.step - 1)]
+        found += [("group_id", self.group, self.group)] if self.group else []
+        found += [("outcome", self.cause, f"{self.cause}\U0010ffff")] if self.cause else []
+        return [one for one in found if one[1:] != (None, None)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +175,11 @@ class TrajectoryReader:
 
     folder: Path
     tokens: TokenText = field(init=False)
+    _index: PartIndex = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = TokenText(_tokenizer_folders(self.folder))
+        self._index = PartIndex(self._store)
 
     @property
     def _store(self) -> Path:
@@ -188,18 +198,19 @@ class TrajectoryReader:
             "longest": ("generated_tokens", "descending"),
         }[order]
         keys = [(column, direction), ("finished_at", "descending")]
-        table, total = read_first(self._store, LINE, chosen.expression(), keys, first + most)
+        table, total = self._index.read_first(LINE, chosen.expression(), keys, first + most, chosen.ranges())
         return [_line(row) for row in table.slice(first).to_pylist()], total
 
     def find(self, identity: str) -> dict[str, Any]:
         """The line of a trajectory. Raises ConfigError with the nearest ids where there is none of that name."""
         where = pc.field("trajectory_id") == identity
-        parts = parts_with(self._store, "trajectory_id", identity)
+        parts = self._index.parts_with("trajectory_id", identity)
         lines = read_trajectories(self._store, list(LINE), where, ordered=False, parts=parts).to_pylist()
         if lines:
             return _line(max(lines, key=lambda one: one["finished_at"]))  # a run that lost a step may have it twice
-        known = read_trajectories(self._store, ["trajectory_id"])["trajectory_id"].to_pylist()
-        near = difflib.get_close_matches(identity, known, 3) if len(known) <= _COMPARED else []
+        few = self._index.rows <= _COMPARED
+        known = read_trajectories(self._store, ["trajectory_id"])["trajectory_id"].to_pylist() if few else []
+        near = difflib.get_close_matches(identity, known, 3)
         fix = f"; did you mean {', '.join(near)}?" if near else "; `rl-coserve show RUN` lists them"
         raise ConfigError("ID", identity, f"is not a stored trajectory of {self.folder.name}{fix}")
 
@@ -208,7 +219,7 @@ class TrajectoryReader:
         where = pc.field("trajectory_id") == line["trajectory_id"]
         for name, value in (("task", line["task"]), ("version", line["version"]), ("step", line["step"] - 1)):
             where = where & (pc.field(name) == value)
-        parts = parts_with(self._store, "group_id", line["group_id"])
+        parts = self._index.parts_with("group_id", line["group_id"])
         row = read_trajectories(self._store, filter=where, parts=parts).to_pylist()[-1]
         siblings = TrajectoryChoice(task=line["task"], group=line["group_id"]).expression()
         group = [_line(one) for one in read_trajectories(self._store, list(LINE), siblings, parts=parts).to_pylist()]

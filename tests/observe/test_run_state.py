@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrator.events import EventLog, MemorySink
+from orchestrator.events import EventLog, MemorySink, read_events
 from orchestrator.observe.run_figures import INCIDENTS, POINTS, STAGES, Curve
 from orchestrator.observe.view import run_metrics
 from orchestrator.observe.view.folder_follower import Follower
@@ -234,3 +234,12 @@ def test_the_page_of_the_documentation_has_every_metric_and_no_other(finished: P
     state.figures.take_live(LIVE)
     families = {family.name for family in text_string_to_metric_families(run_metrics.exposition(state).decode())}
     assert families == {run_metrics.PREFIX + name for name in run_metrics.TABLE}
+
+
+def test_a_foreign_text_with_half_of_a_surrogate_pair_hides_no_event(tmp_path: Path) -> None:
+    with (tmp_path / "events.jsonl").open("w") as stream:
+        log = EventLog(stream, lambda: 0.0)
+        log.emit("fault", what="run", detail="cut \ud83d, whole \U0001f600")
+        log.emit("run_end", status="failed", reason="no file \udcff")
+    fault, end = read_events(tmp_path / "events.jsonl")
+    assert (fault["detail"], end["status"]) == ("cut ?, whole \U0001f600", "failed")

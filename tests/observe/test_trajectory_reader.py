@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import re
 import shlex
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import aiohttp
@@ -22,7 +24,7 @@ from orchestrator.cli import main
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.trajectory_reader import TokenText, TrajectoryChoice, TrajectoryReader
 from orchestrator.observe.view.view_server import Hub, Server
-from orchestrator.store import TrajectoryStore, parts_with
+from orchestrator.store import PartIndex, TrajectoryStore
 from tests.support.view_runs import write_unfinished
 
 TOKEN = "token-of-this-test-1234"
@@ -157,13 +159,40 @@ def test_a_first_page_reads_rows_of_those_files_only_that_may_hold_one_of_its_li
             reader.lines(chosen, order, most=most)
 
 
+def test_each_footer_is_read_once_and_not_kept_however_much_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A week's run has tens of thousands of files; a report asks four times, then for the trajectories that it found."""
+    store = TrajectoryStore(tmp_path / "trajectories", rows_per_file=1)
+    for number in range(20):
+        store.append(trajectory(f"t{number:02d}", number / 20, at=number), number, "trained")
+    store.close()
+    read, footers = parquet.read_metadata, []
+
+    def counted(file: Path) -> object:
+        footer = read(file)
+        footers.append(weakref.ref(footer))
+        return footer
+
+    monkeypatch.setattr(parquet, "read_metadata", counted)
+    gc.disable()
+    try:
+        reader = TrajectoryReader(tmp_path)
+        for order in ("newest", "best", "worst"):
+            lines, _ = reader.lines(TrajectoryChoice(cause="trained"), order)
+            reader.read(reader.find(lines[0]["trajectory_id"]))
+        assert (len(footers), [one for one in footers if one() is not None]) == (20, [])
+    finally:
+        gc.enable()
+
+
 def test_one_trajectory_and_its_group_are_read_from_those_files_only_that_may_hold_them(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path / "trajectories", rows_per_file=10)
     for number in range(100):
         store.append(trajectory(f"t{number:02d}", number / 100, at=number, group=f"g{number // 5:02d}"), 0, "trained")
     store.close()
     files = sorted((tmp_path / "trajectories").rglob("part-*.parquet"))
-    assert [parts_with(tmp_path / "trajectories", "trajectory_id", name) for name in ("t42", "t990")] == [
+    assert [PartIndex(tmp_path / "trajectories").parts_with("trajectory_id", name) for name in ("t42", "t990")] == [
         [files[4]],
         [],
     ]
@@ -171,7 +200,7 @@ def test_one_trajectory_and_its_group_are_read_from_those_files_only_that_may_ho
         if file != files[4]:
             table = parquet.read_table(file)
             parquet.write_table(table, file, write_statistics=file == files[0])
-    assert parts_with(tmp_path / "trajectories", "group_id", "g08") == files[1:]
+    assert PartIndex(tmp_path / "trajectories").parts_with("group_id", "g08") == files[1:]
     reader = TrajectoryReader(tmp_path)
     shown = reader.read(reader.find("t42"))
     assert [one["trajectory_id"] for one in shown.group] == ["t44", "t43", "t42", "t41", "t40"]
