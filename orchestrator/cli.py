@@ -428,7 +428,13 @@ def _train(arguments: argparse.Namespace) -> int:
         import ray
 
         ray.shutdown()
-        _say_report(write_report(folder.path))
+        try:
+            _say_report(write_report(folder.path))
+        except Exception as error:  # noqa: BLE001  a full disk, a damaged file: how the run ended matters more
+            print(
+                f"no report could be written ({error}); try: rl-coserve report {shlex.quote(str(folder.path))}",
+                flush=True,
+            )
         folder.unlock()
     if reason != "completed":
         print(f"{reason}; resume with: rl-coserve train --resume {shlex.quote(str(folder.path))}")

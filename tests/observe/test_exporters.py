@@ -192,8 +192,13 @@ def test_an_exporter_that_fails_is_said_once_and_asked_no_more(where: str) -> No
 
 
 def test_nothing_of_this_machine_is_given_to_others() -> None:
-    config = parse_config({"run": {"folder": "/secret/place"}, "rollout": {"served_token_file": "/secret/file"}})
-    assert "secret" not in json.dumps(exporters.config_to_share(config))
+    places = {"run": {"folder": "/secret/place"}, "rollout": {"served_token_file": "/secret/file"}}
+    assert "secret" not in json.dumps(exporters.config_to_share(parse_config(places)))
+    shared = exporters.config_to_share(
+        parse_config({"model": {"path": "/data/secret/model"}, "trainer": {"loss": "token-mean"}})
+    )
+    assert "secret" not in json.dumps(shared)
+    assert (shared["trainer"]["loss"], "rollout" in shared) == ("token-mean", True)
 
 
 def test_an_endpoint_with_a_password_in_it_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RunError
+from orchestrator.cli import main
 from orchestrator.observe.report import page_text
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
@@ -572,3 +574,29 @@ def test_many_runs_have_distinct_styles_and_a_short_file_name(tmp_path: Path) ->
 )
 def test_numbers_read_well(made: str, expected: str) -> None:
     assert made.replace(page_text.THIN, " ") == expected
+
+
+@pytest.mark.parametrize("ends", ["completed", "a part failed"])
+def test_a_report_that_cannot_be_written_hides_no_runs_end(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from orchestrator.observe.report import report_page
+    from orchestrator.runtime import real_run
+
+    async def train(*_: Any) -> str:
+        if ends != "completed":
+            raise RunError(ends)
+        return ends
+
+    def full(_: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the run's handler is not for the tests that follow
+    monkeypatch.setattr(real_run, "train", train)
+    monkeypatch.setattr(real_run, "start_ray", lambda config: None)
+    monkeypatch.setattr(report_page, "write_report", full)
+    code = main(["train", "examples/frozenlake.toml", f'run.folder="{tmp_path}"'])
+    printed = capsys.readouterr()
+    assert code == (0 if ends == "completed" else 1)
+    assert "no report could be written ([Errno 28] No space left on device); try: rl-coserve report" in printed.out
+    assert (ends in printed.err) is (ends != "completed")

@@ -20,6 +20,7 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.observe.view import runs_page as listing
+from orchestrator.observe.view.folder_follower import Follower
 from orchestrator.observe.view.runs_page import Runs, runs_in
 from orchestrator.observe.view.view_server import Server
 from tests.support import view_runs
@@ -167,3 +168,32 @@ def test_a_folder_without_runs_is_one_error(tmp_path: Path, capsys: pytest.Captu
     assert runs_in(tmp_path) == runs_in(tmp_path / "missing") == []
     assert cli(["view", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+def test_a_run_that_this_account_may_not_look_into_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "theirs"):
+        run_in(tmp_path, name)
+    real = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert [path.name for path in runs_in(tmp_path)] == ["mine"]
+
+
+def test_a_log_that_cannot_be_read_now_is_asked_for_again(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "run")
+    log = run / "events.jsonl"
+    kept = log.read_bytes()
+    log.unlink()
+    log.mkdir()  # reading it is an error of the system, as of a file server that has lost it
+    follower = Follower(run)
+    assert (list(follower.events()), follower.behind) == ([], False)
+    log.rmdir()
+    log.write_bytes(kept)
+    assert list(follower.events())

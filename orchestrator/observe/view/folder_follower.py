@@ -35,7 +35,7 @@ class Follower:
             with self._events.open("rb") as stream:
                 stream.seek(self._offset)
                 read = stream.read(CHUNK)
-        except FileNotFoundError:
+        except OSError:  # not there yet, or a file server that does not answer now: asked again
             self.behind = False
             return
         self._offset += len(read)

@@ -23,11 +23,18 @@ _LOOK_SECONDS = 1.0  # between two looks at the folders
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in a folder, the one that said something last first; the link to the newest is none."""
     try:
-        paths = [path for path in folder.iterdir() if not path.is_symlink() and (path / "config.json").is_file()]
-        found = [(_spoke(path), path) for path in paths]
+        found = [(_spoke(path), path) for path in folder.iterdir() if _is_run(path)]
     except OSError:
         return []
     return [path for _, path in sorted(found, key=lambda item: (-item[0], item[1].name))]
+
+
+def _is_run(path: Path) -> bool:
+    """Not one that this account may not look into: others are still shown."""
+    try:
+        return not path.is_symlink() and (path / "config.json").is_file()
+    except OSError:
+        return False
 
 
 def _spoke(folder: Path) -> float:
