@@ -139,7 +139,8 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
     parity = all((row["difference"]["high"] or 0.0) >= 0 for row in others)
     limit = base["seconds_to_target_median"]
     timed = [row for row in others if any(row["variant"] == variant.name and variant.timed for variant in VARIANTS)]
-    faster = limit is None or all((row["seconds_to_target_median"] or math.inf) <= limit for row in timed)
+    # Where the reference misses the target, too, nobody has shown to be sooner.
+    faster = limit is not None and all((row["seconds_to_target_median"] or math.inf) <= limit for row in timed)
     return frame(
         NAME,
         "real",
@@ -148,7 +149,7 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
         reference=f"held-out success of {base['variant']}, mean of its seeds",
         reference_value=base["success_end"],
         bar="no significant loss in five seeds (the 95 % interval of the difference, paired by seed, reaches 0); asynchronous, "
-        "less wall time to the target",
+        "less wall time to a target that both reach",
         holds=None if quick else len(seeds) >= len(SEEDS) and parity and faster,
         detail={
             "recipe": [str(_CONFIG), *(_SHORT if quick else _RECIPE)],
