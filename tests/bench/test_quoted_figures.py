@@ -162,7 +162,8 @@ def routing(found: Any) -> tuple[float, ...]:
 
 def parity(found: Any) -> tuple[float, ...]:
     table = {row["variant"]: row for row in found["detail"]["table"]}
-    return (table["tail batching"]["difference"]["value"],)
+    both, prompts = (table[name]["difference"] for name in ("tail batching", "tail batching of prompts"))
+    return (both["value"], prompts["value"], both["low"], both["high"], prompts["low"], prompts["high"])
 
 
 def link_seconds(found: Any) -> tuple[float, ...]:
@@ -300,7 +301,12 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "affinity",
         one_class,
     ),
-    ("results/README", "| {:.0f}, {:.0f} | `peers`", "peers", peers),
+    (
+        "results/README",
+        "| {:.1f}, {:.1f} | `peers`",
+        "peers",
+        lambda r: tuple(r["detail"]["medians"][side]["seconds_to_target"] for side in ("trl", "ours")),
+    ),
     (
         "results/README",
         "| {:.2f}; {:.2f}, {:.2f}, {:.2f} | `roofline-error`",
@@ -429,7 +435,13 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "tail-batching",
         lambda r: (r["reference_value"], *(100 * one(map(abs, r["detail"]["predicted_off"])) for one in (min, max))),
     ),
-    ("tail_batching", "held-out success {:.3f} with both etas at 1.25", "learning-parity", parity),
+    (
+        "tail_batching",
+        "held-out success {:.3f} with both etas at 1.25 in 40 steps of the demo, {:+.3f} with `eta_responses = 1` "
+        "(five seeds; paired by seed {:.3f} to {:.3f}, {:.3f} to {:.3f}:",
+        "learning-parity",
+        parity,
+    ),
     ("tasks", "adaptive timeouts {:.2f} over two rounds", "reward-timeout", value),
     ("tasks", "worst of the seeds {:.3f} to {:.3f} in the demo", "demo-seeds", lambda r: worst_seed(r)[:2]),
     (
