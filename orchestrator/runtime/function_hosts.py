@@ -234,7 +234,9 @@ async def start_tools(config: Config, task: Task, keeper: Keeper, stack: AsyncEx
         keeper.keep("tools host", host, settings.host_restarts)
         urls, token = {name: host.url_of(name) for name in settings.functions}, host.token
         patience = PATIENCE
-    limits = {name: getattr(settings, name) for name in ("concurrency", "burst", "timeout", "retries")}
+    beside = WAIT_SECONDS if settings.functions else 0.0  # else a tool that the host would end is asked once more
+    limits = {name: getattr(settings, name) for name in ("concurrency", "burst", "retries")}
+    limits["timeout"] = settings.timeout + beside
     found = ToolSettings(urls, token, seed=config.run.seed, patience=patience, tls=asdict(config.tls.files()), **limits)
     client = ToolClient(found)
     stack.push_async_callback(client.close)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from orchestrator.api import ConfigError, Prompt, TrajectoryError
 from orchestrator.config import load_config
 from orchestrator.environments.subprocesses import SubprocessBackend
 from orchestrator.environments.tool_functions import ToolAnswer, ToolClient, ToolSettings, ToolTally
+from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.feature_sections import environments
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.rewards.host_launch import FunctionHost
 from orchestrator.runtime import preflight
+from orchestrator.runtime.function_hosts import start_tools
+from orchestrator.runtime.process_keeper import Keeper
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +170,36 @@ def test_an_environment_in_another_process_calls_tools_and_they_are_counted(tmp_
         await own.close()
 
     with_host(tmp_path, scenario)
+
+
+def test_a_tool_of_the_run_that_runs_too_long_is_an_answer_and_is_called_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"""
+import time
+def hang(event):
+    open({str(tmp_path / "calls")!r}, "a").write("x")
+    time.sleep(60)
+"""
+    (tmp_path / "hanging_tool.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    config = load_config(None, ['tools.functions={hang="hanging_tool:hang"}', "tools.timeout=1.0", "tools.warm=1"])
+
+    class Task:
+        tools: Any = None
+
+        def use_tools(self, tools: ToolClient) -> None:
+            self.tools = tools
+
+    async def scenario() -> None:
+        task: Any = Task()
+        async with AsyncExitStack() as stack:
+            keeper = Keeper(EventLog(MemorySink(), asyncio.get_running_loop().time))
+            await start_tools(config, task, keeper, stack, tmp_path)
+            assert "did not answer within 1 s" in (await task.tools.call("hang", {})).error
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+    assert (tmp_path / "calls").read_text() == "x"
 
 
 @pytest.mark.parametrize(
