@@ -466,7 +466,8 @@ def _pod_backend(
     settings = PodSettings(
         owner=owner,
         orphan_seconds=pods.orphan_seconds,
-        lifetime=int(chosen.max_age_seconds + rollout.trajectory_timeout) + LIFETIME_MARGIN,
+        # counted by the cluster from before the image is pulled, by the pool from when it has started
+        lifetime=int(chosen.start_timeout + chosen.max_age_seconds + rollout.trajectory_timeout) + LIFETIME_MARGIN,
         owner_pod=own_pod if all(own_pod) else None,
         **{name: getattr(pods, name) for name in names},
     )

@@ -62,6 +62,7 @@ class PodWatch:
         """Nobody waits for it any more. Idempotent."""
         self._changed.pop(name, None)
         self._gone.pop(name, None)
+        self._pods.pop(name, None)
 
     def pod(self, name: str) -> Any:
         """What was said of it last; None: nothing yet. Raises LookupError when it was there and is not any more."""

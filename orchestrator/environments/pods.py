@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import random
 import re
 import secrets
@@ -29,6 +30,7 @@ from orchestrator.environments.pod_watch import PodWatch
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.tool_functions import ToolTally
 
+_logger = logging.getLogger("rl-coserve")
 T = TypeVar("T")
 API_LIMIT = 20.0  # seconds for one request
 POLL = 0.5  # seconds between two looks at the nodes that pull
@@ -37,6 +39,8 @@ NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull")
 NEVER_STARTS = ("InvalidImageName", "CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 NO_SUCH_IMAGE = ("not found", "manifest unknown", "does not exist")  # in what the kubelet says of a pull
 IMAGE = re.compile(r"[\w][\w.\-/:@]{0,499}", re.ASCII)
+REMOVE_PAGE, REMOVE_TRIES = 500, 100  # pods that one request removes, and requests
+TOKEN_SECONDS = 60.0  # between two looks at whether a new token is due
 CONNECT_TRIES = 6
 CONNECT_PAUSE = 0.1  # seconds; doubles with each try: 3 s in all
 CONNECT_LIMIT = 5.0  # seconds for one try
@@ -69,12 +73,16 @@ class PodBackend:
         self._pulling: asyncio.Task[None] | None = None
         self._watch: PodWatch | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._freshening: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         aio = load_library()
-        configuration = await connect_cluster(aio, self.context)
+        configuration, loader = await connect_cluster(aio, self.context)
         self._api = aio.client.ApiClient(configuration)
         self._pods, self._daemons = aio.client.CoreV1Api(self._api), aio.client.AppsV1Api(self._api)
+        if loader is not None:  # a token that a cloud's program gives ends after minutes, and a run lasts for days
+            refresh = aio.config.refresh_token(loader, configuration, interval=TOKEN_SECONDS)
+            self._freshening = asyncio.create_task(refresh, name="token of the cluster")
         where = f"namespace {self.settings.namespace} at {configuration.host}"
         try:
             await self._remove_all()
@@ -145,12 +153,15 @@ class PodBackend:
     async def close(self) -> None:
         if self._api is None:
             return
-        beside = [task for task in (self._pulling, self._watching) if task is not None]
+        beside = [task for task in (self._pulling, self._watching, self._freshening) if task is not None]
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
         try:
             await self._remove_all()
+        except (load_library().client.ApiException, OSError, TimeoutError) as error:  # must not hide what ended the run
+            ends = f"they end by themselves, in {self.settings.lifetime} s at the latest"
+            _logger.warning("pods of this run may be left, as the API server said %r; %s", error, ends)
         finally:
             api, self._api = self._api, None
             await api.close()
@@ -199,11 +210,17 @@ class PodBackend:
         task.exception()
 
     async def _remove_all(self) -> None:
-        """Everything that carries our label."""
-        options = {"label_selector": pod_manifests.label_selector(self.settings), "grace_period_seconds": 0}
-        await self._ask(self._pods.delete_collection_namespaced_pod, self.settings.namespace, **options)
+        """Everything that carries our label; so many pods at a time that the server is done with them within a request's limit:
+        it deletes one after the other."""
+        namespace, label = self.settings.namespace, {"label_selector": pod_manifests.label_selector(self.settings)}
         if self.pre_pull:
-            await self._ask(self._daemons.delete_collection_namespaced_daemon_set, self.settings.namespace, **options)
+            remove = self._daemons.delete_collection_namespaced_daemon_set
+            await self._ask(remove, namespace, **label, grace_period_seconds=0)
+        for _ in range(REMOVE_TRIES):  # else one that the cluster holds on to would be waited for without end
+            remove = self._pods.delete_collection_namespaced_pod
+            await self._ask(remove, namespace, **label, grace_period_seconds=0, limit=REMOVE_PAGE)
+            if not (await self._ask(self._pods.list_namespaced_pod, namespace, **label, limit=1)).items:
+                return
 
     async def _hold_until_pulled(self, aio: Any, name: str) -> None:
         """Until every node has the image, or the limit; then the pods that held it go."""
@@ -306,19 +323,20 @@ class _NoImage(RetryableError):
     """The image cannot be pulled from there."""
 
 
-async def connect_cluster(aio: Any, context: str) -> Any:
-    """Where the cluster is, and who we are. ``context``: of the kubeconfig; empty: the pod's own account, or the current one."""
+async def connect_cluster(aio: Any, context: str) -> tuple[Any, Any]:
+    """Where the cluster is, and who we are; and the loader, which knows how to get a new token; None: the client does so itself.
+    ``context``: of the kubeconfig; empty: the pod's own account, or the current one."""
     configuration = aio.client.Configuration()
     try:
         if not context:
             with contextlib.suppress(aio.config.ConfigException):
                 aio.config.load_incluster_config(client_configuration=configuration)
-                return configuration
-        await aio.config.load_kube_config(context=context or None, client_configuration=configuration)
+                return configuration, None
+        loader = await aio.config.load_kube_config(context=context or None, client_configuration=configuration)
     except (aio.config.ConfigException, OSError) as error:
         fix = f"neither inside a cluster nor a usable kubeconfig (KUBECONFIG): {error}"
         raise ConfigError("environment.kubernetes.context", context or "(current)", fix) from error
-    return configuration
+    return configuration, loader
 
 
 def load_library() -> Any:

@@ -24,7 +24,7 @@ def check_cluster_access(settings: KubernetesSection) -> Finding:
 
 async def _asked(settings: KubernetesSection) -> Finding:
     aio = load_library()
-    configuration = await connect_cluster(aio, settings.context)
+    configuration, _ = await connect_cluster(aio, settings.context)
     where = f"namespace {settings.namespace} at {configuration.host}"
     resources = [("", "pods"), *([("apps", "daemonsets")] if settings.pre_pull else [])]  # (API group, resource)
     async with aio.client.ApiClient(configuration) as api:

@@ -31,6 +31,7 @@ from orchestrator.environments.pod_manifests import PodSettings, mirrored, name_
 from orchestrator.environments.pods import PodBackend
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.run_folder import environment_owner
+from orchestrator.runtime.preflight import make_task
 
 HERE = Path(__file__).parents[1] / "support"
 PROMPT = Prompt("k", "misbehaving", 1, "be good")
@@ -50,6 +51,8 @@ class RecordedCluster:
         self.trouble: dict[str, str] = {}
         self.said: dict[str, str] = {}  # image -> what the kubelet says of that
         self.status = 0  # answer everything with this
+        self.removal = 0.0  # seconds that it takes to remove one of many
+        self.tokens: dict[str, None] = {}  # that were shown
         self.watches: list[asyncio.Task[Any]] = []
         self.address = 1
 
@@ -71,6 +74,7 @@ class RecordedCluster:
         parts = request.path.strip("/").split("/")
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path, body))
+        self.tokens[request.headers.get("Authorization", "")] = None
         if self.status:
             return self.answer({"kind": "Status", "message": "refused"}, self.status)
         kind, name = (parts[-1], "") if parts[-1] in ("pods", "daemonsets") else (parts[-2], parts[-1])
@@ -96,7 +100,9 @@ class RecordedCluster:
                 return self.answer(kept.pop(name), 200)
             case "DELETE", False:
                 label, _, value = urllib.parse.unquote(request.query["labelSelector"]).partition("=")
-                for found in [key for key, item in kept.items() if item["metadata"]["labels"].get(label) == value]:
+                chosen = [key for key, item in kept.items() if item["metadata"]["labels"].get(label) == value]
+                for found in chosen[: int(request.query.get("limit", len(chosen)))]:
+                    await asyncio.sleep(self.removal)  # one after the other, as the API server does
                     await self.end(found)
                     del kept[found]
                 return self.answer({"kind": "Status", "status": "Success"}, 200)
@@ -266,7 +272,7 @@ def test_pods_are_played_replaced_and_removed_on_a_recorded_local_api_server(
         assert cluster.daemons == {}
         assert all(process.returncode is not None for process in cluster.processes.values())
         reads = [path for method, path, _ in cluster.asked if method == "GET" and "/pods" in path]
-        assert len(reads) == 2, "one list and one watch, however many pods started"
+        assert len(reads) == 4, "a list and a watch, and a look after each removal, however many pods started"
 
     with_cluster(scenario)
 
@@ -483,6 +489,69 @@ def test_a_refusal_names_what_the_account_needs_on_a_recorded_local_api_server(
     with_cluster(scenario)
 
 
+@needs_client
+def test_a_killed_run_s_many_pods_are_removed_a_page_at_a_time_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods, "API_LIMIT", 1.0)
+    monkeypatch.setattr(pods, "REMOVE_PAGE", 20)
+
+    async def scenario(cluster: RecordedCluster) -> None:
+        cluster.trouble["left"] = "ErrImagePull"
+        for number in range(100):  # which takes 2 s: more than a request may
+            name = f"left-{number}"
+            cluster.pods[name] = pod_manifests.pod_manifest(cluster.settings(), name, "left", "0" * 64)
+        cluster.removal = 0.02
+        backend = cluster.backend()
+        await backend.open()
+        assert not cluster.pods
+        await backend.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_an_api_server_that_is_gone_at_the_end_hides_nothing_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        backend = cluster.backend()
+        await backend.open()
+        cluster.status = 503
+        await backend.close()
+        await backend.close()
+
+    with_cluster(scenario)
+    assert "pods of this run may be left" in caplog.text
+
+
+@needs_client
+def test_a_token_that_a_program_gives_is_renewed_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods, "TOKEN_SECONDS", 0.1)
+
+    async def scenario(cluster: RecordedCluster) -> None:
+        program = tmp_path / "login"
+        said = '{"kind": "ExecCredential", "apiVersion": "client.authentication.k8s.io/v1", "status": {"token": "%s"}}'
+        program.write_text(f"#!/bin/sh\necho x >>{tmp_path}/asked\nprintf '{said}' $(wc -l <{tmp_path}/asked)\n")
+        program.chmod(0o700)
+        access = json.loads((tmp_path / "kubeconfig").read_text())
+        how = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(program), "interactiveMode": "Never"}
+        access["users"] = [{"name": "me", "user": {"exec": how}}]
+        (tmp_path / "kubeconfig").write_text(json.dumps(access))
+        backend = cluster.backend()
+        await backend.open()
+        assert cluster.tokens == {"Bearer 1": None}
+        async with asyncio.timeout(20):
+            while len(cluster.tokens) < 2:
+                await asyncio.sleep(0.2)
+                await backend._remove_all()
+        await backend.close()
+
+    with_cluster(scenario)
+
+
 # -- manifests: no server ----------------------------------------------------------------------------------------------
 
 
@@ -530,6 +599,16 @@ def test_an_owner_is_the_same_for_every_life_of_a_run_and_no_other(tmp_path: Pat
         folder.mkdir(parents=True)
     assert environment_owner(first) == environment_owner(first)
     assert environment_owner(first) != environment_owner(second)
+
+
+def test_a_pod_lives_through_its_start_and_its_last_episode() -> None:
+    seconds = ["environment.start_timeout=3600", "environment.max_age_seconds=1000", "rollout.trajectory_timeout=100"]
+    config = load_config(None, ['environment={backend="kubernetes", kubernetes={image="i"}}', *seconds])
+    pool = build_environment_pool(config, make_task(config), "run-1", EventLog(MemorySink(), lambda: 0.0))
+    assert pool is not None
+    backend = pool._backend
+    assert isinstance(backend, PodBackend)
+    assert backend.settings.lifetime >= 3600 + 1000 + 100
 
 
 def test_pods_cannot_use_tools_on_loopback() -> None:
@@ -612,6 +691,10 @@ def test_a_list_comes_in_pages_and_a_watch_that_ran_its_time_goes_on_without_one
         for name in ("one", "two", "three"):
             with pytest.raises(LookupError, match="deleted"):
                 watch.pod(name)
+        watch.expect("four")
+        watch._take("four", a_pod("four"))
+        watch.forget("four")
+        assert not watch._pods  # of ten thousand that run each would be kept
 
     asyncio.run(play())
     assert [options.get("resource_version") for options in asked] == [None, None, "5", "9", None, "20"]
