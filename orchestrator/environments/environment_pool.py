@@ -45,6 +45,7 @@ from orchestrator.api import (
     StepResult,
     TrajectoryError,
 )
+from orchestrator.api.errors import shown
 from orchestrator.environments.environment_session import EnvironmentBackend, EnvironmentSession, Waiting
 from orchestrator.environments.environment_wire import THIRD_PARTY, error_text
 from orchestrator.events import EventLog
@@ -262,6 +263,8 @@ class EnvPool:
                 if _was_cancelled(error):
                     raise
                 raise TrajectoryError(NO_TEMPLATE, f"the task does not say it: {error_text(error)}") from error
+            if not (isinstance(template, EnvironmentTemplate) and _is_text(template.image, template.setup)):
+                raise TrajectoryError(NO_TEMPLATE, f"no EnvironmentTemplate of texts: {shown(template, 200)}")
         return await self._take(template, waiting)
 
     async def _take(self, template: EnvironmentTemplate, waiting: Waiting) -> PooledEnvironment:
@@ -695,6 +698,10 @@ def _was_cancelled(error: BaseException) -> bool:
     """Whether the pool cancelled this task; code of others may raise CancelledError too."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _is_text(*parts: object) -> bool:
+    return all(isinstance(part, str) for part in parts)
 
 
 def _named(template: EnvironmentTemplate) -> str:

@@ -560,6 +560,12 @@ def test_what_no_try_cures_is_refused_at_once(missing: Exception) -> None:
             setting.pool._template_of = lambda prompt: EnvironmentTemplate(setup={}[prompt.key])  # type: ignore[index]
             with pytest.raises(TrajectoryError, match="environment_template: the task does not say it: KeyError"):
                 await setting.take(of("x"))
+            for said in (None, "image", {}, EnvironmentTemplate(image=3)):  # type: ignore[arg-type]
+                setting.pool._template_of = lambda prompt, said=said: said  # type: ignore[misc,assignment,return-value]
+                with pytest.raises(TrajectoryError, match="environment_template: no EnvironmentTemplate of texts"):
+                    await setting.take(of("x"))
+            setting.pool._template_of = template_of
+            await setting.episode(of("good"))
 
     played(scenario)
 
