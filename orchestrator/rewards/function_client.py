@@ -4,8 +4,9 @@
                    Lambda function URL, or any server that answers POST with 200 and JSON
 
 Guarantees: transport failures (no connection, no answer in time, HTTP 408, 429, 5xx) are tried again ``retries`` times with
-exponential back-off and seeded jitter; what the function itself did wrong is not. A host that cannot be connected to, or hangs
-up, is tried for ``patience`` seconds in any case: one that the run started is being brought back. At most ``concurrency`` calls
+exponential back-off and seeded jitter, and not before the seconds of a ``Retry-After`` (a minute at most); what the function
+itself did wrong is not. A host that cannot be connected to, or hangs up, is tried for ``patience`` seconds in any case: one
+that the run started is being brought back. At most ``concurrency`` calls
 are in flight, the time of a call begins when it is one of them, and at most ``burst`` more wait; one beyond that is refused at
 once. Every way to fail is a :class:`FunctionFailed` with its kind, so that whoever calls decides what it means. No redirects: the
 token is for this address only.
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from orchestrator.api import ConfigError, bearer, jsontext, urls
-from orchestrator.api.errors import shown
+from orchestrator.api.errors import shown, writable
 from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.rewards.function_protocol import (
     COLD_START_HEADER,
@@ -37,9 +38,11 @@ from orchestrator.rewards.function_protocol import (
 
 BACKOFF_FIRST = 0.1  # seconds; doubles with each retry
 BACKOFF_LIMIT = 5.0  # seconds
+RETRY_AFTER_LIMIT = 60.0  # seconds that an endpoint may ask for
+_SAID, _SAID_BYTES = 300, 2048  # characters of what one says of a refusal, and bytes of it that are read
 _COLD_DIGITS = 9  # of the milliseconds that a start took, as a host says
 _RETRIED = (408, 429)  # and every 5xx
-_MISCONFIGURED = (401, 403, 404, 405)
+_TOKEN_REFUSED, _MISCONFIGURED = (401, 403), (404, 405)
 
 # unavailable: no try reached it. no_answer: the last try took too long. refused: wrong address or token, for every call.
 # error: the function raised, exited, or answered no JSON. timeout: it ran too long. not_finite: NaN or infinity.
@@ -189,7 +192,7 @@ class FunctionClient:
         delay, tries, loop = BACKOFF_FIRST, 0, asyncio.get_running_loop()
         deadline = loop.time() + self._patience
         while True:
-            timed_out = gone = False
+            timed_out, gone, wanted = False, False, 0.0
             try:
                 async with asyncio.timeout(self._timeout):
                     return _answer(*await self._post(body))
@@ -199,12 +202,13 @@ class FunctionClient:
                 if why := refusal(error):
                     raise FunctionFailed("refused", f"{self._url}: {why}") from error
                 gone = isinstance(error, aiohttp.ClientConnectionError | OSError)
+                wanted = error.wanted if isinstance(error, _Transport) else 0.0
                 reason = f"{type(error).__name__}: {error}"
             tries += 1
             if tries > self._retries and not (gone and loop.time() < deadline):
                 break
             self.counts.retries += 1
-            await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))
+            await asyncio.sleep(max(wanted, delay * self._random.uniform(0.5, 1.0)))
             delay = min(2 * delay, BACKOFF_LIMIT)
         detail = f"{self._url} failed {tries} times; the last time: {reason}"
         raise FunctionFailed("no_answer" if timed_out else "unavailable", detail)
@@ -215,11 +219,14 @@ class FunctionClient:
         async with self._connected().post(self._url, data=body, headers=headers, allow_redirects=False) as response:
             status = response.status
             if status in _RETRIED or status >= 500:
-                raise _Transport(f"HTTP {status}")
-            if status in _MISCONFIGURED or 300 <= status < 400:
+                raise _Transport(f"HTTP {status}", _seconds(response.headers.get("Retry-After", "")))
+            if status in _TOKEN_REFUSED:  # what else it says may hold the token
                 raise FunctionFailed("refused", f"{self._url}: HTTP {status}; check its URL and token")
             if status != 200:
-                raise FunctionFailed("error", f"HTTP {status}")
+                said = f"HTTP {status}{self._words(await response.content.read(_SAID_BYTES))}"
+                if status in _MISCONFIGURED or 300 <= status < 400:
+                    raise FunctionFailed("refused", f"{self._url}: {said}; check its URL and token")
+                raise FunctionFailed("error", said)
             if COLD_START_HEADER in response.headers:
                 self._note_cold(response.headers[COLD_START_HEADER])
             answer = bytearray()
@@ -228,6 +235,15 @@ class FunctionClient:
                 if len(answer) > MAX_BODY_BYTES:
                     raise FunctionFailed("error", f"the answer has more than {MAX_BODY_BYTES} B")
             return ERROR_HEADER in response.headers, bytes(answer)
+
+    def _words(self, body: bytes) -> str:
+        """What an endpoint says of its refusal, for people; the token, which it may repeat, left out."""
+        said = body.decode(errors="replace")
+        if token := self._token.current():
+            said = said.replace(token, "...")
+        plain = "".join(sign if sign.isprintable() else " " for sign in said)
+        said = writable(" ".join(plain.split()), _SAID)
+        return f" ({said})" if said else ""
 
     def _note_cold(self, milliseconds: str) -> None:
         self.counts.cold_starts += 1
@@ -256,7 +272,16 @@ def _is_address(url: str) -> bool:
 
 
 class _Transport(Exception):
-    pass
+    """``wanted``: seconds that the other side asks to be left alone for."""
+
+    def __init__(self, said: str, wanted: float) -> None:
+        super().__init__(said)
+        self.wanted = wanted
+
+
+def _seconds(header: str) -> float:
+    """Of a Retry-After; one that names a date, or nothing: none."""
+    return min(float(header), RETRY_AFTER_LIMIT) if header.isdecimal() and len(header) <= _COLD_DIGITS else 0.0
 
 
 def _answer(failed: bool, body: bytes) -> Any:

@@ -105,6 +105,35 @@ def test_transport_failures_are_tried_again(failure: web.Response | None) -> Non
     assert calls == 3
 
 
+def test_an_endpoint_that_asks_to_be_left_alone_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(client_module.asyncio, "sleep", noted)
+    busy = [text("", 429, **{"Retry-After": said}) for said in ("7", "99999", "Fri, 31 Dec 1999 23:59:59 GMT")]
+    assert run(*busy, text('{"reward": 1}'), retries=3) == (1.0, 4)
+    seven, most, other = [seconds for seconds in waits if seconds]
+    assert (seven, most) == (7.0, client_module.RETRY_AFTER_LIMIT)
+    assert other < 1.0
+
+
+def test_what_an_endpoint_says_of_its_refusal_is_told_without_the_token() -> None:
+    said = '{"error": {"message":\n "too long: 40000 tokens\x1b[1m", "shown": "Bearer secret"}}'
+    error, calls = run(text(said, 400), token="secret")
+    assert (getattr(error, "cause", ""), calls) == ("reward_error", 1)
+    assert "HTTP 400 (" in str(error)
+    assert "too long: 40000 tokens" in str(error)
+    error, _ = run(text('{"message": "The model `x` does not exist"}', 404))
+    assert "The model `x` does not exist" in str(error)
+    for known, status in ((error, 404), (run(text(said, 400), token="secret")[0], 400), (run(text(said, 401))[0], 401)):
+        assert "\x1b" not in str(known), status
+        assert "secret" not in str(known), status
+
+
 def test_nobody_listening_is_retryable() -> None:
     async def scenario() -> None:
         async with Server(text("{}")) as server:
