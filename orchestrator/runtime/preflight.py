@@ -28,6 +28,7 @@ from orchestrator.ops import doctor_machine, requirements
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
 from orchestrator.runtime.mooncake_master import own_address, require_port
+from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
 from orchestrator.tasks.chat_task import ChatTask
@@ -68,7 +69,7 @@ def prepare(config: Config) -> tuple[Task, list[str]]:
     try:
         task = make_task(config)
     except ConfigError as error:
-        without: list[Callable[[], object]] = [partial(_model, config, None), partial(_function, config, None)]
+        without: list[Callable[[], object]] = [partial(_model, config, None), partial(_function, config, None, [])]
         checks = [*_of_versions(config), *without, *_of_run(config, [])]
         raise ConfigError.of_all([error, *_found(checks)]) from error
     return task, check(config, task)
@@ -79,10 +80,9 @@ def check(config: Config, task: Task) -> list[str]:
     the first that a check found, with the others below its fix."""
     unplanned: list[str] = []
     of_task: list[Callable[[], object]] = [
-        *(
-            partial(one, config, task)
-            for one in (_model, _function, _task, _one_turn, _environments, _lengths, _predictor)
-        ),
+        partial(_model, config, task),
+        partial(_function, config, task, notes := list[str]()),
+        *(partial(one, config, task) for one in (_task, _one_turn, _environments, _lengths, _predictor)),
         lambda: [setup_of(config.context, part) for part in (task, *parts_of(task).values())],
     ]
     last = partial(discovery.check, config, task)
@@ -93,6 +93,7 @@ def check(config: Config, task: Task) -> list[str]:
     table = ".".join(config.rollout.engine_groups[0].table)
     return [
         *([task.about()] if isinstance(task, DatasetTask) else []),
+        *notes,
         *unplanned,
         *([f"{table}: {names} could not be checked: {why}"] if names else []),
     ]
@@ -311,12 +312,14 @@ def _spoken(task: Task, token_ids: Sequence[int]) -> None:
         raise ValueError(f"an observation holds token {wrong[0]}, the vocabulary has {len(task.vocabulary)}")
 
 
-def _function(config: Config, task: Task | None) -> None:
+def _function(config: Config, task: Task | None, notes: list[str]) -> None:
     reward = config.reward
     judge_setup.check(config)
     if not reward.url and not reward.judge.any and not outcome_scores(reward, task):
         if target := reward.function or (registry.reward_of(task) if task else ""):
             named_function("reward.function", target)
+            if task is not None:
+                notes += try_reward(config, task, target)
         if config.reward.host == "ray_serve":
             _ray_serve(config)
 

@@ -1,6 +1,7 @@
 """Bad input: one clear error that names field, value and fix; and every TOML of the repository loads."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -256,6 +257,61 @@ def test_a_task_that_cannot_be_played_is_known_before_anything_starts(
     said = capsys.readouterr().err
     assert "a trial turn before the run failed" in said
     assert says in said
+
+
+REWARDS = """
+import os
+def raises(event): return {"reward": event["answer"]}
+def none(event): return None
+def bare(event): return 1.0
+def pair(event): return {"reward": (1.0, "right")}
+def words(event): return {"reward": "1.0"}
+def nan(event): return {"reward": float("nan")}
+def leaves(event): os._exit(3)
+def offline(event): raise ConnectionError("no judge here")
+def of_words(event): return {"reward": float(event["actions"][0][-2])}
+def sound(event): return {"reward": 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raises", "KeyError: 'answer'"),
+        ("none", "the answer is not an object: None"),
+        ("bare", "the answer is not an object: 1.0"),
+        ("pair", 'no number under "reward"'),
+        ("words", 'no number under "reward"'),
+        ("nan", "Runtime.NotFinite"),
+        ("leaves", "Runtime.ExitError"),
+        ("offline", "note: ConnectionError: no judge here"),
+        ("of_words", "note: IndexError"),
+        ("sound", ""),
+    ],
+)
+def test_a_reward_function_that_gives_no_number_is_known_before_anything_starts(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from orchestrator.runtime import preflight, reward_trial
+
+    (tmp_path / "odd_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    config = load_config(None, [f"reward.function=odd_rewards:{name}"])
+    task = preflight.make_task(config)
+    if says and not says.startswith("note"):
+        with pytest.raises(
+            ConfigError, match=r"reward\.function = .*a trial answer before the run got no reward"
+        ) as said:
+            reward_trial.try_reward(config, task, config.reward.function)
+        assert says in str(said.value)
+    else:
+        notes = reward_trial.try_reward(config, task, config.reward.function)
+        assert len(notes) == bool(says)
+        assert all(says.removeprefix("note: ") in note for note in notes)
+    if name == "none":
+        assert main(["train", "reward.function=odd_rewards:none", "--dry-run"]) == 2
+        assert "a trial answer before the run got no reward" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.35.1"])

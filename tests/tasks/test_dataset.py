@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from orchestrator.build import round_rules
 from orchestrator.config import load_config
 from orchestrator.rewards.reward_client import HttpReward
 from orchestrator.runtime import preflight
+from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.tasks import dataset as dataset_module
 from orchestrator.tasks import splits
 from orchestrator.tasks.data_files import MOST_LINE, DataRow, read_rows
-from orchestrator.tasks.dataset import DatasetTask
+from orchestrator.tasks.dataset import REWARD, DatasetTask
 from orchestrator.tasks.dataset_rewards import score_row
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -90,6 +92,21 @@ def test_what_is_wrong_with_tokenizer_rewards_and_files_is_said_at_once() -> Non
     ]
     assert "rows.jsonl:41: is not a JSON object" in said
     assert "tokens" not in said  # a prompt that no tokenizer has read is not called too long
+
+
+def test_a_reward_of_rows_that_gives_no_number_is_known_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    write("rows.jsonl", rows())
+    for reward, says in (("right", ""), ("words", "gave 'good': must be a number")):
+        given = ["task.name=dataset", "task.data.file=rows.jsonl", "task.data.prompt=question", "task.heldout_maps=3"]
+        config = load_config(None, [*given, f"task.data.reward=grader_of_rows:{reward}"])
+        if not says:
+            assert try_reward(config, preflight.make_task(config), REWARD) == []
+        else:
+            with pytest.raises(ConfigError, match=says):
+                try_reward(config, preflight.make_task(config), REWARD)
 
 
 def test_every_row_is_trained_on_once_before_any_is_twice_and_none_that_is_held_out() -> None:

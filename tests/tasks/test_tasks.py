@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -419,6 +420,7 @@ def test_a_task_needs_an_expert_for_a_warm_up_and_for_examples_only(
     task = preflight.make_task(config)
     with pytest.raises(ConfigError, match=r"warmup\.steps = .*task guess has no expert.*set this to 0"):
         preflight.check(config, task)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))  # for the reward's processes
     preflight.check(config.model_copy(update={"warmup": config.warmup.model_copy(update={"steps": 0})}), task)
 
 
