@@ -123,7 +123,7 @@ def trajectories(folder: Path) -> dict[str, Any]:
         )
         trained = number < 4
         place = number if trained else None
-        store.append(made, 0, "trained" if trained else "filtered: zero_variance", 0.5, position=place)
+        store.append(made, 0, "trained" if trained else "filtered: zero_variance", position=place)
     store.close()
     return {"trained": 4, "all": 6, "tokens": [4, 5], "logprobs": [-0.5, -0.25]}
 

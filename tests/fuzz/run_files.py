@@ -411,7 +411,7 @@ def trajectories(folder: Path) -> Drawn:
     store = TrajectoryStore(folder / "run" / "trajectories")
     kept = [_trajectory(number) for number in range(4)]
     for number, trajectory in enumerate(kept):
-        store.append(trajectory, 0, "trained", 0.5, position=number)
+        store.append(trajectory, 0, "trained", position=number)
     store.close()
     (file,) = (folder / "run").rglob("part-*.parquet")
     whole, run = file.read_bytes(), folder / "run"

@@ -66,7 +66,7 @@ def test_what_the_process_wrote_is_what_this_one_would_have_written(
     plain = TrajectoryStore(tmp_path / "plain")
     for index, trajectory in enumerate(originals):
         for one in (store, plain):
-            one.append(trajectory, index % 2, "trained", 0.25, position=index, weight=0.5)
+            one.append(trajectory, index % 2, "trained", position=index, weight=0.5)
     asyncio.run(store.flushed())
     plain.flush()
     assert stored(tmp_path / "store") == stored(tmp_path / "plain") == originals

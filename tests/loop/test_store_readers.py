@@ -58,18 +58,6 @@ def test_the_day_is_that_of_the_episodes_end(folder: Path) -> None:
     }
 
 
-def test_stores_of_before_there_were_dates_are_read_beside_those_of_today(folder: Path, tmp_path: Path) -> None:
-    store = TrajectoryStore(tmp_path)
-    store.append(trajectory(1, "maths", 0), 0, "trained")
-    store.append(trajectory(2, "maths", 1), 1, "trained")
-    store.close()
-    old = next(tmp_path.glob("task=*/date=*/version=0"))
-    old.rename(old.parent.parent / old.name)
-    rows = read_trajectories(tmp_path, columns=["trajectory_id", "date", "version"]).to_pylist()
-    assert [(row["date"], row["version"]) for row in rows] == [(None, 0), ("1970-01-01", 1)]
-    assert TrajectoryStore(tmp_path).discard_after(0) == 2
-
-
 def test_duckdb_reads_the_folder_as_one_table(folder: Path) -> None:
     duckdb = pytest.importorskip("duckdb")
     source = f"read_parquet('{folder}/task=*/date=*/version=*/*.parquet', hive_partitioning = true)"

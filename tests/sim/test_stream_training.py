@@ -136,8 +136,8 @@ def test_a_failing_feed_ends_the_run_as_a_failing_training_step_does(monkeypatch
         raise RetryableError("out of memory")
 
     monkeypatch.setattr(SimTrainer, "feed", feed)
-    end = events(simulate(config()), "run_end")[-1]
-    assert (end["status"], end["reason"]) == ("failed", "the trainer failed in feed: out of memory")
+    with pytest.raises(SimulationFailed, match="PartLost: the trainer failed in feed: out of memory"):
+        simulate(config())
 
 
 def test_a_feed_that_never_answers_ends_the_run_at_the_trainers_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +145,8 @@ def test_a_feed_that_never_answers_ends_the_run_at_the_trainers_time_limit(monke
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(SimTrainer, "feed", feed)
-    end = events(simulate(config(("async", 1), "run.trainer_timeout=50")), "run_end")[-1]
-    assert end["status"] == "failed"
-    assert "the trainer failed in feed: no answer for 50 s" in end["reason"]
+    with pytest.raises(SimulationFailed, match="PartLost: the trainer failed in feed: no answer for 50 s"):
+        simulate(config(("async", 1), "run.trainer_timeout=50"))
 
 
 @pytest.mark.parametrize("kind", ["drop", "duplicate", "delay"])
