@@ -196,20 +196,26 @@ def test_a_writer_whose_orchestrator_is_gone_gives_no_file_its_name(tmp_path: Pa
     assert shard is not None
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     partial = checkpoints.begin(3)
+    held_up = tmp_path / "held-up"
+    held_up.write_text(f'#!/bin/sh\nkill -STOP $$\nexec {sys.executable} "$@"\n')
+    held_up.chmod(0o755)
     program = f"""
-import os, signal, threading, time
+import fcntl, struct, sys, termios, threading, time
 from pathlib import Path
 from orchestrator.checkpoint import CheckpointState
-from orchestrator.runtime.record_writer import RecordWriter
+from orchestrator.runtime import record_writer
 from orchestrator.shards.shard_folder import Shard
-writer = RecordWriter(Path({str(tmp_path / "log")!r}))
+record_writer.sys.executable = {str(held_up)!r}
+writer = record_writer.RecordWriter(Path({str(tmp_path / "log")!r}))
 shard = Shard({shard.path!r}, {shard.size}, {shard.digest!r})
 job = Path({str(partial)!r}), CheckpointState(3, 2, 900, 12.5, ()), [shard]
 threading.Thread(target=writer.write_checkpoint, args=job, daemon=True).start()
 while writer.pid is None:
     time.sleep(0.001)
-os.kill(writer.pid, signal.SIGSTOP)
-time.sleep(0.2)  # its job is in the pipe
+while not struct.unpack("i", fcntl.ioctl(writer._process.stdin, termios.FIONREAD, b"    "))[0]:
+    time.sleep(0.001)  # until its job is in the pipe
+while Path(f"/proc/{{writer.pid}}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.001)
 print(writer.pid, flush=True)
 time.sleep(60)
 """
@@ -219,7 +225,7 @@ time.sleep(60)
     owner.kill()
     owner.wait()
     os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(f"/proc/{pid}").exists()

@@ -524,7 +524,7 @@ def _children(pid: int) -> list[int]:
 
 def _ends(pid: int) -> bool:
     """Whether the process is gone, or a zombie of somebody else, soon."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

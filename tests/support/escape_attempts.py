@@ -349,12 +349,12 @@ ATTEMPTS = [
         "limit of processor time",
         "import time\nwhile time.process_time() < 1.4: pass\nprint('ESCAPED')",
     ),
-    _a("sleep past the limit", "limit of time", "import time; time.sleep(2.5); print('ESCAPED')"),
+    _a("sleep past the limit", "limit of time", "import time; time.sleep(@NAP@); print('ESCAPED')"),
     _a(
         "refuse to end",
         "limit of time",
         "import signal, time\nfor n in set(signal.Signals) - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
-        "time.sleep(2.5); print('ESCAPED')",
+        "time.sleep(@NAP@); print('ESCAPED')",
     ),
     _a("huge output", "limit of output", "import sys; sys.stdout.write('x' * (2 << 20) + 'ESCAPED')"),
     _a(
