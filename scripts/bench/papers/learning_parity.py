@@ -41,10 +41,10 @@ SEEDS = (0, 1, 2, 3, 4)
 TARGET = 0.70  # held-out success
 _CONFIG = Path("examples/frozenlake.toml")
 _RECIPE = (
-    "run.steps=40",
+    "run.steps=120",
     "run.signal_share=0",
     "rollout.dynamic_sampling=false",  # as many trajectories in every variant
-    "evaluation.every=10",
+    "evaluation.every=20",
     "evaluation.prompts=200",
     "checkpoint.every=50",
 )
