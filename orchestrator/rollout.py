@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from statistics import fmean
 
 from orchestrator.api import (
     Prompt,
@@ -267,9 +268,9 @@ class Rollout:
 
     def hand_over(self) -> None:
         """The batch goes into training; ``get_batch`` may collect the next one."""
-        batch = self.buffer.hand_over()
-        if self.rounds is not None:
-            self.rounds.trained(longest(taken.trajectory for taken in batch))
+        trajectories = [taken.trajectory for taken in self.buffer.hand_over()]
+        if self.rounds is not None and trajectories:
+            self.rounds.trained(longest(trajectories), fmean(item.reward or 0.0 for item in trajectories))
 
     def restore(self, trajectories: list[Trajectory], version: int) -> None:
         """A checkpoint's buffer is put back."""

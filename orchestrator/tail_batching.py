@@ -12,13 +12,22 @@ silence would look like prompts that are all short.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, cast
 
 from orchestrator.api import ConfigError, Prompt, RunError, Task, Trajectory, WorkerStats
 from orchestrator.config.user_functions import named_function
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog
-from orchestrator.policies.batching.round_planner import LANES, RoundPlanner, RoundRules, epoch_mistake, same_run
+from orchestrator.policies.batching.round_planner import (
+    LANES,
+    SHORT,
+    Round,
+    RoundPlanner,
+    RoundRules,
+    epoch_mistake,
+    same_run,
+)
 from orchestrator.policies.prediction.prompt_lengths import (
     ForecastLengths,
     LengthHistory,
@@ -69,6 +78,8 @@ class Rounds:
         self._cap = cap
         self._begun = 0.0
         self._waste = TokenWaste()
+        self._bias = SpeedBias()
+        self._ended: Round | None = None  # the latest round that has its batch
         if state is not None:
             try:
                 self._restore(state)
@@ -166,14 +177,19 @@ class Rounds:
         self._forget(group_id)
         self.planner.put_back(number)
 
-    def trained(self, group_ids: Mapping[str, int]) -> None:
-        """A batch of these groups goes into training; with each, the tokens of its longest response."""
+    def trained(self, group_ids: Mapping[str, int], reward: float) -> None:
+        """A batch of these groups goes into training; with each, the tokens of its longest response. ``reward``: the mean."""
         known = [group for group in group_ids if group in self._numbers]
         self.planner.handed_over([self._numbers[group] for group in known])
         for group in known:
             self._lengths.seen(self._prompts[self._numbers[group]], group_ids[group])
             self._forget(group)
         self._prune()
+        ended = self._ended
+        if ended is None or (ended.kind == SHORT and ended.eta_responses <= 1):
+            return  # it chose nobody for being fast
+        if said := self._bias.batch(ended.kind, reward):
+            self._events.emit("alarm", what="rounds", detail=said)
 
     def end_round(
         self, step: int, taken: Iterable[str], stats: Sequence[tuple[str, WorkerStats]], delivered: int
@@ -184,6 +200,7 @@ class Rounds:
         if now is None:
             raise RunError("a round ended that never began")
         seconds = round(self._events.time() - self._begun, 6)
+        self._ended = now
         planner.end_round(seconds, [self._numbers[group] for group in taken if group in self._numbers])
         queue = {lane: planner.queue_length(lane) for lane in LANES if planner.rules.isolate or lane == LANES[0]}
         searched = {str(eta): round(cost, 6) for eta, cost in planner.search.costs.items()} if planner.search else {}
@@ -296,6 +313,38 @@ class Rounds:
 
     def _is_played(self, group_id: str) -> bool:
         return len(self._played.get(group_id, ())) >= self.planner.rules.responses
+
+
+class SpeedBias:
+    """Whether those that finish first earn less. A short round keeps the fastest responses of a prompt (RollPacker, section 3);
+    where a failure ends early they are the failures, and hardly a group has a signal. Long rounds, which keep all, tell."""
+
+    LONG_ROUNDS = 8  # in a row, before it is said: once in 256 runs if it were chance
+
+    def __init__(self) -> None:
+        self._short: list[float] = []  # mean rewards since the last long round
+        self._both: list[tuple[float, float]] = []  # of periods in a row in which the short rounds earned less
+        self._said = False
+
+    def batch(self, kind: str, reward: float) -> str:
+        """The mean reward of the batch of a short or long round. What is to be said of it, once; else ""."""
+        if self._said:
+            return ""
+        if kind == SHORT:
+            self._short.append(reward)
+            return ""
+        short, self._short = self._short, []
+        if not short:
+            return ""
+        self._both = [*self._both, (fmean(short), reward)] if fmean(short) < reward else []
+        if len(self._both) < self.LONG_ROUNDS:
+            return ""
+        self._said = True
+        first, all_of_them = (fmean(column) for column in zip(*self._both, strict=True))
+        return (
+            f"responses that finish first earn less: {first:.3g} in short rounds, {all_of_them:.3g} in long ones, for "
+            f"{len(self._both)} long rounds in a row; if failures end early here, set rollout.rounds.eta_responses = 1"
+        )
 
 
 class TokenWaste:

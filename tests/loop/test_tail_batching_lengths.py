@@ -228,7 +228,7 @@ def test_a_checkpoint_keeps_what_is_known_of_lengths() -> None:
         first.start_group(f"g{number}")
         first.settled(f"g{number}", "complete")
     first.end_round(0, [f"g{number}" for number in range(4)], [], 0)
-    first.trained({f"g{number}": 10 * number for number in range(4)})
+    first.trained({f"g{number}": 10 * number for number in range(4)}, 1.0)
     state = json.loads(json.dumps(first.state()))
     assert build_rounds(settings, task, events, state).state()["lengths"] == first.state()["lengths"]
     assert list(state["lengths"]["history"].values()) == [0.0, 10.0, 20.0, 30.0]

@@ -389,7 +389,7 @@ def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_thi
         rounds.settled(f"g{index}", "complete")
     rounds.defer("g3", [])
     rounds.end_round(1, ["g0", "g1", "g2"], [], 0)
-    rounds.trained({"g0": 5, "g1": 5, "g2": 5})
+    rounds.trained({"g0": 5, "g1": 5, "g2": 5}, 1.0)
     rounds.begin_round()
     for group in ("late", "early-4", "early-5"):
         rounds.start_group(group)
@@ -477,3 +477,35 @@ def test_a_prediction_is_as_far_off_as_in_the_worst_pair() -> None:
     assert (found["predicted_off"], found["predicted_off_most"]) == ([-0.2, -0.04], 0.2)
     assert found["prediction_holds"] is False
     assert prediction(0.6, [0.625], quick=False)["prediction_holds"] is True
+
+
+def played(config: Config, rewards: dict[str, float], rounds_wanted: int) -> list[str]:
+    """What is said in so many rounds whose batches earn these means, by kind."""
+    sink = MemorySink()
+    rounds = build_rounds(config, SimTask(config), EventLog(sink, lambda: 0.0), None)
+    assert rounds is not None
+    for step in range(rounds_wanted):
+        rounds.begin_round()
+        kind = rounds.kind
+        groups: list[str] = []
+        while rounds.wanted(0):
+            groups.append(f"{step}-{len(groups)}")
+            rounds.start_group(groups[-1])
+        kept, late = groups[:3], groups[3:]
+        for group in kept:
+            rounds.settled(group, "complete")
+        for group in late:
+            rounds.defer(group, [])
+        rounds.end_round(step, kept, [], 0)
+        rounds.trained(dict.fromkeys(kept, 5), rewards[kind])
+    return [event["detail"] for event in map(json.loads, sink.lines) if event["kind"] == "alarm"]
+
+
+def test_a_run_in_which_those_that_finish_first_earn_less_says_so_once() -> None:
+    """RollPacker, section 3, on a task whose failures end early: what a short round keeps are the failures."""
+    (said,) = played(small(), {SHORT: 0.06, LONG: 0.23}, 80)
+    assert said.startswith("responses that finish first earn less: 0.06 in short rounds, 0.23 in long ones, for 8 long")
+    assert "rollout.rounds.eta_responses = 1" in said
+    assert played(small(), {SHORT: 0.06, LONG: 0.23}, 20) == []  # too few to tell
+    assert played(small(), {SHORT: 0.5, LONG: 0.4}, 80) == []  # as in mathematics: the long ones are the hard ones
+    assert played(small("rollout.rounds.eta_responses=1"), {SHORT: 0.06, LONG: 0.23}, 80) == []  # nothing is chosen
