@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and hasattr(arguments, "overrides") and all(re.match(r"[^-=]+=", word) for word in rest):
         arguments.overrides += rest  # values behind an option, which argparse gives to no list
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_meant(arguments, rest)}")
     bearer.take_variables()
     try:
         code = int(arguments.run(arguments))
@@ -84,6 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush says it again
         return 0
+
+
+def _meant(arguments: argparse.Namespace, words: Sequence[str]) -> str:
+    """What the first of them, an option that is none, may have been: one of the command's, or a key of the config."""
+    from orchestrator.config import Config
+    from orchestrator.settings.config_mistakes import ALIASES, paths_of
+
+    option, _, value = words[0].partition("=")
+    name = option.lstrip("-").replace("-", "_")
+    keys = [".".join(path) for path in paths_of(Config) if path[-1] == name] or ALIASES.get(name, ())
+    if keys and hasattr(arguments, "overrides"):
+        value = value or next((word for word in words[1:2] if not word.startswith("-")), "VALUE")
+        return f"; a value of the config is written without dashes: {keys[0]}={value}"
+    near = difflib.get_close_matches(option, arguments.options, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _nobody_reads() -> bool:
@@ -152,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.set_defaults(run=_plan)
 
-    scale = commands.add_parser("scale", help="change the pool sizes of a run while it is running")
+    scale = commands.add_parser("scale", help="change the pool sizes of a run, also while it is running")
     scale.add_argument(
         "changes",
         nargs="*",
@@ -191,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     model = commands.add_parser("model", help="write the tiny model of a config: a MODEL to try servers with")
     model.add_argument("folder", metavar="FOLDER", help="new or empty folder; becomes a Hugging Face model")
     model.add_argument("config", nargs="?", help="TOML file with [model] and task (default: FrozenLake)")
-    model.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    model.add_argument(  # with a default it is not among what "is required"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="override a value of the config"
+    )
     model.set_defaults(run=_model)
 
     profile = commands.add_parser(
@@ -245,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     lend.add_argument(
         "--max", type=float, metavar="SHARE", help="the largest share of the pool that rollouts may use, 0 to 1"
     )
-    lend.add_argument("--status", action="store_true", help="only print what is lent, and to whom")
+    lend.add_argument("--status", action="store_true", help="print what is lent, and to whom, as after any change")
     dry = "rollouts report what they would have run, but run nothing"
     lend.add_argument("--dry-run", action=argparse.BooleanOptionalAction, help=dry)
     reclaim = commands.add_parser("reclaim", help="take back at once what a KV pool lends to rollouts")
@@ -279,6 +296,8 @@ def _parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
     completion.set_defaults(run=lambda arguments: _completion(arguments, commands.choices))
     help_text.explain_commands(commands.choices)
+    for command in commands.choices.values():
+        command.set_defaults(options=list(command._option_string_actions))
     return parser
 
 
@@ -424,6 +443,8 @@ def _train(arguments: argparse.Namespace) -> int:
             reason = asyncio.run(replay_run(config, folder, source, task, started))
         else:
             reason = asyncio.run(train(config, folder, task, resume, started))
+    except KeyboardInterrupt:  # while parts start
+        reason = "interrupted"
     finally:
         import ray
 
@@ -528,9 +549,9 @@ def _scale(arguments: argparse.Namespace) -> int:
     folder = RunFolder.open(_run_path(arguments.name))
     config = folder.config()
     if arguments.changes:
-        if not folder.is_running():
-            raise ConfigError("run", str(folder.path), "is not running; a resume starts with the sizes that it had")
         change_sizes(folder.path, config, arguments.changes)
+        if not folder.is_running():
+            print(f"{folder.path.name} is not running: a resume will have these sizes", file=sys.stderr)
     sizes = read_sizes(folder.path, config)
     print(json.dumps(sizes) if arguments.json else "\n".join(f"{name}: {size}" for name, size in sizes.items()))
     return 0
@@ -589,6 +610,10 @@ def _sim(arguments: argparse.Namespace) -> int:
     for flag, file in (("--events", arguments.events), ("--svg", arguments.svg)):
         if file and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):  # said before the minutes
             raise ConfigError(flag, file, "cannot be written; name a file in a folder where you may write")
+    if arguments.svg and not arguments.ablate:
+        raise ConfigError("--svg", arguments.svg, "draws what --ablate finds: give that too")
+    if arguments.events and arguments.ablate:
+        raise ConfigError("--events", arguments.events, "is the log of one simulation: leave it out with --ablate")
     if arguments.ablate:
         return _ablate(arguments)
     if not (arguments.config or arguments.source or arguments.overrides):

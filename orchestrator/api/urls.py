@@ -6,6 +6,8 @@ import ipaddress
 import re
 from urllib.parse import SplitResult, urlsplit
 
+ADDRESS = "write it as http://host:port/path or https://..."
+
 
 def split(url: str) -> SplitResult:
     """Raises ValueError also for a URL with a space or a control character: ``urlsplit`` takes such out, others may not, and then
@@ -31,14 +33,21 @@ def mistake(url: str, allow_plain_http: bool) -> str:
     return ""
 
 
-def plain_mistake(url: str, allow_plain_http: bool) -> str:
-    """Why what a run sends there (trajectories, perhaps a token) must not go unencrypted; empty: it may, or goes over TLS."""
+def is_address(url: str) -> bool:
+    """Whether it can be called: ``http://host:port/path`` or https."""
     try:
         parts = split(url)
-        host = parts.hostname
-    except ValueError:
-        return ""  # who calls it says what is wrong with it
-    if parts.scheme == "http" and host and not allow_plain_http and not is_loopback(host):
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port beyond all ports
+        return False
+
+
+def plain_mistake(url: str, allow_plain_http: bool) -> str:
+    """Why what a run sends (trajectories, perhaps a token) cannot go there, or must not go unencrypted; empty: it may."""
+    if not is_address(url):
+        return ADDRESS
+    parts = split(url)
+    if parts.scheme == "http" and not allow_plain_http and not is_loopback(parts.hostname or ""):
         return "what is sent there would travel unencrypted: use https, or tls.allow_plain_http on a network that you trust"
     return ""
 

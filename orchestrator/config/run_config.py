@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -320,7 +321,9 @@ def read_table(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError) as error:
         what = "is a folder" if isinstance(error, IsADirectoryError) else "no such file"
-        raise ConfigError("config", str(file), f"{what}; give the path of a TOML file") from None
+        installed = Path(sys.prefix, "share", "rl-coserve", file)  # the examples of a wheel
+        fix = f"it is {installed}" if installed.is_file() else "give the path of a TOML file"
+        raise ConfigError("config", str(file), f"{what}; {fix}") from None
     except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
         raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
 

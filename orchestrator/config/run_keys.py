@@ -34,6 +34,10 @@ class RunSection(Section):
     # which alone it learns; 0: never.
     signal_share: Fraction = 0.0
 
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.folder.startswith("~"):
+            yield "folder", self.folder, "would be a folder named ~ here: write the whole path"
+
 
 class ModelSection(Section):
     """Which model: a Hugging Face folder, or (``path`` empty) a tiny Qwen3 that the run creates."""

@@ -117,8 +117,8 @@ class FunctionClient:
         patience: float = 0.0,
         tls: Tls = SYSTEM,
     ) -> None:
-        if not _is_address(url):
-            raise ConfigError(self.field, url, "write it as http://host:port/path or https://...")
+        if not urls.is_address(url):
+            raise ConfigError(self.field, url, urls.ADDRESS)
         self._tls = tls.client() if urlsplit(url).scheme == "https" else None
         self.counts = FunctionCalls()
         self._url = url
@@ -261,14 +261,6 @@ class FunctionClient:
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._session
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urls.split(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, a port beyond all ports
-        return False
 
 
 class _Transport(Exception):

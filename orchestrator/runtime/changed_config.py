@@ -1,5 +1,6 @@
-"""What of a run's config may change when it continues: how long it runs, what it tells and to whom, how patient it is, which
-Ray it is in, and over which ranks the trainer is cut, as its checkpoints are of no layout.
+"""What of a run's config may change when it continues: how long it runs, what it tells and to whom, how patient it is, where it
+runs (its Ray, its servers), how much memory its parts take, and over which ranks the trainer is cut, as its checkpoints are of
+no layout.
 
 Guarantees: a key that shapes what was trained (model, task, loss, seed, mode, staleness) is refused by name, since the
 checkpoint, the ledger and the stored trajectories were made with the old one; nothing is written here.
@@ -28,6 +29,12 @@ CHANGEABLE = (
     "rollout.heartbeat_misses", "rollout.trajectory_timeout", "rollout.environment_reset_timeout",
     "rollout.environment_step_timeout", "trainer.tensor_parallel", "trainer.pipeline_parallel",
     "trainer.expert_parallel", "trainer.data_parallel", "trainer.distributed_optimizer",
+    # what docs/troubleshooting.md tells to change after a run has ended
+    "rollout.served", "rollout.served_token_file", "rollout.served_allow_plain_http",
+    "rollout.worker_restarts", "rollout.collective_timeout", "rollout.engine.kv_cache_mb", "trainer.micro_batch_size",
+    "trainer.micro_batch_tokens", "ray.object_store_mb", "relay.patience", "relay.segment_mb", "reward.timeout",
+    "reward.concurrency", "rollout.ess_alarm", "trainer.logprob_gap_alarm", "trainer.entropy_alarm", "trainer.tis_alarm",
+    "environment.start_tries", "environment.parallel_starts", "environment.max_age_seconds",
 )  # fmt: skip
 
 
@@ -43,7 +50,7 @@ class _End:
 def _end_of(folder: RunFolder) -> _End | None:
     """None: it has not ended. One that was killed after its last checkpoint has yet to be evaluated and exported."""
     silent, complete, seconds = False, False, 0.0
-    for event in read_events(folder.events_file):
+    for event in read_events(folder.events_file) if folder.events_file.exists() else ():  # none while Ray starts
         kind, seconds = event.get("kind"), max(seconds, time_of(event))
         if kind == "run_start":
             silent = complete = False
@@ -75,7 +82,8 @@ def config_to_continue(folder: RunFolder, overrides: Sequence[str]) -> Config:
         apply_override(data, override)
         if not there:
             parse_config(data)  # says what was meant
-        if not any(name == key or (key.endswith(".") and name.startswith(key)) for key in CHANGEABLE):
+        unread = config.rollout.engines and name.startswith("rollout.engine.")  # its engines are groups
+        if unread or not any(name == key or (key.endswith(".") and name.startswith(key)) for key in CHANGEABLE):
             known = ", ".join(key + "*" * key.endswith(".") for key in CHANGEABLE)
             raise ConfigError(
                 name, override.partition("=")[2], f"a resume keeps the run's own; what may change: {known}"

@@ -167,6 +167,9 @@ def _start_local_ray(**options: Any) -> None:
 
     # "local": a new one, whatever an earlier Ray of this process left in the folder, which Ray makes 0777; nobody gets as far
     options |= {"address": "local", "_temp_dir": f"{folder}/r"}
+    if (quoted := shlex.quote(sys.executable)) != sys.executable:
+        # it gives this to a shell as it is: in a folder with a space no process that has variables of its own would ever start
+        options["runtime_env"] = {"py_executable": quoted}
     if ray.is_initialized():  # what runs there is not ours to shut down
         raise RuntimeError("this process has a Ray already")
     _forget_ray_token()  # not while a Ray uses it
@@ -381,7 +384,8 @@ class _Assembly:
         trainer = new_trainer()
         self.stack.push_async_callback(trainer.close)
         await trainer.start()
-        model = await self._model(trainer)
+        limit = config.run.trainer_start_timeout
+        model = await within(limit, self._model(trainer), "the trainer's process", "run.trainer_start_timeout")
         kept = resumed.position.degrees if resumed is not None else None
         cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
         caches = await start_site_caches(config, places, self.stack)

@@ -111,14 +111,17 @@ def fix_of(item: Any, model: type[BaseModel], prefix: tuple[str, ...]) -> str:
         case "extra_forbidden":
             return _unknown(place, item, model, prefix)
         case "tuple_type" | "list_type" | "set_type":
-            example = json.dumps([item["input"]] if isinstance(item["input"], str | int | float) else ["..."])
-            return f"must be a list: '{'.'.join(place)}={example}'"
+            said = item["input"]
+            listed = [said] if isinstance(said, str | int | float) else ["..."]
+            if isinstance(said, str) and said.startswith("[") and said.endswith("]"):  # the shell took its quotes
+                listed = [part.strip() for part in said[1:-1].split(",")]
+            return f"must be a list: '{'.'.join(place)}={json.dumps(listed)}'"
         case "string_pattern_mismatch" if item["ctx"]["pattern"] == _TARGET:
             return "must be module:function"
         case kind if kind in _WORDS:
             words, said = _WORDS[kind].format(**item.get("ctx", {})), item["input"]
             known = re.findall("'([^']+)'", words) if kind == "literal_error" and isinstance(said, str) else []
-            near = difflib.get_close_matches(said, known, n=1) if known else []
+            near = difflib.get_close_matches(said.lower(), known, n=1) if known else []
             return f"{words}; did you mean {near[0]!r}?" if near else words
     message = str(item["msg"]).removeprefix("Value error, ")
     return message[0].lower() + message[1:]

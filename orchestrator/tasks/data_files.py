@@ -79,12 +79,23 @@ def _of_folder(field: str, name: str) -> list[Path]:
         there = ", ".join(str(file.relative_to(root)) for file in found[:5]) or "no such file"
         fix = f"has no split {split!r} in {', '.join(_KINDS)} (there is: {there}); write {_FOLDER}{folder}:SPLIT"
         raise ConfigError(field, name, fix)
+    sets = sorted({_set_of(file.relative_to(root), split) for file in inside})
+    if len(sets) > 1:
+        suffix = f":{split}" if colon else ""
+        named = ", ".join(_FOLDER + str(Path(folder) / one) + suffix for one in sets[:5])
+        raise ConfigError(field, name, f"holds {len(sets)} data sets, whose rows are not mixed: name one, of {named}")
     return inside
 
 
 def _is_split(file: Path, split: str) -> bool:
     """By the names that Hugging Face gives: a folder of the split, or a file that begins with it."""
     return split in file.parts[:-1] or file.stem == split or file.stem.startswith((f"{split}-", f"{split}_"))
+
+
+def _set_of(file: Path, split: str) -> Path:
+    """The folder of the data set (Hugging Face's configuration) that a file of the split belongs to."""
+    folders = file.parts[:-1]
+    return Path(*folders[: folders.index(split)] if split in folders else folders)
 
 
 def _lines(field: str, file: Path, columns: Sequence[str]) -> Iterator[DataRow | BadRow]:

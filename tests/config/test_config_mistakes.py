@@ -30,6 +30,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
         ("run.steps=1.5", "run.steps = 1.5: must be a whole number"),
         ("rollout.alpha=-1", "rollout.alpha = -1: must be at least 0"),
         ("rollout.temperature=[1]", "rollout.temperature = [1]: must be a number"),
+        (  # the shell took the quotes
+            "rollout.served=[http://a,http://b]",
+            "rollout.served = '[http://a,http://b]': must be a list: 'rollout.served=[\"http://a\", \"http://b\"]'",
+        ),
+        (
+            "run.mode=Async",
+            "run.mode = 'Async': must be 'sync', 'sync_plus', 'one_off', 'areal' or 'async'; did you mean 'async'?",
+        ),
+        ("run.folder=~/runs", "run.folder = '~/runs': would be a folder named ~ here: write the whole path"),
+        ("reward.url=localhost:80", "reward.url = 'localhost:80': write it as http://host:port/path or https://..."),
         ("rollout.served=http://a", "rollout.served = 'http://a': must be a list: 'rollout.served=[\"http://a\"]'"),
         ("run.folder=3", "run.folder = 3: must be text"),
         ("view.enabled=perhaps", "view.enabled = 'perhaps': must be true or false"),

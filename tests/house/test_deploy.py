@@ -28,7 +28,9 @@ import orchestrator
 from orchestrator.config import Config, load_config
 from orchestrator.environments import pod_manifests
 from orchestrator.hooks.tested_versions import COMPONENTS, MEGATRON_CORE, MOONCAKE, RAY, VLLM
+from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import pool_requests
+from orchestrator.runtime.changed_config import config_to_continue
 from tests.support.waiting import free_port, wait_for
 from vllm_rlplugin import options
 
@@ -582,6 +584,38 @@ def test_a_job_of_several_nodes_starts_twins_of_servers_and_gives_the_run_their_
     length, mode = out.splitlines()[1].split()[1:]
     assert (int(length) > 32, mode) == (True, "0o600")
     assert not list(tmp_path.glob(".rl-coserve-*")), "the token outlives the job"
+    wait_for(lambda: not listens(port), 10)
+
+
+@pytest.mark.slow
+def test_a_job_of_several_nodes_resumes_a_run_on_the_servers_that_it_has_now(tmp_path: Path) -> None:
+    """Twins. After the time limit the servers are on other nodes, with another token."""
+    program(tmp_path, "rl-coserve", RUN_TWIN)
+    program(tmp_path, "vllm", SERVER_TWIN)
+    program(tmp_path, "srun", SRUN_TWIN)
+    program(tmp_path, "scontrol", 'print("first\\n127.0.0.1")')
+    port = free_port()
+    variables = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "x", "RL_COSERVE_PORT": str(port)}
+    process = job("served.sbatch", tmp_path, "/models/m", "--resume", "latest", "run.steps=9", **variables)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    words = shlex.split(out.splitlines()[0].replace('"', "'\"'"))
+    assert words[:4] == ["rl-coserve", "train", "--resume", "latest"]
+    run = RunFolder.create(
+        load_config(
+            None,
+            [
+                f"run.folder={tmp_path}/runs",
+                "rollout.workers=0",
+                'rollout.served=["http://a"]',
+                "rollout.served_allow_plain_http=true",
+            ],
+        )
+    )
+    run.unlock()
+    assert config_to_continue(run, words[4:]).rollout.served == (f"http://127.0.0.1:{port}",)
+    _, errors = (empty := job("served.sbatch", tmp_path, "/models/m", "--resume")).communicate(timeout=30)
+    assert (empty.returncode, errors[:6]) == (2, "usage:")
     wait_for(lambda: not listens(port), 10)
 
 

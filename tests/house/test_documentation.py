@@ -26,6 +26,8 @@ from orchestrator import cli
 from orchestrator.api import ConfigError
 from orchestrator.cli import _parser, main
 from orchestrator.config import load_config, parse_config
+from orchestrator.ops.doctor import CHECKS
+from orchestrator.ops.doctor_config import checks_for_config
 from scripts.bench import BENCHES as BENCHMARKS
 from tests.support import view_runs
 from tests.support.report_runs import write_trajectories
@@ -403,6 +405,22 @@ def test_every_cause_that_a_trajectory_may_end_with_is_among_the_symptoms() -> N
     )
     assert len(causes) >= 20
     assert {cause for cause in causes if not re.search(rf"\b{cause}\b", page)} == set()
+
+
+def test_every_check_of_the_doctor_is_on_the_page_of_installing() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("| checks |")[2].partition("\n\n")[0]
+    told = {name.strip() for row in page.splitlines()[2:] for name in row.split("|")[1].split(",")}
+    checks = checks_for_config(
+        CHECKS,
+        load_config(None, ["environment.backend=kubernetes", "environment.kubernetes.image=i", "relay.kind=fsspec"]),
+    )
+    assert {check.name for check in (*CHECKS, *checks)} - told == set()
+
+
+def test_every_extra_is_on_the_page_of_installing() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("| extra |")[2].partition("\n\n")[0]
+    assert set(extras) - set(re.findall(r"`([\w-]+)`", page)) == {"audit", "dev", "docs"}, "those of a checkout alone"
 
 
 def test_every_alarm_is_among_the_symptoms() -> None:

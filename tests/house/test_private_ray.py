@@ -117,6 +117,48 @@ def test_a_local_ray_has_a_private_folder_and_a_token_of_its_own(tmp_path: Path)
     assert not Path(folder).exists()
 
 
+IN_A_FOLDER_WITH_A_SPACE = """
+import os, sys
+from orchestrator.runtime.real_run import _start_local_ray
+_start_local_ray(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+import ray
+@ray.remote
+class Engine:
+    def say(self):
+        return os.environ["OF_ITS_OWN"], sys.executable
+engine = Engine.options(runtime_env={"env_vars": {"OF_ITS_OWN": "7"}}).remote()
+print(*ray.get(engine.say.remote(), timeout=100))
+ray.shutdown()
+"""
+
+
+@pytest.mark.parametrize("folder", ["new comer", "plain"])
+def test_only_an_interpreter_that_a_shell_would_misread_is_quoted_for_ray(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, object]] = []
+    stand_in = SimpleNamespace(
+        _raylet=None, init=lambda **options: seen.append(options), is_initialized=lambda: False, shutdown=None
+    )
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
+    monkeypatch.setattr(sys, "executable", f"/home/{folder}/python")
+    real_run._start_local_ray()
+    quoted = {"py_executable": "'/home/new comer/python'"} if " " in folder else None
+    assert [options.get("runtime_env") for options in seen] == [quoted]
+
+
+@pytest.mark.long
+def test_a_process_with_variables_of_its_own_starts_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "a checkout").symlink_to(sys.prefix)
+    python = tmp_path / "a checkout" / "bin" / "python"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    words = [python, "-c", IN_A_FOLDER_WITH_A_SPACE]
+    done = subprocess.run(words, env={**clean, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=180)
+    assert done.stdout.splitlines()[-1:] == [f"7 {python}"], done.stderr[-2000:]
+
+
 AFTER_ANOTHER = """
 import os
 os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", "a" * 64

@@ -199,6 +199,19 @@ SLIPS = [
     ),
     (["train", "relay.master=127.0.0.1:9", "--dry-run"], "relay.master = '127.0.0.1:9': "),
     (["train", "relay.master=127.0.0.1:9", "--dry-run"], "no mooncake_master answers at 127.0.0.1:9"),
+    (["train", "examples/frozenlake.toml", "--dryrun"], "unrecognized arguments: --dryrun; did you mean --dry-run?"),
+    (["train", "examples/frozenlake.toml", "--steps", "4"], "is written without dashes: run.steps=4"),
+    (["sim", "examples/sim.toml", "--lr=1e-4"], "is written without dashes: trainer.learning_rate=1e-4"),
+    (["show", "--steps", "4"], "unrecognized arguments: --steps; did you mean --step?"),
+    (["model"], "error: the following arguments are required: FOLDER\n"),
+    (
+        ["sim", "examples/sim.toml", "--svg", "drawn.svg"],
+        "--svg = 'drawn.svg': draws what --ablate finds: give that too",
+    ),
+    (
+        ["sim", "--ablate", "--events", "log"],
+        "--events = 'log': is the log of one simulation: leave it out with --ablate",
+    ),
     (["train", "examples"], "config = 'examples': is a folder; give the path of a TOML file"),
     (["train", "no.toml"], "config = 'no.toml': no such file; give the path of a TOML file"),
     (
@@ -221,6 +234,40 @@ def test_a_slip_is_one_sentence_that_says_what_to_type(
     assert code == 2
     assert said in error
     assert "Traceback" not in error
+
+
+def test_an_example_that_came_with_the_wheel_is_told_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "share" / "rl-coserve" / "examples" / "sim.toml"
+    there.parent.mkdir(parents=True)
+    there.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["sim", "examples/sim.toml"]) == 2
+    assert f"config = 'examples/sim.toml': no such file; it is {there}" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_parts_start_says_how_to_resume_and_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before there is an event."""
+
+    async def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("orchestrator.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr("orchestrator.runtime.preflight.prepare", lambda config: (None, []))
+    monkeypatch.setattr("orchestrator.runtime.real_run.start_ray", lambda config: None)
+    monkeypatch.setattr("orchestrator.runtime.real_run.train", interrupted)
+    assert main(["train", "examples/frozenlake.toml", f"run.folder={tmp_path}"]) == 130
+    run = tmp_path / "frozenlake-001"
+    hint = f"interrupted; resume with: rl-coserve train --resume {run}\n"
+    assert capsys.readouterr().out.endswith(hint)
+    assert not (run / "events.jsonl").exists()
+    assert main(["train", "--resume", str(run)]) == 130
+    assert capsys.readouterr().out.endswith(hint)
 
 
 def test_a_pool_that_is_not_there_is_told_with_the_pools_that_are_and_nothing_else(

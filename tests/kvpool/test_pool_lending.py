@@ -128,7 +128,8 @@ def test_a_pool_whose_team_has_not_said_anything_lends_nothing_and_says_so(
     metrics.refresh()
     assert not metrics.recent_use["lends"]
     assert said(capsys, "lend", "--pool", setup.name, "--status")[1]["most"] == 0
-    assert said(capsys, "lend", "--pool", setup.name, "--max", "0.3")[0] == 0
+    code, found = said(capsys, "lend", "--pool", setup.name, "--max", "0.3", "--status")
+    assert (code, found["most"]) == (0, 0.3), "--status takes nothing of what is asked for away"
     metrics.refresh()
     assert metrics.recent_use["lends"]
     guardian.stop()

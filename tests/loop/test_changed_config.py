@@ -14,6 +14,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.changed_config import CHANGEABLE, config_to_continue, notes_of
 from orchestrator.runtime.resume import Resumed
+from orchestrator.settings.config_mistakes import paths_of
 
 
 @pytest.fixture
@@ -45,6 +46,33 @@ def test_a_run_continues_with_its_own_config_and_what_was_changed(folder: RunFol
     cut = config_to_continue(folder, ["trainer.tensor_parallel=2", "trainer.distributed_optimizer=true"])
     assert (cut.trainer.tensor_parallel, cut.trainer.distributed_optimizer) == (2, True)
     assert folder.config() == before, "nothing is written before it starts"
+
+
+def test_what_the_troubleshooting_page_tells_to_change_after_a_run_has_ended_may_change(folder: RunFolder) -> None:
+    """Also where its servers are: after a job's time limit they are others, with another token."""
+    did(folder, 30)
+    cures = ["rollout.worker_restarts=9", "rollout.collective_timeout=900", "rollout.engine.kv_cache_mb=64"]
+    cures += ["trainer.micro_batch_size=1", "trainer.micro_batch_tokens=2048", "ray.object_store_mb=100"]
+    cures += ["relay.patience=900", "relay.segment_mb=512", "reward.timeout=90", "reward.concurrency=2"]
+    cures += [
+        "trainer.logprob_gap_alarm=0.1",
+        "trainer.entropy_alarm=0",
+        "trainer.tis_alarm=0.3",
+        "rollout.ess_alarm=0.1",
+    ]
+    cures += ["environment.start_tries=9", "environment.parallel_starts=9", "environment.max_age_seconds=9"]
+    cures += ['rollout.served=["http://10.0.0.9:8000"]', "rollout.served_token_file=t"]
+    cures += ["rollout.served_allow_plain_http=true"]
+    after = config_to_continue(folder, cures)
+    assert (after.rollout.served, after.rollout.engine.kv_cache_mb) == (("http://10.0.0.9:8000",), 64)
+    assert (after.trainer.micro_batch_size, after.rollout.worker_restarts) == (1, 9)
+
+
+def test_an_option_of_engines_that_the_runs_groups_do_not_read_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_config(None, [f"run.folder={tmp_path}", "rollout.engines=[{count = 1}]"]))
+    folder.unlock()
+    with pytest.raises(ConfigError, match="a resume keeps the run's own"):
+        config_to_continue(folder, ["rollout.engine.kv_cache_mb=64"])
 
 
 @pytest.mark.parametrize(
@@ -149,10 +177,6 @@ def test_a_resume_says_from_where_it_continues_and_what_it_took_back(resumed: Re
 
 
 def test_what_may_change_is_there() -> None:
-    known = {
-        f"{name}.{key}"
-        for name, field in Config.model_fields.items()
-        for key in getattr(field.annotation, "model_fields", {})
-    }
+    known = {".".join(path) for path in paths_of(Config)}
     assert {key for key in CHANGEABLE if not key.endswith(".")} <= known
     assert all(any(name.startswith(key) for name in known) for key in CHANGEABLE)

@@ -126,7 +126,7 @@ def change_sizes_anew(folder: Path, config: Config) -> None:
     change_sizes(folder, config, ["rollout=5"])
 
 
-def test_the_command_changes_a_run_that_lives_only(
+def test_the_command_changes_a_run_that_lives_and_what_a_resume_of_another_will_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,5 +138,6 @@ def test_the_command_changes_a_run_that_lives_only(
     folder.unlock()
     assert main(["scale", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"rollout": 3, "environments": 16, "rewards": REWARDS}
-    assert main(["scale", "rollout=+1", "--run", str(folder.path)]) == 2
-    assert "is not running" in capsys.readouterr().err
+    assert main(["scale", "environments=12", "--run", str(folder.path)]) == 0
+    assert capsys.readouterr().err == "run-001 is not running: a resume will have these sizes\n"
+    assert read_sizes(folder.path, folder.config())["environments"] == 12

@@ -201,6 +201,20 @@ def test_parquet_and_folders_of_hugging_face_give_the_same_rows() -> None:
     assert "cannot be read" in refused('task.data.file="broken.parquet"')
 
 
+def test_a_repository_of_several_data_sets_is_not_read_as_one() -> None:
+    """As openai/gsm8k is downloaded: the same questions twice, with answers of two kinds."""
+    for kind in ("main", "socratic"):
+        Path(f"gsm8k/{kind}").mkdir(parents=True)
+        write(f"gsm8k/{kind}/train-00000-of-00001.jsonl", rows())
+        write(f"gsm8k/{kind}/test-00000-of-00001.jsonl", rows(5))
+    assert "holds 2 data sets, whose rows are not mixed: name one, of hf:gsm8k/main, hf:gsm8k/socratic" in refused(
+        'task.data.file="hf:gsm8k"'
+    )
+    assert "of hf:gsm8k/main:test, hf:gsm8k/socratic:test" in refused('task.data.file="hf:gsm8k:test"')
+    write("rows.jsonl", rows())
+    assert trained(make('task.data.file="hf:gsm8k/main"'), 20) == trained(make(), 20)
+
+
 def test_a_file_that_is_not_there_or_of_another_kind_is_one_error() -> None:
     assert "no such file; paths are relative" in refused()
     assert "task.data.file" in refused('task.data.file=""')

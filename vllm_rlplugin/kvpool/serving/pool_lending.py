@@ -217,10 +217,10 @@ def run_command(options: argparse.Namespace) -> int:
             found = reclaim_pages(pool, end=options.kill)
             print(json.dumps(found) if options.json else _describe_reclaimed(found, pool.page_bytes))
             return 1 if found["out"] else 0
-        if not options.status:
-            if options.max is None and options.dry_run is None:
-                raise ConfigError("--max", None, "give --max SHARE, --dry-run or --status")
+        if options.max is not None or options.dry_run is not None:
             set_lent(pool, options.max, options.dry_run)
+        elif not options.status:
+            raise ConfigError("--max", None, "give --max SHARE, --dry-run or --status")
         found = {**lending_status(pool), "lease": lease_status(pool)}
         print(json.dumps(found) if options.json else describe_status(found))
         return 0
