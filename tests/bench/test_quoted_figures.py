@@ -437,7 +437,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ),
     (
         "tail_batching",
-        "held-out success {:.3f} with both etas at 1.25 in 40 steps of the demo, {:+.3f} with `eta_responses = 1` "
+        "held-out success {:.3f} with both etas at 1.25 after 120 steps of the demo, {:+.3f} with `eta_responses = 1` "
         "(five seeds; paired by seed {:.3f} to {:.3f}, {:.3f} to {:.3f}:",
         "learning-parity",
         parity,
