@@ -115,6 +115,19 @@ class Cluster:
         return min(alive, key=lambda actor: (actor.busy, actor.identity.rank))
 
     async def _results(self, method: str, asked: Sequence[tuple[Actor, Any]], aggregate: str) -> Any:
+        values = [await self._answer_of(*asked[0])] if len(asked) == 1 else await self._answers(asked)
+        if aggregate == "first":
+            return values[0]
+        return list(itertools.chain.from_iterable(values)) if aggregate == "concat" else values
+
+    async def _answer_of(self, actor: Actor, reference: Any) -> Any:
+        """Of one alone, as a turn's calls are: without a task of its own."""
+        try:
+            return await actor.answer(reference)
+        except Exception as error:  # noqa: BLE001  raised as the cluster has it
+            self._fail({actor: error}, ())
+
+    async def _answers(self, asked: Sequence[tuple[Actor, Any]]) -> list[Any]:
         tasks = {actor: asyncio.create_task(actor.answer(reference)) for actor, reference in asked}
         try:
             await self._settled(list(tasks.values()))
@@ -125,10 +138,7 @@ class Cluster:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         if failed := {actor: error for actor, error in errors.items() if error is not None}:
             self._fail(failed, [actor for actor in tasks if actor not in errors])
-        values = [task.result() for task in tasks.values()]
-        if aggregate == "first":
-            return values[0]
-        return list(itertools.chain.from_iterable(values)) if aggregate == "concat" else values
+        return [task.result() for task in tasks.values()]
 
     async def _settled(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """All have ended; or one failed, and the others have seen it too, or wait for it for ever."""

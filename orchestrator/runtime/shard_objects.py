@@ -1,9 +1,9 @@
 """References of a batch as they cross to the trainer's ranks: to files of this machine, or to objects of Ray between machines.
 
-Guarantees: what is said of a batch is packed beside the event loop and put into Ray's object store once, so that a rank's call
-carries some hundred bytes of it, whatever the batch and however many ranks there are; a shard is put there once for all ranks
-and calls, and leaves it when nothing refers to it here any more; a rank fetches the shards that it computes, and reads them where
-they lie on its node. What cannot be fetched is a RunError that names the shard.
+Guarantees: what is said of a batch is packed beside the event loop; what is long is put into Ray's object store once, so that a
+rank's call carries at most :data:`IN_CALL` bytes of it, whatever the batch and however many ranks there are; a shard is put there
+once for all ranks and calls, and leaves it when nothing refers to it here any more; a rank fetches the shards that it computes,
+and reads them where they lie on its node. What cannot be fetched is a RunError that names the shard.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from orchestrator.api import RunError, TrainSample
 from orchestrator.shards.sample_references import SampleReference, pack, unpack
 from orchestrator.shards.shard_folder import Shard
 
+IN_CALL = (
+    16 << 10
+)  # bytes, of some hundred references: through the object store they take three times the processor time
+
 
 @dataclass(frozen=True, slots=True)
 class BatchReferences:
-    """``message``: a reference of Ray's to the parts that :func:`orchestrator.shards.sample_references.pack` made, and to
-    references to the objects of its shards, by path; None in their place: they are files of this machine."""
+    """``message``: the parts that :func:`orchestrator.shards.sample_references.pack` made, and references to the objects of its
+    shards, by path (None: they are files of this machine); where they are long, a reference of Ray's to that."""
 
     message: Any
 
@@ -33,7 +37,7 @@ class BatchReferences:
         import ray
 
         try:
-            parts, objects = ray.get(self.message)
+            parts, objects = self.message if isinstance(self.message, tuple) else ray.get(self.message)
         except ray.exceptions.RayError as error:
             raise RunError(f"the references of a batch are lost: {error}") from error
         if objects is None:
@@ -77,6 +81,8 @@ class NodeObjects:
         if parts is None:
             return None
         objects = {shard.path: self._object(shard) for shard in _shards(samples)} if self._spread else None
+        if objects is None and sum(map(len, parts)) <= IN_CALL:
+            return BatchReferences((parts, None))
         try:
             return BatchReferences(ray.put((parts, objects)))
         except ray.exceptions.RayError as error:

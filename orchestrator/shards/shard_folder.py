@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rl-coserve-shards-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+PRIVATE = 1 << 14  # bytes of a shard, below which its writer reads its own copy: a mapping costs more than it saves
 _OTHERS = 8  # one part of so many of shared memory is for others: Ray's object store and collectives die where a page is missing
 
 
@@ -162,7 +163,7 @@ class ShardFolder:
         return trajectory if shard_of(trajectory) is not None else self._laid(trajectory, *encode(trajectory))
 
     async def finish_in_slices(self, trajectory: Trajectory) -> Trajectory:
-        """The same, while others have a turn of the loop after each of the trajectory's turns."""
+        """The same, while others have a turn of the loop whenever a few thousand tokens are done."""
         if shard_of(trajectory) is not None:
             return trajectory
         slices = encode_slices(trajectory)
@@ -176,7 +177,7 @@ class ShardFolder:
     def _laid(self, trajectory: Trajectory, data: pa.Buffer, contexts: tuple[ShardContext, ...]) -> Trajectory:
         path = _write(self._folders, f"{next(self._numbers):08d}.arrow", memoryview(data), self.bytes)
         shard = self._own(Shard(path, data.size, _digest(data), contexts))
-        turns = OpenShard(shard.data()).attached(trajectory.turns)
+        turns = OpenShard(data if data.size < PRIVATE else shard.data()).attached(trajectory.turns)
         return replace(trajectory, turns=ShardTurns.of(turns, shard))
 
     @property

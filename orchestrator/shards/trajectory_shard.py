@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 Numbers = np.ndarray[tuple[int], np.dtype[Any]]
 
+SLICE = 1 << 12  # tokens that are taken at a time, and
+_TURN = 100  # of them for a turn by itself
 _RECORD = tuple(item.name for item in fields(Trajectory) if item.name != "turns")
 
 
@@ -131,28 +133,32 @@ def encode(trajectory: Trajectory) -> Encoded:
 
 
 def encode_slices(trajectory: Trajectory) -> Generator[None, None, Encoded]:
-    """Encode a trajectory; stops in each turn, and between the steps that take all of it. Raises RunError where a turn's tokens,
-    log-probs and versions differ in number."""
+    """Encode a trajectory; stops whenever :data:`SLICE` tokens more are done, and, of one that long, between the steps that take
+    all of it. Raises RunError where a turn's tokens, log-probs and versions differ in number."""
     import pyarrow as pa
 
-    tokens: list[Numbers] = []
-    said: list[Numbers] = []
+    tokens, said, done, short = array.array("i"), array.array("d"), 0, True
     for turn in trajectory.turns:
         if not len(turn.action_ids) == len(turn.logprobs) == sum(count for _, count in turn.versions):
             raise RunError(f"trajectory {trajectory.id}: a turn's tokens, log-probs and versions differ in number")
         before = () if turn.context is None else turn.context.token_ids
-        tokens += [_array(part, "i") for part in (before, turn.observation_ids, turn.action_ids)]
-        yield
-        said.append(_array(turn.logprobs, "d"))
-        yield
-    exact = np.concatenate([np.empty(0), *said])
+        for part in (before, turn.observation_ids, turn.action_ids):
+            tokens += _array(part, "i")
+        done += len(before) + len(turn.observation_ids) + len(turn.action_ids) + _TURN
+        if done >= SLICE:
+            yield
+        said += _array(turn.logprobs, "d")
+        if done >= SLICE:
+            done, short = 0, False
+            yield
+    token_ids, exact = np.frombuffer(tokens, np.int32), np.frombuffer(said, np.float64)
     with np.errstate(over="ignore"):
-        logprobs = exact.astype(np.float32)
-    if not np.array_equal(logprobs, exact, equal_nan=True):
+        logprobs: Numbers = exact.astype(np.float32)
+    if not (np.array_equal(logprobs, exact) or np.array_equal(logprobs, exact, equal_nan=True)):
         logprobs = exact
-    yield
+    if not short:
+        yield
     record = json.dumps({name: _plain(getattr(trajectory, name)) for name in _RECORD})
-    token_ids = np.concatenate([np.empty(0, np.int32), *tokens])
     columns = {
         "record": pa.array([record], pa.string()),
         "token_ids": _one_list(token_ids),
@@ -163,12 +169,14 @@ def encode_slices(trajectory: Trajectory) -> Generator[None, None, Encoded]:
     if any(experts):
         columns["experts"] = pa.array([experts], pa.list_(pa.binary()))
     contexts = _contexts(trajectory.turns, token_ids, exact)
-    yield
+    if not short:
+        yield
     batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    yield
+    if not short:
+        yield
     return sink.getvalue(), contexts
 
 
@@ -201,9 +209,21 @@ class OpenShard:
 
     def attached(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The turns that were encoded, with the numbers that lie here in place of their own; routed experts lie here only."""
-        return tuple(
-            replace(_with_columns(turn, parts), experts=None) for turn, parts in zip(turns, self._parts(), strict=True)
-        )
+        found, at, said = [], 0, 0
+        for turn in turns:
+            start, seen, acted = turn.context, len(turn.observation_ids), len(turn.action_ids)
+            if start is not None:
+                begin, at = at, at + len(start.token_ids)
+                start = replace(start, token_ids=self._tokens(begin, at))
+            numbers = self._tokens(at, at + seen), self._tokens(at + seen, at + seen + acted)
+            logprobs: Any = Column(self.logprobs[said : said + acted])
+            times = turn.generate_seconds, turn.environment_seconds
+            found.append(Turn(*numbers, logprobs, turn.versions, turn.reward, turn.done, *times, start))
+            at, said = at + seen + acted, said + acted
+        return tuple(found)
+
+    def _tokens(self, begin: int, end: int) -> Any:
+        return Column(self.token_ids[begin:end])
 
     def context(self, first: int, end: int) -> tuple[Numbers, Numbers, Numbers]:
         """Of these turns: token ids, which of them the policy's are (positions), the log-probs of those."""
@@ -298,10 +318,13 @@ def _contexts(turns: Sequence[Turn], token_ids: Numbers, logprobs: Numbers) -> t
     return tuple(found)
 
 
-def _array(numbers: Sequence[Any], kind: str) -> Numbers:
-    """As NumPy's ("i": int32, "d": float64); out of a tuple in a third of the time that NumPy takes, which is the loop's."""
-    plain = array.array(kind, numbers) if isinstance(numbers, tuple) else numbers
-    return np.asarray(plain, kind)
+def _array(numbers: Sequence[Any], kind: str) -> array.array[Any]:
+    """("i": int32, "d": float64); out of a tuple in a third of the time that NumPy takes, which is the loop's."""
+    if isinstance(numbers, tuple):
+        return array.array(kind, numbers)
+    found = array.array(kind)
+    found.frombytes(np.ascontiguousarray(numbers, kind).data.cast("B"))
+    return found
 
 
 def _one_list(values: Numbers) -> pa.ListArray:

@@ -94,8 +94,8 @@ class Subscriber:
         """The present epoch; 0: the job never published. A version number means something only within its epoch."""
         return self._head().epoch
 
-    def manifest(self, version: int) -> StoredManifest:
-        """What a version consists of: its full snapshot, or, where there is none, its difference to ``base_version``.
+    def published(self, version: int) -> PublishedVersion:
+        """What the metadata store says of a version: its full snapshot, or, where there is none, its difference to a base.
 
         RelayError "missing" when it is not, or no longer, published.
         """
@@ -104,19 +104,33 @@ class Subscriber:
         if found is None:
             kept = [item.attempt.version for item in head.published]
             raise RelayError("missing", f"version {version} of job {self._endpoint.job}; epoch {head.epoch} has {kept}")
-        manifest = self._read_manifest(found)
+        return found
+
+    def manifest(self, version: int | PublishedVersion) -> StoredManifest:
+        """What a version, or what :meth:`published` said of it, consists of. Raises as that."""
+        manifest = self._read_manifest(self.published(version) if isinstance(version, int) else version)
         self._not_replayed(manifest)
         return manifest
 
-    def chain(self, target: int, held: int = -1, content: int = 0) -> list[StoredManifest]:
+    def chain(
+        self,
+        target: int,
+        held: int = -1,
+        content: int = 0,
+        known: tuple[PublishedVersion, StoredManifest] | None = None,
+    ) -> list[StoredManifest]:
         """What to fetch, in this order, to get to ``target``: differences to what is held, or a full snapshot and the
         differences after it, whatever has fewer bytes.
 
-        ``held``: a version of the present epoch with that ``content``; -1: nothing. Raises RelayError "missing", and
-        CorruptWeightsError "chain" when what is published does not fit together.
+        ``held``: a version of the present epoch with that ``content``; -1: nothing. ``known``: a manifest that was read already,
+        and is not read again. Raises RelayError "missing", and CorruptWeightsError "chain" when what is published does not fit
+        together.
         """
         head = self._head()
-        manifests = [self._read_manifest(item) for item in choose_route(head.published, held, target)]
+        manifests = [
+            known[1] if known is not None and known[0] == item else self._read_manifest(item)
+            for item in choose_route(head.published, held, target)
+        ]
         for manifest in manifests:
             if manifest.base_version != FULL and (manifest.base_version, manifest.base_content) != (held, content):
                 detail = f"version {manifest.version} is a difference to {manifest.base_version} with content "

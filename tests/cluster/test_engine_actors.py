@@ -47,7 +47,7 @@ from orchestrator.runtime.engine_actors import (
     meeting_point,
 )
 from orchestrator.runtime.real_run import start_ray
-from orchestrator.runtime.shard_objects import BatchReferences, NodeObjects, NodeShard
+from orchestrator.runtime.shard_objects import IN_CALL, BatchReferences, NodeObjects, NodeShard
 from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.train_samples import to_samples
 from tests.support.engines import rollout_worker
@@ -327,7 +327,7 @@ def test_samples_in_shards_cross_as_references_and_every_rank_reads_them(
     found, ranks = trainer("", "")
     asyncio.run(found.train_step(TrainBatch(3, 4, samples)))
     asyncio.run(found.feed(samples, 4))
-    assert len(stored) == 2, "once for both ranks"
+    assert not stored, "short ones go in the call"
     assert max(sizes) < 1000
     for rank in ranks:
         (_, (batch,)), (_, (fed, version)) = rank.asked
@@ -346,16 +346,15 @@ def test_a_call_of_a_rank_is_as_small_however_large_the_batch_is(
     stored, sizes, dumps = in_store(monkeypatch), list[int](), pickle.dumps
     monkeypatch.setattr(pickle, "dumps", lambda what: (data := dumps(what), sizes.append(len(data)))[0])
     found, ranks = trainer("", "")
-    largest = []
-    for number in (1, 1000):
+    for number, most, put in ((50, IN_CALL + 1000, 0), (1000, 1000, 1)):
         sizes.clear()
         batch = TrainBatch(3, 4, tuple(to_samples(finished)) * number)
         asyncio.run(found.train_step(batch))
-        largest.append(max(sizes))
+        assert max(sizes) < most
+        assert len(stored) == put, "once for both ranks, where it is long"
         for rank in ranks:
             assert rank.asked[-1] == ("train_step", (batch,))
-    assert largest[0] == largest[1] < 1000
-    assert sum(map(len, stored[1][0][0])) > 100_000
+    assert sum(map(len, stored[0][0][0])) > 100_000
     assert not any(on_loop for _, on_loop in stored), "beside the loop"
     shards.close()
 
@@ -380,7 +379,7 @@ def test_what_rays_object_store_lost_or_has_no_room_for_is_an_error_that_names_t
     with pytest.raises(RunError, match="references of a batch are lost: gone or full"):
         BatchReferences(object()).samples()
     with pytest.raises(RunError, match="Ray's object store has no room for the references of a batch: gone or full"):
-        NodeObjects(spread=False).refer([])
+        NodeObjects(spread=True).refer([])
     shards = ShardFolder(tmp_path / "disk", tmp_path)
     turn = Turn((1,), (2,), (-0.5,), ((4, 1),))
     finished = shards.finish(Trajectory("t", "g", "task", Prompt("k", "task", 0, ""), (turn,), 1.0, "v", 0, False))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from orchestrator.api import ContextStart, Prompt, RunError, TrainSample, Trajectory, Turn
 from orchestrator.shards.sample_references import PART, pack, unpack
 from orchestrator.shards.shard_folder import ShardFolder, TrajectoryWriter, shard_of
-from orchestrator.shards.trajectory_shard import Column, OpenShard, encode
+from orchestrator.shards.trajectory_shard import SLICE, Column, OpenShard, encode
 from orchestrator.train_samples import to_samples
 
 PROMPT = Prompt("key", "task", 7, 'quote " é')
@@ -147,9 +147,17 @@ def test_a_shard_is_freed_when_nothing_refers_to_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_while_a_trajectory_is_finished_others_have_a_turn_of_the_loop_after_each_of_its_turns(tmp_path: Path) -> None:
-    one = a_trajectory()
-    original, ticks = replace(one, turns=one.turns * 8), 0
+@pytest.mark.parametrize(
+    ("tokens", "turns", "times"),
+    [(8, 4, range(1)), (8, 400, range(8, 40)), (SLICE, 16, range(32, 40))],
+    ids=["short", "many turns", "long turns"],
+)
+def test_others_have_a_turn_of_the_loop_after_each_slice_of_a_trajectory_and_a_short_one_is_finished_at_once(
+    tmp_path: Path, tokens: int, turns: int, times: range
+) -> None:
+    one, ticks = a_trajectory(), 0
+    turn = Turn((1,) * tokens, (2,) * tokens, (-0.5,) * tokens, ((0, tokens),))
+    original = replace(one, turns=(turn,) * turns)
 
     async def count() -> None:
         nonlocal ticks
@@ -166,7 +174,7 @@ def test_while_a_trajectory_is_finished_others_have_a_turn_of_the_loop_after_eac
 
     folder = ShardFolder(tmp_path / "shards", tmp_path)
     finished = asyncio.run(main())
-    assert ticks >= len(original.turns)
+    assert ticks in times
     assert finished == original == folder.finish(original)
     assert asyncio.run(folder.finish_in_slices(finished)) is finished
     with pytest.raises(RunError, match="differ in number"):

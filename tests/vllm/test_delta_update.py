@@ -485,6 +485,41 @@ def test_what_was_prepared_for_other_weights_is_prepared_again(made: tuple[Train
     assert rank.holds(trainer.models[version])
 
 
+def test_what_was_prepared_is_taken_without_reading_the_relay_again(
+    made: tuple[Trainer, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rank = made
+    read, stock = list[str](), MemoryRelay.get_into
+
+    def get_into(relay: MemoryRelay, key: str, buffer: memoryview) -> int:
+        read.append(key)
+        return stock(relay, key, buffer)
+
+    monkeypatch.setattr(MemoryRelay, "get_into", get_into)
+    version = trainer.step()
+    rank.fetcher.start_fetch(version, rank.plan, rank.base)
+    rank.fetcher._prepared.result()  # type: ignore[union-attr]
+    assert sum("manifest" in key for key in read) == 1 + bool(kept(rank)), "once, and once for the copies"
+    prepared = list(read)
+    assert rank.update(version).delta is not None
+    assert read == prepared
+    assert rank.holds(trainer.models[version])
+
+
+def test_what_was_prepared_and_then_published_again_is_compared_with_what_is_there_now(
+    made: tuple[Trainer, Rank],
+) -> None:
+    trainer, rank = made
+    version = trainer.step()
+    rank.fetcher.start_fetch(version, rank.plan, rank.base)
+    rank.fetcher._prepared.result()  # type: ignore[union-attr]
+    trainer.models[version] = twins.weights(9, SHAPES)
+    trainer.publisher.rollback(version)  # the number now stands for other weights
+    trainer.publish(version, FULL)
+    rank.update(version)
+    assert rank.holds(trainer.models[version])
+
+
 def test_nothing_reads_the_live_weights_once_the_fetch_was_settled(
     made: tuple[Trainer, Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

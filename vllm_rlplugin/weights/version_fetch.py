@@ -36,7 +36,7 @@ from orchestrator.transfer import (
     StoredManifest,
     Subscriber,
 )
-from orchestrator.transfer.job_head import FULL
+from orchestrator.transfer.job_head import FULL, PublishedVersion
 from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
 from vllm_rlplugin.weights.delta_update import DeltaBase
 from vllm_rlplugin.weights.layer_stream import Tensors
@@ -206,11 +206,14 @@ class VersionFetcher:
             return held
         began = time.perf_counter()
         try:
-            manifest = subscriber.manifest(version)
+            published = subscriber.published(version)
+            usable = held if held is not None and held.plan is plan and held.can_follow(base) else None
+            if usable is not None and usable.published == published:
+                return usable
+            manifest = subscriber.manifest(published)
             checksum = f"{manifest.content():016x}"
-            same = held is not None and (held.version, held.checksum) == (version, checksum)
-            if held is not None and same and held.plan is plan and held.can_follow(base):
-                return held
+            if usable is not None and (usable.version, usable.checksum) == (version, checksum):
+                return usable
             self._held = held = None  # two versions at a time would be too much memory
             staging = VersionStaging(manifest, checksum, plan, cancel)
             if plan.mapping is None and plan.layout is not None:
@@ -218,10 +221,10 @@ class VersionFetcher:
                     subscriber.hold(self._loaded, fetching=version)
                 self._held = staging.by_layers(lambda layer: self._read_layer(staging, manifest, layer))
             elif self._differences:
-                self._held = self._fetch_by_differences(subscriber, manifest, staging, base)
+                self._held = self._fetch_by_differences(subscriber, (published, manifest), staging, base)
             else:
                 self._held = staging.from_snapshot(subscriber, manifest)
-            self._held.past_cache = subscriber.past_cache()
+            self._held.published, self._held.past_cache = published, subscriber.past_cache()
             if self._reports:
                 whole = manifest.base_version == FULL and self._held.delta is None
                 self._report_later(version, whole, time.perf_counter() - began)
@@ -288,7 +291,11 @@ class VersionFetcher:
         return self._held
 
     def _fetch_by_differences(
-        self, subscriber: Subscriber, manifest: StoredManifest, staging: VersionStaging, base: DeltaBase | None
+        self,
+        subscriber: Subscriber,
+        known: tuple[PublishedVersion, StoredManifest],
+        staging: VersionStaging,
+        base: DeltaBase | None,
     ) -> StagedVersion:
         """The version, by differences or whole. Says to the relay what is live meanwhile."""
         kept = self._resident_of(subscriber, staging)
@@ -297,22 +304,27 @@ class VersionFetcher:
         try:
             if kept is not None:
                 kept.advance(staging.version, staging.check_wanted)
-            found = None if base is None else self._fetch_delta(subscriber, staging, base, kept)
-            return found or staging.from_anything(subscriber, manifest, self._codec, kept)
+            found = None if base is None else self._fetch_delta(subscriber, known, staging, base, kept)
+            return found or staging.from_anything(subscriber, known[1], self._codec, kept)
         except (CorruptWeightsError, RelayError) as error:
             if isinstance(error, CorruptWeightsError) or error.reason == "missing":
                 subscriber.ask_snapshot()  # the way there is gone: the next version must bring one
             raise
 
     def _fetch_delta(
-        self, subscriber: Subscriber, staging: VersionStaging, base: DeltaBase, kept: HostedWeights | None
+        self,
+        subscriber: Subscriber,
+        known: tuple[PublishedVersion, StoredManifest],
+        staging: VersionStaging,
+        base: DeltaBase,
+        kept: HostedWeights | None,
     ) -> StagedVersion | None:
         """By differences from what is live; None where that cannot be."""
         origin = base.origin
         if staging.places is None or origin.epoch != subscriber.epoch() or origin.version == staging.version:
             return None
         try:
-            chain = subscriber.chain(staging.version, origin.version, origin.content)
+            chain = subscriber.chain(staging.version, origin.version, origin.content, known)
             if not chain or chain[0].base_version == FULL:
                 return None
             return staging.from_live(subscriber, self._codec, base, chain, kept)

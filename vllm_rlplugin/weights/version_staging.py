@@ -35,7 +35,7 @@ from orchestrator.transfer import (
     StoredManifest,
     Subscriber,
 )
-from orchestrator.transfer.job_head import FULL
+from orchestrator.transfer.job_head import FULL, PublishedVersion
 from orchestrator.transfer.shard_routing import RegionAssembler, box_shape, whole_box
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, TensorSpec
 from vllm_rlplugin.weights.collective_receiver import Transmission
@@ -83,6 +83,7 @@ class StagedVersion:
     checksum: str  # of its content, in hexadecimal: equal for equal weights, whatever way they came
     bytes: int  # as fetched
     plan: StagingPlan
+    published: PublishedVersion | None = None  # as the metadata store had it when it was fetched
     sent: bool = False  # by the trainer: the relay need not have it
     pieces: list[StagedSlice] = field(default_factory=list)
     packed: list[PackedLayer] = field(default_factory=list)
