@@ -618,6 +618,7 @@ def _sim(arguments: argparse.Namespace) -> int:
         return _ablate(arguments)
     if not (arguments.config or arguments.source or arguments.overrides):
         raise ConfigError("config", "", "name a TOML file: `rl-coserve sim examples/sim.toml` takes a few seconds")
+    from orchestrator.config.run_keys import TaskSection
     from orchestrator.sim.simulated_run import simulate
 
     config = _config(arguments)
@@ -625,6 +626,8 @@ def _sim(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "sim.borrowed.trace", arguments.serving, "no servers are borrowed: set sim.borrowed.workers too"
         )
+    if config.task != TaskSection():
+        print("note: [task] is not simulated: lengths, environments and rewards are those of [sim]", file=sys.stderr)
     result = simulate(config, events_sink=_steps_told(config.run.steps))
     if arguments.events:
         Path(arguments.events).write_bytes(result.events)

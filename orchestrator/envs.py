@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -61,6 +61,18 @@ TIME_LIMITS = ("environment_timeout", "trajectory_timeout")  # causes whose mean
 
 class StaleTrajectory(Exception):
     """The staleness bound was passed: the trajectory is evicted."""
+
+
+def next_prompt(prompts: Iterator[Prompt], task: str) -> Prompt:
+    """The next training prompt. Raises RunError where none is left, and where the task's own code fails: no other prompt may
+    take its place, as the stream is the same in every life."""
+    try:
+        prompt = next(prompts, None)
+    except (Exception, SystemExit) as error:  # third-party code
+        raise RunError(f"task {task}: its next training prompt cannot be drawn: {error_text(error)}") from error
+    if prompt is None:
+        raise RunError(f"task {task}: the training split has no prompts left")
+    return prompt
 
 
 class TurnServer(Protocol):

@@ -30,7 +30,7 @@ from orchestrator.buffer import REFERENCE_LOST, SampleBuffer
 from orchestrator.components import Shards
 from orchestrator.config.rollout_keys import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.envs import SHARD_LOST, Episode, EpisodePlayer, StaleTrajectory, reward_of_episode
+from orchestrator.envs import SHARD_LOST, Episode, EpisodePlayer, StaleTrajectory, next_prompt, reward_of_episode
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.placement.length_tracker import LengthTracker
@@ -326,10 +326,7 @@ class Rollout:
     # -- one trajectory ----------------------------------------------------------------------------------------------
 
     def _next_prompt(self) -> Prompt:
-        prompt = next(self.prompts, None)
-        if prompt is None:
-            raise RunError(f"task {self.task.name}: the training split has no prompts left")
-        return prompt
+        return next_prompt(self.prompts, self.task.name)
 
     def _next_group(self) -> str:
         self.groups += 1

@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator import __version__
 from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.api.machine import processor_name
@@ -164,7 +165,20 @@ class RunFolder:
             data = parse_object(self.config_file.read_bytes())
         except ValueError as error:
             raise ConfigError("run", str(self.config_file), f"is damaged: {error}") from error
-        return parse_config(data)
+        try:
+            return parse_config(data)
+        except ConfigError as error:
+            fix = (
+                f"was written by rl-coserve {self._written_by()}, this is {__version__}: use that one, or mend the file"
+            )
+            raise ConfigError.of_all([ConfigError("run", str(self.config_file), fix), error]) from None
+
+    def _written_by(self) -> str:
+        try:
+            versions = parse_object((self.path / "environment.json").read_bytes()).get("versions")
+        except (OSError, ValueError):
+            versions = None
+        return str(versions.get("rl-coserve", "?")) if isinstance(versions, dict) else "?"
 
     def replace_config(self, text: str) -> None:
         """Durably, as a whole or not at all."""

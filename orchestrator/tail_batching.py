@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from orchestrator.api import ConfigError, Prompt, RunError, Task, Trajectory, WorkerStats
 from orchestrator.config.user_functions import named_function
-from orchestrator.envs import Episode
+from orchestrator.envs import Episode, next_prompt
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.round_planner import (
     LANES,
@@ -292,9 +292,7 @@ class Rounds:
         return self._prompts[number]
 
     def _draw(self) -> Prompt:
-        prompt = next(self._stream, None)
-        if prompt is None:
-            raise RunError(f"task {self._task.name}: the training split has no prompts left")
+        prompt = next_prompt(self._stream, self._task.name)
         self._drawn += 1
         return prompt
 

@@ -283,7 +283,11 @@ def _one_turn(config: Config, task: Task) -> None:
         environment = task.environment()
         try:
             version_of(environment.version)
-            prompt = next(task.prompts("train", config.run.seed))
+            prompt, again = (next(task.prompts("train", config.run.seed), None) for _ in "ab")
+            if prompt is None:
+                raise ValueError("prompts('train', seed) yields none")
+            if prompt != again:
+                raise ValueError("prompts('train', seed) began with two different ones: a resume would draw others")
             _spoken(task, observation_of(await environment.reset(prompt), "reset").token_ids)
             _spoken(task, step_of(await environment.step((task.end_id,))).observation.token_ids)
         finally:

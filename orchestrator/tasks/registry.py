@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.api import ConfigError, Task
-from orchestrator.config.user_functions import load_named
 
 BUILT_IN: dict[str, str] = {
     "frozenlake": "orchestrator.tasks.frozenlake:FrozenLakeTask",
@@ -34,6 +33,8 @@ def find(name: str) -> Any:
     if ":" not in target:
         fix = f"no such task; there are: {', '.join((*BUILT_IN, *BROUGHT))}; write your own as module:Class (docs/tasks.md)"
         raise ConfigError("task.name", name, fix)
+    from orchestrator.config.user_functions import load_named  # the config asks this module for its names
+
     return load_named("task.name", target, "class")
 
 
@@ -42,13 +43,13 @@ def make(name: str, heldout: int, **options: object) -> Task:
     made = find(name)
     try:
         task = made(heldout, **options)
+        missing = [attribute for attribute in (*_PORT, "environment") if not hasattr(task, attribute)]
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError("task", name, str(error)) from error
-    except Exception as error:  # a class of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a class of the user's may raise anything
         raise ConfigError("task", name, f"cannot be made: {type(error).__name__}: {error}") from error
-    missing = [attribute for attribute in (*_PORT, "environment") if not hasattr(task, attribute)]
     if missing:
         raise ConfigError("task.name", name, f"is not a task: it has no {', '.join(missing)} (docs/tasks.md)")
     found: Task = task

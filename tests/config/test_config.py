@@ -15,6 +15,7 @@ from orchestrator import cli
 from orchestrator.api import ConfigError
 from orchestrator.cli import main
 from orchestrator.config import Config, load_config, parse_config, to_json
+from orchestrator.tasks import registry
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin")
@@ -224,6 +225,15 @@ class FiveOfGymnasium(Played): answered = ((2,), 1.0, True, False, {})
 class NotANumber(Played): answered = StepResult(Observation(()), float("nan"), True, False)
 class Unversioned(Played): version = None
 
+class NoPrompt(NimTask):
+    def prompts(self, split, seed): return iter(())
+
+class Unseeded(NimTask):
+    def prompts(self, split, seed): return super().prompts(split, __import__("random").random() if split == "train" else seed)
+
+class Licensed(NimTask):
+    def __init__(self, heldout): raise SystemExit("no licence")
+
 class ActsNothing(NimTask):
     def play(self, payload):
         class Game:
@@ -244,6 +254,8 @@ class ActsNothing(NimTask):
         ("NotANumber", "step: the reward is nan"),
         ("Unversioned", "the version must be text of at most 200 characters, is None"),
         ("ActsNothing", "act returned NoneType, not a Reply"),
+        ("NoPrompt", "prompts('train', seed) yields none"),
+        ("Unseeded", "a resume would draw others"),
     ],
 )
 def test_a_task_that_cannot_be_played_is_known_before_anything_starts(
@@ -257,6 +269,18 @@ def test_a_task_that_cannot_be_played_is_known_before_anything_starts(
     said = capsys.readouterr().err
     assert "a trial turn before the run failed" in said
     assert says in said
+
+
+def test_a_task_that_exits_where_it_is_made_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be made: SystemExit: no licence"):
+        registry.make("leaving_tasks:Licensed", 5)
+
+
+def test_the_registry_may_be_the_first_that_is_imported() -> None:
+    command = "from orchestrator.tasks import registry; registry.find('nim')"
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
 
 
 REWARDS = """

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,16 @@ def open_records(folder: RunFolder, *, resume: bool) -> RunRecords:
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_config_that_this_version_cannot_read_names_its_file_and_who_wrote_it(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    write_environment(folder.path / "environment.json", {"versions": {"rl-coserve": "0.0.9"}})
+    data = json.loads(folder.config_file.read_text())
+    folder.replace_config(json.dumps(data | {"rollout": data["rollout"] | {"gone": 3}}))
+    with pytest.raises(ConfigError, match=r"rollout.gone = 3: no such key") as refused:
+        folder.config()
+    assert str(refused.value).startswith(f"run = {str(folder.config_file)!r}: was written by rl-coserve 0.0.9")
 
 
 # -- one run is one run ----------------------------------------------------------------------------------------------

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.api import Prompt, Trajectory, Turn
-from orchestrator.store import TrajectoryStore, count_by_outcome, read_trajectories
+from orchestrator.store import SCHEMA, TrajectoryStore, count_by_outcome, read_trajectories
 
 pytestmark = pytest.mark.slow
 
+PAGE = Path(__file__).parents[2] / "docs/trajectories.md"
 EPOCH = datetime(2026, 1, 31, 23, 59, 30, tzinfo=UTC)
 
 
@@ -78,10 +83,39 @@ def test_polars_reads_the_folder_as_one_table(folder: Path) -> None:
     assert tuple(turns[0]["action_ids"]) == trajectory(7, "maths", 0).turns[0].action_ids
 
 
+def test_the_page_reads_a_folder_that_two_versions_wrote(folder: Path, tmp_path: Path) -> None:
+    """The one before wrote a column ``advantage``, and a later one may write one more: a resume adds files to the old ones."""
+    duckdb, polars = pytest.importorskip("duckdb"), pytest.importorskip("polars")
+    where = tmp_path / "trajectories"
+    shutil.copytree(folder, where)
+    first = min(where.rglob("*.parquet"))
+    older = pq.ParquetFile(first).read()
+    pq.write_table(older.append_column("advantage", pa.nulls(len(older), pa.float64())), first)
+    page = PAGE.read_text().replace("runs/latest/trajectories", str(where))
+    (query,) = re.findall(r"duckdb: +(select .*?)\n\w+:", page, re.DOTALL)
+    assert len(duckdb.sql(query).fetchall()) == 6
+    (source,) = re.findall(r"from (read_parquet\(.*?\))\n", page, re.DOTALL)
+    assert len(duckdb.sql(f"select * from {source}").fetchall()) == 60
+    (scan,) = re.findall(r"polars: +(pl.scan_parquet.*?\))\n\w+:", page, re.DOTALL)
+    assert len(eval(scan, {"pl": polars}).collect()) == 60
+    assert len(read_trajectories(where)) == 60
+
+
+def test_every_column_is_on_the_page_with_its_type() -> None:
+    listed = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", PAGE.read_text().split("## The store")[1], re.MULTILINE))
+    names = {"double": "float64", "bool": "true or false", "string": "text"}
+    for column in SCHEMA:
+        kind = str(column.type)
+        assert listed.get(column.name) == (
+            "list" if kind.startswith("list") and column.name != "errors" else
+            "list of text" if column.name == "errors" else names.get(kind, kind)
+        ), column.name  # fmt: skip
+
+
 _DATASETS = """
 import json, sys
 from datasets import load_dataset
-data = load_dataset("parquet", data_dir=sys.argv[1], split="train", cache_dir=sys.argv[2])
+data = load_dataset("parquet", data_files=sys.argv[1], split="train", cache_dir=sys.argv[2])
 row = data.filter(lambda row: row["trajectory_id"] == "t00000007")[0]
 print(json.dumps([len(data), row["turns"][0]["action_ids"], row["total_reward"]]))
 """
@@ -89,10 +123,14 @@ print(json.dumps([len(data), row["turns"][0]["action_ids"], row["total_reward"]]
 
 def test_datasets_reads_the_folder(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    command = [sys.executable, "-c", _DATASETS, str(folder), str(tmp_path / "cache")]
+    back = tmp_path / "trajectories"
+    shutil.copytree(folder, back)
+    assert TrajectoryStore(back, epoch=EPOCH).discard_after(2) == 2  # it has no rule for names that begin with one _
+    pattern = f"{back}/task=*/date=*/version=*/*.parquet"
+    command = [sys.executable, "-c", _DATASETS, pattern, str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     expected = trajectory(7, "maths", 0)
-    assert json.loads(done.stdout.splitlines()[-1]) == [60, list(expected.turns[0].action_ids), expected.reward]
+    assert json.loads(done.stdout.splitlines()[-1]) == [44, list(expected.turns[0].action_ids), expected.reward]
 
 
 # -- what is read ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 import orchestrator.envs
-from orchestrator.api import Completion, GenerationRequest, Trajectory, Turn
+from orchestrator.api import Completion, GenerationRequest, Prompt, RunError, Trajectory, Turn
 from orchestrator.buffer import SampleBuffer, Taken
 from orchestrator.checkpoint import CheckpointState
+from orchestrator.cli import main
 from orchestrator.components import Components
 from orchestrator.config import Config, load_config
 from orchestrator.ledger import Ledger
@@ -35,7 +36,7 @@ from orchestrator.sim.crash_remains import SimCheckpoints, SimStore
 from orchestrator.sim.seeded_draws import random_stream
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.simulated_worker import SimWorker, TurnMoves
-from orchestrator.sim.twins import SimTrainer
+from orchestrator.sim.twins import SimTask, SimTrainer
 from scripts.bench.micro import ledger_faults
 
 SEEDS = [
@@ -688,3 +689,37 @@ def test_a_run_that_is_stopped_while_it_waits_for_the_store_ends_and_accounts_fo
     ends = [json.loads(line) for line in result.events.decode().splitlines() if '"run_end"' in line]
     assert [one["status"] for one in ends] == ["interrupted", "completed"]
     assert 0 <= ends[0]["t"] - stopped[0] < 60
+
+
+# -- what it does not simulate -----------------------------------------------------------------------------------------
+
+
+def test_a_task_of_the_config_is_said_not_to_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["run.steps=1", "rollout.groups_per_step=2", "rollout.environments=16", "evaluation.prompts=1"]
+    for overrides, notes in (([], 0), (["task.name=nim"], 1)):
+        assert main(["sim", "--json", *few, *overrides]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["steps"] == 1
+        assert err.count("note: [task] is not simulated") == notes
+
+
+# -- code of others --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_task_that_fails_to_give_a_prompt_ends_the_run_by_its_name(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = SimTask.prompts
+
+    def broken(task: SimTask, split: str, seed: int) -> Iterator[Prompt]:
+        for number, prompt in enumerate(prompts(task, split, seed)):
+            if split == "train" and number == 7:
+                raise KeyError("row 7")
+            yield prompt
+
+    monkeypatch.setattr(SimTask, "prompts", broken)
+    with pytest.raises(
+        RunError, match=r"RunError: task sim: its next training prompt cannot be drawn: KeyError\('row 7'\)"
+    ):
+        simulate(config(f"rollout.rounds.enabled={str(rounds).lower()}"))
