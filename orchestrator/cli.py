@@ -430,7 +430,6 @@ def _train(arguments: argparse.Namespace) -> int:
         folder = RunFolder.create(config)
         folder.write_environment()
 
-    from orchestrator.observe.report.report_page import write_report
     from orchestrator.runtime.real_run import start_ray, train
     from orchestrator.runtime.recorded_batches import replay_run
 
@@ -450,7 +449,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         ray.shutdown()
         try:
-            _say_report(write_report(folder.path))
+            _say_report(folder.path)
         except Exception as error:  # noqa: BLE001  a full disk, a damaged file: how the run ended matters more
             print(
                 f"no report could be written ({error}); try: rl-coserve report {shlex.quote(str(folder.path))}",
@@ -585,11 +584,15 @@ def _replayed(arguments: argparse.Namespace, config: Config) -> Path | None:
     return source
 
 
-def _say_report(page: Path) -> None:
-    from orchestrator.observe.report.summary import summarize
+def _say_report(folder: Path) -> None:
+    """Write a run's report and its figures, and say where: read once, as a log may be long."""
+    from orchestrator.observe.report.report_page import write_report
+    from orchestrator.observe.report.run_log import load_run
+    from orchestrator.observe.report.summary import summary_of
 
-    summary = summarize(page.parent)
-    (page.parent / "summary.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    run = load_run(folder)
+    page, summary = write_report(run), summary_of(run)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     start, end = summary.get("success_start"), summary.get("success_end")
     if start is not None and end is not None:
         print(f"success on held-out prompts: {start:.3f} -> {end:.3f}")

@@ -307,35 +307,38 @@ def _damage_of(line: str) -> str:
 
 
 def recount(lines: Iterable[str]) -> dict[str, Any]:
-    """Count a journal anew, sharing no code with the writer's totals: the last state of each id decides. Raises RunError for
-    a whole line that is no record."""
-    last: dict[str, tuple[str, str]] = {}
-    rolled_back = 0
+    """Count a journal anew, sharing no code with the writer's totals, a line at a time: only what has not ended is remembered,
+    so one that ends twice counts as two. Raises RunError for a whole line that is no record."""
+    unended: set[str] = set()
+    started = rolled_back = 0
+    ends: Counter[tuple[str, str]] = Counter()
     for line in lines:
         record = _parse(line)
         if record is None:
             continue
-        if record["state"] == "rolled_back":
+        name, state = record["id"], record["state"]
+        if state == "rolled_back":  # trained, and again to be
             rolled_back += 1
-            last[record["id"]] = ("taken", "")
-        else:
-            last[record["id"]] = (record["state"], record.get("cause", ""))
+            ends["trained", ""] -= 1
+            unended.add(name)
+            continue
+        if name not in unended:
+            started += 1
+            unended.add(name)
+        if state in END_STATES:
+            unended.remove(name)
+            ends[state, record.get("cause", "")] += 1
     totals: dict[str, Any] = {
-        "started": len(last),
-        **dict.fromkeys(END_STATES, 0),
-        "in_flight": 0,
+        "started": started,
+        **{end: sum(count for (state, _), count in ends.items() if state == end) for end in END_STATES},
+        "in_flight": len(unended),
         "rolled_back": rolled_back,
     }
-    causes: dict[str, int] = {}
-    others: dict[str, int] = {}
-    for state, cause in last.values():
-        totals[state if state in END_STATES else "in_flight"] += 1
-        if state == "failed":
-            causes[cause] = causes.get(cause, 0) + 1
-        elif cause:
-            others[f"{state}: {cause}"] = others.get(f"{state}: {cause}", 0) + 1
-    totals["failed_by_cause"] = dict(sorted(causes.items()))
-    totals["ended_by_cause"] = dict(sorted(others.items()))
+    causes = sorted((state, cause, count) for (state, cause), count in ends.items())
+    totals["failed_by_cause"] = {cause: count for state, cause, count in causes if state == "failed"}
+    totals["ended_by_cause"] = {
+        f"{state}: {cause}": count for state, cause, count in causes if cause and state != "failed"
+    }
     return totals
 
 

@@ -240,7 +240,9 @@ class Rollout:
             for group_id in self.buffer.untaken:
                 rounds.put_back(group_id)
                 self.buffer.withdraw(group_id, "deferred", "complete")
-        rounds.end_round(step, self.buffer.taken, await self.proxy.stats(), self.proxy.tokens)
+        borrowed = {state.worker.name for state in self.proxy.states if state.borrowed}
+        own = [row for row in await self.proxy.stats() if row[0] not in borrowed]
+        rounds.end_round(step, self.buffer.taken, own, self.proxy.tokens - self.proxy.borrowed_tokens)
         if self.mode.carries_over:
             rounds.begin_round()
             self._room.set()

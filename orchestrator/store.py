@@ -670,10 +670,8 @@ def _passed(outcome: str) -> bool:
 
 def count_by_outcome(folder: str | Path) -> dict[str, int]:
     """How many rows ended how, by outcome as stored (``failed: cause``): what the ledger is recounted with."""
-    counts: dict[str, int] = {}
-    for outcome in read_trajectories(folder, columns=["outcome"])["outcome"].to_pylist():
-        counts[outcome] = counts.get(outcome, 0) + 1
-    return dict(sorted(counts.items()))
+    counted = read_trajectories(folder, columns=["outcome"]).group_by("outcome").aggregate([([], "count_all")])
+    return dict(sorted(zip(counted["outcome"].to_pylist(), counted["count_all"].to_pylist(), strict=True)))
 
 
 def _to_row(row: StoredRow) -> dict[str, Any]:

@@ -194,8 +194,8 @@ class Rounds:
     def end_round(
         self, step: int, taken: Iterable[str], stats: Sequence[tuple[str, WorkerStats]], delivered: int
     ) -> None:
-        """The round has its batch, the groups ``taken``. ``stats`` of the workers and the tokens ``delivered`` so far say what
-        was thrown away."""
+        """The round has its batch, the groups ``taken``. ``stats`` of the run's own engines, and the tokens that these
+        ``delivered`` so far, say what was thrown away."""
         now, planner = self.planner.round, self.planner
         if now is None:
             raise RunError("a round ended that never began")
@@ -346,8 +346,9 @@ class SpeedBias:
 
 
 class TokenWaste:
-    """Tokens thrown away: those that engines made for requests that were aborted, and the finished turns of trajectories
-    that were not trained. An engine that was restarted counts anew, so that what it had made is missing."""
+    """Tokens thrown away: those that the run's own engines made for requests that were aborted, and the finished turns of
+    trajectories that were not trained. A server of others counts its users' tokens too, and those from before it was borrowed:
+    what it made for aborted requests is not known. An engine that was restarted counts anew: what it had made is missing."""
 
     def __init__(self) -> None:
         self.ended = 0  # in finished turns

@@ -15,6 +15,7 @@ seconds since the run's start.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ POINTS = 400  # of a curve that are shown; twice as many are kept
 INCIDENTS = 40  # that are kept
 WORKERS = 1024  # whose last words are kept
 CAUSES = 50  # kinds of faults that are counted apart
+LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # versions; `areal` has no bound of lag
 UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)  # seconds
 
 
@@ -106,7 +108,8 @@ class EventFigures:
         self.incidents: deque[Incident] = deque(maxlen=INCIDENTS)  # the newest first
         self.live: Mapping[str, Any] = {}  # what is under way: empty when the run has ended
         self.tokens_total = self.trajectories_total = self.steps_total = 0
-        self.lag_total: Counter[int] = Counter()
+        self.lags_total = [0] * (len(LAG_BUCKETS) + 1)  # trajectories, by their lag
+        self.lag_sum = 0
         self.incidents_total: dict[tuple[str, str], int] = {}  # by kind and cause
         self.exchanges_total: dict[tuple[str, str], int] = {}  # by kind (borrowed or returned) and reason
         self.handed_back: dict[str, list[int]] = {}  # server -> requests, tokens that they kept
@@ -141,8 +144,7 @@ class EventFigures:
             case Update():
                 self.update_seconds += record.seconds
                 self.update_bytes += record.bytes
-                above = (place for place, limit in enumerate(UPDATE_BUCKETS) if record.seconds <= limit)
-                self.updates_total[next(above, len(UPDATE_BUCKETS))] += 1
+                self.updates_total[bisect_left(UPDATE_BUCKETS, record.seconds)] += 1
             case PoolSnapshot():
                 self.pool = record
             case Incident():
@@ -194,7 +196,9 @@ class EventFigures:
         self.steps_total += 1
         self.tokens_total += step.tokens
         self.trajectories_total += step.trained
-        self.lag_total.update(step.lag)
+        for lag, count in step.lag.items():
+            self.lags_total[bisect_left(LAG_BUCKETS, lag)] += count
+            self.lag_sum += lag * count
         return step
 
     def _draw(self, record: Step | Evaluation, step: int) -> None:
@@ -271,6 +275,11 @@ class EventFigures:
     def seconds_per_step(self) -> float | None:
         """See the module; None before the first step."""
         return sum(step.period for step in self.steps) / len(self.steps) if self.steps else None
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Since the last step, or what the next one is timed from."""
+        return max(0.0, self.seconds - self._begun)
 
     def incident_count(self, *kinds: str) -> int:
         """How many there were of these kinds: alarm, fault, recovered."""

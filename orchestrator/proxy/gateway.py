@@ -144,7 +144,7 @@ class LLMProxy:
         self.trainer_life: Callable[[], Awaitable[int]] | None = (
             None  # as WeightSync has it, of a trainer that comes back
         )
-        self.tokens = 0  # generated so far
+        self.tokens = self.borrowed_tokens = 0  # generated so far; of these by servers of others
         self.faults = 0
         for state in self.states:
             self.seat(state)
@@ -451,6 +451,7 @@ class LLMProxy:
         if pending is None or pending.answer.done():
             return  # delivered twice, or aborted meanwhile
         self.tokens += len(completion.token_ids)
+        self.borrowed_tokens += len(completion.token_ids) * state.borrowed
         if completion.finish_reason == "abort":  # we abort what nobody waits for: the worker gave it back
             self._move(pending, completion)
             return

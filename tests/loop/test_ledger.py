@@ -1,6 +1,8 @@
 """The ledger closes, whatever happens; when it does not, it says so."""
 
 import json
+import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -223,3 +225,20 @@ def test_random_histories_always_close_and_agree_with_the_recount(steps: list[tu
     ledger.check()
     assert recount(sink.lines) == ledger.counts.as_dict()
     assert [json.loads(line)["seq"] for line in sink.lines] == list(range(len(sink.lines)))
+
+
+def test_a_recount_takes_no_memory_for_what_has_ended_and_sees_one_that_ended_twice() -> None:
+    def journal(number: int) -> Iterator[str]:
+        for index in range(number):
+            name = f"t{index:07d}"
+            yield _line({"id": name, "group": "g0", "state": "running", "seq": 2 * index, "t": 0.0})
+            yield _line({"id": name, "state": "trained", "step": 1, "seq": 2 * index + 1, "t": 1.0})
+
+    tracemalloc.start()
+    counts = recount(journal(5000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (counts["started"], counts["trained"], counts["in_flight"]) == (5000, 5000, 0)
+    assert peak < 100_000, "20 bytes per trajectory: a week has millions"
+    again = recount([*journal(3), _line({"id": "t0000001", "state": "trained", "step": 2, "seq": 6, "t": 2.0})])
+    assert (again["started"], again["trained"]) == (4, 4)

@@ -15,9 +15,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.api import ConfigError, RunError
 from orchestrator.cli import main
-from orchestrator.observe.report import page_text
+from orchestrator.observe.report import page_text, run_log
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
@@ -349,6 +350,32 @@ def test_the_ledger_of_a_killed_run_is_recounted_from_its_journal(finished: Path
     assert ended["started"] == sum(ended[state] for state in runs.ENDS) + ended["in_flight"]
     journal = [json.loads(line) for line in (finished / "ledger.jsonl").read_text().splitlines()]
     assert ended["started"] == len({record["id"] for record in journal})
+
+
+def test_the_end_of_a_run_reads_its_log_once_and_its_journal_a_line_at_a_time(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(run_log, "check_format", read.append)
+    reading = Path.read_text
+
+    def refuse(path: Path, *given: Any, **named: Any) -> str:
+        assert path.suffix != ".jsonl", f"{path.name} is read whole"
+        return reading(path, *given, **named)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    cli._say_report(finished)
+    assert read == [finished]
+    assert (finished / "report.html").is_file()
+    assert json.loads((finished / "summary.json").read_bytes())["status"] == "completed"
+    assert "report: " in capsys.readouterr().out
+
+
+def test_the_figures_of_a_run_that_has_ended_need_no_journal(finished: Path) -> None:
+    (finished / "ledger.jsonl").write_text('{"no": "record"}\n')
+    assert summarize(finished)["status"] == "completed"
+    with pytest.raises(ConfigError, match="is damaged"):
+        write_report(finished)
 
 
 def test_a_folder_that_is_no_run_is_a_config_error(tmp_path: Path) -> None:

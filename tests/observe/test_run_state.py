@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.events import EventLog, MemorySink, read_events
@@ -207,6 +208,46 @@ def test_the_dashboard_shows_runs_whose_steps_take_half_an_hour_and_the_first_fa
     windows = {window for expression in asked for window in re.findall(r"rate\([^\[]*\[(\w+)\]", expression)}
     assert windows == {"1h"}
     assert not [expression for expression in asked if "increase(" in expression]
+
+
+def test_the_limits_of_the_lags_are_the_same_however_large_they_become(finished: Path) -> None:
+    """In `areal` nothing bounds them; and a limit that appears while a run is followed has no rate."""
+    state = folded(finished)
+    before = {sample.labels["le"] for sample in scrape(state)["rl_coserve:run_lag_bucket"]}
+    step = next(event for event in read_events(finished / "events.jsonl") if event["kind"] == "step")
+    for number in range(300):
+        state.take({**step, "step": 40 + number, "lag": {str(number): 1}})
+    buckets = {
+        sample.labels["le"]: sample.value - old.value
+        for sample, old in zip(
+            scrape(state)["rl_coserve:run_lag_bucket"],
+            scrape(folded(finished))["rl_coserve:run_lag_bucket"],
+            strict=True,
+        )
+    }
+    assert set(buckets) == before
+    assert (buckets["0"], buckets["6"], buckets["128"], buckets["+Inf"]) == (1, 7, 129, 300)
+
+
+def test_what_to_page_on_asks_for_metrics_labels_and_alarms_that_there_are(finished: Path) -> None:
+    state = folded(finished)
+    state.figures.status = "unfinished"
+    state.figures.take_live(LIVE)
+    found = scrape(state)
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yaml").read_text())["groups"][0]["rules"]
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 10
+    code = "".join(path.read_text() for path in (ROOT / "orchestrator").rglob("*.py"))
+    for rule in rules:
+        assert set(METRIC.findall(rule["expr"])) <= set(found), rule["alert"]
+        for name, given in re.findall(r"rl_coserve:run_(\w+){([^}]*)}", rule["expr"]):
+            for label, values in re.findall(r'(\w+)=~?"([^"]*)"', given):
+                shown = {sample.labels[label] for sample in found[f"rl_coserve:run_{name}"]}
+                assert set(values.split("|")) <= shown, (
+                    rule["alert"],
+                    "also before the first, or its increase is none",
+                )
+    for what in run_metrics.ALARMS:
+        assert f'emit("alarm", what="{what}"' in code or f'Alarm("{what}"' in code, what
 
 
 def test_a_run_that_says_nothing_is_told_from_one_that_runs(finished: Path) -> None:

@@ -128,7 +128,7 @@ def test_each_run_has_its_own_page_and_metrics_behind_the_same_token_and_no_othe
                 ("", "runs.js"),
                 ("state.json", '"folder":"live-001"'),
                 ("run/live-001/", "view.js"),
-                ("run/live-001/view.js", "EventSource"),
+                ("run/live-001/draw.js", "EventSource"),
                 ("run/live-001/state.json", '"reasons"'),
                 ("run/live-001/metrics", 'rl_coserve:run_worker_up{worker="vllm-0"} 1.0'),
             ):

@@ -102,6 +102,30 @@ def test_the_page_shows_the_run_in_light_and_dark_and_follows_it(tmp_path: Path)
     asyncio.run(main())
 
 
+def test_a_page_more_than_the_server_serves_is_shown_too_says_so_and_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "WATCHERS", 0)
+
+    async def main() -> None:
+        hub = Hub(runs.write_unfinished(tmp_path / "run-001"))
+        await hub.look()
+        serving = Server(hub, TOKEN)
+        await serving.start()
+        try:
+            async with chromium.browser() as page:
+                await page.go(serving.url)
+                said = "document.getElementById('connection').innerText"
+                await page.until(f"{said}.includes('every 5 seconds')")
+                assert await page.value("document.body.dataset.drawn") == "40"
+                monkeypatch.setattr(server, "WATCHERS", 16)
+                await page.until(f"{said} === 'Connected.'")
+        finally:
+            await serving.close()
+
+    asyncio.run(main())
+
+
 # Elements with text of their own whose colour is less than 4.5 to 1 (large text: 3 to 1) against what lies behind them.
 PALE = """
 (() => {

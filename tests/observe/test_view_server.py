@@ -23,10 +23,12 @@ from orchestrator.config import Config, parse_config, to_json
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
+from orchestrator.observe.view import folder_follower
 from orchestrator.observe.view import live_sample as sampling
+from orchestrator.observe.view import runs_page as listing
 from orchestrator.observe.view.live_sample import Sampler
 from orchestrator.observe.view.turn_spans import Spans
-from orchestrator.observe.view.view_program import read_token
+from orchestrator.observe.view.view_program import read_token, serve_run
 from orchestrator.observe.view.view_server import WATCHERS, Hub, Server
 from orchestrator.run_folder import RunFolder
 from orchestrator.sim.crash_remains import CrashRemains, SimStore
@@ -175,6 +177,97 @@ def test_a_run_that_says_nothing_any_more_is_shown_as_silent(tmp_path: Path) -> 
         return shown
 
     assert asyncio.run(main())["silent"] > 10_000
+
+
+def test_a_file_server_whose_clock_is_another_makes_no_run_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The viewer's clock says how long it saw nothing new; a record is taken for old at once only beyond any skew."""
+    folder, clock = runs.write_unfinished(tmp_path / "run-001"), [1000.0]
+    written = (folder / "live.json").stat().st_mtime
+
+    class Time:
+        monotonic = staticmethod(lambda: clock[0])
+        time = staticmethod(lambda: written + 120.0 + clock[0] - 1000.0)  # two minutes ahead of the file server
+
+    monkeypatch.setattr(folder_follower, "time", Time)
+
+    async def main() -> None:
+        hub = Hub(folder)
+        found = []
+        for seconds, alive in ((0.0, True), (5.0, True), (8.0, False), (4.0, False), (1.0, True)):
+            clock[0] += seconds
+            if alive:
+                os.utime(folder / "live.json", (written + clock[0] - 1000.0,) * 2)
+            await hub.look()
+            found.append(hub.silent())
+        assert found == [0, 0, 0, 12, 0]
+        (folder / "live.json").unlink()  # a file server that does not answer is no sign of life either
+        clock[0] += 30.0
+        await hub.look()
+        assert hub.silent() == 30
+
+    asyncio.run(main())
+
+
+def test_while_a_long_log_is_first_read_the_page_says_so_and_metrics_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_follower, "CHUNK", 4096)
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+
+    async def main() -> None:
+        hub = Hub(folder)
+        server = Server(hub, TOKEN)
+        await server.start()
+        url = server.url.split("?")[0]
+        try:
+            async with aiohttp.ClientSession(headers=headers) as client:
+                for path in ("metrics", "state.json"):  # nothing is read yet
+                    async with client.get(url + path) as answer:
+                        assert answer.status == 503
+                        assert "reading the log, 0 %" in await answer.text()
+                looking = asyncio.create_task(hub.look())
+                await asyncio.sleep(0)
+                reading = json.loads(hub.picture)["reading"]
+                assert 0 < reading < 100
+                assert hub.reading is not None
+                assert listing.run_row("run-001", hub)["state"] == "reading the log"
+                await looking
+                assert "reading" not in json.loads(hub.picture)
+                async with client.get(url + "metrics") as answer:
+                    assert answer.status == 200
+                    assert "run_steps_total 40.0" in await answer.text()
+        finally:
+            await server.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_of_the_config_of_an_older_run_matters_to_who_looks_at_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    old = {
+        "removed_section": {"removed": 1},
+        "view": {"host": "0.0.0.0"},
+        "tls": {"certificate": "/gone", "key": "/gone"},
+    }
+    (folder / "config.json").write_text(json.dumps(old))
+
+    async def main() -> None:
+        showing = asyncio.create_task(serve_run(folder, TOKEN))
+        said = ""
+        async with asyncio.timeout(30):
+            while "view:" not in said and not showing.done():
+                await asyncio.sleep(0.01)
+                said += capsys.readouterr().out
+        assert said.startswith("view: http://127.0.0.1:")
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+
+    asyncio.run(main())
 
 
 def test_a_token_file_that_holds_no_token_is_an_error_with_a_fix(tmp_path: Path) -> None:

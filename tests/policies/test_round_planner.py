@@ -1,18 +1,23 @@
 """The round planner: what short and long rounds launch, keep and defer, and what a resume finds again."""
 
+import asyncio
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, WorkerStats
 from orchestrator.build import build_rounds, round_rules
 from orchestrator.config import Config, load_config
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.policies.batching.round_planner import LONG, SHORT, EtaSearch, RoundPlanner, RoundRules, speculated
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.rollout import Rollout
 from orchestrator.sim.twins import SimTask
 from orchestrator.tail_batching import Rounds, TokenWaste, lane_of
 from orchestrator.tasks.frozenlake import FrozenLakeTask
@@ -296,8 +301,6 @@ def test_a_search_goes_on_in_the_middle_of_a_period() -> None:
 
 
 def test_tokens_thrown_away_are_those_made_and_not_delivered_and_those_of_trajectories_that_ended_untrained() -> None:
-    from orchestrator.api import WorkerStats
-
     def stats(generated: int) -> list[tuple[str, WorkerStats]]:
         return [("w", WorkerStats(0, 0, 0, 0, 0, 0.0, 0, generated=generated))]
 
@@ -306,6 +309,38 @@ def test_tokens_thrown_away_are_those_made_and_not_delivered_and_those_of_trajec
     assert waste.tokens_since_last(stats(100), delivered=80) == 20 + 7
     assert waste.tokens_since_last(stats(150), delivered=130) == 0
     assert waste.tokens_since_last(stats(40), delivered=160) == 10  # the engine began anew
+
+
+def test_what_a_borrowed_server_made_for_its_users_or_before_is_no_token_thrown_away() -> None:
+    ended: list[tuple[Any, ...]] = []
+    rounds = SimpleNamespace(
+        planner=SimpleNamespace(close_round=lambda: None), losers=list, end_round=lambda *given: ended.append(given),
+        begin_round=lambda: None,
+    )  # fmt: skip
+    own, lent = (WorkerStats(0, 0, 0, 0, 0, 0.0, 0, generated=number) for number in (100, 10**9))
+
+    async def stats() -> list[tuple[str, WorkerStats]]:
+        return [("served-0", lent), ("vllm-0", own)]
+
+    def state(name: str, borrowed: bool) -> Any:
+        pending = SimpleNamespace(answer=SimpleNamespace(done=lambda: False))
+        return SimpleNamespace(
+            worker=SimpleNamespace(name=name), borrowed=borrowed, sent={"r": pending}, emptied=asyncio.Event()
+        )
+
+    proxy = SimpleNamespace(
+        states=[state("vllm-0", False), state("served-0", True)], stats=stats, tokens=0, borrowed_tokens=0,
+        _move=lambda *_: None,
+    )  # fmt: skip
+    for worker, tokens in zip(proxy.states, (80, 500), strict=True):
+        said = SimpleNamespace(request_id="r", token_ids=range(tokens), finish_reason="abort")
+        LLMProxy._deliver(proxy, worker, said)  # type: ignore[arg-type]
+    rollout = SimpleNamespace(
+        proxy=proxy, buffer=SimpleNamespace(taken=["g"]), mode=SimpleNamespace(carries_over=True), _room=asyncio.Event()
+    )
+    asyncio.run(Rollout._end_round(rollout, rounds, 3))  # type: ignore[arg-type]
+    assert ended == [(3, ["g"], [("vllm-0", own)], 80)]
+    assert TokenWaste().tokens_since_last(*ended[0][2:]) == 20
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -16,10 +16,13 @@ from orchestrator.observe.report.page_templates import fill
 from orchestrator.observe.report.run_log import RunLog, load_run
 
 
-def write_report(run: str | Path | Sequence[str | Path]) -> Path:
-    """Write ``report.html`` into a run's folder; for several runs ``compare-A-B.html`` beside the first one's. Returns the
-    file. Raises ConfigError for a folder that is no run."""
-    logs = [load_run(folder) for folder in ([run] if isinstance(run, str | Path) else run)]
+def write_report(run: str | Path | RunLog | Sequence[str | Path]) -> Path:
+    """Write ``report.html`` into the folder of a run, which may have been read already; for several runs ``compare-A-B.html``
+    beside the first one's. Returns the file. Raises ConfigError for a folder that is no run."""
+    if isinstance(run, RunLog):
+        logs = [run]
+    else:
+        logs = [load_run(folder) for folder in ([run] if isinstance(run, str | Path) else run)]
     if len(logs) == 1:
         page, text = logs[0].folder / "report.html", render_report(logs[0])
     else:

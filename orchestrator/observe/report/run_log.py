@@ -3,7 +3,8 @@
 Guarantees: a line that a kill cut in half is left out and counted, never an error; a folder that is no run is a
 :class:`~orchestrator.api.ConfigError`. A resume appends to the same log, so what lies beyond the checkpoint that it went
 back to is there twice: ``steps`` and ``evaluations`` hold only what the run now consists of, while stages, updates and
-incidents hold all that happened, because it did take that time.
+incidents hold all that happened, because it did take that time. The journal, which may be larger than memory, is read a line
+at a time, once, and only for who asks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +76,6 @@ class RunLog:
     serving: list[dict[str, Any]] = field(default_factory=list)  # orchestrator.observe.view.serving_neighbours
     warmup: Warmup | None = None
     unreadable: int = 0  # lines cut by a kill
-    journal: LedgerCounts | None = None  # the ledger's journal, recounted; None without one
 
     def __post_init__(self) -> None:
         self.figures = EventFigures(self.folder.name)
@@ -160,7 +161,19 @@ class RunLog:
     @property
     def ledger(self) -> LedgerCounts:
         """As the run ended with; killed, or still running: the journal is ahead of the last step's totals."""
-        return self.figures.ledger if self.figures.over or self.journal is None else self.journal
+        return self.figures.ledger if self.figures.over else self.journal or self.figures.ledger
+
+    @cached_property
+    def journal(self) -> LedgerCounts | None:
+        """The ledger's journal, recounted; None without one. Raises ConfigError where it is damaged."""
+        file = self.folder / "ledger.jsonl"
+        if not file.is_file():
+            return None
+        try:
+            with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+                return LedgerCounts.of(recount(lines))
+        except RunError as error:
+            raise ConfigError("run", str(file), f"is damaged: {error}") from error
 
     @property
     def sample_seconds(self) -> float:
@@ -259,13 +272,6 @@ def load_run(folder: str | Path) -> RunLog:
             for line in stream:
                 if line.strip(b"\n"):
                     _take_line(run, line)
-    journal = path / "ledger.jsonl"
-    if journal.is_file():
-        try:
-            lines = journal.read_text(encoding="utf-8", errors="replace").split("\n")
-            run.journal = LedgerCounts.of(recount(lines))
-        except RunError as error:
-            raise ConfigError("run", str(journal), f"is damaged: {error}") from error
     return run
 
 

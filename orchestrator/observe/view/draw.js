@@ -132,3 +132,28 @@ function timeline(data, legend) {
   }));
   return shown.size ? chart : empty("The first batch is not complete yet.");
 }
+
+const AGAIN = 5000;  // milliseconds until a stream that the server refused is asked for again: a browser would never
+// Gives every picture of the server to `draw`, and says beside it how things stand. `lost`: [text, class] while nobody answers.
+function follow(draw, lost) {
+  const place = document.getElementById("connection");
+  const say = (text, style) => { place.textContent = text; place.className = style; };
+  const stream = new EventSource("stream");
+  stream.onmessage = (event) => {
+    draw(JSON.parse(event.data));
+    say("Connected.", "");
+  };
+  stream.onerror = async () => {
+    if (stream.readyState !== EventSource.CLOSED) return say(...lost());
+    setTimeout(() => follow(draw, lost), AGAIN);
+    try {
+      const answer = await fetch("state.json");
+      if (answer.status === 401) return say("The server wants another token: open the address that it printed.", "lost");
+      if (!answer.ok) return say(...lost());
+      draw(await answer.json());
+      say(`So many pages look at this that here it is updated every ${AGAIN / 1000} seconds only.`, "");
+    } catch {
+      say(...lost());
+    }
+  };
+}

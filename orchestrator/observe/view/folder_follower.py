@@ -2,7 +2,8 @@
 
 Guarantees: every complete line is given out once, in order; a line that is being written is given out when it is complete, and
 one that a kill cut in half is left out; the files are only read. A look reads at most ``CHUNK`` bytes, so that whoever
-follows a long log can do something else in between.
+follows a long log can do something else in between. How long a run is silent is measured by the clock of who looks, from the
+last change that was seen: the clock of a file server may be another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from orchestrator.api.jsontext import parse_object
 from orchestrator.observe.view.live_sample import FILE, read_record
 
 CHUNK = 4 << 20  # bytes read at a time
+SKEW = 300.0  # seconds that the clock of a file server may be behind
 
 
 class Follower:
@@ -26,7 +28,12 @@ class Follower:
         self._live = folder / FILE
         self._offset = 0
         self._rest = b""
-        self._live_seen: tuple[int, int] = (0, 0)
+        self._live_read: tuple[int, int] | None = None  # which record was read last
+        self._live_seen: tuple[int, int] | None = None  # which there was at the last look
+        self._alive_at = 0.0  # when it was first seen, less its age where that is beyond doubt
+        self.silent_for: float | None = (
+            None  # seconds without a new record, at the last look; None: there never was one
+        )
         self.behind = True
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -50,21 +57,30 @@ class Follower:
             if "kind" in event:
                 yield event
 
+    def percent(self) -> int:
+        """How much of the log has been read."""
+        try:
+            return min(100, 100 * self._offset // max(1, self._events.stat().st_size))
+        except OSError:
+            return 0
+
     def live(self) -> dict[str, Any] | None:
         """What is under way; None: nothing new since the last call."""
+        now = time.monotonic()
         try:
             found = self._live.stat()
-            if (seen := (found.st_mtime_ns, found.st_ino)) == self._live_seen:
-                return None
-            record = read_record(self._live.read_bytes())
-        except (OSError, ValueError):  # not there yet, or replaced by something else
-            return None
-        self._live_seen = seen
+            seen = (found.st_mtime_ns, found.st_ino)
+            if seen != self._live_seen:
+                age = time.time() - found.st_mtime if self._live_seen is None else 0.0
+                self._live_seen, self._alive_at = seen, now - (age if age > SKEW else 0.0)
+            record = None if seen == self._live_read else read_record(self._live.read_bytes())
+        except (
+            OSError,
+            ValueError,
+        ):  # not there yet, a file server that does not answer, or replaced by something else
+            record = None
+        if self._live_seen is not None:
+            self.silent_for = now - self._alive_at
+        if record is not None:
+            self._live_read = seen
         return record
-
-    def silent_for(self) -> float | None:
-        """Seconds since the run last said what is under way; None: it never did."""
-        try:
-            return max(0.0, time.time() - self._live.stat().st_mtime)
-        except OSError:
-            return None

@@ -1,7 +1,7 @@
 """A run's Prometheus metrics: what ``/metrics`` of its view says, under the prefix ``rl_coserve:run_``.
 
-Guarantees: no label has a value per trajectory, prompt or address: labels are ends of the ledger, lags (never above
-``rollout.alpha`` and a few), reasons without numbers, workers and kinds of faults, each of a bounded number. Names carry base
+Guarantees: no label has a value per trajectory, prompt or address: labels are ends of the ledger, reasons without numbers,
+workers and kinds of faults, each of a bounded number, and limits of histograms, which never change. Names carry base
 units. Counters count what this process has read of the log: after a resume they go on, where the run's own step goes back.
 """
 
@@ -22,7 +22,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from orchestrator.observe.curves import HEADLINES, QUANTITIES
-from orchestrator.observe.run_figures import UPDATE_BUCKETS, EventFigures
+from orchestrator.observe.run_figures import LAG_BUCKETS, UPDATE_BUCKETS, EventFigures
 from orchestrator.observe.view.run_state import RunState
 
 PREFIX = "rl_coserve:run_"
@@ -31,11 +31,18 @@ PREFIX = "rl_coserve:run_"
 TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "info": ("gauge", ("name", "mode", "kind"), "1; the run's name, mode, and whether it is real or simulated."),
     "up": ("gauge", (), "1 while the run has not ended."),
+    "disk_free_bytes": ("gauge", (), "Bytes that are free in the run folder's file system."),
     "silent_seconds": ("gauge", (), "Seconds without a sign of life of a run that has not ended; 0: there are some."),
     "step": ("gauge", (), "Training steps done."),
     "steps_planned": ("gauge", (), "Training steps asked for."),
     "version": ("gauge", (), "The newest weight version."),
     "seconds": ("gauge", (), "Seconds since the run's start."),
+    "step_seconds": ("gauge", (), "Mean wall time of the last five steps."),
+    "since_step_seconds": (
+        "gauge",
+        (),
+        "Seconds since the last step ended, or the first batch of this life was asked for.",
+    ),
     **{name: ("gauge", (), QUANTITIES[name].about) for name in HEADLINES},
     "tokens_per_second": ("gauge", (), "Generated and trained tokens over the time of the last five steps."),
     "steps": ("counter", (), "Training steps that were made."),
@@ -74,30 +81,33 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "metric": ("gauge", ("metric",), "The trainer's own figures of the last step: loss, entropy, ess, and so on."),
 }
 _TRAINER_METRICS = 64  # of a step, at most
+# Alarms that are there with 0 before the first: an increase from nothing is none.
+ALARMS = ("entropy", "ess", "event_loop", "gradient", "logprob_gap", "policies", "store", "worker")
 
 
-def exposition(state: RunState, silent: int = 0) -> bytes:
-    """The metrics of now, in Prometheus' text format. ``silent``: seconds without a sign of life."""
+def exposition(state: RunState, silent: int = 0, free: int = 0) -> bytes:
+    """The metrics of now, in Prometheus' text format. ``silent``: seconds without a sign of life; ``free``: bytes on the disk."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Metrics(state, silent))
+    registry.register(_Metrics(state, silent, free))
     return generate_latest(registry)
 
 
 class _Metrics(Collector):
-    def __init__(self, state: RunState, silent: int) -> None:
-        self._state, self._silent = state, silent
+    def __init__(self, state: RunState, silent: int, free: int) -> None:
+        self._state, self._outside = state, (("silent_seconds", float(silent)), ("disk_free_bytes", float(free)))
 
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
         figures = self._state.figures
-        for name, value in (*_plain(figures), ("silent_seconds", float(self._silent))):
+        for name, value in (*_plain(figures), *self._outside):
             yield _family(name, [((), value)])
         if figures.start is not None:
             yield _family("info", [((figures.name, figures.mode, figures.kind), 1.0)])
         yield _family("trajectories", [((end,), n) for end, n in figures.ledger.parts.items()])
         yield _family("waiting", [((reason,), n) for reason, n in (figures.live.get("reasons") or {}).items()])
         yield from _workers(self._state.rows())
-        yield _family("incidents", [(key, float(n)) for key, n in sorted(figures.incidents_total.items())])
+        incidents = {**{("alarm", what): 0 for what in ALARMS}, **figures.incidents_total}
+        yield _family("incidents", [(key, float(n)) for key, n in sorted(incidents.items())])
         yield _family("exchanges", [(key, float(n)) for key, n in sorted(figures.exchanges_total.items())])
         yield _family("scaled", [((what,), float(n)) for what, n in sorted(figures.scaled_total.items())])
         told = sorted(figures.handed_back.items())
@@ -108,10 +118,8 @@ class _Metrics(Collector):
         yield _family("contexts_resent_tokens", [((name,), float(counts[1])) for name, counts in resent])
         last = figures.last_step.metrics if figures.last_step else {}
         yield _family("metric", [((name,), last[name]) for name in sorted(last)[:_TRAINER_METRICS]])
-        lags = sorted(figures.lag_total.items())
-        yield _histogram("lag", [(float(lag), n) for lag, n in lags], 0, float(sum(lag * n for lag, n in lags)))
-        updates = list(zip(UPDATE_BUCKETS, figures.updates_total, strict=False))
-        yield _histogram("weight_update_seconds", updates, figures.updates_total[-1], figures.update_seconds)
+        yield _histogram("lag", LAG_BUCKETS, figures.lags_total, figures.lag_sum)
+        yield _histogram("weight_update_seconds", UPDATE_BUCKETS, figures.updates_total, figures.update_seconds)
 
 
 def _plain(figures: EventFigures) -> Iterator[tuple[str, float]]:
@@ -120,6 +128,9 @@ def _plain(figures: EventFigures) -> Iterator[tuple[str, float]]:
     yield "steps_planned", figures.planned_steps
     yield "version", figures.version
     yield "seconds", figures.seconds
+    yield "since_step_seconds", figures.seconds_since_step
+    if (period := figures.seconds_per_step) is not None:
+        yield "step_seconds", period
     for name in HEADLINES:
         if (value := figures.curves[name].last) is not None:
             yield name, value
@@ -166,10 +177,10 @@ def _family(name: str, values: Sequence[tuple[tuple[str, ...], float]]) -> Metri
     return family
 
 
-def _histogram(name: str, counts: list[tuple[float, int]], above: int, total: float) -> Metric:
-    seen = list(itertools.accumulate(count for _, count in counts))
-    buckets = [(f"{limit:g}", float(n)) for (limit, _), n in zip(counts, seen, strict=True)]
-    everything = float((seen[-1] if seen else 0) + above)
+def _histogram(name: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+    """``counts``: up to each limit, and beyond the last."""
+    names = [*(f"{limit:g}" for limit in limits), "+Inf"]
+    buckets = list(zip(names, map(float, itertools.accumulate(counts)), strict=True))
     family = HistogramMetricFamily(PREFIX + name, TABLE[name][2], labels=())
-    family.add_metric((), [*buckets, ("+Inf", everything)], sum_value=total)
+    family.add_metric((), buckets, sum_value=total)
     return family

@@ -3,7 +3,7 @@
 
 function state(run) {
   if (run.state === "silent") return html("span", { class: "status-failed" }, `silent for ${clock(run.silent)}`);
-  return html("span", { class: `status-${run.state === "running" || run.state === "starting" ? "completed" : run.state}`, title: run.reason }, run.state);
+  return html("span", { class: `status-${["running", "starting", "reading the log"].includes(run.state) ? "completed" : run.state}`, title: run.reason }, run.state);
 }
 
 function draw(now) {
@@ -23,14 +23,4 @@ function draw(now) {
   document.body.dataset.drawn = String(now.runs.length);
 }
 
-const connection = document.getElementById("connection");
-const stream = new EventSource("stream");
-stream.onmessage = (event) => {
-  draw(JSON.parse(event.data));
-  connection.textContent = "Connected.";
-  connection.className = "";
-};
-stream.onerror = () => {
-  connection.textContent = "The server does not answer; trying again.";
-  connection.className = "lost";
-};
+follow(draw, () => ["The server does not answer; trying again.", "lost"]);

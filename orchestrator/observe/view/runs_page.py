@@ -91,7 +91,7 @@ def run_row(name: str, hub: Hub) -> dict[str, Any]:
     start = figures.start
     return {
         "folder": name,
-        "state": figures.status if figures.over else "silent" if silent else "running" if start else "starting",
+        "state": _state(hub, silent),
         "reason": figures.reason[:TEXT],
         "silent": silent,
         "mode": figures.mode,
@@ -105,6 +105,15 @@ def run_row(name: str, hub: Hub) -> dict[str, Any]:
         "lag": number(lag_mean(figures.lag)),
         "faults": figures.incident_count("alarm", "fault"),
     }
+
+
+def _state(hub: Hub, silent: int) -> str:
+    figures = hub.state.figures
+    if hub.reading is not None:
+        return "reading the log"
+    if figures.over:
+        return figures.status
+    return "silent" if silent else "running" if figures.start else "starting"
 
 
 def _order(found: dict[str, Any]) -> tuple[bool, list[int], str]:

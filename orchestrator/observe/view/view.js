@@ -12,7 +12,7 @@ function header(now) {
   put("name", run.name);
   put("kind", run.kind);
   document.getElementById("kind").className = `badge ${run.kind}`;
-  const status = run.status === "unfinished" ? "running" : run.status;
+  const status = now.reading !== undefined ? "reading the log" : run.status === "unfinished" ? "running" : run.status;
   const parts = [html("span", { class: `status-${run.status === "unfinished" ? "completed" : run.status}`, id: "status" }, status)];
   if (run.mode) parts.push(html("span", {}, `${run.mode}, α = ${run.alpha}`));
   if (run.resumed_from !== null) parts.push(html("span", {}, `resumed from step ${run.resumed_from}${run.rolled_back ? `, ${run.rolled_back} rolled back` : ""}`));
@@ -28,7 +28,8 @@ function notice(now) {
     place.replaceChildren(html("strong", {}, strong), ` ${text}`);
   };
   const run = now.run;
-  if (run.status === "failed") say("bad", "The run failed.", run.reason);
+  if (now.reading !== undefined) say("", `Reading the log, ${now.reading} %.`, "The figures are of what has been read.");
+  else if (run.status === "failed") say("bad", "The run failed.", run.reason);
   else if (run.status === "interrupted") say("", "The run was interrupted.", run.reason === "interrupted" ? "" : run.reason);
   else if (run.status === "completed") say("good", "The run is complete.", "This is its last state.");
   else if (now.silent) say("bad", `No sign of life for ${count(now.silent)} s.`, "It may be stopped, or gone.");
@@ -138,19 +139,9 @@ function draw(now) {
 }
 
 document.getElementById("all-runs").hidden = !/\/run\/[^/]+\/$/.test(location.pathname);
-const connection = document.getElementById("connection");
-const stream = new EventSource("stream");
 let over = false;
-stream.onmessage = (event) => {
-  const now = JSON.parse(event.data);
+follow((now) => {
   over = now.run.status !== "unfinished";
   draw(now);
-  connection.textContent = "Connected.";
-  connection.className = "";
-};
-stream.onerror = () => {
-  connection.textContent = over
-    ? "The run has ended, and its server with it; rl-coserve view shows it again."
-    : "The server does not answer; trying again.";
-  connection.className = over ? "" : "lost";
-};
+}, () => (over ? ["The run has ended, and its server with it; rl-coserve view shows it again.", ""]
+  : ["The server does not answer; trying again.", "lost"]));

@@ -22,6 +22,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError, bearer
 from orchestrator.api.listener_limits import EndOfInput
+from orchestrator.observe.view.exporter_queue import Beside
 from orchestrator.observe.view.exporters import config_to_share, start_exporters
 from orchestrator.observe.view.runs_page import Runs
 from orchestrator.observe.view.view_server import Hub, Server
@@ -44,10 +45,11 @@ def read_token(file: str, field: str = "view.token_file") -> str:
 
 
 async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
-    """Show the run until a signal. ``since``: as a child of the run, until standard input ends, and exporters get what happens
-    from this time of the run on. Raises ConfigError for a port that is taken."""
-    config = RunFolder.open(folder).config()
-    beside = [] if since is None else start_exporters(config.logging, folder, config_to_share(config), _say)
+    """Show the run until a signal, on loopback: nothing of its config matters, which may be of an older version. ``since``: as a
+    child of the run, until standard input ends, at the run's own ``view.host``, and exporters get what happens from this time of
+    the run on. Raises ConfigError for a port that is taken."""
+    run = RunFolder.open(folder)
+    beside: list[Beside] = []
 
     def export(event: dict[str, Any]) -> None:
         if float(event.get("t", 0.0)) >= (since or 0.0):
@@ -55,7 +57,11 @@ async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | N
                 exporter.take(event)
 
     hub = Hub(folder, export)
-    server = Server(hub, token, port, config.view.host, config.tls.files())
+    server = Server(hub, token, port)
+    if since is not None:
+        config = run.config()
+        beside += start_exporters(config.logging, folder, config_to_share(config), _say)
+        server = Server(hub, token, port, config.view.host, config.tls.files())
     async with _following(server, hub.run()) as ended:
         try:
             if since is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -86,9 +87,11 @@ class Hub(PictureFeed):
 
     def __init__(self, folder: Path, take: Callable[[dict[str, Any]], None] | None = None) -> None:
         super().__init__()
+        self.folder = folder
         self.state = RunState(folder)
         self.follower = Follower(folder)
         self.trajectories = TrajectoryRoutes(folder)
+        self.reading: int | None = 0  # percent of the log, the first time that it is read; None: it has been
         self._take = take
         self._dirty = self._drawn_over = False
         self._drawn_at = float("-inf")
@@ -100,7 +103,8 @@ class Hub(PictureFeed):
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Read what is new; make a picture of it, once a second at most."""
+        """Read what is new; make a picture of it, once a second at most. While a long log is first read, pictures say so."""
+        loop = asyncio.get_running_loop()
         changed = False
         while True:
             for event in self.follower.events():
@@ -110,24 +114,29 @@ class Hub(PictureFeed):
                     self._take(event)
             if not self.follower.behind:
                 break
-            self.follower.behind = False
+            if self.reading is not None:
+                self.reading = self.follower.percent()
+                if loop.time() - self._drawn_at >= SECONDS:
+                    self._drawn_at = loop.time()
+                    await self.draw(self.state.shown() | {"silent": 0, "reading": self.reading})
             await asyncio.sleep(0)
+        first, self.reading = self.reading is not None, None
         if (record := self.follower.live()) is not None:
             changed = True
             self.state.figures.take_live(record)
         silent = self.silent()
-        now = asyncio.get_running_loop().time()
+        now = loop.time()
         self._dirty = changed or self._dirty or silent > 0
         ended = (
             self.state.figures.over and not self._drawn_over
         )  # the last picture is not waited for: who made it may be gone then
-        if not self.picture or (self._dirty and (ended or now - self._drawn_at >= SECONDS)):
+        if first or (self._dirty and (ended or now - self._drawn_at >= SECONDS)):
             self._drawn_at, self._dirty, self._drawn_over = now, False, self.state.figures.over
             await self.draw(self.state.shown() | {"silent": silent})
 
     def silent(self) -> int:
         """Seconds without a sign of life of a run that has not ended; 0: there are some, or it never gave any."""
-        seconds = None if self.state.figures.over else self.follower.silent_for()
+        seconds = None if self.state.figures.over else self.follower.silent_for
         return int(seconds) if seconds is not None and seconds >= SILENT_SECONDS else 0
 
 
@@ -223,11 +232,18 @@ class Server:
         return web.Response(text=_text(package, name), content_type=kind)
 
     async def _state(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._shown(request).picture, content_type="application/json")
+        picture = self._shown(request).picture
+        if not picture:
+            return _not_read(0)
+        return web.Response(body=picture, content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         hub = self._run(request)
-        return web.Response(body=exposition(hub.state, hub.silent()), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if hub.reading is not None:  # counters of half a log would be taken for a run that is fast
+            return _not_read(hub.reading)
+        free = shutil.disk_usage(hub.folder).free if hub.folder.exists() else 0
+        body = exposition(hub.state, hub.silent(), free)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _trajectories(self, request: web.Request) -> web.Response:
         self._run(request)
@@ -255,7 +271,7 @@ class Server:
         try:
             answer = _headed(web.StreamResponse(headers={"Content-Type": "text/event-stream"}))
             await answer.prepare(request)
-            number = -1
+            number = 0  # there is none yet
             while True:
                 try:
                     async with asyncio.timeout(_KEEP_ALIVE):
@@ -272,6 +288,10 @@ class Server:
 def page_url(host: str, port: int, tls: bool) -> str:
     """Where a page is."""
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def _not_read(percent: int) -> web.Response:
+    return web.Response(status=503, text=f"reading the log, {percent} %; ask again\n")
 
 
 def _headed(answer: Answer) -> Answer:
