@@ -54,13 +54,13 @@ MAY_END_A_RUN = {
     "rewards/ray_serve.py": {"url", "start", "stop"},
     "rewards/reward_client.py": {"call_reward"},  # a refused token, or an address without a function
     "sandbox/workspace.py": {"check_fresh"},  # an episode of coding that does not begin with the task's files
+    "envs.py": {"next_prompt"},  # no prompts, or a task that fails to give one
     "rollout.py": {
-        "_next_prompt",
         "_start_member",
         "done",
         "_member_done",
         "_note_failure",
-    },  # no prompts; our own defect; nothing ends well
+    },  # our own defect; nothing ends well
 }
 
 
