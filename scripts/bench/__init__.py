@@ -51,6 +51,7 @@ BENCHES = {
     "checkpoint-stall": Bench("scripts.bench.micro.checkpoint_stall", "1 min"),
     "routing": Bench("scripts.bench.micro.routing", "2 min"),
     "placement": Bench("scripts.bench.micro.placement", "1 min"),
+    "placement-gain": Bench("scripts.bench.micro.placement_gain", "9 min", f"{VLLM}, ray"),
     "allocation": Bench("scripts.bench.micro.allocation", "a few seconds"),
     "reallocation": Bench("scripts.bench.papers.reallocation", "3 h, 120 cells"),
     "expert-parallelism": Bench("scripts.bench.papers.expert_parallelism", "5 min, 40 cells"),

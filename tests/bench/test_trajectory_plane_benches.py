@@ -22,6 +22,7 @@ from scripts.bench.micro import (
     environments,
     ledger_faults,
     memory_rise,
+    placement_gain,
     store,
     stream_step,
     trajectory_vs_batch,
@@ -118,6 +119,37 @@ def test_the_policy_that_the_simulator_never_saw_gains_more_as_times_vary_more()
         for deviation in (0.1, 1.0)
     ]
     assert 1.0 < gains[0] < 1.3 < gains[1]
+
+
+def test_placement_gains_where_many_sequences_make_steps_long_and_nothing_where_they_do_not() -> None:
+    def gain(sequence: float) -> float:
+        costs = placement_gain.Costs(0.002, sequence, 0.0, 0.0, 0.0)
+        return placement_gain.predicted(0, costs, False) / placement_gain.predicted(0, costs, True)
+
+    assert 1.1 < gain(3e-5) < 1.4
+    assert gain(0.0) == pytest.approx(1.0, abs=0.02)
+
+
+def test_what_two_simulated_engines_cost_is_found_again_without_placement() -> None:
+    given = placement_gain.Costs(0.002, 3e-5, 2e-8, 1e-5, 0.0)
+    placement_gain.trained()
+    found = virtual_run.run(placement_gain.calibrated(placement_gain.simulated_workers(given), 0))
+    assert (found.step, found.sequence) == pytest.approx((given.step, given.sequence), rel=0.2)
+
+
+def test_the_gain_of_placement_is_judged_by_the_pair_that_the_simulator_missed_most() -> None:
+    def row(balanced: float, guess: float) -> dict[str, Any]:
+        return {
+            "balanced": {"seconds": balanced},
+            "placed": {"seconds": 1.0},
+            "predicted_balanced": guess,
+            "predicted_placed": 1.0,
+        }
+
+    found = placement_gain.result([row(1.2, 1.26), row(1.0, 1.05), row(1.1, 1.1)], False, {})
+    assert (found["value"], found["reference_value"], found["holds"]) == (1.1, 1.1, True)
+    assert found["detail"]["gain_interval"] == [1.0, 1.2]
+    assert not placement_gain.result([row(1.2, 1.2), row(1.0, 1.12)], False, {})["holds"]
 
 
 def test_shapes_of_fault_runs_cover_what_there_is() -> None:
@@ -285,7 +317,7 @@ def test_the_handover_of_a_batch_counts_what_ranks_read() -> None:
 
 @pytest.mark.long
 @pytest.mark.engine
-@pytest.mark.parametrize("bench", [trajectory_vs_batch, learning_parity, stream_step])
+@pytest.mark.parametrize("bench", [trajectory_vs_batch, placement_gain, learning_parity, stream_step])
 def test_the_quick_form_runs_on_real_engines(bench: Any) -> None:
     found = bench.run(quick=True, nonce="test")
     assert found["kind"] == "real"
