@@ -317,7 +317,7 @@ class SpeedBias:
     """Whether those that finish first earn less. A short round keeps the fastest responses of a prompt (RollPacker, section 3);
     where a failure ends early they are the failures, and hardly a group has a signal. Long rounds, which keep all, tell."""
 
-    LONG_ROUNDS = 8  # in a row, before it is said: once in 256 runs if it were chance
+    LONG_ROUNDS = 16  # in a row, before it is said: of runs of 1,000 long rounds, in one of 100 if it were chance
 
     def __init__(self) -> None:
         self._short: list[float] = []  # mean rewards since the last long round

@@ -539,7 +539,9 @@ def played(config: Config, rewards: dict[str, float], rounds_wanted: int) -> lis
 def test_a_run_in_which_those_that_finish_first_earn_less_says_so_once() -> None:
     """RollPacker, section 3, on a task whose failures end early: what a short round keeps are the failures."""
     (said,) = played(small(), {SHORT: 0.06, LONG: 0.23}, 80)
-    assert said.startswith("responses that finish first earn less: 0.06 in short rounds, 0.23 in long ones, for 8 long")
+    assert said.startswith(
+        "responses that finish first earn less: 0.06 in short rounds, 0.23 in long ones, for 16 long"
+    )
     assert "rollout.rounds.eta_responses = 1" in said
     assert played(small(), {SHORT: 0.06, LONG: 0.23}, 20) == []  # too few to tell
     assert played(small(), {SHORT: 0.5, LONG: 0.4}, 80) == []  # as in mathematics: the long ones are the hard ones
