@@ -118,6 +118,9 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
         slots=config.rollout.environments,
         timeout=config.rollout.trajectory_timeout,
         forget=rollout.proxy.forget,
+        samples=config.evaluation.samples,
+        temperature=config.evaluation.temperature,
+        top_p=config.evaluation.top_p,
     )
     trainer = config.trainer
     bars = AlarmBars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)

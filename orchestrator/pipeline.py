@@ -34,7 +34,7 @@ from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining
 from orchestrator.components import Components, Position
-from orchestrator.evaluation import Evaluator
+from orchestrator.evaluation import SOLVED, Evaluator
 from orchestrator.observe.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parallelism.replanner import Replanner
 from orchestrator.policies.training.learning_alarms import WORDS, Alarm, LearningWatch, answer_figures
@@ -508,7 +508,7 @@ class Pipeline:
             await self._evaluate("mid")
 
     async def _evaluate(self, phase: str) -> None:
-        """Greedy play on held-out prompts with the weights that the workers hold."""
+        """Play held-out prompts with the weights that the workers hold."""
         async with self._evaluating:
             await self._play_heldout(phase)
 
@@ -642,7 +642,7 @@ class Pipeline:
     ) -> None:
         rewards = [float(item.trajectory.reward or 0.0) for item in taken]
         reward = round(sum(rewards) / len(rewards), 6)
-        success = round(sum(value > 0.5 for value in rewards) / len(rewards), 6)
+        success = round(sum(value > SOLVED for value in rewards) / len(rewards), 6)
         ledger, said = self.parts.ledger.counts.as_dict(), answer_figures([item.trajectory for item in taken])
         values = {**metrics.values, **said, **self.rollout.prompts.repeated_share()}
         lags = [batch.version - item.trajectory.first_version for item in taken]

@@ -169,10 +169,21 @@ class TaskSection(Section):
 
 
 class EvaluationSection(Section):
-    """Greedy evaluation on held-out prompts: at the start, every ``every`` steps, and at the end."""
+    """Evaluation on held-out prompts: at the start, every ``every`` steps, and at the end. A reward above 0.5 is a success."""
 
     every: Annotated[int, Field(ge=0)] = 0  # 0: start and end only
     prompts: Positive = 300
+    samples: Positive = 1  # episodes of each prompt: success is their mean, and pass@k is said as well
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0  # 0: greedy
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.temperature:
+            return
+        if self.samples > 1:
+            yield "samples", self.samples, "with evaluation.temperature = 0 they would be the same: give one above 0"
+        if self.top_p < 1:
+            yield "top_p", self.top_p, "with evaluation.temperature = 0 nothing is sampled: give one above 0"
 
 
 class CheckpointSection(Section):

@@ -33,7 +33,7 @@ class Quantity:
 QUANTITIES = {
     "reward": Quantity("Training reward", "Mean reward of the last batch.", 0.0, "mean reward", Step, ("reward_mean",)),
     "success": Quantity(
-        "Success on held-out prompts", "Greedy success on held-out prompts, at the last evaluation.", 0.0,
+        "Success on held-out prompts", "Success on held-out prompts, at the last evaluation.", 0.0,
         "success on held-out prompts (%)", Evaluation, ("value", "low", "high"),
     ),
     "loss": Quantity("Policy loss", "hovers around zero", None),

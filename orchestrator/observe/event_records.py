@@ -108,7 +108,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Greedy success on held-out prompts with its 95 % interval, after ``step`` training steps."""
+    """Success on held-out prompts with its 95 % interval, after ``step`` training steps; :mod:`orchestrator.evaluation` says
+    what the rest is."""
 
     step: int
     t: float
@@ -118,6 +119,17 @@ class Evaluation:
     high: float
     successes: int = 0
     prompts: int = 0
+    samples: int = 1
+    solved: float | None = None
+    reward: float | None = None
+    tokens: float | None = None
+    truncated: float | None = None
+    tasks: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def episodes(self) -> int:
+        """How many were played."""
+        return self.prompts * self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +300,7 @@ def _seconds(value: Any) -> float:
 _CONVERT: dict[str, Callable[[Any], Any]] = {
     "str": str, "int": int, "float": float, "bool": bool, "Seconds": _seconds, "Counts": _counts, "Lags": _lags,
     "int | None": lambda value: None if value is None else int(value),
+    "float | None": lambda value: None if value is None else float(value),
     "Mapping[str, float]": lambda data: {str(name): float(value) for name, value in (data or {}).items()},
     "tuple[str, ...]": lambda values: tuple(map(str, values)),
     "LedgerCounts": lambda data: LedgerCounts.of(data or {}),

@@ -265,4 +265,9 @@ def _drawn(curve: Curve) -> str:
 
 
 def _success_words(found: Evaluation) -> str:
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    words = f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    if found.samples > 1 and found.solved is not None:
+        words += f", any of {found.samples}: {found.solved:.3f}"
+    if found.reward is not None and abs(found.reward - found.value) > 0.0005:
+        words += f", reward {found.reward:.3f}"
+    return words

@@ -38,7 +38,8 @@ _ROWS = 50_000  # trajectories that are played again
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """``sim``: keys of that section. Seconds: ``step`` as measured, ``simulated`` as the simulator has it now; ``startup``; of
-    one warm-up step; of one held-out prompt. ``factor``: on what was measured apart."""
+    one warm-up step; of one
+    held-out episode. ``factor``: on what was measured apart."""
 
     run: str
     sim: dict[str, Any]
@@ -62,7 +63,8 @@ class Calibration:
         """Of a whole run of ``config`` with steps of so many seconds: start-up, warm-up and evaluations included."""
         steps, every = config.run.steps, config.evaluation.every
         evaluations = 2 + ((steps - 1) // every if every else 0)
-        beside = config.warmup.steps * self.warmup_step + evaluations * config.evaluation.prompts * self.heldout_prompt
+        episodes = config.evaluation.prompts * config.evaluation.samples
+        beside = config.warmup.steps * self.warmup_step + evaluations * episodes * self.heldout_prompt
         return self.startup + beside + steps * step
 
 
@@ -83,7 +85,7 @@ def calibrate(folder: Path) -> Calibration:
             break
         factor *= step / simulated
     warmup, evaluations = run.warmup, [stage.end - stage.start for stage in run.stages if stage.name == "evaluate"]
-    prompts = sum(item.prompts for item in run.evaluations)
+    episodes = sum(item.episodes for item in run.evaluations)
     found = Calibration(
         run.name,
         _sim(folder, figures, factor),
@@ -92,7 +94,7 @@ def calibrate(folder: Path) -> Calibration:
         round(factor, 6),
         round(sum(stage.end - stage.start for stage in run.stages if stage.name == "startup"), 6),
         round(warmup.seconds / max(1, warmup.steps), 6) if warmup else 0.0,
-        round(sum(evaluations) / prompts, 6) if prompts else 0.0,
+        round(sum(evaluations) / episodes, 6) if episodes else 0.0,
     )
     write_durably(folder / FILE, json.dumps(asdict(found), indent=2, sort_keys=True) + "\n")
     return found

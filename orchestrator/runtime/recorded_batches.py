@@ -25,6 +25,7 @@ from typing import Any
 from orchestrator.api import ConfigError, RetryableError, RunError, Task, TrainBatch, Trainer, Trajectory
 from orchestrator.build import make_filters
 from orchestrator.config import Config
+from orchestrator.evaluation import SOLVED
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
@@ -121,7 +122,7 @@ async def replay(
             tokens=sum(item.trajectory.generated_tokens for item in kept),
             turns=sum(len(item.trajectory.turns) for item in kept),
             reward_mean=round(sum(rewards) / len(rewards), 6),
-            success=round(sum(reward > 0.5 for reward in rewards) / len(rewards), 6),
+            success=round(sum(reward > SOLVED for reward in rewards) / len(rewards), 6),
             lag=histogram([max(0, version - item.trajectory.first_version) for item in kept]),
             weight_ess=round(effective_share([item.weight for item in kept]), 6),
             versions_mixed=sum(len(item.trajectory.versions) > 1 for item in kept),

@@ -124,6 +124,14 @@ def test_no_curve_is_named_after_a_trajectory_and_none_is_not_finite(events: lis
     assert not {"train/reward", "train/loss"} & set(scalars(event)[1])
 
 
+def test_what_an_evaluation_gives_to_draw() -> None:
+    older = {"kind": "evaluation", "step": 3, "success": 0.5, "low": 0.4, "high": 0.6}
+    assert scalars(older) == (3, {"eval/success": 0.5, "eval/low": 0.4, "eval/high": 0.6})
+    event = older | {"solved": 0.75, "reward": None, "tokens": 9.5, "truncated": 0.0, "tasks": {"nim": 0.25}}
+    more = {"eval/solved": 0.75, "eval/tokens": 9.5, "eval/truncated": 0.0, "eval/nim/success": 0.25}
+    assert scalars(event) == (3, scalars(older)[1] | more)
+
+
 # -- behind the queue --------------------------------------------------------------------------------------------------
 
 

@@ -70,10 +70,9 @@ def full_step(display: Progress, step: int, t: float = 0.0, **fields: Any) -> No
     display.take(event)
 
 
-def evaluated(display: Progress, success: float, low: float, high: float) -> None:
-    display.take(
-        {"kind": "evaluation", "t": 0.0, "step": 0, "phase": "start", "success": success, "low": low, "high": high}
-    )
+def evaluated(display: Progress, success: float, low: float, high: float, **more: Any) -> None:
+    event = {"kind": "evaluation", "t": 0.0, "step": 0, "phase": "start", "success": success, "low": low, "high": high}
+    display.take(event | more)
 
 
 # -- without a terminal ------------------------------------------------------------------------------------------------
@@ -129,6 +128,18 @@ def test_evaluations_stages_and_messages_have_their_lines(clock: Clock) -> None:
         "startup: vLLM and Megatron-Core",
         "evaluation (start): success 0.125 [0.100, 0.150]",
         "ALARM: [red]not markup[/red]",
+    ]
+
+
+def test_an_evaluation_says_its_mean_reward_and_how_many_prompts_were_solved_at_all_where_that_is_another_number(
+    clock: Clock,
+) -> None:
+    display, stream = plain(clock)
+    evaluated(display, 0.5, 0.4, 0.6, samples=1, solved=0.5, reward=0.5)
+    evaluated(display, 0.5, 0.4, 0.6, samples=8, solved=0.75, reward=-0.25)
+    assert stream.getvalue().splitlines() == [
+        "evaluation (start): success 0.500 [0.400, 0.600]",
+        "evaluation (start): success 0.500 [0.400, 0.600], any of 8: 0.750, reward -0.250",
     ]
 
 

@@ -280,7 +280,7 @@ def test_the_summary_has_exactly_its_keys(finished: Path) -> None:
     summary = summarize(finished)
     assert set(summary) == {
         "name", "kind", "mode", "alpha", "steps", "status", "success_before_warmup", "success_start", "success_end",
-        "success_intervals", "success_curve", "tokens_per_s", "streamed", "seconds", "staleness", "rounds",
+        "success_intervals", "success_curve", "evaluations", "tokens_per_s", "streamed", "seconds", "staleness", "rounds",
         "borrowed", "serving", "analysis", "ledger", "machine", "versions",
     }  # fmt: skip
     assert set(summary["success_intervals"]["success_end"]) == {"low", "high", "prompts"}
@@ -320,6 +320,28 @@ def test_success_at_the_end_counts_only_when_no_step_follows(finished: Path) -> 
     assert summary["success_end"] is None
     assert summary["success_intervals"]["success_start"]["prompts"] == 300
     assert "the last evaluation" in words(read_document(write_report(finished)))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_several_samples_of_a_prompt_are_told(finished: Path) -> None:
+    lines = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines()]
+    more = {
+        "samples": 8,
+        "solved": 0.75,
+        "reward": 0.3125,
+        "tokens": 42.0,
+        "truncated": 0.125,
+        "tasks": {"nim": 0.5, "sums": 1.0},
+    }
+    lines = [line | more if line["kind"] == "evaluation" else line for line in lines]
+    (finished / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = words(read_document(write_report(finished)))
+    assert "8 sampled episodes of each prompt" in found
+    assert (
+        "42.0 generated tokens, and 12.5 % ran into a limit; the mean reward is 0.312; 75.0 % of the prompts" in found
+    )
+    assert "by task: nim 50.0 %, sums 100.0 %." in found
+    assert summarize(finished)["evaluations"][-1]["tasks"] == {"nim": 0.5, "sums": 1.0}
 
 
 # -- damaged and unfinished folders ------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def success(run: RunLog, size: Size) -> str:
     plot.interval([(item.step, item.value, item.low, item.high) for item in shown], "c1")
     for item in shown:
         place = f"{'before RL' if item.step == 0 else f'after step {item.step}'}: {percent(item.value)}"
-        about = f"{place} ({item.successes} of {item.prompts}; 95 % interval {interval(item.low, item.high)})"
+        about = f"{place} ({item.successes} of {item.episodes}; 95 % interval {interval(item.low, item.high)})"
         plot.dot(item.step, item.value, "c2" if item is start else "c1", about, 9)
     return plot.page_svg()
 

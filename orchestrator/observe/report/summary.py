@@ -2,7 +2,8 @@
 
 * ``success_start``, ``success_end``, ``success_before_warmup``: success rates on held-out prompts, or null; ``success_end``
   is null unless the run was evaluated after its last step. ``success_intervals`` has ``{low, high, prompts}`` of each (95 %
-  Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``.
+  Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``, ``evaluations`` all
+  that is known of each.
 * ``tokens_per_s``: the mean over the whole run: trained tokens that the policy generated, over the wall time of the training
   steps: evaluations, weight updates and waiting included, startup and warm-up not. (What a run's views call tokens/s while it
   goes on is the same over its last steps.)
@@ -56,6 +57,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
             if found
         },
         "success_curve": [[found.step, found.value] for found in run.evaluations],
+        "evaluations": [asdict(found) for found in run.evaluations],
         "tokens_per_s": run.tokens_per_s_mean,
         "streamed": _streamed(run),
         "seconds": round(run.seconds, 3),

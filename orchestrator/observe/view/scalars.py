@@ -22,8 +22,7 @@ def scalars(event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         case "step":
             return int(event["step"]) + 1, _finite(_of_step(event))
         case "evaluation":
-            names = ("success", "low", "high")
-            return int(event["step"]), _finite((f"eval/{name}", event[name]) for name in names)
+            return int(event["step"]), _finite(_of_evaluation(event))
         case "update":
             names = ("seconds", "bytes", "preempted")
             return int(event["version"]), _finite((f"weights/{name}", event[name]) for name in names)
@@ -49,6 +48,16 @@ def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for end in ENDS:
         if end in ledger:
             yield f"ledger/{end}", ledger[end]
+
+
+def _of_evaluation(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in ("success", "low", "high"):
+        yield f"eval/{name}", event[name]
+    for name in ("solved", "reward", "tokens", "truncated"):
+        if event.get(name) is not None:  # older logs have none
+            yield f"eval/{name}", event[name]
+    for task, success in (event.get("tasks") or {}).items():
+        yield f"eval/{task}/success", success
 
 
 def _of_worker(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
