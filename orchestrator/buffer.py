@@ -159,6 +159,8 @@ class SampleBuffer:
     def _evict_stale(self, groups: Sequence[SampleGroup]) -> None:
         version = self.version
         for group in groups:
+            if group.id not in self._groups:  # withdrawn, since another one was lost
+                continue
             fresh = [t for t in group.scored if self._bound.admissible(version, t.first_version)]
             stale = [t for t in group.scored if not self._bound.admissible(version, t.first_version)]
             if stale:

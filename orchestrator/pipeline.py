@@ -405,6 +405,7 @@ class Pipeline:
     def _start_training(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
         self._trained = asyncio.get_running_loop().create_future()
         self._training_step, self._handed_over = step, ()
+        self.rollout.begin_training([item.trajectory for item in taken])
         self._training = asyncio.create_task(self._train(step, taken, batch), name=f"train step {step}")
 
     async def _until_trained(self) -> None:

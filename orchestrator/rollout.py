@@ -269,8 +269,11 @@ class Rollout:
         return "" if self.rounds is None else self.rounds.kind
 
     def hand_over(self) -> None:
-        """The batch goes into training; ``get_batch`` may collect the next one."""
-        trajectories = [taken.trajectory for taken in self.buffer.hand_over()]
+        """The batch is the trainer's; ``get_batch`` may collect the next one."""
+        self.buffer.hand_over()
+
+    def begin_training(self, trajectories: Sequence[Trajectory]) -> None:
+        """On what was handed over. Until now a checkpoint has it, and a resume may lose some of it: its prompts are kept."""
         if self.rounds is not None and trajectories:
             self.rounds.trained(longest(trajectories), fmean(item.reward or 0.0 for item in trajectories))
 
@@ -453,7 +456,8 @@ class Rollout:
     def on_group(self, group_id: str, outcome: str) -> None:
         """The buffer says what became of a group: its prompt is done, or is launched again."""
         if self.rounds is not None:
-            self.rounds.settled(group_id, outcome)
+            for early in self.rounds.settled(group_id, outcome, self.buffer.taken):
+                self.buffer.withdraw(early, "deferred", "next_epoch")
             self._room.set()
 
     def _note_played(self, episode: Episode) -> None:

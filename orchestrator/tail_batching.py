@@ -128,14 +128,17 @@ class Rounds:
         """The number of a group's prompt, -1 when it has left the round."""
         return self._numbers.get(group_id, -1)
 
-    def settled(self, group_id: str, outcome: str) -> None:
-        """What the buffer says of a group: "complete", or why it was filtered."""
+    def settled(self, group_id: str, outcome: str, taken: Sequence[str] = ()) -> list[str]:
+        """What the buffer says of a group: "complete", or why it was filtered. Where it was complete before, another complete
+        one, of a later epoch, might be trained in its place. Returns those, which must not be: their prompts are launched again.
+        ``taken``: groups of the batch that is being collected."""
         number = self._numbers.get(group_id)
         if number is None:
-            return
+            return []
         if outcome == "complete":
             self.planner.mark_ready(number)
-            return
+            return []
+        was_complete = number in self.planner.ready
         self._forget(group_id)
         if outcome in _DISCARDED:
             self.planner.discard(number)
@@ -144,7 +147,9 @@ class Rounds:
             if number in self.planner.given_up:
                 detail = f"prompt {number} is given up: {self.planner.rules.tries} groups of it failed"
                 self._events.emit("alarm", what="rounds", detail=detail)
+        early = self._put_back_early(taken) if was_complete else []
         self._prune()
+        return early
 
     def played(self, group_id: str, trajectory_id: str) -> tuple[list[str], bool]:
         """A member is played and waits for its reward with all others. Returns (its group's members that are played, if these
@@ -154,9 +159,7 @@ class Rounds:
         if len(members) != self.planner.rules.responses or group_id not in self._numbers:
             return [], False
         done = [group for group in self._running() if self._is_played(group)]
-        running = len(self.planner.running)
-        ready = len(self._numbers) - running
-        enough = len(done) + ready >= self.planner.rules.prompts
+        enough = len(done) + len(self.planner.ready) >= self.planner.rules.prompts
         if enough:
             self.planner.narrow()
         return list(members), enough
@@ -277,8 +280,11 @@ class Rounds:
             for group in [group for group, other in self._numbers.items() if other == number]:
                 self._forget(group)
         self.planner.settle()
+        return self._put_back_early()
+
+    def _put_back_early(self, taken: Sequence[str] = ()) -> list[str]:
         early = dict.fromkeys(self.planner.overtaking())
-        groups = [group for group, number in self._numbers.items() if number in early]
+        groups = [group for group, number in self._numbers.items() if number in early and group not in taken]
         for group in groups:
             self.put_back(group)
         return groups

@@ -67,6 +67,23 @@ def filled(recorder: Recorder, group: str, members: int, version: int = 0, rewar
         recorder.buffer.put(replace(trajectory(name, group, version), reward=reward))
 
 
+def test_a_group_that_is_withdrawn_because_another_is_lost_is_not_lost_too() -> None:
+    class Withdrawing(Owner):
+        def on_group(self, group_id: str, outcome: str) -> None:
+            if (group_id, outcome) == ("a", "group_too_small"):
+                r.buffer.withdraw("b", "deferred", "next_epoch")
+
+    r = Recorder(0)
+    r.buffer.owner = Withdrawing(r.evicted)
+    for group in ("a", "b"):
+        filled(r, group, 2)
+    r.buffer.set_version(1)
+    assert sorted(r.evicted) == [
+        *((f"a-{member}", "evicted_stale", "") for member in range(2)),
+        *((f"b-{member}", "deferred", "next_epoch") for member in range(2)),
+    ]
+
+
 def test_get_batch_waits_for_complete_groups_and_takes_them_in_order() -> None:
     async def run() -> None:
         r = Recorder(1)

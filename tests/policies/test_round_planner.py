@@ -446,6 +446,44 @@ def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_thi
     assert started == [keys[number] for number in (3, 4, 5)]
 
 
+def test_a_complete_group_of_the_next_epoch_is_put_back_when_one_of_this_is_lost_unless_the_batch_has_it() -> None:
+    """Four prompts an epoch; all of prompts 0 to 5 are complete when 1 is lost, and then 2."""
+    rounds = rounds_of(small("rollout.rounds.epoch_prompts=4"))
+    state = rounds.state()
+    state["planner"] |= {"next": 6, "end": 8, "ready": [0, 1, 2, 3, 4, 5]}
+    state["groups"] = [[f"g{number}", number] for number in range(6)]
+    rounds = rounds_of(small("rollout.rounds.epoch_prompts=4"), state)
+    for number in range(6):
+        rounds.settled(f"g{number}", "complete")
+    assert rounds.resumed() == []
+    rounds.begin_round()
+    assert rounds.settled("g1", "group_too_small", ["g4"]) == ["g5"]
+    assert rounds.settled("g2", "group_too_small", []) == ["g4"]
+    assert rounds.planner.ready == [0, 3]
+
+
+def test_a_batch_is_of_the_run_until_it_begins_to_be_trained() -> None:
+    rounds = rounds_of(small())
+    rounds.begin_round()
+    for index in range(3):
+        rounds.start_group(f"g{index}")
+        rounds.settled(f"g{index}", "complete")
+    rounds.end_round(0, ["g0", "g1", "g2"], [], 0)
+    again = rounds_of(small(), json.loads(json.dumps(rounds.state())))
+    for group in ("g0", "g1"):  # the third is in no checkpoint
+        again.settled(group, "complete")
+    again.resumed()
+    again.settled("g1", "group_too_small")  # its file is gone
+    again.begin_round()
+    started = []
+    while again.wanted(0):
+        started.append(again.start_group(f"new-{len(started)}")[0].key)
+    keys = dict(rounds.state()["keys"])
+    assert started[:2] == [keys[2], keys[1]]
+    rounds.trained({"g0": 5, "g1": 5, "g2": 5}, 1.0)
+    assert not {0, 1, 2} & {number for number, _ in rounds.state()["keys"]}
+
+
 def test_a_prompt_of_an_earlier_epoch_that_fails_again_and_again_is_not_overtaken_by_a_later_one() -> None:
     """One prompt an epoch; a resume finds two of them untrained, and the first one's group fails."""
     before = RoundPlanner(RoundRules(1, 2, epoch=1))

@@ -166,6 +166,15 @@ def test_no_prompt_is_lost_or_trained_twice_under_faults_kills_and_resumes(first
         assert seen[name] > 0, (name, seen)
 
 
+@pytest.mark.parametrize("seed", [4334, 7415])
+def test_complete_groups_that_a_resume_loses_are_played_again_before_the_next_epoch(seed: int) -> None:
+    """4334: two files are lost while a complete group of the next epoch waits beside them; 7415: one of a batch that the trainer
+    had, but had not begun to train, when the checkpoint was made."""
+    result = simulate(ledger_faults.config_of(seed), strict=False)
+    assert not result.violations
+    assert "reference_lost" in result.journal.decode()
+
+
 # -- mutations: each must be caught ------------------------------------------------------------------------------------
 
 

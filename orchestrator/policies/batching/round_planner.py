@@ -333,7 +333,7 @@ class RoundPlanner:
         return self._running.pop(number, None) is not None or self._ready.pop(number, 0) is None
 
     def overtaking(self) -> list[int]:
-        """After :meth:`settle`: what is ready, and of a later epoch than something that is to be launched again."""
+        """What is ready, and of a later epoch than something that is to be launched again."""
         if self._end is None:
             return []
         earliest = min(map(self._epoch, (*self._again, *self._queue)), default=math.inf)
@@ -345,6 +345,11 @@ class RoundPlanner:
     def running(self) -> list[int]:
         """Started and not ready, in order of starting."""
         return list(self._running)
+
+    @property
+    def ready(self) -> list[int]:
+        """Those that have their responses, and no batch was made of yet."""
+        return list(self._ready)
 
     def queue_length(self, lane: str = "") -> int:
         """Length of the long-prompt queue, or of one lane of it."""
