@@ -29,6 +29,8 @@ SETTINGS = [
     "filters.balance_share=0.2",
     "task.heldout_maps=10",
     "evaluation.prompts=10",
+    "evaluation.samples=2",
+    "evaluation.temperature=0.8",
     "warmup.steps=12",
 ]
 
@@ -71,3 +73,8 @@ def test_every_bundled_task_trains_with_the_real_engines(tmp_path: Path, options
     assert max(first, last) < 1e-3  # the trainer sees the tokens that the engine sampled
     evaluations = [event for event in events if event["kind"] == "evaluation"]
     assert all(event["failed"] == 0 for event in evaluations)
+    for event in evaluations:
+        assert (event["prompts"], event["samples"]) == (10, 2)
+        assert set(event["tasks"]) == TASKS
+        assert event["success"] <= event["solved"]
+        assert event["tokens"] > 0
