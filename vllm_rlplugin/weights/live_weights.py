@@ -31,6 +31,7 @@ from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Fill, Sl
 from vllm_rlplugin.weights.delta_update import DeltaUpdate
 from vllm_rlplugin.weights.digests import digest_for
 from vllm_rlplugin.weights.layer_stream import return_freed
+from vllm_rlplugin.weights.quantised_layers import keep_kernel
 from vllm_rlplugin.weights.rank_slices import pack_layer
 from vllm_rlplugin.weights.version_staging import StagedVersion
 
@@ -324,7 +325,8 @@ def _process_alone(process: Callable[[torch.nn.Module], None], layer: torch.nn.M
     info = get_layerwise_info(layer)
     info.loaded_weights = [(name, None) for name, _ in info.loaded_weights]
     return_freed()
-    process(layer)
+    with keep_kernel(layer) if getattr(layer.quant_method, "uses_meta_device", False) else contextlib.nullcontext():
+        process(layer)
 
 
 def describe_mismatches(mismatches: list[dict[str, str]]) -> str:

@@ -45,6 +45,7 @@ from vllm_rlplugin.engine_activation import check_drafter, check_loader
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover_mapping
 from vllm_rlplugin.weights.delta_update import DeltaBase
 from vllm_rlplugin.weights.live_weights import LiveWeights, MappedWeights, ReloadedWeights, describe_mismatches
+from vllm_rlplugin.weights.quantised_layers import check_layers
 from vllm_rlplugin.weights.rank_slices import SliceCutter
 from vllm_rlplugin.weights.rank_votes import RankVotes
 from vllm_rlplugin.weights.stock_receiver import StockReceiver
@@ -125,9 +126,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.shutdown()
         self.refusal = None
         try:
-            if method := self.model_config.quantization:
-                fix = "weights that vLLM quantises cannot be updated: serve the model unquantised, or without a weight relay"
-                raise ConfigError("quantization", method, fix)
+            if self.vllm_config.quant_config is not None:
+                check_layers(self.model, self.model_config.quantization)
             if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self.model.modules()):
                 fix = "its kernels discard weights after packing them, and vLLM cannot reload those: "
                 raise ConfigError("attention_config.backend", "AMX_MLA", fix + "take 'CPU_MLA'")
