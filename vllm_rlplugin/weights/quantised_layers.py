@@ -25,6 +25,7 @@ from orchestrator.api import ConfigError
 from vllm_rlplugin.weights.checkpoint_mapping import PLAIN_METHODS
 
 _KERNEL = ("moe_kernel", "moe_quant_config")  # of a method of experts: what it makes of a layer's loaded weights
+_NO_KERNELS = ("builtins", "torch")  # packages whose objects are not looked into
 _FULL_PRECISION = (*PLAIN_METHODS, UnquantizedFusedMoEMethod)
 
 
@@ -33,7 +34,7 @@ class KernelMoved(Exception):
 
 
 def check_layers(model: torch.nn.Module, method: str | None) -> None:
-    """``method``: vLLM's ``quantization``. Raises ConfigError for a layer that no version in full precision can be loaded into."""
+    """``method``: vLLM's ``quantization``. Raises ConfigError for a layer that full precision cannot be loaded into."""
     for path, layer in model.named_modules():
         found = getattr(layer, "quant_method", None)
         if not isinstance(found, QuantizeMethodBase) or type(found) in _FULL_PRECISION:
@@ -79,7 +80,7 @@ def _write_values(what: str, made: Mapping[str, torch.Tensor], held: Mapping[str
 
 
 def _tensors(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in a kernel, by where they are: in objects of vLLM, lists, tuples and dictionaries, but in no layer."""
+    """Tensors in a kernel, by where they are: in its objects, lists, tuples and dictionaries, but in no layer."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield path, value
@@ -91,7 +92,7 @@ def _tensors(value: Any, path: str = "", seen: set[int] | None = None) -> Iterat
         parts = {f"[{key!r}]": item for key, item in value.items()}
     elif isinstance(value, list | tuple):
         parts = {f"[{index}]": item for index, item in enumerate(value)}
-    elif type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
+    elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _NO_KERNELS:
         parts = {f".{name}": item for name, item in vars(value).items()}
     else:
         return

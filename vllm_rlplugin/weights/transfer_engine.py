@@ -230,7 +230,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if self._loaded is None:
             mapping = self.make_plan().mapping
             if mapping is None:
-                self._loaded = ReloadedWeights(self.model, self.model_config, self.device)
+                self._loaded = ReloadedWeights(self.model, self.model_config, self.device, self.ranks.stage_agrees)
             else:
                 self._loaded = MappedWeights(mapping, self.device)
         return self._loaded
@@ -360,17 +360,24 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if not isinstance(loaded, ReloadedWeights):
             found = loaded.undo(staged)
             return describe_mismatches(found) if found else ""
-        if not loaded.touched:
+        if self.ranks.stage_agrees(not loaded.touched):
             return ""
-        if self.version < 0 or self._fetcher is None:
-            return "the previous weights did not come from a relay"
-        before = self._fetcher.take_staged(self.version, staged.plan)
-        if isinstance(before, FetchRefusal):
-            return before.error
-        if before.checksum != self.checksum:
-            return f"weight version {self.version} has changed on the relay"
+        before, why = self._version_before(staged)
+        if not self.ranks.stage_agrees(before is not None) or before is None:
+            return why or "another rank cannot; its report says why"
         loaded.load(before)
         return ""
+
+    def _version_before(self, staged: StagedVersion) -> tuple[StagedVersion | None, str]:
+        """The version that was live, or why it cannot be had."""
+        if self.version < 0 or self._fetcher is None:
+            return None, "the previous weights did not come from a relay"
+        before = self._fetcher.take_staged(self.version, staged.plan)
+        if isinstance(before, FetchRefusal):
+            return None, before.error
+        if before.checksum != self.checksum:
+            return None, f"weight version {self.version} has changed on the relay"
+        return before, ""
 
     def _take_staged(self, version: int) -> StagedVersion | None:
         """The staged version, or None with the reason noted."""
