@@ -59,11 +59,9 @@ def state(server: Server) -> tuple[Any, Digests]:
 class Quantised:
     """An engine of random model 1, and a relay; model N has the weights of seed N."""
 
-    def __init__(self, folder: Path, **endpoint: Any) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path) -> None:
         self.weights = {seed: write_tiny_qwen3(folder / str(seed), seed) for seed in (1, 2)}
-        given = {"kind": "memory", "master": f"quantised-{folder}", "bucket_bytes": 32 << 10} | endpoint
-        self.relay = RelayEndpoint(job="quantised", **given)
+        self.relay = RelayEndpoint("quantised", "memory", f"quantised-{folder}", bucket_bytes=32 << 10)
         self.publisher = Publisher(self.relay)
         self.version = 0
 
