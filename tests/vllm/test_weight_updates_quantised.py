@@ -291,6 +291,22 @@ def test_a_layer_that_cannot_be_quantised_leaves_the_version_of_before_from_the_
     made.publisher.close()
 
 
+def test_on_a_cpu_a_quantised_engine_that_is_deactivated_keeps_its_weights_and_says_so(tmp_path: Path) -> None:
+    made = Quantised(tmp_path)
+    server = Server(tmp_path / "1", made.relay, **FP8)
+    first = state(server)
+    away = server.call("rl_weights_away", True)
+    assert 0 < away["left"] == away["bytes"]
+    assert "the weights stay in memory" in away["how"]
+    assert "Fp8PtpcOnlineLinearMethod changes after loading" in away["how"]
+    back = server.call("rl_weights_back")
+    assert (back["error"], back["damage"]) == ("", "")
+    assert state(server) == first
+    assert server.update(made.publish(2))["state"] == "intact"
+    server.close()
+    made.publisher.close()
+
+
 RANKS = """
 import gc, json, os, sys
 from pathlib import Path
