@@ -245,6 +245,9 @@ _ENGINE_ARGUMENTS = (
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_ARGS}:EngineArgs": _ENGINE_ARGUMENTS,
     "vllm.config:WeightTransferConfig": ("backend",),
+    "vllm.config.model:ModelConfig": ("quantization", "quantization_config"),
+    "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase": ("uses_meta_device",),
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase": ("moe_kernel", "moe_quant_config"),
     "vllm.config:KVTransferConfig": (
         "kv_connector",
         "kv_connector_module_path",

@@ -56,6 +56,7 @@ def checks_for_config(checks: Sequence[Check], config: Config) -> list[Check]:
         found.append(check)
     own = [Check("extras", partial(check_extras, config)), Check("processors", partial(_processors, config))]
     own.append(Check("relay", partial(check_relay, config), limit=_RELAY_LIMIT))
+    own.append(Check("rounded rollouts", partial(_rounded, config)))
     if (folder := relay_folder(config)) is not None:
         own.append(Check("relay disk", partial(machine.check_disk, folder, "relay.master")))
     if config.environment.backend == "kubernetes":
@@ -113,6 +114,12 @@ def _processors(config: Config) -> Finding:
 
     check_processors(config)
     return Finding("ok", f"engines: {config.rollout.workers}, trainer ranks: {trainer_ranks(config)}")
+
+
+def _rounded(config: Config) -> Finding:
+    from orchestrator.runtime import quantised_rollouts
+
+    return Finding("ok", "; ".join(quantised_rollouts.check(config)) or "none: engines compute with the trainer's bits")
 
 
 def _needed(run: Callable[[], Finding]) -> Finding:

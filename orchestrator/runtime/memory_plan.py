@@ -15,6 +15,7 @@ from typing import Any
 from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
+from orchestrator.runtime import quantised_rollouts
 from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
 from orchestrator.settings.engine_settings import EngineSettings
 
@@ -212,7 +213,7 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
     kinds = Counter((rollout.group_of(number), engine_wish(config, number)[1]) for number in range(rollout.workers))
     for (group, hardware), count in kinds.items():
         engine = rollout.engine_groups[group]
-        table, weights = ".".join(engine.table), round(shape.parameters * _BYTES[config.model.dtype] / engine.ranks)
+        table, weights = ".".join(engine.table), _weights(engine, shape, config.model.dtype)
         capacity = device_bytes(config, hardware)
         share = engine.passed_on.get("gpu_memory_utilization", UTILIZATION)
         if engine.kv_cache_mb:
@@ -229,7 +230,7 @@ def _engines(config: Config, path: str) -> list[MemoryRow]:
         owner, ranks = f"engine ({_ranks(engine.ranks)})", count * engine.ranks
         rows.append(MemoryRow(owner, named, {**parts, **beside}, capacity, cure, ranks))
         if capacity is not None:  # a device, whose engine has a host beside it
-            arriving, together = _arriving(config, shape, weights), min(ranks, config.resources.devices_per_server)
+            arriving, together = _arriving(config, engine, shape), min(ranks, config.resources.devices_per_server)
             rows.append(MemoryRow(f"{owner}, each rank", "host", arriving, processes=ranks, together=together))
     return rows
 
@@ -245,13 +246,22 @@ def _caches(config: Config, path: str) -> list[MemoryRow]:
     return [MemoryRow(f"cache of site {name}", "host", parts) for name in relay.sites]
 
 
-def _arriving(config: Config, shape: Any, weights: int) -> dict[str, int]:
+def _weights(engine: EngineSettings, shape: Any, dtype: str) -> int:
+    """Bytes of a rank's weights on its device."""
+    width = float(_BYTES[dtype])
+    inner = width if (bits := quantised_rollouts.weight_bits(engine)) is None else min(width, bits / 8)
+    kept: int = shape.embedding_parameters
+    return round((kept * width + int(shape.parameters - kept) * inner) / engine.ranks)
+
+
+def _arriving(config: Config, engine: EngineSettings, shape: Any) -> dict[str, int]:
     """What a rank of an engine has of the next version on its host, before it is loaded: its part of all of it (of differences
-    less, but as much at the first), or two layers of a model that vLLM's loader does more to than copy."""
-    if not (shape.num_experts or shape.latent):
-        return {"next version": weights}
+    less, but as much at the first), or two layers of a model that vLLM's loader does more to than copy. In full precision."""
+    width = _BYTES[config.model.dtype]
+    if not (shape.num_experts or shape.latent or {"quantization", "quantization_config"} & engine.passed_on.keys()):
+        return {"next version": round(shape.parameters * width / engine.ranks)}
     layer = (shape.parameters - shape.embedding_parameters) / shape.num_hidden_layers
-    return {"two layers of the next version": round(2 * layer * _BYTES[config.model.dtype])}
+    return {"two layers of the next version": round(2 * layer * width)}
 
 
 def _check_kv(engine: EngineSettings, shape: Any, dtype: str, room: int) -> None:

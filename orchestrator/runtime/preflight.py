@@ -26,7 +26,15 @@ from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
 from orchestrator.placement.forecast_setup import make_predictor
-from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
+from orchestrator.runtime import (
+    engine_cuts,
+    judge_setup,
+    kv_setup,
+    memory_plan,
+    pool_requests,
+    quantised_rollouts,
+    site_caches,
+)
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.sandbox import Sandbox
@@ -110,7 +118,8 @@ def _of_run(config: Config, unplanned: list[str]) -> list[Callable[[], object]]:
         *(_trainer, _heldout, check_processors, _nccl, _room, _token, _relay, site_caches.check, check_port, _metadata),
         *(engine_cuts.check, kv_setup.check, pool_requests.check, run_view.check_view),
     )
-    return [*(partial(one, config) for one in checks), lambda: unplanned.extend(memory_plan.check(config))]
+    said = (quantised_rollouts.check, memory_plan.check)
+    return [*(partial(one, config) for one in checks), *(lambda one=one: unplanned.extend(one(config)) for one in said)]
 
 
 def _found(checks: Sequence[Callable[[], object]]) -> list[ConfigError]:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The first day on a host with an NVIDIA GPU: scripts/gpu/first_day.sh [--dry] [FOLDER [STEP...]]
 #
-# Driver and virtual memory, page rates, one engine, idle overhead, update in place, two engines in one pool, sleep and wake,
-# TP 2, co-serving, MPS: in this order, each a process with a time limit of its own; one that fails, hangs or lacks something
-# keeps no other from running. Into FOLDER (default: docs/results/gpu/HOST-DATE) go, as each step ends, NAME.log, NAME.err and a
+# Driver and virtual memory, page rates, one engine, one in FP8, idle overhead, update in place, two engines in one pool, sleep
+# and wake, TP 2, co-serving, MPS: in this order, each a process with a time limit of its own; one that fails, hangs or lacks
+# something keeps no other from running. Into FOLDER (default: docs/results/gpu/HOST-DATE) go, as each step ends, NAME.log, NAME.err and a
 # line of steps.jsonl: {"step", "state": "ok", "failed" or "left out", "seconds", "why", "result"}. The exit code is the number
 # of steps that failed. What is tested beside that, and what needs no vLLM: scripts/gpu/suite.sh.
 #

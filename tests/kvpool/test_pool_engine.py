@@ -429,6 +429,38 @@ def test_engines_of_two_models_share_a_pool_and_serving_takes_pages_from_rollout
         path.unlink(missing_ok=True)
 
 
+@pytest.mark.engine
+def test_a_serving_engine_in_fp8_shares_a_pool_with_a_rollout_engine_that_rounds_nothing(
+    models: tuple[Path, Path], engines: list[Driven]
+) -> None:
+    """Weights and KV in FP8: its blocks are a quarter of float32's. Tokens are those of each engine alone in the pool."""
+    name, fp8 = (
+        f"test-fp8-{os.getpid()}",
+        {"quantization": "fp8_per_channel", "dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    )
+    try:
+        shared = {"kv_pool": name, "kv_pool_page_kib": PAGE_KIB, "kv_pool_keep": 0.0}
+        serving = Driven(models[0], 64, given=fp8, **shared, kv_pool_role="serving", kv_pool_mib=2, kv_pool_lent=1.0)
+        engines.append(serving)
+        serving.answer()
+        rollout = Driven(models[1], 64, **shared, kv_pool_budget_mib=1)
+        engines.append(rollout)
+        rollout.answer()
+        expected = []
+        for engine in engines:
+            play(engine, REQUESTS, "alone")
+            expected.append(named(engine.do(drain=True), "alone"))
+        for engine in engines:
+            play(engine, REQUESTS, "shared")
+        most = [0, 0]
+        for _ in range(12):
+            most = [max(had, engine.do(steps=1)["pool"]["pages"]) for had, engine in zip(most, engines, strict=True)]
+        assert min(most) > 2
+        assert [named(engine.do(drain=True), "shared") for engine in engines] == expected
+    finally:
+        pool_path(name).unlink(missing_ok=True)
+
+
 @pytest.mark.long
 @pytest.mark.engine
 def test_an_engine_in_a_pool_makes_the_tokens_of_one_that_has_its_memory_to_itself(

@@ -203,7 +203,11 @@ def test_a_reload_of_a_model_with_lora_adapters_knows_the_names_of_the_layers_in
 
 
 def connect(
-    quantization: str | None = None, drafts: str = "", acceptance: str = "standard", family: str = "llama"
+    quantization: str | None = None,
+    drafts: str = "",
+    acceptance: str = "standard",
+    family: str = "llama",
+    inner: Any = None,
 ) -> None:
     """A backend without an engine, to a relay."""
     from vllm_rlplugin.weights.rank_votes import RankVotes
@@ -214,20 +218,76 @@ def connect(
     engine._staged = engine._fetcher = engine._worker = None
     engine.ranks = RankVotes(SimpleNamespace(rank=0, world_size=1))
     engine.model_config = SimpleNamespace(quantization=quantization)
-    asked = SimpleNamespace(method=drafts, rejection_sample_method=acceptance) if drafts else None
-    engine.vllm_config = SimpleNamespace(speculative_config=asked)
     layer = type("Layer", (torch.nn.Module,), {"__module__": f"vllm.model_executor.models.{family}"})
-    engine.model = torch.nn.Sequential(layer())
+    engine.model = torch.nn.Sequential(layer() if inner is None else inner)
+    asked = SimpleNamespace(method=drafts, rejection_sample_method=acceptance) if drafts else None
+    engine.vllm_config = SimpleNamespace(speculative_config=asked, quant_config=quantization)
     engine._stock = StockReceiver(engine.vllm_config, torch.device("cpu"), engine.model)
     engine.make_plan = lambda: None
     engine.init_transfer_engine(RelayInitInfo({"job": "j", "kind": "memory", "master": "refusals"}))
     engine.shutdown()
 
 
-def test_weights_that_vllm_quantises_are_refused_with_the_relay(mapping: Any) -> None:
-    with pytest.raises(ConfigError, match="serve the model unquantised") as caught:
-        connect(quantization="fp8")
-    assert caught.value.field == "quantization"
+def quantised(name: str, **attributes: Any) -> Any:
+    """A layer with a method of vLLM's, which was not asked anything: "module:class"."""
+    module, _, kind = name.partition(":")
+    method = getattr(importlib.import_module(f"vllm.model_executor.layers.{module}"), kind)
+    layer = torch.nn.Module()
+    made = method.__new__(method)
+    if isinstance(made, torch.nn.Module):
+        torch.nn.Module.__init__(made)
+    vars(made).update(attributes)
+    layer.quant_method = made
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("method", "attributes"),
+    [
+        ("quantization.fp8:Fp8LinearMethod", {}),
+        ("quantization.kv_cache:BaseKVCacheMethod", {}),  # scales that were measured with the weights of the checkpoint
+        ("quantization.online.fp8:Fp8PerBlockOnlineLinearMethod", {"uses_meta_device": False}),  # from quantised ones
+    ],
+)
+def test_weights_that_come_quantised_are_refused_with_the_relay(
+    mapping: Any, method: str, attributes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"quantization = 'fp8': .*serve an unquantised checkpoint.*fp8_per_block"):
+        connect(quantization="fp8", inner=quantised(method, **attributes))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "linear:UnquantizedLinearMethod",
+        "fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "quantization.online.fp8:Fp8PerBlockOnlineLinearMethod",
+        "quantization.online.int8:Int8OnlineMoEMethod",
+        "quantization.online.mxfp4:Mxfp4OnlineMoEMethod",
+        "quantization.online.nvfp4:Nvfp4OnlineMoEMethod",
+    ],
+)
+def test_weights_that_vllm_quantises_as_it_loads_them_are_not_refused(mapping: Any, method: str) -> None:
+    connect(quantization="online", inner=quantised(method))
+
+
+def test_a_kernel_that_was_made_with_other_tensors_is_refused_and_the_old_one_is_back(mapping: Any) -> None:
+    from vllm_rlplugin.weights.quantised_layers import KernelMoved, keep_kernel
+
+    layer: Any = torch.nn.Module()
+    layer.workspace = held = torch.zeros(4)
+    old = SimpleNamespace(scales=[torch.ones(2)], lazy=torch.ones(3))
+    layer.quant_method = SimpleNamespace(moe_kernel=old, moe_quant_config=None)
+    with keep_kernel(layer):
+        layer.quant_method.moe_kernel = SimpleNamespace(scales=[torch.full((2,), 5.0)])
+        layer.workspace = torch.full((4,), 7.0)
+    assert (layer.quant_method.moe_kernel, layer.workspace) == (old, held)
+    assert (old.scales[0].tolist(), held.tolist()) == ([5.0] * 2, [7.0] * 4)
+    for made in (SimpleNamespace(scales=[torch.ones(3)]), SimpleNamespace(scales=[], other=torch.ones(2))):
+        with pytest.raises(KernelMoved, match="made with other tensors"), keep_kernel(layer):
+            layer.quant_method.moe_kernel = made
+        assert layer.quant_method.moe_kernel is old
+        assert old.scales[0].tolist() == [5.0] * 2
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa"])

@@ -104,7 +104,7 @@ def _layout(core: Any) -> KvLayout:
 
 
 def _facts(core: Any, layout: KvLayout) -> dict[str, Any]:
-    """What two engines must have in common: the weights by content, the model, the way KV lies in memory."""
+    """What two engines must have in common: the weights by content and as they are rounded, the way KV lies in memory."""
     scheduler, config = core.scheduler, core.vllm_config
     reports = core.model_executor.collective_rpc("rl_kv_weights")
     report, version = reports[0], int(reports[0]["version"])
@@ -116,6 +116,7 @@ def _facts(core: Any, layout: KvLayout) -> dict[str, Any]:
         **layout.facts,
         "weights": f"v{version}:{report['content']}" if version >= 0 else f"start:{_start_fingerprint(core)}",
         "dtype": str(config.model_config.dtype),
+        "quantization": f"{config.model_config.quantization} {config.model_config.quantization_config}",
         "kv_dtype": str(cache.cache_dtype),
         "block_size": int(scheduler.block_size),
         "backend": str(report["backend"]),

@@ -35,7 +35,7 @@ from orchestrator.transfer.shard_routing import Box, bounding_box, enclosing_box
 
 _ATEN = torch.ops.aten
 # Methods whose process_weights_after_loading leaves the weights what was loaded (on CPU it makes a packed copy beside).
-_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class NoMappingError(Exception):
@@ -234,7 +234,7 @@ def _refuse_changed_layers(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
         name, kind = path or "the model", type(module).__name__
         method = getattr(module, "quant_method", None)
-        if method is not None and type(method) not in _PLAIN_METHODS:
+        if method is not None and type(method) not in PLAIN_METHODS:
             raise NoMappingError(f"{name} ({kind}) has weights that {type(method).__name__} changes after loading")
         if method is not None and devices == ["cpu"] and not hasattr(module, "cpu_linear"):
             raise NoMappingError(f"{name} ({kind}) is packed in a way that is not known here")
@@ -293,7 +293,7 @@ def _packed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         module
         for module in model.modules()
-        if hasattr(module, "cpu_linear") and isinstance(getattr(module, "quant_method", None), _PLAIN_METHODS)
+        if hasattr(module, "cpu_linear") and isinstance(getattr(module, "quant_method", None), PLAIN_METHODS)
     ]
 
 

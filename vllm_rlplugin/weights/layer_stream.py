@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from orchestrator.transfer import Region
+from vllm_rlplugin.weights.rank_votes import LoadVotes
 
 _NUMBERED = re.compile(r".*?\.\d+(?=\.)")  # "model.layers.7" of "model.layers.7.mlp.experts.3.up_proj.weight"
 Tensors = list[tuple[str, torch.Tensor]]
@@ -32,11 +33,17 @@ class LayerStream:
         """How many there are."""
         return sum(map(len, self._layers))
 
-    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each with its checkpoint name; its memory is free when whoever takes it lets go of it."""
+    def read_tensors(self, votes: LoadVotes | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each with its checkpoint name; its memory is free when whoever takes it lets go of it. Votes once for each layer."""
+        votes = votes or LoadVotes()
         for layer in self._layers:
             return_freed()
-            found = self._read(layer)[::-1]
+            try:
+                found = self._read(layer)[::-1]
+            except Exception as error:  # other ranks must hear of it
+                votes.cast(error)
+                raise
+            votes.cast()
             while found:
                 yield found.pop()
 

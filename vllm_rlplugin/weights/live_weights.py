@@ -31,7 +31,9 @@ from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Fill, Sl
 from vllm_rlplugin.weights.delta_update import DeltaUpdate
 from vllm_rlplugin.weights.digests import digest_for
 from vllm_rlplugin.weights.layer_stream import return_freed
+from vllm_rlplugin.weights.quantised_layers import keep_kernel
 from vllm_rlplugin.weights.rank_slices import pack_layer
+from vllm_rlplugin.weights.rank_votes import LoadVotes
 from vllm_rlplugin.weights.version_staging import StagedVersion
 
 IN_PLACE = "in place, digest of every live slice compared"
@@ -173,14 +175,22 @@ class MappedWeights:
 class ReloadedWeights:
     """Through vLLM's own reload, a layer at a time, which allocates that layer anew and takes seconds for a large model.
 
-    After a failure vLLM's bookkeeping is as before it, so that another version can be loaded, unless ``broken``.
+    After a failure vLLM's bookkeeping is as before it, so that another version can be loaded, unless ``broken``. ``agree``: see
+    :class:`LoadVotes`.
     """
 
     how = RELOAD
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        model_config: Any,
+        device: torch.device,
+        agree: Callable[[bool], bool] = lambda fine: fine,
+    ) -> None:
         self._model = model
         self._model_config = model_config
+        self._agree = agree
         self._on_cpu = device.type == "cpu"
         self._digest = digest_for(device)
         self._expected: dict[str, int] = {}
@@ -188,10 +198,20 @@ class ReloadedWeights:
         self.touched = False  # the latest load wrote into the model
 
     def load(self, staged: StagedVersion) -> dict[str, float]:
-        started = time.perf_counter()
         self.touched = False
+        votes = LoadVotes(self._agree)
+        try:
+            seconds = self._load(staged, votes)
+        except BaseException:
+            votes.give_up()
+            raise
+        votes.cast()
+        return seconds
+
+    def _load(self, staged: StagedVersion, votes: LoadVotes) -> dict[str, float]:
+        started = time.perf_counter()
         expected = self._loaded_names()
-        tensors = staged.layers.read_tensors() if staged.layers is not None else iter(staged.tensors.items())
+        tensors = staged.layers.read_tensors(votes) if staged.layers is not None else iter(staged.tensors.items())
         self.broken = True
         initialize_layerwise_reload(self._model)
         # What vLLM made of loaded weights (MLA's absorbed projections, scales of online quantisation) is not there now.
@@ -324,7 +344,8 @@ def _process_alone(process: Callable[[torch.nn.Module], None], layer: torch.nn.M
     info = get_layerwise_info(layer)
     info.loaded_weights = [(name, None) for name, _ in info.loaded_weights]
     return_freed()
-    process(layer)
+    with keep_kernel(layer) if getattr(layer.quant_method, "uses_meta_device", False) else contextlib.nullcontext():
+        process(layer)
 
 
 def describe_mismatches(mismatches: list[dict[str, str]]) -> str:

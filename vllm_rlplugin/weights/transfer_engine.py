@@ -45,6 +45,7 @@ from vllm_rlplugin.engine_activation import check_drafter, check_loader
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover_mapping
 from vllm_rlplugin.weights.delta_update import DeltaBase
 from vllm_rlplugin.weights.live_weights import LiveWeights, MappedWeights, ReloadedWeights, describe_mismatches
+from vllm_rlplugin.weights.quantised_layers import check_layers
 from vllm_rlplugin.weights.rank_slices import SliceCutter
 from vllm_rlplugin.weights.rank_votes import RankVotes
 from vllm_rlplugin.weights.stock_receiver import StockReceiver
@@ -125,9 +126,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.shutdown()
         self.refusal = None
         try:
-            if method := self.model_config.quantization:
-                fix = "weights that vLLM quantises cannot be updated: serve the model unquantised, or without a weight relay"
-                raise ConfigError("quantization", method, fix)
+            if self.vllm_config.quant_config is not None:
+                check_layers(self.model, self.model_config.quantization)
             if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in self.model.modules()):
                 fix = "its kernels discard weights after packing them, and vLLM cannot reload those: "
                 raise ConfigError("attention_config.backend", "AMX_MLA", fix + "take 'CPU_MLA'")
@@ -230,7 +230,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if self._loaded is None:
             mapping = self.make_plan().mapping
             if mapping is None:
-                self._loaded = ReloadedWeights(self.model, self.model_config, self.device)
+                self._loaded = ReloadedWeights(self.model, self.model_config, self.device, self.ranks.stage_agrees)
             else:
                 self._loaded = MappedWeights(mapping, self.device)
         return self._loaded
@@ -360,17 +360,24 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if not isinstance(loaded, ReloadedWeights):
             found = loaded.undo(staged)
             return describe_mismatches(found) if found else ""
-        if not loaded.touched:
+        if self.ranks.stage_agrees(not loaded.touched):
             return ""
-        if self.version < 0 or self._fetcher is None:
-            return "the previous weights did not come from a relay"
-        before = self._fetcher.take_staged(self.version, staged.plan)
-        if isinstance(before, FetchRefusal):
-            return before.error
-        if before.checksum != self.checksum:
-            return f"weight version {self.version} has changed on the relay"
+        before, why = self._version_before(staged)
+        if not self.ranks.stage_agrees(before is not None) or before is None:
+            return why or "another rank cannot; its report says why"
         loaded.load(before)
         return ""
+
+    def _version_before(self, staged: StagedVersion) -> tuple[StagedVersion | None, str]:
+        """The version that was live, or why it cannot be had."""
+        if self.version < 0 or self._fetcher is None:
+            return None, "the previous weights did not come from a relay"
+        before = self._fetcher.take_staged(self.version, staged.plan)
+        if isinstance(before, FetchRefusal):
+            return None, before.error
+        if before.checksum != self.checksum:
+            return None, f"weight version {self.version} has changed on the relay"
+        return before, ""
 
     def _take_staged(self, version: int) -> StagedVersion | None:
         """The staged version, or None with the reason noted."""

@@ -99,8 +99,8 @@ def pages(dry: bool) -> dict[str, Any]:
         return {kind: run_probe("remap", [*arguments, "--kind", kind], limit=120) for kind in ("kept", "created")}
 
 
-def engine(dry: bool, ranks: int = 1) -> dict[str, Any]:
-    """One engine: tokens, an update in place to other weights, and back: the same tokens as before."""
+def engine(dry: bool, ranks: int = 1, experts: bool = False, **options: Any) -> dict[str, Any]:
+    """One engine: tokens, an update to other weights, and back: the same tokens as before. ``options``: of vLLM's."""
     if not dry and len(find_gpus().devices) < ranks:
         raise LackingError(f"{ranks} GPUs")
     from orchestrator.transfer import Publisher, RelayEndpoint
@@ -111,7 +111,14 @@ def engine(dry: bool, ranks: int = 1) -> dict[str, Any]:
     requests, tokens = (4, 16) if dry else (64, 256)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        weights = [write_tiny_qwen3(folder / f"model{seed}", seed) for seed in (1, 2)]
+        if experts:
+            from tests.support.family_models import file_tensors, write_family
+
+            sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
+            first_weights = file_tensors(write_family(folder / "model1", "qwen3-moe", **sizes))
+            weights = [first_weights, {key: value.flip(0).contiguous() for key, value in first_weights.items()}]
+        else:
+            weights = [write_tiny_qwen3(folder / f"model{seed}", seed) for seed in (1, 2)]
         relay = RelayEndpoint(
             job="first-day",
             kind="fsspec",
@@ -132,6 +139,7 @@ def engine(dry: bool, ranks: int = 1) -> dict[str, Any]:
                 kv_cache_mb=16 if dry else 512,
                 max_num_seqs=requests,
                 tensor_parallel_size=ranks,
+                **options,
             ),
             time.monotonic,
         )
@@ -223,6 +231,15 @@ def ranks(dry: bool) -> dict[str, Any]:
     return engine(dry, 2)
 
 
+def fp8(dry: bool) -> dict[str, Any]:
+    """The same as ``engine`` with weights that vLLM quantises as it loads them, experts included; captured graphs on a GPU."""
+    if dry:  # what vLLM's CPU backend can do without AMX
+        ways = [{"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}]
+    else:
+        ways = [{"quantization": method} for method in ("fp8_per_tensor", "fp8_per_channel")]
+    return {str(way["quantization"]): engine(dry, experts=True, dtype="bfloat16", **way) for way in ways}
+
+
 def mps(dry: bool) -> dict[str, Any]:
     """The MPS daemon comes, is seen, and goes; on a GPU also what rollouts beside serving cost under it."""
     from orchestrator.ops.mps import BINARY, MpsControl
@@ -259,6 +276,7 @@ STEPS: dict[str, tuple[Callable[[bool], dict[str, Any]], int]] = {  # in this or
     "driver": (driver, 60),
     "pages": (pages, 180),
     "engine": (engine, 240),
+    "fp8": (fp8, 480),
     "idle": (idle, 300),
     "update": (update, 300),
     "pool": (pool, 300),

@@ -203,10 +203,10 @@ async def serve_across_update(
     return spanning, update.preempted
 
 
-async def continuations(model: Path, spanning: Iterable[Spanning]) -> dict[str, tuple[int, ...]]:
-    """What a fresh engine that loads ``model`` from disk writes after the same contexts."""
+async def continuations(model: Path, spanning: Iterable[Spanning], **options: Any) -> dict[str, tuple[int, ...]]:
+    """What a fresh engine that loads ``model`` from disk writes after the same contexts. ``options``: of the engine."""
     wanted = list(spanning)
-    worker = EngineWorker(model=str(model), max_num_seqs=CONCURRENT)
+    worker = EngineWorker(model=str(model), max_num_seqs=CONCURRENT, **options)
     try:
         await worker.add([greedy(item.name, item.context, len(item.tail)) for item in wanted])
         completions = await collect(worker, len(wanted))
@@ -234,8 +234,8 @@ def keep_old_kv(worker: EngineWorker) -> None:
     scheduler.rl_command = rl_command
 
 
-async def measure(tokens: int, seed: int, folder: Path) -> dict[str, Any]:
-    """The figures and their controls; see the module."""
+async def measure(tokens: int, seed: int, folder: Path, **options: Any) -> dict[str, Any]:
+    """The figures and their controls; see the module. ``options``: of the engines."""
     rng = random.Random(seed)
     models = (folder / "A", folder / "B")
     weights = [write_tiny_qwen3(model, seed * 2 + index) for index, model in enumerate(models)]
@@ -247,7 +247,11 @@ async def measure(tokens: int, seed: int, folder: Path) -> dict[str, Any]:
     for way, found in ways.items():
         version += version % 2
         worker = EngineWorker(
-            model=str(models[0]), max_num_seqs=CONCURRENT, relay=endpoint.to_dict(), plugin={"kv_on_update": way}
+            model=str(models[0]),
+            max_num_seqs=CONCURRENT,
+            relay=endpoint.to_dict(),
+            plugin={"kv_on_update": way},
+            **options,
         )
         try:
             while found.tokens * len(ways) < tokens or found.updates < 2:  # both directions at least once
@@ -257,7 +261,7 @@ async def measure(tokens: int, seed: int, folder: Path) -> dict[str, Any]:
         finally:
             await worker.close()
     kept = Found()
-    worker = EngineWorker(model=str(models[0]), max_num_seqs=CONCURRENT, relay=endpoint.to_dict())
+    worker = EngineWorker(model=str(models[0]), max_num_seqs=CONCURRENT, relay=endpoint.to_dict(), **options)
     try:
         keep_old_kv(worker)
         version += 1 + version % 2  # weights B
@@ -271,9 +275,10 @@ async def measure(tokens: int, seed: int, folder: Path) -> dict[str, Any]:
     of_repeated = [item for found in ways.values() for item in found.repeated]
     to_b = [item for item in of_flight if item.version % 2]
     both = [*of_flight, *of_repeated]
-    fresh_b = await continuations(models[1], [*(i for i in both if i.version % 2), *kept.spanning, *kept.repeated])
+    of_b = [*(i for i in both if i.version % 2), *kept.spanning, *kept.repeated]
+    fresh_b = await continuations(models[1], of_b, **options)
     # Of to_b also what the update prevented.
-    fresh_a = await continuations(models[0], [*(i for i in both if not i.version % 2), *to_b])
+    fresh_a = await continuations(models[0], [*(i for i in both if not i.version % 2), *to_b], **options)
     fresh = (fresh_a, fresh_b)
 
     def wrong(items: Iterable[Spanning]) -> int:
