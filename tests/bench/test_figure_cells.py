@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from scripts.bench.papers.simulated_page import page
 from scripts.bench.papers.sweep import FIGURES, Sweep
 from scripts.bench.result import frame
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CLEAN = {"commit": "c", "clean": True, "sources": "one"}
 SEEDS = (0, 1, 2)
 
@@ -214,6 +216,28 @@ def test_every_figure_has_five_seeds_and_a_file_for_each_cell(name: str, tmp_pat
     assert len(one.seeds) == 5
     assert len(Sweep(one, tmp_path).missing(one.seeds)) == 5 * len(one.cells(False))
     assert 0 < len(one.cells(True)) < len(one.cells(False))
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_the_list_says_how_long_a_benchmark_takes(name: str) -> None:
+    """To a factor of two, as the committed figure took it; cells are counted."""
+    said, detail = BENCHES[name].whole, json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["detail"]
+    if name in FIGURES:
+        one: Figure = import_module(BENCHES[name].module).FIGURE
+        assert said.endswith(f", {len(one.seeds) * len(one.cells(False))} cells")
+        seconds = float(detail["processor_seconds"])
+    elif detail.get("started"):
+        begun, ended = (datetime.fromisoformat(detail[when]) for when in ("started", "ended"))
+        seconds = (ended - begun).total_seconds()
+    else:
+        return  # put together of parts, on several days
+    numbers = re.match(r"(?:(\d+) to )?(\d+) (s|min|h)\b", said)
+    if numbers is None:
+        assert said in {"a second", "a few seconds"}
+        assert seconds < 15.0
+        return
+    unit = {"s": 1.0, "min": 60.0, "h": 3600.0}[numbers[3]]
+    assert unit * int(numbers[1] or numbers[2]) / 2.0 - 60.0 <= seconds <= unit * int(numbers[2]) * 2.0
 
 
 def test_every_simulated_figure_can_be_swept() -> None:
