@@ -226,11 +226,11 @@ def test_the_list_says_how_long_a_benchmark_takes(name: str) -> None:
         one: Figure = import_module(BENCHES[name].module).FIGURE
         assert said.endswith(f", {len(one.seeds) * len(one.cells(False))} cells")
         seconds = float(detail["processor_seconds"])
-    elif detail.get("started"):
+    elif detail.get("started") and not detail.get("in_parts"):
         begun, ended = (datetime.fromisoformat(detail[when]) for when in ("started", "ended"))
         seconds = (ended - begun).total_seconds()
     else:
-        return  # put together of parts, on several days
+        return  # put together of parts: when the last of them began
     numbers = re.match(r"(?:(\d+) to )?(\d+) (s|min|h)\b", said)
     if numbers is None:
         assert said in {"a second", "a few seconds"}
