@@ -329,7 +329,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ),
     (
         "results/README",
-        "| over H800 {:.2f}, {:.2f}, {:.2f}, not shown; over H20 {:.2f}, {:.2f} (shown), {:.2f} | `affinity`",
+        "| over H800 {:.2f}, {:.2f} (shown), {:.2f}; over H20 {:.2f}, {:.2f}, not shown, {:.2f} | `affinity`",
         "affinity",
         one_class,
     ),
@@ -409,7 +409,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ),
     (
         "routing",
-        "over H800 {:.2f}, {:.2f}, {:.2f}, not shown; over H20 {:.2f}, {:.2f} (shown), {:.2f}: bar",
+        "over H800 {:.2f}, {:.2f} (shown), {:.2f}; over H20 {:.2f}, {:.2f}, not shown, {:.2f}: bar",
         "affinity",
         one_class,
     ),
