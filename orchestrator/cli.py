@@ -636,6 +636,12 @@ def _sim(arguments: argparse.Namespace) -> int:
         Path(arguments.events).write_bytes(result.events)
     if not arguments.json:
         print(f"{_simulated(config, result.summary)}\n")
+    if cut := result.summary.get("episodes_beyond_context"):
+        print(
+            f"note: {cut:,} episodes of sim.trace are longer than rollout.engine.max_model_len = "
+            f"{config.rollout.engine.max_model_len}: they end there",
+            file=sys.stderr,
+        )
     print(json.dumps(result.summary, indent=None if arguments.json else 2, sort_keys=True))
     return 0
 

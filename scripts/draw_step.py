@@ -45,8 +45,12 @@ def simulated() -> dict[str, Any]:
     from orchestrator.config import load_config
     from orchestrator.sim.simulated_run import simulate
 
+    sys.path.insert(0, str(ROOT))
+    from scripts.bench.result import source
+
     found: dict[str, Any] = {
         "kind": "simulated",
+        "source": source(),
         "seeds": list(SEEDS),
         "settings": SETTINGS,
         "bin_seconds": BIN,

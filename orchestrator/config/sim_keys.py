@@ -134,7 +134,7 @@ class SimSection(Section):
     stall_seconds: Seconds = 0.0
     kv_tokens: Positive | None = None  # that a worker has room for; None: what its devices have, linear: any number
     start_seconds: Seconds = 5.0  # of an engine's process, weights not counted; a model's figure, no measurement
-    grain: Positive = 1  # engine tokens that one simulated token stands for
+    grain: Positive = 1  # engine tokens that one simulated token stands for; results count the latter
     tasks: dict[str, SimTaskSection] = {}
     borrowed: SimBorrowedSection = SimBorrowedSection()
     reward_slots: Annotated[int, Field(ge=0)] = 0  # scores computed at a time; 0: any number (serverless)

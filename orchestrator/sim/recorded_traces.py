@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from orchestrator.api import ConfigError
-from orchestrator.sim.seeded_draws import END, VOCABULARY
+from orchestrator.sim.seeded_draws import END, VOCABULARY, random_stream
 
 PREFIX = 4  # tokens
 _BASE = len(VOCABULARY) - 2
@@ -92,7 +93,30 @@ class EpisodeTraces:
         plays what the whole run played, not the policy that it began with."""
         count = len(self.groups)
         stride = next(step for step in itertools.count(round(count * _GOLDEN)) if math.gcd(step, count) == 1)
-        return replace(self, groups=tuple(self.groups[place * stride % count] for place in range(count)))
+        order = [place * stride % count for place in range(count)]
+        tasks = tuple(self.tasks[place] for place in order) if self.tasks else ()
+        return replace(self, groups=tuple(self.groups[place] for place in order), tasks=tasks)
+
+    def in_grains(self, grain: int) -> EpisodeTraces:
+        """The same in simulated tokens, each of which stands for ``grain`` of these: rounded at random to either side, so that
+        means are kept; always to the same."""
+        if grain == 1:
+            return self
+
+        def turn_of(number: int, place: int, turn: TracedTurn) -> TracedTurn:
+            rng = random_stream("grain", number, place)
+            seen, said = (int(tokens / grain + rng.random()) for tokens in (turn.observation, turn.response))
+            return replace(turn, observation=max(seen, 1 if place else PREFIX), response=max(1, said))
+
+        episodes = (
+            replace(one, turns=tuple(turn_of(number, place, turn) for place, turn in enumerate(one.turns)))
+            for number, one in enumerate(self.episodes)
+        )
+        return replace(self, episodes=tuple(episodes))
+
+    def longer_than(self, room: int) -> int:
+        """How many episodes have more tokens than an engine's context."""
+        return sum(sum(turn.observation + turn.response for turn in one.turns) > room for one in self.episodes)
 
     @property
     def turns_max(self) -> int:
@@ -106,7 +130,8 @@ class EpisodeTraces:
 
 
 def load_traces(folder: str | Path, rows: int) -> EpisodeTraces:
-    """The first ``rows`` episodes with at least one turn, of a run folder or its ``trajectories``. Raises ConfigError."""
+    """The first ``rows`` episodes with at least one turn, of a run folder or its ``trajectories``; a group's task is that of its
+    file's folder. Raises ConfigError."""
     import pyarrow as pa  # here: a simulation without traces needs no pyarrow
     import pyarrow.parquet as pq
 
@@ -114,7 +139,9 @@ def load_traces(folder: str | Path, rows: int) -> EpisodeTraces:
         raise ConfigError("sim.trace_rows", rows, f"must be above 0 and at most {MOST}")
     episodes: list[EpisodeTrace] = []
     groups: dict[str, list[int]] = {}
+    tasks: dict[str, str] = {}  # of each group
     for file in _files(Path(folder)):
+        task = next(part.removeprefix("task=") for part in file.parts[::-1] if part.startswith("task="))
         try:
             with pq.ParquetFile(file, page_checksum_verification=True) as data:
                 table = data.read(columns=list(_COLUMNS), use_threads=False)
@@ -130,11 +157,12 @@ def load_traces(folder: str | Path, rows: int) -> EpisodeTraces:
                     fix = f"holds a trajectory that no run can have written: {error!r:.200}"
                     raise ConfigError("sim.trace", str(file), fix) from error
                 groups.setdefault(row["group_id"], []).append(len(episodes) - 1)
+                tasks.setdefault(row["group_id"], unquote(task))
         if len(episodes) == rows:
             break
     if not episodes:
         raise ConfigError("sim.trace", str(folder), "holds no trajectory with a turn; give another run's folder")
-    return EpisodeTraces(tuple(episodes), tuple(tuple(members) for members in groups.values()))
+    return EpisodeTraces(tuple(episodes), tuple(tuple(of) for of in groups.values()), tuple(tasks.values()))
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -461,6 +461,8 @@ class _Simulation:
         for event in steps.values():
             for lag, count in event["lag"].items():
                 staleness[lag] = staleness.get(lag, 0) + count
+        cut = self.traces.longer_than(self.config.rollout.engine.max_model_len) if self.traces is not None else 0
+        more = {"borrowed": self._borrowed and self._borrowed.report(elapsed), "episodes_beyond_context": cut}
         return {
             "simulated": True,
             "name": self.config.run.name,
@@ -479,7 +481,7 @@ class _Simulation:
             "lives": self.life,
             "injected": sum(self.injected.values()),
             "callbacks": self.callbacks,
-        } | ({"borrowed": self._borrowed.report(elapsed)} if self._borrowed is not None else {})
+        } | {name: value for name, value in more.items() if value}
 
 
 def _recorded(config: Config) -> EpisodeTraces:
@@ -489,6 +491,8 @@ def _recorded(config: Config) -> EpisodeTraces:
         if sim.tool_trace:
             fix = "is for a file of lengths: a run is replayed with its own times"
             raise ConfigError("sim.tool_trace", sim.tool_trace, fix)
+        if not Path(sim.trace).exists():
+            raise ConfigError("sim.trace", sim.trace, "does not exist: name a file of lengths, or the folder of a run")
         found = load_traces(sim.trace, sim.trace_rows)
         return _fitting(config, found.spread() if sim.trace_spread else found)
     tools = read_tools(sim.tool_trace) if sim.tool_trace else None
@@ -497,7 +501,9 @@ def _recorded(config: Config) -> EpisodeTraces:
 
 
 def _fitting(config: Config, traces: EpisodeTraces) -> EpisodeTraces:
-    """These. Raises ConfigError where an engine has no room for one's first observation: all that were left would be shorter."""
+    """These, in simulated tokens. Raises ConfigError where an engine has no room for one's first observation: all that were left
+    would be shorter."""
+    traces = traces.in_grains(config.sim.grain)
     room, first = config.rollout.engine.max_model_len, [one.turns[0].observation for one in traces.episodes]
     if beyond := sum(length >= room for length in first):
         fix = (

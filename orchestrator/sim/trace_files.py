@@ -95,12 +95,12 @@ class DrawnTimes:
 
 
 def read_tools(file: str | Path, field: str = "sim.tool_trace") -> ToolTimes:
-    """Column ``seconds``, and ``task`` where it matters. Raises ConfigError."""
+    """Column ``seconds``, and ``task`` where it matters; a row without one is of all tasks. Raises ConfigError."""
     by_task: dict[str, array[float]] = {"": array("d")}
     for row in _Rows(Path(file), field, ("seconds",), ("task",)):
         seconds = row.number("seconds", _SECONDS)
         by_task[""].append(seconds)
-        if task := row.word("task"):
+        if task := row.word("task", needed=False):
             by_task.setdefault(task, array("d")).append(seconds)
     return ToolTimes(by_task)
 
@@ -138,7 +138,11 @@ def read_lengths(
         if number == rows:
             break
         name = row.word("trajectory") if data.has("trajectory") else str(number)
-        episode = episodes.setdefault(name, _Episode(len(episodes), row.word("group"), row.word("task")))
+        whose = {meaning: row.word(meaning) for meaning in ("group", "task")}
+        episode = episodes.setdefault(name, _Episode(len(episodes), **whose))
+        for meaning, its in (("group", episode.group), ("task", episode.task)):
+            if whose[meaning] != its:
+                raise row.wrong(meaning, f"is {its!r:.60} in an earlier row of its trajectory: it has one")
         episode.add_turn(row, data, times)
     kept = sorted(episodes.values(), key=lambda one: one.number)
     if data.has("group"):
@@ -207,9 +211,12 @@ class _Row:
             raise self.wrong(meaning, f"must be a whole number from 1 to {_TOKENS}")
         return int(value)
 
-    def word(self, meaning: str) -> str:
+    def word(self, meaning: str, *, needed: bool = True) -> str:
+        """Nothing where the file has no such column, or the row no value and none is ``needed``."""
         value = self._values.get(meaning)
-        return "" if value is None else str(value)
+        if needed and not value and meaning in self._values:
+            raise self.wrong(meaning, "is missing: name it in each row, or leave the column out")
+        return str(value or "")
 
 
 class _Rows:
@@ -230,8 +237,6 @@ class _Rows:
         count = 0
         try:
             for batch in self._batches():
-                if not self.columns:
-                    self._find_columns(batch.schema.names)
                 values = {meaning: self._values(batch, meaning) for meaning in self.columns}
                 for place in range(batch.num_rows):
                     count += 1
@@ -246,11 +251,29 @@ class _Rows:
         for meaning in self._wanted:
             if found := [name for name in NAMES[meaning] if name in names]:
                 self.columns[meaning] = found[0]
+        for meaning, column in self.columns.items():
+            if names.count(column) > 1:
+                fix = f"has {names.count(column)} columns {column!r}: leave one ({meaning})"
+                raise ConfigError(self.field, str(self.file), fix)
         for meaning in self._needed:
             if meaning not in self.columns:
                 known = ", ".join(NAMES[meaning])
                 fix = f"has no column for {meaning} (one of {known}); its columns: {', '.join(map(str, names))!s:.300}"
                 raise ConfigError(self.field, str(self.file), fix)
+
+    def _types(self, schema: pa.Schema) -> dict[str, pa.DataType]:
+        """What each column is read as, whatever its first block looks like: one of whole numbers may have others later."""
+        import pyarrow as pa
+
+        types = {}
+        for meaning, column in self.columns.items():
+            seen = schema.field(column).type
+            types[column] = pa.string() if meaning in WORDS else pa.float64()
+            if meaning == "arrival" and pa.types.is_timestamp(seen):
+                types[column] = pa.timestamp("ns", seen.tz)
+            elif meaning == "arrival" and pa.types.is_string(seen):
+                types[column] = seen
+        return types
 
     def _values(self, batch: pa.RecordBatch, meaning: str) -> list[Any]:
         import pyarrow as pa
@@ -268,6 +291,7 @@ class _Rows:
         return column.cast(pa.float64()).to_pylist()  # type: ignore[no-any-return]
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
+        """Blocks of the columns that mean something, and of no other: those are not even parsed."""
         import pyarrow as pa
         from pyarrow import csv, json, parquet
 
@@ -275,14 +299,24 @@ class _Rows:
         kind = suffixes[-1] if suffixes else ""
         if kind == ".parquet":
             with parquet.ParquetFile(self.file) as data:
-                yield from data.iter_batches(batch_size=65536)
+                self._find_columns(data.schema_arrow.names)
+                yield from data.iter_batches(batch_size=65536, columns=list(self.columns.values()))
             return
         if kind not in (".csv", ".jsonl", ".json"):
             fix = "its name must end in .csv, .jsonl or .parquet (and .gz, .bz2 or .zst after the first two)"
             raise ConfigError(self.field, str(self.file), fix)
-        with pa.input_stream(str(self.file), compression="detect") as stream:
+
+        def opened(types: dict[str, pa.DataType] | None = None) -> Any:
             if kind == ".csv":
-                options = csv.ReadOptions(block_size=_BLOCK, use_threads=False)
-                yield from csv.open_csv(stream, read_options=options)
-                return
-            yield from json.open_json(stream, read_options=json.ReadOptions(block_size=_BLOCK, use_threads=False))
+                kept = csv.ConvertOptions(column_types=types, include_columns=list(types)) if types else None
+                blocks = csv.ReadOptions(block_size=_BLOCK, use_threads=False)
+                return csv.open_csv(stream, read_options=blocks, convert_options=kept)
+            schema = pa.schema(list(types.items())) if types else None
+            others = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore") if types else None
+            return json.open_json(stream, json.ReadOptions(block_size=_BLOCK, use_threads=False), others)
+
+        with pa.input_stream(str(self.file), compression="detect") as stream:
+            schema = opened().schema  # of the first block
+        self._find_columns(schema.names)
+        with pa.input_stream(str(self.file), compression="detect") as stream:
+            yield from opened(self._types(schema))

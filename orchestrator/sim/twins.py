@@ -245,13 +245,14 @@ class SimTools:
 
 class SimReward:
     """1.0 for a success, else 0.0; the chance is that of the version of the first token. With ``traces``: what was earned
-    when it was recorded, where that is known. With ``reward.timeout = "adaptive"`` a task with a time limit (``reward_max``)
-    has the run's own policy for it, an answer being one test case; what is cut off earns 0."""
+    when it was recorded, where that is known. Tasks of ``[sim.tasks]`` have their own times. With ``reward.timeout =
+    "adaptive"`` a task with a time limit (``reward_max``) has the run's own policy for it, an answer being one test case; what is
+    cut off earns 0."""
 
     def __init__(self, config: Config, traces: EpisodeTraces | None = None) -> None:
         self._traces = traces
         self._seconds = config.sim.reward_seconds
-        self._tasks = config.sim.tasks if traces is None else {}
+        self._tasks = config.sim.tasks
         self._seed = config.run.seed
         self._slots = asyncio.Semaphore(config.sim.reward_slots) if config.sim.reward_slots else None
         self.limited = self._slots is not None

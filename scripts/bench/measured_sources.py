@@ -202,8 +202,9 @@ _PAGE = """# What each figure was measured on
 
 Made by `python -m scripts.bench.measured_sources --page`; without `--page` it says how many lines of a figure's sources
 changed since. **Its own**: the file says the commit. **Of its file**: it does not, and this is the commit that brought
-it, so it was measured on that code or on somewhat older. A dash: one seed, or nothing that a seed decides; no interval
-in the file: such a figure is one observation, and quoted as that.
+it, so it was measured on that code or on somewhat older. A dash under seeds: the file names none (one seed, pairs or
+rounds of something real, or nothing that a seed decides). A dash under interval: the file has none, so that the figure
+is quoted with its runs, with their worst, or as one observation.
 
 | figure | kind | commit | tree | seeds | interval |
 | --- | --- | --- | --- | --- | --- |
@@ -223,7 +224,7 @@ def page(root: Path = ROOT, known: dict[str, str] | None = None) -> str:
             brought = known[file.stem] if known is not None else _brought(root, file)[:8]
             commit = f"{brought}, of its file"
         tree = {True: "clean", False: "with changes", None: "-"}[source.get("clean")]
-        seeds = detail.get("seeds", found.get("seeds")) or _seeds_of(detail.get("runs"))
+        seeds = detail.get("seeds", found.get("seeds")) or _seeds_of(detail.get("runs"), data)
         said_seeds = ", ".join(map(str, seeds)) if isinstance(seeds, list) and len(seeds) < 9 else seeds and "many"
         kind = str(found.get("kind", "simulated")).partition(",")[0].partition(";")[0]
         interval = "yes" if _has_interval(data) else "-"
@@ -231,17 +232,19 @@ def page(root: Path = ROOT, known: dict[str, str] | None = None) -> str:
     return _PAGE + "\n".join(lines) + "\n"
 
 
-def _seeds_of(runs: Any) -> list[int]:
-    """Of a file that names them run by run."""
+def _seeds_of(runs: Any, rows: Any) -> list[int]:
+    """Of a file that names them run by run, or of an ablation's rows, which count them from 0."""
+    if isinstance(rows, list):
+        return list(range(len(rows[0]["step_seconds"])))
     if not isinstance(runs, list):
         return []
     return sorted({run["seed"] for run in runs if isinstance(run, dict) and "seed" in run})
 
 
 def _has_interval(found: Any) -> bool:
-    """Whether a file has an interval of anything, or a deviation."""
+    """Whether a file has an interval of anything."""
     if isinstance(found, dict):
-        named = any(found[name] is not None and re.search("interval|deviation", name) for name in found)
+        named = any(found[name] is not None and "interval" in name for name in found) or {"low", "high"} <= set(found)
         return named or any(_has_interval(value) for value in found.values())
     return isinstance(found, list) and any(_has_interval(value) for value in found)
 

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from scripts.bench.papers.simulated_page import page
 from scripts.bench.papers.sweep import FIGURES, Sweep
 from scripts.bench.result import frame
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CLEAN = {"commit": "c", "clean": True, "sources": "one"}
 SEEDS = (0, 1, 2)
 
@@ -216,6 +218,28 @@ def test_every_figure_has_five_seeds_and_a_file_for_each_cell(name: str, tmp_pat
     assert 0 < len(one.cells(True)) < len(one.cells(False))
 
 
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_the_list_says_how_long_a_benchmark_takes(name: str) -> None:
+    """To a factor of two, as the committed figure took it; cells are counted."""
+    said, detail = BENCHES[name].whole, json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["detail"]
+    if name in FIGURES:
+        one: Figure = import_module(BENCHES[name].module).FIGURE
+        assert said.endswith(f", {len(one.seeds) * len(one.cells(False))} cells")
+        seconds = float(detail["processor_seconds"])
+    elif detail.get("started") and not detail.get("in_parts"):
+        begun, ended = (datetime.fromisoformat(detail[when]) for when in ("started", "ended"))
+        seconds = (ended - begun).total_seconds()
+    else:
+        return  # put together of parts: when the last of them began
+    numbers = re.match(r"(?:(\d+) to )?(\d+) (s|min|h)\b", said)
+    if numbers is None:
+        assert said in {"a second", "a few seconds"}
+        assert seconds < 15.0
+        return
+    unit = {"s": 1.0, "min": 60.0, "h": 3600.0}[numbers[3]]
+    assert unit * int(numbers[1] or numbers[2]) / 2.0 - 60.0 <= seconds <= unit * int(numbers[2]) * 2.0
+
+
 def test_every_simulated_figure_can_be_swept() -> None:
     declared = {name for name, bench in BENCHES.items() if hasattr(import_module(bench.module), "FIGURE")}
     assert declared == set(FIGURES)
@@ -238,8 +262,20 @@ def test_rows_are_flagged_where_a_constant_was_taken_from_what_they_are_compared
     assert calibrated_by("modes", "8B: throughput of one_off over sync_plus") == "serial seconds per trained token"
     assert calibrated_by("modes", "8B: throughput of affinity over sync") == ""
     assert calibrated_by("borrowed", "dedicated-first: speed-up with 4 borrowed GPUs") == "ROSE's spread of tokens, 8B"
+    assert calibrated_by("borrowed", "least-utilized, imbalance 2: speed-up with 4 borrowed GPUs") != "", (
+        "the same printed number"
+    )
+    assert calibrated_by("borrowed", "least-utilized: rollout on 8 GPUs, s") == "ROSE's tokens a turn, 8B"
     assert calibrated_by("borrowed", "dedicated-first: speed-up with 16 borrowed GPUs") == ""
     assert set().union(*(constant.rows for constant in CONSTANTS)) <= {*BENCHES}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_rows_of_a_committed_figure_have_the_flags_of_the_list(name: str) -> None:
+    for one in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["detail"]["rows"]:
+        assert one.get("calibration", "") == calibrated_by(name, one["what"]), one["what"]
+        assert one.get("refused", "") == refused_for(name, f"{one['what']} {one['source']}"), one["what"]
+        assert one.get("assumed", "") == assumed_for(name, one["what"]), one["what"]
 
 
 @pytest.mark.parametrize("taken", SHARES, ids=lambda taken: f"{taken.scenario} {taken.task}")
@@ -273,6 +309,15 @@ def test_rows_say_what_of_them_is_assumed_from_recorded_sets_and_older_ones_that
     ("key", "given"),
     [
         ("rollout.planner.experts", ["rollout.planner.enabled=true", "rollout.planner.experts=true"]),
+        (
+            "resources.rollout",
+            [
+                "resources.pools={H800=4, H20=4}",
+                "resources.rollout={H800=4, H20=4}",
+                "rollout.workers=8",
+                *(f"rollout.{on}.enabled=true" for on in ("prediction", "placement", "placement.degrees")),
+            ],
+        ),
     ],
 )
 def test_what_rows_are_said_to_be_refused_for_is_refused_by_the_checks_of_a_real_run(
@@ -290,6 +335,8 @@ def test_an_oracle_is_refused_and_its_rows_are_marked() -> None:
     assert refused_for("heddle", "8 GPUs, math: ours over ours, oracle 7.2 to 7.4") == "an oracle of lengths"
     assert refused_for("heddle", "8 GPUs, math: ours over order fcfs 7.2 to 7.4") == ""
     assert refused_for("expert-parallelism", "any row") == "expert parallelism is chosen in simulated runs only"
+    cut = "workload: all policies over ROSE's set async, degrees cut, 8 GPUs train"
+    assert [bool(refused_for("all-together", f"{whose} {cut}")) for whose in ("RollArt's", "ROSE's")] == [True, False]
 
 
 # What cells of each figure find, by the beginning of their names: of these shapes, with other numbers a seed.

@@ -18,6 +18,7 @@ from orchestrator.sim.ablation import (
     PLANNED,
     SYNCHRONOUS,
     AblationFeature,
+    AblationRow,
     ablate,
     ablation_svg,
     format_rows,
@@ -99,6 +100,9 @@ def test_an_ablation_compares_each_feature_with_all_on_seed_by_seed() -> None:
     assert rows[3].ratios == (1.0, 1.0)
     assert rows[2].seconds[0] / rows[0].seconds[0] == pytest.approx(rows[2].ratios[0])
     assert "fast rewards" in format_rows(rows)
+    of_five = AblationRow("x", (), (1.0, 1.1, 1.2, 1.3, 1.4))  # deviation 0.158, t 2.776
+    assert of_five.interval == pytest.approx((1.2 - 0.1963, 1.2 + 0.1963), abs=1e-4)
+    assert (rows[3].interval, AblationRow("x", (), (1.2,)).as_dict()["interval"]) == ((1.0, 1.0), None)
     assert {"async", "fast rewards", "nothing", "all on"} <= set(ElementTree.fromstring(ablation_svg(rows)).itertext())
     with pytest.raises(ConfigError):
         ablate(0, features, small)

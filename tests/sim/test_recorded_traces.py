@@ -70,6 +70,7 @@ def test_a_trace_has_the_lengths_times_and_rewards_of_the_store(folder: Path) ->
     originals = [trajectory for trajectory in recorded() if trajectory.turns]
     assert len(traces.episodes) == len(originals)
     assert [len(group) for group in traces.groups] == [MEMBERS] * GROUPS
+    assert traces.tasks == ("maths",) * GROUPS
     for trace, original in zip(traces.episodes, originals, strict=True):
         assert trace.reward == original.reward
         assert trace.reset_seconds == pytest.approx(0.5)
@@ -119,8 +120,9 @@ def test_a_simulated_run_plays_the_recorded_episodes_group_by_group(
 
 def test_a_short_simulation_of_spread_groups_plays_what_the_whole_recording_has() -> None:
     groups = tuple((2 * number, 2 * number + 1) for number in range(500))
-    spread = EpisodeTraces((), groups).spread()
+    spread = EpisodeTraces((), groups, tuple(map(str, groups))).spread()
     assert sorted(spread.groups) == list(groups)
+    assert spread.tasks == tuple(map(str, spread.groups)), "each group keeps its task"
     for most in (8, 21, 100):
         parts = Counter(members[0] // 250 for members in spread.groups[:most])  # quarters of the recording
         assert max(parts.values()) - min(parts[part] for part in range(4)) <= 3, most

@@ -14,6 +14,7 @@ from orchestrator.api import ConfigError
 from orchestrator.cli import main
 from orchestrator.config import load_config
 from orchestrator.sim.coserving.serving_cluster import read_trace
+from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.trace_files import OBSERVATION, PROMPT, DrawnTimes, read_arrivals, read_lengths, read_tools
 from orchestrator.sim.twins import SimTask
 
@@ -108,12 +109,33 @@ def test_what_a_trace_lacks_is_made_by_rule(tmp_path: Path) -> None:
         ("prompt_tokens,response_tokens,seconds\n3,4,-1\n", "column 'seconds' = -1.0.*must be a number from 0"),
         ("trajectory,prompt_tokens,response_tokens\na,30,4\na,9,4\n", "must be above 34.*sort its rows by turn"),
         ("prompt_tokens,response_tokens\n3,4\n3\n", "cannot be read"),
+        ("response_tokens,x,response_tokens,y\n3,4,5,6\n", "has 2 columns 'response_tokens'"),
+        ("trajectory,response_tokens\na,4\n,9\n", "row 2, column 'trajectory' = ''.*is missing"),
+        ("group,response_tokens\n,4\n", "row 1, column 'group' = ''.*is missing"),
+        ("trajectory,group,response_tokens\na,g,4\na,h,9\n", "row 2, column 'group' = 'h'.*is 'g' in an earlier row"),
+        ("trajectory,task,response_tokens\na,g,4\na,h,9\n", "row 2, column 'task' = 'h'.*is 'g' in an earlier row"),
     ],
 )
 def test_a_row_that_cannot_be_played_is_named(text: str, said: str, tmp_path: Path) -> None:
     file = write(tmp_path, "l.csv", text)
     with pytest.raises(ConfigError, match=rf"(?s)sim\.trace.*l\.csv.*{said}"):
         read_lengths(file, 100, 2, TIMES)
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_what_a_column_holds_is_not_judged_by_its_first_block(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file was refused whose first eight megabytes had whole numbers only, or another column that changed."""
+    monkeypatch.setattr("orchestrator.sim.trace_files._BLOCK", 4096)
+    rows = [{"task": "1", "seconds": "2", "who": "3"}] * 1000 + [{"task": "a", "seconds": "2.5", "who": "b"}]
+    if ending == "csv":
+        text = "task,seconds,who\n" + "".join(",".join(row.values()) + "\n" for row in rows)
+    else:
+        text = "".join('{{"task": "{task}", "seconds": {seconds}, "who": 3}}\n'.format(**row) for row in rows)
+        text = text.replace('"seconds": 2.5, "who": 3', '"seconds": 2.5, "who": "b", "more": 1')
+    times = read_tools(write(tmp_path, f"t.{ending}", text)).by_task
+    assert {task: (len(of), of[-1]) for task, of in times.items()} == {"": (1001, 2.5), "1": (1000, 2.0), "a": (1, 2.5)}
 
 
 def test_arrivals_out_of_order_and_other_endings_are_refused(tmp_path: Path) -> None:
@@ -164,6 +186,46 @@ def test_a_trace_that_begins_beyond_the_engines_context_is_refused_before_anythi
     said = capsys.readouterr().err
     assert "rollout.engine.max_model_len = 64: " in said
     assert "set it above that" in said
+
+
+def test_episodes_that_the_engines_context_cuts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "prompt_tokens,response_tokens\n" + "100,400\n" * 3 + "100,20\n" * 13
+    lengths = write(tmp_path, "l.csv", text)
+    words = [
+        "sim",
+        "--lengths",
+        str(lengths),
+        "run.steps=1",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+        "--json",
+    ]
+    for room, beyond in ((499, 3), (500, None)):
+        assert main([*words, f"rollout.engine.max_model_len={room}"]) == 0
+        said = capsys.readouterr()
+        assert json.loads(said.out).get("episodes_beyond_context") == beyond
+        assert ("3 episodes of sim.trace are longer" in said.err) == bool(beyond)
+
+
+def test_a_trace_takes_as_long_in_grains_and_its_tasks_have_their_own_times_of_scoring(tmp_path: Path) -> None:
+    text = "trajectory,group,task,prompt_tokens,response_tokens,seconds\n"
+    for number in range(64):
+        text += "".join(f"{number},{number // 4},maths,{200 + 300 * turn},{120 + number},1.0\n" for turn in range(2))
+    trace = f"sim.trace={str(write(tmp_path, 'l.csv', text))!r}"
+    few = ["run.steps=3", "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.prompts=2"]
+
+    def seconds(*more: str) -> float:
+        return float(simulate(load_config(None, [trace, *few, *more])).summary["seconds"])
+
+    whole = seconds("rollout.engine.max_model_len=4096")
+    assert seconds("rollout.engine.max_model_len=1024", "sim.grain=4") == pytest.approx(whole, rel=0.05)
+    slow = seconds("rollout.engine.max_model_len=4096", "sim.tasks.maths.reward_seconds=100")
+    assert slow > whole + 100
+
+
+def test_a_file_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.csv.*does not exist"):
+        simulate(load_config(None, [f"sim.trace={str(tmp_path / 'none.csv')!r}"]))
 
 
 def test_each_group_is_of_its_task(tmp_path: Path) -> None:

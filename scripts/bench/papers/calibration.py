@@ -87,14 +87,14 @@ CONSTANTS = (
         2600,
         ("rose", "sim.tasks.frozenlake.response_tokens"),
         "ROSE table 1 and figure 14, no borrowed device",
-        {"borrowed": r"dedicated-first: rollout on 8 GPUs", "rose-figures": r"8B, ROLL: rollout"},
+        {"borrowed": r": rollout on 8 GPUs, s$", "rose-figures": r"8B, ROLL: rollout"},
     ),
     Calibrated(
         "ROSE's spread of tokens, 8B",
         0.5,
         ("rose", "sim.tasks.frozenlake.response_sigma"),
         "ROSE figure 14, four borrowed devices",
-        {"borrowed": r"dedicated-first: speed-up with 4 "},
+        {"borrowed": r": speed-up with 4 borrowed"},
     ),
     Calibrated(
         "speed of ROSE's serving trace, 8B",

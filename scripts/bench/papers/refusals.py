@@ -31,6 +31,11 @@ REFUSED = (
         "an oracle of lengths",
         {"heddle": r"over ours, oracle"},
     ),
+    Refused(
+        "resources.rollout",
+        "unequal degrees over two classes of devices",
+        {"all-together": r"^RollArt's workload: .* degrees cut"},
+    ),
 )
 
 

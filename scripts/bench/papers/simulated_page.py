@@ -119,11 +119,11 @@ def page(folder: Path) -> str:
     ablation = _load(folder, "ablation")
     if ablation:
         parts.append("\n## One feature away at a time (`rl-coserve sim --ablate`)\n\n![ablation](ablation.svg)\n")
-        parts.append("| without | step time over all on | standard deviation over seeds |\n| --- | --- | --- |")
-        parts += [
-            f"| {one['without'] or '(all on)'} | {one['over_all_on']:.3f} | {one['deviation']:.3f} |"
-            for one in ablation
-        ]
+        parts.append("| without | step time over all on | 95 %, over seeds | by seed, s |\n| --- | --- | --- | --- |")
+        for one in ablation:
+            spread = "{:.3f} to {:.3f}".format(*one["interval"]) if one["without"] else ""
+            seconds = ", ".join(f"{value:.1f}" for value in one["step_seconds"])
+            parts.append(f"| {one['without'] or '(all on)'} | {one['over_all_on']:.3f} | {spread} | {seconds} |")
         last = (
             "; the third, with its planner, 32B/32k"
             if any(one["without"] == PLANNED[0].name for one in ablation)
