@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator import cli, durable_files
+from orchestrator import cli, durable_files, run_folder
 from orchestrator.api import ConfigError, RunError
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.cli import main
@@ -57,6 +57,37 @@ def test_a_config_that_this_version_cannot_read_names_its_file_and_who_wrote_it(
     with pytest.raises(ConfigError, match=r"rollout.gone = 3: no such key") as refused:
         folder.config()
     assert str(refused.value).startswith(f"run = {str(folder.config_file)!r}: was written by rl-coserve 0.0.9")
+
+
+def test_a_resume_says_what_was_upgraded_and_stamps_its_own_format_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = make_folder(tmp_path), tmp_path / "runs" / "run-001" / "environment.json"
+    first = {"machine": {"cores": 1}, "versions": {"rl-coserve": "0.0.9", "vllm": "0.31.0", "python": "3.11"}}
+    write_environment(file, first)
+    here = {"machine": {"cores": 2}, "versions": {"rl-coserve": "0.1.0", "ray": "2.60", "python": "3.11"}}
+    monkeypatch.setattr(run_folder, "describe_machine", lambda: here)
+    assert folder.renew_environment() == [
+        "ray: 2.60, before none",
+        "rl-coserve: 0.1.0, before 0.0.9",
+        "vllm: none, before 0.31.0",
+    ]
+    assert json.loads(file.read_text()) == {"format": 1, **here, "before": [{"format": 1, **first}]}
+    assert folder.renew_environment() == []
+    monkeypatch.setattr(run_folder, "FORMAT", 2)  # an upgrade that changes no version that is noted
+    assert folder.renew_environment() == []
+    monkeypatch.setattr(run_folder, "FORMAT", 1)  # and what came before it
+    with pytest.raises(ConfigError, match="is of format 2, this version reads 1"):
+        RunFolder.open(folder.path)
+
+
+def test_a_damaged_or_missing_environment_does_not_keep_a_run_from_continuing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    for damage in (None, b"{", b"[]", b'{"versions": 3, "before": 4}'):
+        if damage is not None:
+            (folder.path / "environment.json").write_bytes(damage)
+        assert folder.renew_environment() == []
+        assert json.loads((folder.path / "environment.json").read_bytes())["versions"]["python"]
 
 
 # -- one run is one run ----------------------------------------------------------------------------------------------
