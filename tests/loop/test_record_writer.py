@@ -103,7 +103,6 @@ def test_a_writer_that_starts_after_an_upgrade_writes_nothing_and_says_so(
     assert not list((tmp_path / "store").rglob("part-*"))
 
 
-
 def test_a_writer_that_is_killed_in_a_job_or_between_two_is_started_again_and_nothing_is_lost(
     tmp_path: Path, shards: ShardFolder, writer: RecordWriter
 ) -> None:
