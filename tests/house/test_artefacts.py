@@ -97,6 +97,26 @@ def test_a_journal_and_a_checkpoint_of_an_earlier_version_are_gone_back_to(made:
 
 
 @VERSIONS
+def test_a_checkpoint_of_a_real_run_of_an_earlier_version_is_gone_back_to(made: Path) -> None:
+    """Its buffer is shards."""
+    (folder,) = (made / "shards").glob("step-*")
+    assert json.loads((folder / "state.json").read_text())["format"] == 2
+    newest = Checkpoints(folder.parent, keep=1).newest()
+    assert newest is not None
+    state = newest[1]
+    assert (state.step, state.version, state.journal_sequence, state.entropies) == (2, 4, 9, (0.25,))
+    said, (kept, exact) = expected(made)["shards"], state.buffer
+    found = [[[turn.observation_ids, turn.action_ids, turn.logprobs] for turn in item.turns] for item in (kept, exact)]
+    assert [[[list(part) for part in turn] for turn in turns] for turns in found] == said["turns"]
+    first, second = kept.turns
+    assert first.experts is not None
+    assert second.context is not None
+    assert first.experts.data.hex() == said["experts"]
+    assert [second.context.reason, *second.context.token_ids] == said["context"]
+    assert (kept.prompt.key, kept.errors, kept.versions) == ("k", ("slow",), ((3, 2), (4, 1)))
+
+
+@VERSIONS
 def test_trajectories_of_an_earlier_version_are_read(made: Path) -> None:
     said, folder = expected(made)["trajectories"], made / "run" / "trajectories"
     found = [to_trajectory(row) for row in read_trajectories(folder).to_pylist()]
