@@ -4,8 +4,9 @@ python scripts/make_artefacts.py FOLDER
 
 Run it once for each minor version, when that is released, and commit what it makes; never again for a version that is out.
 All of it is made by the code that makes it in a run, from fixed seeds: a simulated run with faults, for its log, journal,
-checkpoints and queue of rounds; a checkpoint whose buffer is shards, as real runs write it; a trajectory store; weight buckets, manifests, differences and records; a profile; the state
-of a length predictor. ``expected.json`` says what a reader must find in them.
+checkpoints and queue of rounds; a checkpoint whose buffer is shards, as real runs write it; a trajectory store; weight
+buckets, manifests, differences and records; a profile; the state of a length predictor. ``expected.json`` says what a reader
+must find in them.
 """
 
 from __future__ import annotations
