@@ -244,7 +244,7 @@ def test_in_a_fleet_that_is_half_upgraded_a_run_chooses_among_the_servers_of_its
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that it needs is refused by name, with both versions."""
-    fix = "this server speaks protocol 9, the client 8: install the same rl-coserve"
+    fix = "this server speaks protocol 8, the client 9: install the same rl-coserve"
     mismatch = {"error": {"message": fix, "type": wire.PROTOCOL_MISMATCH, "param": None, "code": 400}}
 
     async def answer(request: web.Request) -> web.Response:

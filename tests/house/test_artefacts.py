@@ -320,7 +320,7 @@ def pool_shapes() -> str:
 
 
 SHAPES = {
-    endpoint_shapes: "0a1ec27e72ca571e",  # PROTOCOL 8
+    endpoint_shapes: "1c96505f9a658012",  # PROTOCOL 9
     pool_shapes: "c1852c037a229e84",  # RLC_POOL_SCHEMA 5
 }
 

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError, MetadataStore, Relay, RetryableError, RunError
-from orchestrator.api import http as http_wire
 from orchestrator.transfer import (
     CorruptWeightsError,
     MemoryMetadata,
@@ -25,6 +24,7 @@ from orchestrator.transfer import (
     Subscriber,
     VersionTakenError,
     open_relay,
+    site_relay,
 )
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import registered_buffers as buffers_module
@@ -591,12 +591,12 @@ def test_an_endpoint_crosses_processes_as_plain_data() -> None:
 
 
 def test_who_is_not_upgraded_yet_is_told_no_key_that_it_would_refuse_unless_it_is_used() -> None:
-    """Servers and site caches are upgraded at other times, and refuse unknown keys: these are those of the first ones that
+    """Servers and site caches are upgraded at other times, and refuse unknown keys: these are those of the first caches that
     speak today's protocol."""
     known = {"job", "kind", "master", "metadata", "protocol", "host", "segment_bytes", "bucket_bytes", "keep_versions"}
     known |= {"snapshot_every", "encoding", "codec_threads", "verify_key", "cache", "cache_authority"}
     endpoint = RelayEndpoint(job="a.b-c", master="10.0.0.1:50051", metadata="/x/m.sqlite")
-    assert http_wire.PROTOCOL == 8, "all servers of a newer one know more"
+    assert site_relay.PROTOCOL == 1, "all caches of a newer one know more"
     assert endpoint.to_dict().keys() <= known
     assert replace(endpoint, protocol="rdma", device="mlx5_0").to_dict().keys() - known == {"device"}
 
