@@ -49,6 +49,12 @@ static int byte_lock(int fd, int at, short type, int command) {
     return fcntl(fd, command, &lock) == 0 ? (int)lock.l_type : -1;
 }
 
+/* Whether anybody holds any of those bytes: of a ledger that cannot be read nobody knows which ones are its tenants'. */
+static int any_byte_locked(int fd) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)1 << 61, .l_len = 0};
+    return fcntl(fd, F_OFD_GETLK, &lock) || lock.l_type != F_UNLCK;
+}
+
 static int member_byte(int slot, int rank) { return rank ? RLC_TENANTS + RLC_RANKS * (slot + 1) + rank : slot; }
 
 static int keeper_byte(const rlc_pool *pool) { return RLC_TENANTS + pool->rank; }
@@ -281,9 +287,9 @@ EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, 
             int fits = !settled && (!pages || (pool->header->pages == pages && pool->header->page_bytes == page_bytes &&
                                                !pool->header->data == !data && pool->header->ranks == ranks &&
                                                !strncmp(pool->header->device[0], device, sizeof pool->header->device[0] - 1)));
-            int live = 0;
-            for (int slot = 0; slot < RLC_TENANTS && !live; slot++) live = settled ? alive(pool, slot, 0) : present(pool, slot);
-            if (!fits && pages && (live || (settled == RLC_POOL_VERSION && live))) code = RLC_POOL_SHAPE;
+            int live = settled ? any_byte_locked(pool->fd) : 0;
+            for (int slot = 0; slot < RLC_TENANTS && !settled && !live; slot++) live = present(pool, slot);
+            if (!fits && pages && live) code = settled == RLC_POOL_VERSION ? RLC_POOL_VERSION : RLC_POOL_SHAPE;
             else if (!fits && !pages) code = settled;
             else if (!fits) {
                 if (pool->header) munmap(pool->header, pool->bytes);

@@ -422,6 +422,9 @@ def _train(arguments: argparse.Namespace) -> int:
             rows = _placed(config)
         print("\n".join([*device_plan.describe(rows), f"OK: {about.result()}"]), file=sys.stderr)
         return 0
+    if resume:
+        for note in (*folder.renew_environment(), *changed_config.unsaid(folder, own)):
+            print(note)
     if resume and changed:
         for note in changed_config.notes_of(folder.config(), own):
             print(note)

@@ -172,3 +172,4 @@ class Position:
     entropies: tuple[float, ...] = ()  # the same
     redundancy: float | None = None  # the same
     lost: tuple[int, ...] = ()  # numbers of groups that are to be started again
+    environments: Mapping[str, Sequence[str]] = field(default_factory=dict)  # their versions so far, by task

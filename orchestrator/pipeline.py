@@ -438,7 +438,7 @@ class Pipeline:
         self.rollout.filters.recall(self.position.kept)
         if self.parts.timeouts is not None:
             self.parts.timeouts.restore(self.position.run_times)
-        self.rollout.restore(list(self.position.buffered), self.position.version)
+        self.rollout.restore(list(self.position.buffered), self.position.version, self.position.environments)
         self.position.buffered = self.position.kept = ()  # they map files of a checkpoint that will be removed
         if self.position.step == 0:
             await self._evaluate("start")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from statistics import fmean
 
@@ -277,8 +277,9 @@ class Rollout:
         if self.rounds is not None and trajectories:
             self.rounds.trained(longest(trajectories), fmean(item.reward or 0.0 for item in trajectories))
 
-    def restore(self, trajectories: list[Trajectory], version: int) -> None:
-        """A checkpoint's buffer is put back."""
+    def restore(self, trajectories: list[Trajectory], version: int, environments: Mapping[str, Sequence[str]]) -> None:
+        """A checkpoint's buffer is put back. ``environments``: the versions that were trained with, by task."""
+        self._environment_versions = {task: list(versions) for task, versions in environments.items()}
         self.buffer.restore([self.shards.finish(trajectory) for trajectory in trajectories], version)
         self.next_version = version
         for group_id in self.rounds.resumed() if self.rounds is not None else ():

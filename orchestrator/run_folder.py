@@ -217,6 +217,31 @@ class RunFolder:
         """Machine and versions, for every figure that comes out of this run."""
         write_environment(self.path / "environment.json", describe_machine())
 
+    def renew_environment(self) -> list[str]:
+        """Before a resume writes anything: machine and versions from now on, and the format of what it will write, which may be
+        newer; those of earlier lives are kept as ``before``. Returns which versions differ from the last life's, in words.
+        Raises ConfigError."""
+        file, now = self.path / "environment.json", describe_machine()
+        try:
+            last = parse_object(file.read_bytes())
+        except (OSError, ValueError):  # none, or damaged: nobody knows what was before
+            last = {}
+        earlier = last.pop("before", [])
+        if last == {"format": FORMAT, **now}:
+            return []
+        known = [*(earlier if isinstance(earlier, list) else []), *([last] if last else [])]
+        try:
+            write_environment(file, {**now, "before": known})
+        except OSError as error:
+            raise ConfigError("run", str(file), f"cannot be written ({error.strerror or error})") from error
+        had, has = last.get("versions"), now["versions"]
+        had = had if isinstance(had, dict) else has
+        return [
+            f"{name}: {has.get(name, 'none')}, before {had.get(name, 'none')}"
+            for name in sorted({*had, *has})
+            if had.get(name) != has.get(name)
+        ]
+
 
 def write_environment(file: Path, machine: dict[str, Any]) -> None:
     """``machine``, and the format of everything in this run folder that has no number of its own. A resume and the report read

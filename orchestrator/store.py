@@ -596,6 +596,21 @@ def trained_rows(folder: str | Path) -> dict[int, int]:
     return {step: sum(pq.read_metadata(file).num_rows for file in files) for step, files in found.items()}
 
 
+def last_environments(folder: str | Path) -> dict[str, list[str]]:
+    """The versions of each task's environment in the step that was trained last. Raises ConfigError for a damaged file."""
+    found: dict[str, list[str]] = {}
+    if parts := trained_parts(folder):
+        with _damage(folder):
+            table = _dataset(Path(folder), parts[max(parts)]).to_table(
+                ["prompt_task", "env_version"], use_threads=False
+            )
+        for row in table.to_pylist():
+            versions = found.setdefault(row["prompt_task"], [])
+            if row["env_version"] not in versions:
+                versions.append(row["env_version"])
+    return found
+
+
 def read_parts(folder: str | Path, files: Sequence[Path]) -> pa.Table:
     """All columns of some files of a store. Raises ConfigError for a damaged one."""
     with _damage(folder):

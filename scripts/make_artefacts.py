@@ -4,8 +4,9 @@ python scripts/make_artefacts.py FOLDER
 
 Run it once for each minor version, when that is released, and commit what it makes; never again for a version that is out.
 All of it is made by the code that makes it in a run, from fixed seeds: a simulated run with faults, for its log, journal,
-checkpoints and queue of rounds; a trajectory store; weight buckets, manifests, differences and records; a profile; the state
-of a length predictor. ``expected.json`` says what a reader must find in them.
+checkpoints and queue of rounds; a checkpoint whose buffer is shards, as real runs write it; a trajectory store; weight
+buckets, manifests, differences and records; a profile; the state of a length predictor. ``expected.json`` says what a reader
+must find in them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from orchestrator import __version__
-from orchestrator.api import ContextStart, Prompt, ShardKey, Trajectory, Turn
-from orchestrator.checkpoint import Checkpoints
+from orchestrator.api import ContextStart, Prompt, RoutedExperts, ShardKey, Trajectory, Turn
+from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.config import load_config, to_json
 from orchestrator.policies.parallelism.engine_profile import EngineLayout, EngineShape, ProfilePoint
 from orchestrator.policies.placement.device_allocation import AllocationView, DeviceBinding, DevicePool, DeviceWish
@@ -31,6 +32,7 @@ from orchestrator.policies.prediction.length_predictor import LengthOutcome, Pro
 from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
 from orchestrator.resources.resource_manager import encode_view
 from orchestrator.run_folder import write_environment
+from orchestrator.shards.shard_folder import ShardFolder
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.store import TrajectoryStore
 from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, announcement, version_leases
@@ -76,6 +78,7 @@ def main(folder: Path) -> None:
         "trajectories": trajectories(folder / "run" / "trajectories"),
     }
     expected |= {"weights": weights(folder / "weights"), "profile": profile(folder), "predictor": predictor(folder)}
+    expected["shards"] = shards(folder / "shards")
     wish = DeviceWish("vllm-0", "H800", 2, "run-1")
     view = AllocationView(
         (DevicePool("H800", (0, 1, 2, 3), 4, (3,)),), {"vllm-0": DeviceBinding(wish, "H800", (0, 1), "")}
@@ -110,6 +113,27 @@ def run(folder: Path) -> dict[str, Any]:
     checkpoints.commit(partial, more)
     found = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
     return {"ledger": result.ledger, "steps": 4, "checkpoints": found, "buffered": ["t900"]}
+
+
+def shards(folder: Path) -> dict[str, Any]:
+    """Of one step: log-probs of either width, a context that began anew, experts that the rollout chose."""
+    experts, start = RoutedExperts(0, 1, 2, 1, bytes(range(8))), ContextStart((2,), "summary", 1, 30)
+    turns = (
+        Turn((2, 3), (4,), (-0.5,), ((3, 1),), experts=experts),
+        Turn((5,), (6, 7), (-0.25, -1.5), ((3, 1), (4, 1)), 0.5, True, 0.5, 0.25, start),
+    )
+    prompt = Prompt("k", "nim", 1, "{}")
+    kept = Trajectory("t1", "g1", "nim", prompt, turns, 1.0, "v", 3, False, ("slow",), 1.0, 2.0, 3.0)
+    exact = replace(kept, id="t2", turns=(Turn((2,), (3,), (-0.1,), ((4, 1),)),), errors=())
+    laid = ShardFolder(folder / "laid")
+    checkpoints = Checkpoints(folder, keep=1)
+    state = CheckpointState(2, 4, 9, 12.5, tuple(map(laid.finish, (kept, exact))), ((2, 0.5),), entropies=(0.25,))
+    partial = checkpoints.begin(2)
+    (partial / "trainer" / "trainer.json").write_text("{}", encoding="utf-8")
+    checkpoints.commit(partial, state)
+    laid.close()
+    said = [[[turn.observation_ids, turn.action_ids, turn.logprobs] for turn in item.turns] for item in (kept, exact)]
+    return {"turns": said, "experts": experts.data.hex(), "context": [start.reason, *start.token_ids]}
 
 
 def trajectories(folder: Path) -> dict[str, Any]:

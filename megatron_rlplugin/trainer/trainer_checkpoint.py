@@ -216,7 +216,8 @@ def _read_ours(path: Path) -> dict[str, Any]:
     common = _reading(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
     ours = common.get(_OURS) if isinstance(common, dict) else None
     if not isinstance(ours, dict) or ours.get("format") != FORMAT:
-        raise _foreign(path, f"format {FORMAT}")
+        found = f"format {ours['format']}" if isinstance(ours, dict) and "format" in ours else "another kind"
+        raise _foreign(path, f"it is of {found}, this version reads {FORMAT}; another version may have written it")
     return ours
 
 

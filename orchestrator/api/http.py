@@ -23,7 +23,7 @@ from orchestrator.api.types import (
     WorkerStats,
 )
 
-PROTOCOL = 8  # raised with every change that the other side would notice
+PROTOCOL = 9  # raised with every change that the other side would notice
 PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
 # In every answer: another value means that the server was started anew, or was given another relay, and has no requests
 # of before. A call that names another value than the present one is refused.

@@ -78,6 +78,10 @@ _T = TypeVar("_T")
 _Answer = TypeVar("_Answer")
 
 
+class OtherProtocol(ConfigError):
+    """The server's rl-coserve is another version's."""
+
+
 class _ConnectionLost(RetryableError):
     """Nobody knows whether the server has got the call."""
 
@@ -514,7 +518,7 @@ class HttpWorker:
         theirs = seen.get(wire.PROTOCOL_HEADER)
         if theirs != str(wire.PROTOCOL):
             fix = f"it speaks protocol {theirs or 'unknown'}, this client {wire.PROTOCOL}: install the same version"
-            raise ConfigError("worker.url", self._url, fix)
+            raise OtherProtocol("worker.url", self._url, fix)
         instance = seen.get(wire.INSTANCE_HEADER, "")
         if not any_instance:
             if self._instance and instance != self._instance:
@@ -562,7 +566,7 @@ class HttpWorker:
         if kind == wire.INSTANCE_MISMATCH:
             return RetryableError(f"{self.name}: {_ANOTHER}")
         if kind == wire.PROTOCOL_MISMATCH:
-            return ConfigError("worker.url", self._url, message)
+            return OtherProtocol("worker.url", self._url, message)
         if COMMAND_STATUS.get(kind) == status:
             return CommandError(kind, message)
         if status in (400, 413, 422):

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, bearer, jsontext, urls
 from orchestrator.api import http as wire
-from orchestrator.borrowing.http_worker import HttpWorker
+from orchestrator.borrowing.http_worker import HttpWorker, OtherProtocol
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.transfer import RelayEndpoint
@@ -39,9 +39,10 @@ def check(config: Config, task: Task, candidates: Sequence[str]) -> None:
     """Ask every server whether it fits. Raises ConfigError. Not inside an event loop."""
     token = read_token(config, os.environ)
     _reachable(config, candidates)
-    found = asyncio.run(_ask_all(config, token, candidates))
+    found, silent = asyncio.run(_ask_all(config, token, candidates))
     if not found and not config.rollout.workers:
-        raise ConfigError(_FIELD, ", ".join(candidates)[:300], "none of these servers answers; start one")
+        fix = f"none of these servers can be had, the first: {silent[0].fix}"
+        raise ConfigError(_FIELD, ", ".join(candidates)[:300], fix)
     seen: dict[str, str] = {}
     for url, status in found:
         for mistake in mistakes(config, task, status):
@@ -189,21 +190,26 @@ def _stays_here(host: str) -> bool:
         return False  # which is said where it is to be bound
 
 
-async def _ask_all(config: Config, token: str, candidates: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Of those that answer, where the run chooses among them; else of all. Raises ConfigError."""
+async def _ask_all(
+    config: Config, token: str, candidates: Sequence[str]
+) -> tuple[list[tuple[str, dict[str, Any]]], list[Silent]]:
+    """Of those that answer, where the run chooses among them, and what is wrong with the others; else of all. Raises
+    ConfigError."""
     asked = [ask(config, url, token) for url in candidates]
     found: list[tuple[str, dict[str, Any]]] = []
+    silent: list[Silent] = []
     for answer in await asyncio.gather(*asked, return_exceptions=True):
-        if isinstance(answer, BaseException):
-            if not (isinstance(answer, Silent) and config.rollout.borrowed.exchanged):
-                raise answer
+        if isinstance(answer, Silent) and config.rollout.borrowed.exchanged:
+            silent.append(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
         else:
             found.append(answer)
-    return found
+    return found, silent
 
 
 class Silent(ConfigError):
-    """A server does not answer: it may be another time."""
+    """A server does not answer, or is not upgraded yet: it may be another time."""
 
 
 async def ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]]:
@@ -217,6 +223,8 @@ async def ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]
         raise Silent(_FIELD, url, f"no answer within {ANSWER_SECONDS:g} s; {fix}") from error
     except (RetryableError, CommandError) as error:
         raise Silent(_FIELD, url, f"{error}; {fix}") from error
+    except OtherProtocol as error:
+        raise Silent(_FIELD, url, error.fix) from error
     except ConfigError as error:
         if error.field == "worker.token":
             where = config.rollout.served_token_file or f"(environment variable {VARIABLE})"

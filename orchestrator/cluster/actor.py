@@ -15,10 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from orchestrator import __version__
 from orchestrator.api import CommandError, ConfigError, ProcessDied, RetryableError
 from orchestrator.cluster.role_workers import Identity, Worker
 
@@ -63,7 +64,7 @@ class WorkerHost:
 
         if self._failure is not None:
             return _words(self._failure)
-        found = {name: version for name in DISTRIBUTIONS if (version := _version_of(name))}
+        found = {**installed_versions(), "rl-coserve": __version__}  # what this process has loaded
         labels = ray.get_runtime_context().get_node_labels() if ray.is_initialized() else {}
         return OK, FirstReport(str(ray.util.get_node_ip_address()), self._devices, found, time.time(), labels)
 
@@ -189,11 +190,13 @@ def _print_into(logs: str, worker: str) -> None:
     print(f"-- {worker}: process {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}")
 
 
-def _version_of(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def installed_versions() -> dict[str, str]:
+    """Of those of :data:`DISTRIBUTIONS` that are installed here now."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _devices_of_bundle(worker: str) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
+from orchestrator import __version__
 from orchestrator.api import ConfigError
 from orchestrator.hooks.tested_versions import (
     MEGATRON_CORE,
@@ -218,6 +219,9 @@ def _requirements() -> Finding:
         return Finding(
             "fail", f"{PLUGIN} is not installed, only on the Python path", "pip install -e '.[orchestrator]'"
         )
+    if version != __version__:
+        detail = f"{PLUGIN} {version} is installed, but its code is that of {__version__}: {Path(__file__).parents[1]}"
+        return Finding("fail", detail, "leave one of them: an installation that broke off, or a checkout on PYTHONPATH")
     missing = [name for name in required_distributions() if _version(name) is None]
     if missing:
         return Finding("fail", f"not installed: {', '.join(missing)}", f"pip install '{PLUGIN}[orchestrator]'")

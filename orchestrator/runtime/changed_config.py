@@ -9,11 +9,12 @@ checkpoint, the ledger and the stored trajectories were made with the old one; n
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config, apply_override, parse_config, to_json
 from orchestrator.events import read_events, time_of
@@ -69,6 +70,20 @@ def notes_of(before: Config, after: Config) -> list[str]:
     return [
         f"the learning rate decays to {rate.final_learning_rate:g} over {after.run.steps} steps now, not {before.run.steps}"
     ]
+
+
+def unsaid(folder: RunFolder, config: Config) -> list[str]:
+    """Keys that the run's config.json does not have, as an earlier version wrote it, with the values that they have now."""
+    found = list(_missing(parse_object(folder.config_file.read_bytes()), json.loads(to_json(config))))
+    return [f"not in config.json, which an earlier version wrote, so by default: {', '.join(found)}"] if found else []
+
+
+def _missing(said: dict[str, Any], whole: dict[str, Any], place: str = "") -> Iterator[str]:
+    for name, value in whole.items():
+        if name not in said:
+            yield f"{place}{name} = {json.dumps(value)}"
+        elif isinstance(value, dict) and isinstance(said[name], dict):
+            yield from _missing(said[name], value, f"{place}{name}.")
 
 
 def config_to_continue(folder: RunFolder, overrides: Sequence[str]) -> Config:

@@ -304,6 +304,8 @@ class _Life:
             garbage_collector.calm()
             watch = LoopWatch(lambda detail: events.emit("alarm", what="event_loop", detail=detail)).start()
             stack.callback(watch.stop)
+            nodes = assembly.nodes.watch(lambda detail: events.emit("alarm", what="installed", detail=detail))
+            stack.callback(asyncio.create_task(nodes, name="look at what is installed").cancel)
             pipeline = build_pipeline(config, parts, position)
             await stack.enter_async_context(run_view.watch_pipeline(sampler, config, folder, events, pipeline))
             assembly.keeper.start(pipeline.fail)

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import msgpack
 
+from orchestrator import __version__
 from orchestrator.api import RunError
 from orchestrator.api.jsontext import pieces
 from orchestrator.checkpoint import CheckpointState, write_checkpoint
@@ -92,7 +93,7 @@ class RecordWriter:
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.runtime.record_writer", str(os.getpid())],
+                [sys.executable, "-m", "orchestrator.runtime.record_writer", str(os.getpid()), __version__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -155,8 +156,9 @@ _JOBS: dict[str, Callable[..., Any]] = {"part": _part, "checkpoint": _checkpoint
 
 
 def main() -> None:
-    """Do jobs until there are no more. The argument: the process id of whose they are."""
-    owner = int(sys.argv[1])
+    """Do jobs until there are no more. The arguments: the process id of whose they are, and its version: one that was replaced
+    while it lives gets an error for each, as its jobs may mean something else by now."""
+    owner, theirs = int(sys.argv[1]), sys.argv[2]
     requests, replies = take_pipes()
 
     def wanted() -> None:
@@ -171,6 +173,8 @@ def main() -> None:
                 return
             answer: tuple[Any, ...]
             try:
+                if theirs != __version__:
+                    raise RunError(f"it is rl-coserve {__version__}, the run {theirs}: end the run and resume it")
                 answer = "ok", _JOBS[name](wanted, *arguments)
             except OSError as error:
                 answer = "os", error.errno or 0, error.strerror or str(error), str(error.filename or "")

@@ -24,7 +24,7 @@ from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.record_writer import RecordWriter
 from orchestrator.runtime.resume import Resumed, remember, rewind
 from orchestrator.shards.shard_folder import ShardFolder
-from orchestrator.store import BACKLOG, TrajectoryStore, recent_scored, trained_rows
+from orchestrator.store import BACKLOG, TrajectoryStore, last_environments, recent_scored, trained_rows
 
 _BACKLOG_SHARE = 0.125  # of the shared memory that shards lie in may wait for the disk
 
@@ -104,6 +104,7 @@ class RunRecords:
                 repairs += [f"skipped a damaged checkpoint: {problem}" for problem in resumed.damaged]
                 repairs += [resumed.cut] if resumed.cut else []
                 repairs += compare_store(ledger.trained_by_step(), trained_rows(folder.trajectories))
+                resumed.position.environments = last_environments(folder.trajectories)
                 if config.filters.max_similarity is not None:
                     window = config.filters.similarity_window
                     remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)

@@ -98,8 +98,10 @@ class RelayEndpoint:
             raise ConfigError("relay.metadata", urls.without_password(self.metadata), mistake)
 
     def to_dict(self) -> dict[str, str | int]:
-        """A plain dictionary; ``from_dict`` gives the same endpoint back."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """A plain dictionary; ``from_dict`` gives the same endpoint back. What is empty by default and empty here is left out:
+        a server, engine or cache of an earlier version, which may not know that key, understands the rest."""
+        said = [(field, getattr(self, field.name)) for field in fields(self)]
+        return {field.name: value for field, value in said if not value == field.default == ""}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RelayEndpoint:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 pytest.importorskip("fastapi")
 
 from orchestrator.api import ConfigError, GenerationRequest, RunError, Sampling
+from orchestrator.api import http as wire
 from orchestrator.borrowing import discovery, served_workers
 from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.config import Config, load_config, parse_config, to_json
@@ -236,6 +238,40 @@ def test_every_server_is_asked_before_anything_starts(monkeypatch: pytest.Monkey
     monkeypatch.setitem(vllm_twin.FACTS, "logprobs_mode", "raw_logits")
     with pytest.raises(ConfigError, match="--logprobs-mode"):
         checked(fits, monkeypatch)
+
+
+def test_in_a_fleet_that_is_half_upgraded_a_run_chooses_among_the_servers_of_its_own_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that it needs is refused by name, with both versions."""
+    fix = "this server speaks protocol 8, the client 9: install the same rl-coserve"
+    mismatch = {"error": {"message": fix, "type": wire.PROTOCOL_MISMATCH, "param": None, "code": 400}}
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(mismatch, status=400)
+
+    async def check(served: dict[str, Any]) -> None:
+        config = parse_config({"rollout": {"workers": 0, **served}})
+        await asyncio.to_thread(served_workers.check, config, FrozenLakeTask(300), config.rollout.served)
+
+    async def main() -> None:
+        twin, app = await TwinServer().start(), web.Application()
+        app.router.add_get(wire.STATUS, answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            other = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await check({"served": [other, twin.url], "borrowed": {"most": 1}})
+            for served in ({"served": [other], "borrowed": {"most": 1}}, {"served": [other, twin.url]}):
+                with pytest.raises(ConfigError, match=f"{other}.*{fix}"):
+                    await check(served)
+        finally:
+            await runner.cleanup()
+            await twin.stop()
+
+    monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
+    asyncio.run(main())
 
 
 def test_a_config_whose_server_is_not_there_ends_with_exit_code_2(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
+import re
 import shutil
 import struct
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.api import ConfigError, CoserveError, RunError
+from orchestrator.api import (
+    Completion,
+    CompletionTiming,
+    ConfigError,
+    CoserveError,
+    GenerationRequest,
+    KvMove,
+    KvMoved,
+    RoutedExperts,
+    RunError,
+    Sampling,
+    SharedDevice,
+    TokenSequence,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.api import http as http_wire
 from orchestrator.checkpoint import Checkpoints, verify
 from orchestrator.config import to_json
 from orchestrator.events import MemorySink
@@ -45,8 +64,11 @@ from orchestrator.transfer import (
 from orchestrator.transfer import bucket as wire
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer.shard_codec import DeltaCodec, apply_stored
+from orchestrator.transfer.turns.turn_messages import encode_completions, encode_turns
+from vllm_rlplugin.server import request_bodies
 
-ARTEFACTS = sorted((Path(__file__).parents[1] / "artefacts").iterdir())
+ROOT = Path(__file__).parents[2]
+ARTEFACTS = sorted((ROOT / "tests" / "artefacts").iterdir())
 VERSIONS = pytest.mark.parametrize("made", ARTEFACTS, ids=lambda path: path.name)
 
 
@@ -94,6 +116,26 @@ def test_a_journal_and_a_checkpoint_of_an_earlier_version_are_gone_back_to(made:
     ledger.restore(folder.lines(folder.ledger_file), 2, ())
     ledger.check()
     assert ledger.counts.rolled_back > 0
+
+
+@VERSIONS
+def test_a_checkpoint_of_a_real_run_of_an_earlier_version_is_gone_back_to(made: Path) -> None:
+    """Its buffer is shards."""
+    (folder,) = (made / "shards").glob("step-*")
+    assert json.loads((folder / "state.json").read_text())["format"] == 2
+    newest = Checkpoints(folder.parent, keep=1).newest()
+    assert newest is not None
+    state = newest[1]
+    assert (state.step, state.version, state.journal_sequence, state.entropies) == (2, 4, 9, (0.25,))
+    said, (kept, exact) = expected(made)["shards"], state.buffer
+    found = [[[turn.observation_ids, turn.action_ids, turn.logprobs] for turn in item.turns] for item in (kept, exact)]
+    assert [[[list(part) for part in turn] for turn in turns] for turns in found] == said["turns"]
+    first, second = kept.turns
+    assert first.experts is not None
+    assert second.context is not None
+    assert first.experts.data.hex() == said["experts"]
+    assert [second.context.reason, *second.context.token_ids] == said["context"]
+    assert (kept.prompt.key, kept.errors, kept.versions) == ("k", ("slow",), ((3, 2), (4, 1)))
 
 
 @VERSIONS
@@ -244,3 +286,46 @@ def test_a_newer_manifest_and_a_newer_predictor_are_refused(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="of another kind: format"):
         ProgressivePredictor(1.0).load(Newer(1.0).dump())
+
+
+# -- between processes of two versions -------------------------------------------------------------------------------------
+
+
+def endpoint_shapes() -> str:
+    """What a run and a server say to each other: paths, headers, limits, bodies, records, and turns as they travel."""
+    bodies = [
+        [name, item.__annotations__]
+        for name, item in vars(request_bodies).items()
+        if isinstance(item, type) and issubclass(item, request_bodies.Body)
+    ]
+    records = (WorkerStats, SharedDevice, UpdateResult, KvMove, KvMoved, Completion, CompletionTiming)
+    said = [[item.__name__, [[part.name, str(part.type)] for part in fields(item)]] for item in records]
+    words = {
+        name: value
+        for name, value in vars(http_wire).items()
+        if name.isupper() and isinstance(value, str | int | float)
+    }
+    request = GenerationRequest("r", "t", 1, (), Sampling(8, 1.0, 0.5, (3,), 4), "task", 5)
+    done = Completion("r", (1,), (-0.5,), ((0, 1),), "stop", experts=RoutedExperts(0, 1, 2, 1, b"ab"))
+    turns = encode_turns([(request, TokenSequence((1, 2)), None)], ["gone"]) + encode_completions(3, [done])
+    return json.dumps([bodies, said, words, turns.hex()], sort_keys=True)
+
+
+def pool_shapes() -> str:
+    """The records of the page ledger that processes share, without comments."""
+    text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc" / "pages.h").read_text(encoding="utf-8"), flags=re.DOTALL)
+    records = re.findall(r"typedef struct \{(.*?)\} (rlc_tenant|rlc_header);", text, flags=re.DOTALL)
+    sizes = re.findall(r"#define (RLC_POOL_SCHEMA|RLC_TENANTS|RLC_RANKS|RLC_WORDS|RLC_CONTROLS) (\d+)", text)
+    return json.dumps([[name, body.split()] for body, name in records] + sizes)
+
+
+SHAPES = {
+    endpoint_shapes: "1c96505f9a658012",  # PROTOCOL 9
+    pool_shapes: "c1852c037a229e84",  # RLC_POOL_SCHEMA 5
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_what_two_versions_say_to_each_other_does_not_change_under_one_number(shapes: Callable[[], str]) -> None:
+    """Else one would misread the other, or lose it for good. After a change raise the number; the digest then is another, too."""
+    assert hashlib.sha256(shapes().encode()).hexdigest()[:16] == SHAPES[shapes]

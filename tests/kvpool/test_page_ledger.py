@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -166,6 +168,26 @@ def test_a_pool_of_another_version_is_refused(path: Path) -> None:
         file.write((99).to_bytes(4, "little"))
     with pytest.raises(ConfigError, match="another version"):
         PagePool.open(path)
+
+
+def test_a_pool_of_another_version_is_named_and_kept_while_anybody_lives_in_it(path: Path) -> None:
+    """Serving and training are upgraded at other times. Another version's tenants may hold other bytes than ours."""
+    first = pool_of(path)
+    first.join("serve", "serving")
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write((99).to_bytes(4, "little"))
+    kept = path.read_bytes()
+    with pytest.raises(ConfigError, match="was made by another version of rl-coserve"):
+        pool_of(path)
+    first.close()
+    with path.open("r+b") as theirs:
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, (1 << 61) + 500, 1, 0)
+        fcntl.fcntl(theirs, fcntl.F_OFD_SETLK, lock)
+        with pytest.raises(ConfigError, match="was made by another version of rl-coserve"):
+            pool_of(path)
+        assert path.read_bytes()[:12] == kept[:12]
+    assert pool_of(path).made
 
 
 def test_an_engine_in_another_pid_namespace_cannot_join_a_pool_of_device_memory(path: Path) -> None:

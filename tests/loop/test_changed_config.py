@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.cli import main
 from orchestrator.components import Position
-from orchestrator.config import Config, load_config
-from orchestrator.run_folder import RunFolder
+from orchestrator.config import Config, load_config, to_json
+from orchestrator.run_folder import RunFolder, write_environment
 from orchestrator.runtime.changed_config import CHANGEABLE, config_to_continue, notes_of
 from orchestrator.runtime.resume import Resumed
 from orchestrator.settings.config_mistakes import paths_of
@@ -180,3 +181,34 @@ def test_what_may_change_is_there() -> None:
     known = {".".join(path) for path in paths_of(Config)}
     assert {key for key in CHANGEABLE if not key.endswith(".")} <= known
     assert all(any(name.startswith(key) for name in known) for key in CHANGEABLE)
+
+
+def test_a_resume_by_a_newer_version_says_its_versions_and_the_defaults_that_the_run_never_chose(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    did(folder, 30, status="")
+    data = json.loads(folder.config_file.read_text())
+    del data["checkpoint"]["grace"], data["tls"]
+    folder.replace_config(json.dumps(data))
+    file = folder.path / "environment.json"
+    write_environment(file, {"versions": json.loads(file.read_text())["versions"] | {"rl-coserve": "0.0.9"}})
+    stamped = list[Any]()
+
+    async def train(*_: object) -> str:
+        stamped.append(json.loads(file.read_text())["versions"]["rl-coserve"])
+        return "interrupted"
+
+    monkeypatch.setattr("orchestrator.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr("orchestrator.cli._say_report", lambda run: None)
+    monkeypatch.setattr("orchestrator.runtime.preflight.prepare", lambda config: (None, []))
+    monkeypatch.setattr("orchestrator.runtime.real_run.start_ray", lambda config: None)
+    monkeypatch.setattr("orchestrator.runtime.real_run.train", train)
+    assert main(["train", "--resume", str(folder.path)]) == 130
+    said = capsys.readouterr().out
+    assert f"rl-coserve: {stamped[0]}, before 0.0.9\n" in said
+    assert "so by default: checkpoint.grace = 180.0, tls = {" in said
+    assert json.loads(file.read_text())["before"][0]["versions"]["rl-coserve"] == "0.0.9"
+    assert json.loads(folder.config_file.read_text()) == data, "an older version can be gone back to"
+    folder.replace_config(to_json(folder.config()) + "\n")
+    assert main(["train", "--resume", str(folder.path)]) == 130
+    assert "before" not in (said := capsys.readouterr().out), said

@@ -91,6 +91,18 @@ def test_what_the_process_wrote_is_what_this_one_would_have_written(
     assert checkpoints.newest() == (final, expected, [])
 
 
+def test_a_writer_that_starts_after_an_upgrade_writes_nothing_and_says_so(
+    tmp_path: Path, shards: ShardFolder, writer: RecordWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a job's places mean is each version's own: a newer one would put one column's values into another."""
+    monkeypatch.setattr(record_writer, "__version__", "0.0.9")
+    store = TrajectoryStore(tmp_path / "store", finish=shards.finish, writer=writer)
+    store.append(a_trajectory("t0"), 1, "trained", position=0, weight=0.5)
+    with pytest.raises(RunError, match=r"it is rl-coserve .*, the run 0\.0\.9: end the run and resume it"):
+        store.flush()
+    assert not list((tmp_path / "store").rglob("part-*"))
+
+
 def test_a_writer_that_is_killed_in_a_job_or_between_two_is_started_again_and_nothing_is_lost(
     tmp_path: Path, shards: ShardFolder, writer: RecordWriter
 ) -> None:

@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator import cli, durable_files
-from orchestrator.api import ConfigError, RunError
+from orchestrator import cli, durable_files, run_folder
+from orchestrator.api import ConfigError, Prompt, RunError, Trajectory, Turn
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.cli import main
 from orchestrator.config import Config, parse_config
 from orchestrator.durable_files import GroupCommit, JournalFile, write_durably
 from orchestrator.events import MemorySink
 from orchestrator.ledger import Ledger, intact_lines
+from orchestrator.rollout import Rollout
 from orchestrator.run_folder import RunFolder, environment_owner, write_environment
 from orchestrator.runtime.real_run import _Assembly
 from orchestrator.runtime.run_records import RunRecords, compare_store
@@ -57,6 +58,37 @@ def test_a_config_that_this_version_cannot_read_names_its_file_and_who_wrote_it(
     with pytest.raises(ConfigError, match=r"rollout.gone = 3: no such key") as refused:
         folder.config()
     assert str(refused.value).startswith(f"run = {str(folder.config_file)!r}: was written by rl-coserve 0.0.9")
+
+
+def test_a_resume_says_what_was_upgraded_and_stamps_its_own_format_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = make_folder(tmp_path), tmp_path / "runs" / "run-001" / "environment.json"
+    first = {"machine": {"cores": 1}, "versions": {"rl-coserve": "0.0.9", "vllm": "0.31.0", "python": "3.11"}}
+    write_environment(file, first)
+    here = {"machine": {"cores": 2}, "versions": {"rl-coserve": "0.1.0", "ray": "2.60", "python": "3.11"}}
+    monkeypatch.setattr(run_folder, "describe_machine", lambda: here)
+    assert folder.renew_environment() == [
+        "ray: 2.60, before none",
+        "rl-coserve: 0.1.0, before 0.0.9",
+        "vllm: none, before 0.31.0",
+    ]
+    assert json.loads(file.read_text()) == {"format": 1, **here, "before": [{"format": 1, **first}]}
+    assert folder.renew_environment() == []
+    monkeypatch.setattr(run_folder, "FORMAT", 2)  # an upgrade that changes no version that is noted
+    assert folder.renew_environment() == []
+    monkeypatch.setattr(run_folder, "FORMAT", 1)  # and what came before it
+    with pytest.raises(ConfigError, match="is of format 2, this version reads 1"):
+        RunFolder.open(folder.path)
+
+
+def test_a_damaged_or_missing_environment_does_not_keep_a_run_from_continuing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    for damage in (None, b"{", b"[]", b'{"versions": 3, "before": 4}'):
+        if damage is not None:
+            (folder.path / "environment.json").write_bytes(damage)
+        assert folder.renew_environment() == []
+        assert json.loads((folder.path / "environment.json").read_bytes())["versions"]["python"]
 
 
 # -- one run is one run ----------------------------------------------------------------------------------------------
@@ -309,6 +341,33 @@ def test_a_refused_resume_leaves_checkpoints_journal_and_store_alone(tmp_path: P
         open_records(folder, resume=True)
     after = tree(folder.path)
     assert {name: after[name] for name in before} == before
+
+
+def test_an_environment_that_was_upgraded_between_two_lives_is_said_as_one_that_changes_in_mid_run(
+    tmp_path: Path,
+) -> None:
+    folder, told = make_folder(tmp_path), list[str]()
+    turn = Turn((1,), (2,), (-0.5,), ((0, 1),))
+    with open_records(folder, resume=False) as records:
+        for step, version in enumerate(("env 1", "env 2", "env 3")):
+            prompt = Prompt("p", "nim", 1, "")
+            kept = Trajectory(f"t{step}", "g0", "nim", prompt, (turn,), 1.0, version, 1, False)
+            records.ledger.start(kept.id, "g0")
+            records.ledger.end(kept.id, "trained", step=step)
+            records.store.append(kept, step, "trained", position=0, weight=1.0)
+        records.store.flush()
+        records.checkpoints.commit(records.checkpoints.begin(2), CheckpointState(2, 2, 4, 1.0, ()))
+    with open_records(folder, resume=True) as records:
+        assert records.resumed is not None
+        found = records.resumed.position.environments
+    assert found == {"nim": ["env 2"]}, "the third is rolled back"
+    rollout: Any = SimpleNamespace(buffer=SimpleNamespace(restore=lambda *_: None), rounds=None)
+    rollout.events = SimpleNamespace(emit=lambda kind, **fields: told.append(f"{fields['what']}: {fields['detail']}"))
+    Rollout.restore(rollout, [], 2, found)
+    for version in ("env 2", "env 4", "env 4"):
+        episode: Any = SimpleNamespace(prompt=SimpleNamespace(task="nim"), env_version=version)
+        Rollout._note_version(rollout, episode)
+    assert told == ["environment_version: task nim: 'env 4' beside 'env 2'"]
 
 
 def test_a_longer_journal_is_rolled_back_and_no_id_comes_twice(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megatron_rlplugin import (  # noqa: E402
     parallel_layout,
     tiny_model,
 )
-from megatron_rlplugin.trainer import sharded_writer  # noqa: E402
+from megatron_rlplugin.trainer import sharded_writer, trainer_checkpoint  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
 from megatron_rlplugin.trainer.micro_batches import micro_batch  # noqa: E402
 from megatron_rlplugin.trainer.replicas import MicroBatchShare  # noqa: E402
@@ -534,7 +534,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(folder: str, tmp_path: 
     assert same(before, weights_of(trainer))
 
 
-def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(folder)
     with pytest.raises(ConfigError, match="is not a model folder"):
         run(trainer.load(str(tmp_path)))
@@ -543,6 +543,10 @@ def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path) -> None:
     save(trainer, str(tmp_path / "checkpoint"))
     with pytest.raises(ConfigError, match="is not an empty folder"):
         save(trainer, str(tmp_path / "checkpoint"))
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer_checkpoint, "FORMAT", 2)
+        with pytest.raises(ConfigError, match="it is of format 3, this version reads 2"):
+            run(trainer.load(str(tmp_path / "checkpoint")))
     for name in (".metadata", "__0_0.distcp"):
         shutil.copytree(tmp_path / "checkpoint", tmp_path / f"without {name}")
         state = tmp_path / f"without {name}" / name

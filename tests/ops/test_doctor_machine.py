@@ -285,3 +285,12 @@ def test_the_doctor_takes_a_config_and_values_over_it(
     if not Path("/dev/nvidiactl").exists():
         assert main(["doctor", demo, "relay.kind=fsspec", "rollout.workers=6400"]) == 1
         assert "6401 engines and trainer ranks would share" in capsys.readouterr().out
+
+
+def test_code_of_another_version_than_what_is_installed_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an upgrade that broke off leaves it, or a checkout before an installed wheel: entry points are then another's."""
+    assert doctor._requirements().status == "ok"
+    monkeypatch.setattr(doctor, "__version__", "0.2.0")
+    found = doctor._requirements()
+    assert found.status == "fail"
+    assert "is installed, but its code is that of 0.2.0: " in found.detail

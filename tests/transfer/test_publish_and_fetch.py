@@ -24,6 +24,7 @@ from orchestrator.transfer import (
     Subscriber,
     VersionTakenError,
     open_relay,
+    site_relay,
 )
 from orchestrator.transfer import job_head as heads
 from orchestrator.transfer import registered_buffers as buffers_module
@@ -587,6 +588,17 @@ def test_endless_contention_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPat
 def test_an_endpoint_crosses_processes_as_plain_data() -> None:
     endpoint = RelayEndpoint(job="a.b-c", master="10.0.0.1:50051", metadata="/x/m.sqlite", keep_versions=5)
     assert RelayEndpoint.from_dict(json.loads(json.dumps(endpoint.to_dict()))) == endpoint
+
+
+def test_who_is_not_upgraded_yet_is_told_no_key_that_it_would_refuse_unless_it_is_used() -> None:
+    """Servers and site caches are upgraded at other times, and refuse unknown keys: these are those of the first caches that
+    speak today's protocol."""
+    known = {"job", "kind", "master", "metadata", "protocol", "host", "segment_bytes", "bucket_bytes", "keep_versions"}
+    known |= {"snapshot_every", "encoding", "codec_threads", "verify_key", "cache", "cache_authority"}
+    endpoint = RelayEndpoint(job="a.b-c", master="10.0.0.1:50051", metadata="/x/m.sqlite")
+    assert site_relay.PROTOCOL == 1, "all caches of a newer one know more"
+    assert endpoint.to_dict().keys() <= known
+    assert replace(endpoint, protocol="rdma", device="mlx5_0").to_dict().keys() - known == {"device"}
 
 
 @pytest.mark.parametrize(
