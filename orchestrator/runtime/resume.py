@@ -96,9 +96,7 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Journal, store: Re
         cut = f"{sum(1 for _ in journal.lines()) - kept} lines of the journal were cut off: {problem}"
         journal.keep(kept)
     checkpoints.drop_after(state.step)
-    returned = set(
-        ledger.restore(_Lines(journal, kept), state.step, {trajectory.id for trajectory in state.buffer})
-    )
+    returned = set(ledger.restore(_Lines(journal, kept), state.step, {trajectory.id for trajectory in state.buffer}))
     store.discard_after(state.step)
     position = Position(
         state.step,

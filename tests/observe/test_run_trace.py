@@ -20,6 +20,7 @@ from rich.console import Console
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.cli import main
+from orchestrator.observe.view import folder_follower
 from orchestrator.observe.view import run_trace as tracing
 from orchestrator.observe.view.run_trace import write_trace
 from orchestrator.observe.view.top import screen
@@ -193,6 +194,23 @@ def test_top_shows_one_picture_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
         assert words in said, words
     assert main(["top", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 40
+
+
+def test_while_a_long_log_is_first_read_top_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    assert main(["top", str(folder), "--json"]) == 0
+    whole = capsys.readouterr()
+    assert whole.err == ""
+    monkeypatch.setattr(folder_follower, "CHUNK", 4096)
+    assert main(["top", str(folder), "--json"]) == 0
+    said = capsys.readouterr()
+    assert re.fullmatch(r"(reading the log, \d+ %\n)+", said.err)
+    assert said.out == whole.out
+    half = "\n".join(drawn(json.loads(said.out) | {"reading": 43}, 100))
+    assert "reading the log" in half
+    assert "43 % of it is read" in half
 
 
 @pytest.mark.parametrize("width", [60, 100, 220])

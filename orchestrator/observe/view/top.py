@@ -53,6 +53,7 @@ def _printable(value: Any) -> Any:
 def _head(now: Mapping[str, Any]) -> Text:
     run = now["run"]
     status = "running" if run["status"] == "unfinished" else run["status"]
+    status = "reading the log" if "reading" in now else status
     style = {"running": "green", "completed": "green", "failed": "bold red"}.get(status, "yellow")
     words = Text.assemble((run["name"], "bold"), "  ", (status, style))
     words.append(f"  {run['mode']}, alpha {run['alpha']}, {run['kind']}\n", "dim")
@@ -61,6 +62,8 @@ def _head(now: Mapping[str, Any]) -> Text:
 
 def _said(now: Mapping[str, Any]) -> Text:
     run = now["run"]
+    if "reading" in now:
+        return Text(f"{now['reading']} % of it is read; the figures are of what has been read", "yellow")
     if run["status"] != "unfinished":
         return Text(run["reason"].splitlines()[0] if run["reason"] else "", "dim")
     if now.get("silent"):
