@@ -294,7 +294,9 @@ def nan(event): return {"reward": float("nan")}
 def leaves(event): os._exit(3)
 def offline(event): raise ConnectionError("no judge here")
 def of_words(event): return {"reward": float(event["actions"][0][-2])}
-def sound(event): return {"reward": 1}
+def sound(event): return {"reward": 1, "format": True}
+def tells(event): return {"reward": 1, "why": "no end", "format": True}
+def many(event): return {"reward": 1} | {str(number): number for number in range(40)}
 """
 
 
@@ -311,6 +313,8 @@ def sound(event): return {"reward": 1}
         ("offline", "note: ConnectionError: no judge here"),
         ("of_words", "note: IndexError"),
         ("sound", ""),
+        ("tells", "note: beside the reward only numbers are kept, not 'why'"),
+        ("many", "at most 32 are kept"),
     ],
 )
 def test_a_reward_function_that_gives_no_number_is_known_before_anything_starts(
