@@ -221,7 +221,8 @@ def test_top_fits_the_terminal_and_takes_nothing_for_markup(
     assert main(["top", str(folder), "--json"]) == 0
     now = json.loads(capsys.readouterr().out)
     now["reasons"][EVIL] = 3
-    now["workers"] = [dict(now["workers"][0], name=f"{EVIL}-{number}") for number in range(30)]
+    now["workers"] = [dict(now["workers"][1], name=f"{EVIL}-{number}") for number in range(30)]
+    now["workers_known"] = 30
     now["incidents"] = [{"kind": "fault", "t": 1.0, "what": EVIL, "detail": EVIL * 40}] * 40
     lines = drawn(now, width)
     assert max(map(len, lines)) <= width
